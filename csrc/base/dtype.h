@@ -1,0 +1,35 @@
+// The element types that cross the binding.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tilewright {
+
+enum class DType : int { f32, bf16, u8, i32, i64, boolean, f64 };
+
+inline constexpr size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+    case DType::i32: return 4;
+    case DType::bf16: return 2;
+    case DType::i64:
+    case DType::f64: return 8;
+    default: return 1;
+  }
+}
+
+inline constexpr const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::f32: return "float32";
+    case DType::bf16: return "bfloat16";
+    case DType::u8: return "uint8";
+    case DType::i32: return "int32";
+    case DType::i64: return "int64";
+    case DType::boolean: return "bool";
+    case DType::f64: return "float64";
+  }
+  return "?";
+}
+
+}  // namespace tilewright

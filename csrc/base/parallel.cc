@@ -1,0 +1,57 @@
+#include "base/parallel.h"
+
+#include <omp.h>
+#include <pthread.h>
+#include <sched.h>
+
+namespace tilewright {
+namespace {
+
+int available_cpus() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+  const int count = CPU_COUNT(&set);
+  return count > 0 ? count : 1;
+}
+
+// Read at start-up, before anyone binds a thread: a bound caller would see one CPU.
+const int default_threads = available_cpus();
+std::atomic<int> configured_threads{0};
+
+}  // namespace
+
+void set_num_threads(int num_threads) { configured_threads.store(num_threads, std::memory_order_relaxed); }
+
+int num_threads() {
+  const int configured = configured_threads.load(std::memory_order_relaxed);
+  return configured > 0 ? configured : default_threads;
+}
+
+void bind_threads(const int* cpus, int count) {
+  static cpu_set_t initial = [] {
+    cpu_set_t set;
+    sched_getaffinity(0, sizeof(set), &set);
+    return set;
+  }();
+#pragma omp parallel num_threads(num_threads())
+  {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (count > 0)
+      CPU_SET(cpus[omp_get_thread_num() % count], &set);
+    else
+      set = initial;
+    pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+  }
+}
+
+void run_workers(int num_workers, void (*body)(void* context, int worker), void* context) {
+  if (num_workers <= 1 || omp_in_parallel()) {
+    for (int worker = 0; worker < num_workers; ++worker) body(context, worker);
+    return;
+  }
+#pragma omp parallel num_threads(num_workers)
+  body(context, omp_get_thread_num());
+}
+
+}  // namespace tilewright

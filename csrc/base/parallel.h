@@ -1,0 +1,64 @@
+// The one threading runtime of the kernels. docs/threads.md says why it is OpenMP and what was measured.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
+namespace tilewright {
+
+// Threads a kernel may use, counting the caller. 0 restores the default: the CPUs this process may run on.
+void set_num_threads(int num_threads);
+int num_threads();
+
+// Pins the runtime's threads, worker i to cpus[i % count]; the calling thread is worker 0. An empty list unpins.
+void bind_threads(const int* cpus, int count);
+
+// Runs body(context, worker) on `num_workers` threads, the caller among them, and returns when all are done.
+void run_workers(int num_workers, void (*body)(void* context, int worker), void* context);
+
+// Runs fn(begin, end) over [0, count) in chunks of `grain`, handed out as threads ask for them: on shared or
+// hyperthreaded cores no fixed split is fair.
+template <class Fn>
+void parallel_chunks(int64_t count, int64_t grain, Fn&& fn) {
+  if (count <= 0) return;
+  if (grain < 1) grain = 1;
+  const int64_t num_chunks = (count + grain - 1) / grain;
+  const int workers = static_cast<int>(num_chunks < num_threads() ? num_chunks : num_threads());
+  if (workers <= 1) {
+    fn(int64_t{0}, count);
+    return;
+  }
+  struct Shared {
+    std::remove_reference_t<Fn>& fn;
+    std::atomic<int64_t> next;
+    int64_t count, grain;
+  } shared{fn, {0}, count, grain};
+  run_workers(
+      workers,
+      [](void* context, int) {
+        auto& s = *static_cast<Shared*>(context);
+        for (int64_t begin; (begin = s.next.fetch_add(s.grain, std::memory_order_relaxed)) < s.count;)
+          s.fn(begin, begin + s.grain < s.count ? begin + s.grain : s.count);
+      },
+      &shared);
+}
+
+// Runs fn(task) for every task in [0, count).
+template <class Fn>
+void parallel_for(int64_t count, Fn&& fn) {
+  parallel_chunks(count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) fn(task);
+  });
+}
+
+// The chunk that gives each thread a few turns but no turn less work than `min_cost` of units of `unit_cost`
+// (both in bytes touched): below some 16 KB the hand-over costs more than the work.
+inline int64_t grain_for(int64_t count, int64_t unit_cost, int64_t min_cost = 32768) {
+  int64_t grain = count / (num_threads() * 4);
+  const int64_t least = unit_cost > 0 ? (min_cost + unit_cost - 1) / unit_cost : 1;
+  if (grain < least) grain = least;
+  return grain < 1 ? 1 : grain;
+}
+
+}  // namespace tilewright

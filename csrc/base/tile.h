@@ -1,0 +1,44 @@
+// The one layout in which every matrix operand that is read again and again is kept: linear weights, K and V.
+//
+// A tile holds 32 of depth (the axis summed over) by 16 columns, as 16 rows of pairs: row r has depth 2r and 2r+1.
+//   bf16  [16 rows][16 columns][2]   one row is the 64 bytes that an AMX tile row, or one vdpbf16ps, takes
+//   fp32  [16 rows][2][16 columns]   one row is two vectors of columns
+// Narrower machines read the same bytes: the even and the odd depth of a bf16 pair come apart with a shift and a mask.
+//
+// A packed linear weight W [N, K] is strips of 32 outputs: [ceil(N/32)][ceil(K/32)][2 tiles], zero where padded, so
+// that a strip is one contiguous stream. For gate|up weights a strip's first tile is 16 gate rows and its second the
+// 16 up rows that belong to them.
+#pragma once
+
+#include <cstdint>
+
+namespace tilewright {
+
+inline constexpr int kTileColumns = 16;
+inline constexpr int kTileDepth = 32;
+inline constexpr int kTileElements = kTileColumns * kTileDepth;
+inline constexpr int kStripColumns = 32;
+
+inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+namespace {
+
+// Where (depth, column) of a tile is, in elements.
+template <class T>
+inline constexpr int tile_offset(int depth, int column) {
+  if constexpr (sizeof(T) == 2)
+    return depth / 2 * 32 + column * 2 + depth % 2;
+  else
+    return depth / 2 * 32 + depth % 2 * 16 + column;
+}
+
+// Where element (n, k) of a packed linear weight is.
+template <class T>
+inline int64_t packed_offset(int64_t n, int64_t k, int64_t num_depth_tiles) {
+  const int64_t tile = (n / kStripColumns * num_depth_tiles + k / kTileDepth) * 2 + n % kStripColumns / kTileColumns;
+  return tile * kTileElements + tile_offset<T>(static_cast<int>(k % kTileDepth), static_cast<int>(n % kTileColumns));
+}
+
+}  // namespace
+}  // namespace tilewright

@@ -1,0 +1,79 @@
+// Vec for AVX-512 (F, BW, DQ, VL): sixteen floats. With -mavx512bf16 the bf16 conversion is one instruction.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "base/bf16.h"
+
+namespace tilewright {
+namespace {
+
+struct Vec {
+  static constexpr int kLanes = 16;
+  __m512 v;
+
+  static Vec zero() { return {_mm512_setzero_ps()}; }
+  static Vec set1(float x) { return {_mm512_set1_ps(x)}; }
+
+  static __mmask16 lanes_below(int64_t count) {
+    if (count <= 0) return 0;
+    return count >= kLanes ? 0xffff : static_cast<__mmask16>((1u << count) - 1);
+  }
+
+  static Vec widen(__m256i raw) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))}; }
+  static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Vec load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static Vec load(const float* p, int64_t count) { return {_mm512_maskz_loadu_ps(lanes_below(count), p)}; }
+  static Vec load(const bf16* p, int64_t count) { return widen(_mm256_maskz_loadu_epi16(lanes_below(count), p)); }
+
+  __m256i to_bf16_bits() const {
+#ifdef __AVX512BF16__
+    return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
+#else
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    const __m512i kept = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
+#endif
+  }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  void store(bf16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16_bits()); }
+  void store(float* p, int64_t count) const { _mm512_mask_storeu_ps(p, lanes_below(count), v); }
+  void store(bf16* p, int64_t count) const { _mm256_mask_storeu_epi16(p, lanes_below(count), to_bf16_bits()); }
+};
+
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline Vec scale_by_power_of_2(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+
+inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
+inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
+
+inline Vec keep_lanes(Vec a, int64_t begin, int64_t end, Vec other) {
+  const __mmask16 keep = static_cast<__mmask16>(Vec::lanes_below(end) & ~Vec::lanes_below(begin));
+  return {_mm512_mask_mov_ps(other.v, keep, a.v)};
+}
+
+inline Vec keep_flagged(Vec a, const uint8_t* flags, Vec other) {
+  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(flags));
+  return {_mm512_mask_mov_ps(other.v, _mm_test_epi8_mask(raw, raw), a.v)};
+}
+
+inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
+  const __m512i raw = _mm512_loadu_si512(p);
+  even.v = _mm512_castsi512_ps(_mm512_slli_epi32(raw, 16));
+  odd.v = _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+}  // namespace
+}  // namespace tilewright

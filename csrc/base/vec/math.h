@@ -1,0 +1,63 @@
+// exp, tanh, sigmoid, silu, gelu on Vec. Include after one of scalar.h, avx2.h, avx512.h.
+#pragma once
+
+namespace tilewright {
+namespace {
+
+// e^x, relative error under 2e-7; 0 below -87.3, largest finite power above 88.3.
+inline Vec exp(Vec x) {
+  // x second: where it is NaN, min and max give their second operand, so NaN comes out as NaN.
+  const Vec clamped = max(Vec::set1(-87.3f), min(Vec::set1(88.3f), x));
+  const Vec n = round(clamped * Vec::set1(1.44269504f));
+  // ln 2 in two parts, so that n * high is exact.
+  Vec r = fma(n, Vec::set1(-0.693359375f), clamped);
+  r = fma(n, Vec::set1(2.12194440e-4f), r);
+  Vec p = Vec::set1(1.9875691500e-4f);
+  p = fma(p, r, Vec::set1(1.3981999507e-3f));
+  p = fma(p, r, Vec::set1(8.3334519073e-3f));
+  p = fma(p, r, Vec::set1(4.1665795894e-2f));
+  p = fma(p, r, Vec::set1(1.6666665459e-1f));
+  p = fma(p, r, Vec::set1(5.0000001201e-1f));
+  p = fma(p * r, r, r + Vec::set1(1.0f));
+  return scale_by_power_of_2(p, n);
+}
+
+inline Vec sigmoid(Vec x) {
+  const Vec one = Vec::set1(1.0f);
+  return one / (one + exp(Vec::zero() - x));
+}
+
+inline Vec silu(Vec x) { return x / (Vec::set1(1.0f) + exp(Vec::zero() - x)); }
+
+// 1 - 2 / (e^2x + 1): exact to rounding away from 0, absolute error 1e-7 near it.
+inline Vec tanh(Vec x) {
+  const Vec one = Vec::set1(1.0f);
+  return one - Vec::set1(2.0f) / (exp(x + x) + one);
+}
+
+inline Vec gelu_tanh(Vec x) {
+  // 0.5 (1 + tanh(u)) is sigmoid(2u): no cancellation for large negative x.
+  const Vec u = x * fma(x * x, Vec::set1(0.0356774081f), Vec::set1(0.7978845608f));
+  return x * sigmoid(u + u);
+}
+
+// erfc on x >= 0 by Abramowitz and Stegun 7.1.26, absolute error 1.5e-7, turned into the normal tail of gelu.
+inline Vec gelu_erf(Vec x) {
+  const Vec one = Vec::set1(1.0f);
+  const Vec zero = Vec::zero();
+  const Vec magnitude = max(x, zero - x) * Vec::set1(0.7071067812f);
+  const Vec t = one / fma(magnitude, Vec::set1(0.3275911f), one);
+  Vec p = Vec::set1(1.061405429f);
+  p = fma(p, t, Vec::set1(-1.453152027f));
+  p = fma(p, t, Vec::set1(1.421413741f));
+  p = fma(p, t, Vec::set1(-0.284496736f));
+  p = fma(p, t, Vec::set1(0.254829592f));
+  const Vec tail = p * t * exp(zero - magnitude * magnitude) * Vec::set1(0.5f);
+  // x > 0: x (1 - tail); x < 0: x tail.
+  return max(x, zero) - max(x, zero - x) * tail;
+}
+
+inline Vec gelu_quick(Vec x) { return x / (Vec::set1(1.0f) + exp(x * Vec::set1(-1.702f))); }
+
+}  // namespace
+}  // namespace tilewright

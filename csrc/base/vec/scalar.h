@@ -1,0 +1,119 @@
+// Vec for any x86: four plain floats and loops the compiler may turn into SSE2. Same names as avx2.h, avx512.h.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "base/bf16.h"
+
+namespace tilewright {
+namespace {
+
+struct Vec {
+  static constexpr int kLanes = 4;
+  float v[kLanes];
+
+  static Vec zero() { return set1(0.0f); }
+  static Vec set1(float x) { return {{x, x, x, x}}; }
+
+  static Vec load(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
+  static Vec load(const bf16* p) { return {{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}}; }
+  template <class T>
+  static Vec load(const T* p, int64_t count) {
+    Vec r = zero();
+    for (int i = 0; i < kLanes && i < count; ++i) r.v[i] = to_float(p[i]);
+    return r;
+  }
+  template <class T>
+  void store(T* p) const {
+    for (int i = 0; i < kLanes; ++i) assign(p[i], v[i]);
+  }
+  template <class T>
+  void store(T* p, int64_t count) const {
+    for (int i = 0; i < kLanes && i < count; ++i) assign(p[i], v[i]);
+  }
+};
+
+template <class Fn>
+inline Vec map(Vec a, Vec b, Fn fn) {
+  Vec r;
+  for (int i = 0; i < Vec::kLanes; ++i) r.v[i] = fn(a.v[i], b.v[i]);
+  return r;
+}
+
+inline Vec operator+(Vec a, Vec b) {
+  return map(a, b, [](float x, float y) { return x + y; });
+}
+inline Vec operator-(Vec a, Vec b) {
+  return map(a, b, [](float x, float y) { return x - y; });
+}
+inline Vec operator*(Vec a, Vec b) {
+  return map(a, b, [](float x, float y) { return x * y; });
+}
+inline Vec operator/(Vec a, Vec b) {
+  return map(a, b, [](float x, float y) { return x / y; });
+}
+// The second operand where either is NaN, as the x86 instructions do.
+inline Vec max(Vec a, Vec b) {
+  return map(a, b, [](float x, float y) { return x > y ? x : y; });
+}
+inline Vec min(Vec a, Vec b) {
+  return map(a, b, [](float x, float y) { return x < y ? x : y; });
+}
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+  Vec r;
+  for (int i = 0; i < Vec::kLanes; ++i) r.v[i] = a.v[i] * b.v[i] + c.v[i];
+  return r;
+}
+
+inline Vec round(Vec a) {
+  Vec r;
+  for (int i = 0; i < Vec::kLanes; ++i) r.v[i] = std::nearbyintf(a.v[i]);
+  return r;
+}
+
+// a * 2^n for whole n in [-126, 127].
+inline Vec scale_by_power_of_2(Vec a, Vec n) {
+  Vec r;
+  for (int i = 0; i < Vec::kLanes; ++i) {
+    const int32_t power = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0;
+    const int32_t bits = (power + 127) << 23;
+    float factor;
+    std::memcpy(&factor, &bits, sizeof(factor));
+    r.v[i] = a.v[i] * factor;
+  }
+  return r;
+}
+
+inline float reduce_add(Vec a) { return (a.v[0] + a.v[1]) + (a.v[2] + a.v[3]); }
+inline float reduce_max(Vec a) {
+  float r = a.v[0];
+  for (int i = 1; i < Vec::kLanes; ++i) r = a.v[i] > r ? a.v[i] : r;
+  return r;
+}
+
+// Lanes [begin, end) of a, other elsewhere.
+inline Vec keep_lanes(Vec a, int64_t begin, int64_t end, Vec other) {
+  for (int i = 0; i < Vec::kLanes; ++i)
+    if (i < begin || i >= end) a.v[i] = other.v[i];
+  return a;
+}
+
+// a where flag is not zero, other elsewhere.
+inline Vec keep_flagged(Vec a, const uint8_t* flags, Vec other) {
+  for (int i = 0; i < Vec::kLanes; ++i)
+    if (!flags[i]) a.v[i] = other.v[i];
+  return a;
+}
+
+// Splits kLanes columns of a pair row (see base/tile.h) into its even and odd depth.
+inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
+  for (int i = 0; i < Vec::kLanes; ++i) {
+    even.v[i] = to_float(p[2 * i]);
+    odd.v[i] = to_float(p[2 * i + 1]);
+  }
+}
+
+}  // namespace
+}  // namespace tilewright

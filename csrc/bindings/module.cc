@@ -1,0 +1,59 @@
+// The Python module tilewright._kernels: what the machine has, and one function per kernel entry.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "base/isa.h"
+#include "base/parallel.h"
+#include "bindings/tensor.h"
+#include "kernels/manifest.h"
+
+namespace tilewright {
+namespace {
+
+Isa isa_named(const std::string& name) {
+  std::string known;
+  for (int level = 0; level < kNumIsaLevels; ++level) {
+    const char* candidate = name_of(static_cast<Isa>(level));
+    if (name == candidate) return static_cast<Isa>(level);
+    known += std::string(level ? ", " : "") + candidate;
+  }
+  throw nb::value_error(("unknown ISA level '" + name + "', expected one of " + known).c_str());
+}
+
+// {op: [(isa, kernel), ...]}, best first.
+nb::dict manifest() {
+  nb::dict result;
+  int num_ops;
+  const OpInfo* ops = all_ops(&num_ops);
+  for (int i = 0; i < num_ops; ++i) {
+    nb::list kernels;
+    for (int j = 0; j < ops[i].num_kernels; ++j)
+      kernels.append(nb::make_tuple(name_of(ops[i].kernels[j].isa), ops[i].kernels[j].name));
+    result[ops[i].op] = kernels;
+  }
+  return result;
+}
+
+}  // namespace
+}  // namespace tilewright
+
+NB_MODULE(_kernels, m) {
+  using namespace tilewright;
+  m.def("isa_levels", [] {
+    std::vector<std::string> names;
+    for (int level = 0; level <= static_cast<int>(detected_isa()); ++level)
+      names.push_back(name_of(static_cast<Isa>(level)));
+    return names;
+  });
+  m.def("active_isa", [] { return std::string(name_of(active_isa())); });
+  m.def("set_max_isa", [](const std::string& name) { set_max_isa(isa_named(name)); });
+  m.def("num_threads", &num_threads);
+  m.def("set_num_threads", [](int count) {
+    if (count < 0) throw nb::value_error(("num_threads is " + std::to_string(count) + ", expected 0 or more").c_str());
+    set_num_threads(count);
+  });
+  m.def("bind_threads", [](const std::vector<int>& cpus) { bind_threads(cpus.data(), static_cast<int>(cpus.size())); });
+  m.def("manifest", &manifest);
+  bind_norm(m);
+}

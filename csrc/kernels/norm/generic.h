@@ -1,0 +1,119 @@
+// The norm of a range of rows in terms of Vec; each ISA file includes this after its Vec.
+#pragma once
+
+#include <cmath>
+
+#include "base/vec/math.h"
+#include "kernels/norm/norm.h"
+
+namespace tilewright {
+namespace {
+
+template <class T>
+T* row_of(const NormRows& rows, int64_t inner, int64_t row) {
+  if (!rows.data) return nullptr;
+  return static_cast<T*>(rows.data) + row / inner * rows.outer_stride + row % inner * rows.inner_stride;
+}
+
+// fn(i, count) for each Vec of a row: count is kLanes but for the last.
+template <class Fn>
+inline void for_each_vec(int64_t width, Fn fn) {
+  int64_t i = 0;
+  for (; i + Vec::kLanes <= width; i += Vec::kLanes) fn(i, std::integral_constant<int, Vec::kLanes>{});
+  if (i < width) fn(i, width - i);
+}
+
+template <class T, class Count>
+inline Vec load_some(const T* p, Count count) {
+  if constexpr (std::is_same_v<Count, int64_t>)
+    return Vec::load(p, count);
+  else
+    return Vec::load(p);
+}
+
+template <class T, class Count>
+inline void store_some(Vec v, T* p, Count count) {
+  if constexpr (std::is_same_v<Count, int64_t>)
+    v.store(p, count);
+  else
+    v.store(p);
+}
+
+template <class T, class W>
+void rms_norm_row(const NormArgs& args, int64_t row) {
+  const T* x = row_of<T>(args.x, args.inner, row);
+  T* y = row_of<T>(args.y, args.inner, row);
+  T* residual = row_of<T>(args.residual, args.inner, row);
+  const T* gate = row_of<T>(args.gate, args.inner, row);
+  const W* weight = static_cast<const W*>(args.weight);
+
+  Vec squares = Vec::zero();
+  const T* source = x;
+  if (residual) {
+    for_each_vec(args.width, [&](int64_t i, auto count) {
+      store_some(load_some(x + i, count) + load_some(residual + i, count), residual + i, count);
+      const Vec sum = load_some(residual + i, count);  // as rounded: what the next layer will read
+      squares = fma(sum, sum, squares);
+    });
+    source = residual;
+  } else {
+    for_each_vec(args.width, [&](int64_t i, auto count) {
+      const Vec v = load_some(x + i, count);
+      squares = fma(v, v, squares);
+    });
+  }
+  const Vec scale = Vec::set1(1.0f / std::sqrt(reduce_add(squares) / static_cast<float>(args.width) + args.eps));
+  const Vec offset = Vec::set1(args.weight_plus_one ? 1.0f : 0.0f);
+  for_each_vec(args.width, [&](int64_t i, auto count) {
+    Vec v = load_some(source + i, count) * scale * (load_some(weight + i, count) + offset);
+    if (gate) v = v * silu(load_some(gate + i, count));
+    store_some(v, y + i, count);
+  });
+}
+
+template <class T, class W>
+void layer_norm_row(const NormArgs& args, int64_t row) {
+  const T* x = row_of<T>(args.x, args.inner, row);
+  T* y = row_of<T>(args.y, args.inner, row);
+  const W* weight = static_cast<const W*>(args.weight);
+  const W* bias = static_cast<const W*>(args.bias);
+  const float width = static_cast<float>(args.width);
+
+  Vec sum = Vec::zero();
+  for_each_vec(args.width, [&](int64_t i, auto count) { sum = sum + load_some(x + i, count); });
+  const Vec mean = Vec::set1(reduce_add(sum) / width);
+  // A second pass over a row in L1 is cheap and has none of the cancellation of mean(x^2) - mean(x)^2.
+  Vec squares = Vec::zero();
+  for_each_vec(args.width, [&](int64_t i, auto count) {
+    const Vec d = keep_lanes(load_some(x + i, count) - mean, 0, count, Vec::zero());
+    squares = fma(d, d, squares);
+  });
+  const Vec scale = Vec::set1(1.0f / std::sqrt(reduce_add(squares) / width + args.eps));
+  for_each_vec(args.width, [&](int64_t i, auto count) {
+    const Vec shift = bias ? load_some(bias + i, count) : Vec::zero();
+    store_some(fma((load_some(x + i, count) - mean) * scale, load_some(weight + i, count), shift), y + i, count);
+  });
+}
+
+// Calls fn(T{}, W{}) for the element types of args.
+template <class Fn>
+inline void with_types(const NormArgs& args, Fn fn) {
+  const bool wide_weight = args.weight_dtype == DType::f32;
+  if (args.dtype == DType::f32) return wide_weight ? fn(float{}, float{}) : fn(float{}, bf16{});
+  return wide_weight ? fn(bf16{}, float{}) : fn(bf16{}, bf16{});
+}
+
+void rms_norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
+  with_types(args, [&](auto t, auto w) {
+    for (int64_t row = begin; row < end; ++row) rms_norm_row<decltype(t), decltype(w)>(args, row);
+  });
+}
+
+void layer_norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
+  with_types(args, [&](auto t, auto w) {
+    for (int64_t row = begin; row < end; ++row) layer_norm_row<decltype(t), decltype(w)>(args, row);
+  });
+}
+
+}  // namespace
+}  // namespace tilewright

@@ -1,0 +1,32 @@
+#include "kernels/norm/norm.h"
+
+#include "base/parallel.h"
+#include "kernels/manifest.h"
+
+namespace tilewright {
+
+#define KERNEL(isa, name) extern const NormKernels name;
+#include "kernels/norm/kernels.inc"
+#undef KERNEL
+
+namespace {
+
+constexpr Entry<NormKernels> kTable[] = {
+#define KERNEL(isa, name) {Isa::isa, &name},
+#include "kernels/norm/kernels.inc"
+#undef KERNEL
+};
+
+template <class Kernel>
+void over_rows(const NormArgs& args, Kernel kernel) {
+  const int64_t rows = args.outer * args.inner;
+  const int64_t row_bytes = args.width * static_cast<int64_t>(size_of(args.dtype)) * 2;
+  parallel_chunks(rows, grain_for(rows, row_bytes), [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+}  // namespace
+
+void rms_norm(const NormArgs& args) { over_rows(args, select(kTable).rms_norm); }
+void layer_norm(const NormArgs& args) { over_rows(args, select(kTable).layer_norm); }
+
+}  // namespace tilewright
