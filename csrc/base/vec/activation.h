@@ -1,0 +1,23 @@
+// An activation of each lane. Include after one of scalar.h, avx2.h, avx512.h.
+#pragma once
+
+#include "base/activation.h"
+#include "base/vec/math.h"
+
+namespace tilewright {
+namespace {
+
+// With a constant activation the switch folds away: hot loops pass a template argument.
+inline Vec apply_activation(Vec x, Activation activation) {
+  switch (activation) {
+    case Activation::none: return x;
+    case Activation::silu: return silu(x);
+    case Activation::gelu_tanh: return gelu_tanh(x);
+    case Activation::gelu_erf: return gelu_erf(x);
+    case Activation::gelu_quick: return gelu_quick(x);
+  }
+  return x;
+}
+
+}  // namespace
+}  // namespace tilewright
