@@ -6,19 +6,11 @@
 
 #include <type_traits>
 
+#include "base/bf16.h"
 #include "base/tile.h"
 
 namespace tilewright {
 namespace {
-
-// What the left operand is kept as: with vdpbf16ps bf16 pairs are multiplied as they are, else everything is fp32.
-#ifdef __AVX512BF16__
-template <class TB>
-using LeftOf = std::conditional_t<std::is_same_v<TB, bf16>, bf16, float>;
-#else
-template <class TB>
-using LeftOf = float;
-#endif
 
 // Rows and column tiles kept in registers: 12 x 2 of 32 registers (AVX-512), 6 x 1 x 2 of 16 (AVX2).
 inline constexpr int kDotRows = Vec::kLanes == 16 ? 12 : Vec::kLanes == 8 ? 6 : 2;
@@ -30,8 +22,9 @@ inline void load_pair(const float* p, Vec& even, Vec& odd) {
   odd = Vec::load(p + kTileColumns);
 }
 
-template <class TB, int kRows, int kTiles, class TileAt>
-inline void dot_block(const LeftOf<TB>* a, int64_t lda, TileAt tile_at, int tile, int depth_tiles, float* c, int64_t ldc) {
+// Left bf16 (with B in bf16) multiplies pairs as they are, by vdpbf16ps; left fp32 widens B.
+template <class Left, class TB, int kRows, int kTiles, class TileAt>
+inline void dot_block(const Left* a, int64_t lda, TileAt tile_at, int tile, int depth_tiles, float* c, int64_t ldc) {
   Vec acc[kRows][kTiles][kDotVecs];
   for (auto& row : acc)
     for (auto& column : row)
@@ -39,7 +32,7 @@ inline void dot_block(const LeftOf<TB>* a, int64_t lda, TileAt tile_at, int tile
   for (int d = 0; d < depth_tiles; ++d) {
     const TB* b[kTiles];
     for (int t = 0; t < kTiles; ++t) b[t] = tile_at(d, tile + t);
-    const LeftOf<TB>* left = a + d * kTileDepth;
+    const Left* left = a + d * kTileDepth;
     for (int pair = 0; pair < kTileDepth / 2; ++pair) {
 #pragma GCC unroll 2
       for (int t = 0; t < kTiles; ++t) {
@@ -47,7 +40,7 @@ inline void dot_block(const LeftOf<TB>* a, int64_t lda, TileAt tile_at, int tile
         for (int v = 0; v < kDotVecs; ++v) {
           const TB* p = b[t] + pair * 32 + v * Vec::kLanes * (sizeof(TB) == 2 ? 2 : 1);
 #ifdef __AVX512BF16__
-          if constexpr (sizeof(TB) == 2) {
+          if constexpr (std::is_same_v<Left, bf16>) {
             const __m512bh pairs = reinterpret_cast<__m512bh>(_mm512_loadu_si512(p));
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
@@ -55,10 +48,9 @@ inline void dot_block(const LeftOf<TB>* a, int64_t lda, TileAt tile_at, int tile
               __builtin_memcpy(&both, left + r * lda + pair * 2, 4);
               acc[r][t][v].v = _mm512_dpbf16_ps(acc[r][t][v].v, reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)), pairs);
             }
-            continue;
           }
 #endif
-          if constexpr (std::is_same_v<LeftOf<TB>, float>) {
+          if constexpr (std::is_same_v<Left, float>) {
             Vec even, odd;
             load_pair(p, even, odd);
 #pragma GCC unroll 12
@@ -85,18 +77,18 @@ inline void with_rows(int rows, Fn fn) {
   fn(std::integral_constant<int, kMax>{});
 }
 
-template <class TB, class TileAt>
-inline void multiply_tiles(const LeftOf<TB>* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles,
+template <class TB, class Left, class TileAt>
+inline void multiply_tiles(const Left* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles,
                            float* c, int64_t ldc) {
   for (int row = 0; row < rows; row += kDotRows) {
     const int count = rows - row < kDotRows ? rows - row : kDotRows;
     with_rows<kDotRows>(count, [&](auto num_rows) {
       int tile = 0;
       for (; tile + kDotTiles <= column_tiles; tile += kDotTiles)
-        dot_block<TB, num_rows.value, kDotTiles>(a + row * lda, lda, tile_at, tile, depth_tiles,
+        dot_block<Left, TB, num_rows.value, kDotTiles>(a + row * lda, lda, tile_at, tile, depth_tiles,
                                                  c + row * ldc + tile * kTileColumns, ldc);
       for (; tile < column_tiles; ++tile)
-        dot_block<TB, num_rows.value, 1>(a + row * lda, lda, tile_at, tile, depth_tiles,
+        dot_block<Left, TB, num_rows.value, 1>(a + row * lda, lda, tile_at, tile, depth_tiles,
                                          c + row * ldc + tile * kTileColumns, ldc);
     });
   }
