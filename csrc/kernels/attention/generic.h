@@ -20,24 +20,26 @@ struct Workspace {
   using Left = typename Products<T>::Left;
   int64_t key_depth, value_width;  // padded head widths
   Left* queries;                   // [kQueryRows, key_depth]
-  float* scores;                   // [kQueryRows, kKeyBlock]
-  Left* weights;                   // [kQueryRows, kKeyBlock]
+  float* scores;                   // [kQueryRows, kKeyBlock]; the softmax weights take their place row by row
   float* block_output;             // [kQueryRows, value_width]
   float* output;                   // [kQueryRows, value_width]
   T* last_values;                  // one row of value tiles, for the tokens that do not fill a tile
 
   explicit Workspace(const KvLayout& layout)
       : key_depth(layout.key_depth_tiles() * kTileDepth), value_width(layout.value_column_tiles() * kTileColumns) {
-    char* p = static_cast<char*>(thread_scratch(kQueryRows * (key_depth * 4 + kKeyBlock * 8 + value_width * 8) +
+    char* p = static_cast<char*>(thread_scratch(kQueryRows * (key_depth * 4 + kKeyBlock * 4 + value_width * 8) +
                                                 kTileDepth * value_width * 4));
     auto take = [&](int64_t bytes) { return p += bytes, p - bytes; };
     queries = reinterpret_cast<Left*>(take(kQueryRows * key_depth * 4));
     scores = reinterpret_cast<float*>(take(kQueryRows * kKeyBlock * 4));
-    weights = reinterpret_cast<Left*>(take(kQueryRows * kKeyBlock * 4));
     block_output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
     output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
     last_values = reinterpret_cast<T*>(take(kTileDepth * value_width * 4));
   }
+
+  // [kQueryRows, kKeyBlock] of Left at the stride of the scores.
+  static constexpr int64_t kWeightStride = kKeyBlock * sizeof(float) / sizeof(Left);
+  Left* weights() const { return reinterpret_cast<Left*>(scores); }
 };
 
 // Where a row's query and output are.
@@ -161,7 +163,7 @@ inline void softmax_block(const AttentionArgs& args, const AttentionItem& item, 
     rules.begin = static_cast<int>(range.begin <= begin ? 0 : range.begin - begin);
     rules.end = static_cast<int>(range.end - begin < tiles.keys_present ? range.end - begin : tiles.keys_present);
     float* scores = work.scores + row * kKeyBlock;
-    auto* weights = work.weights + row * kKeyBlock;
+    auto* weights = work.weights() + row * Workspace<T>::kWeightStride;
     if (plain && rules.begin == 0 && rules.end == tiles.num_columns) {
       softmax_row(scores, tiles.num_columns, scale, weights, maximum + row, sum + row);
     } else {
@@ -184,7 +186,7 @@ inline void attend_block(const AttentionArgs& args, const AttentionItem& item, i
       tiles.num_columns / kTileColumns, static_cast<int>(work.key_depth / kTileDepth), work.scores, kKeyBlock);
   softmax_block(args, item, block, tiles, work, maximum, sum);
   products.multiply(
-      work.weights, kKeyBlock, item.rows, [&](int d, int j) { return tiles.values[d] + j * kTileElements; },
+      work.weights(), Workspace<T>::kWeightStride, item.rows, [&](int d, int j) { return tiles.values[d] + j * kTileElements; },
       static_cast<int>(work.value_width / kTileColumns), tiles.num_columns / kTileDepth, output, work.value_width);
 }
 
@@ -243,18 +245,33 @@ void merge_item(const AttentionArgs& args, const AttentionItem& item) {
   args.dtype == DType::f32 ? merge_item_as<float>(args, item) : merge_item_as<bf16>(args, item);
 }
 
+// Two elements that lie side by side in a bf16 tile row, or in the two halves of an fp32 one.
+inline void put_pairs(bf16* row, const bf16* even, const bf16* odd, int columns) {
+  // One 32-bit store per column: a loop the compiler turns into vectors.
+  for (int c = 0; c < columns; ++c) {
+    const uint32_t pair = even[c].bits | static_cast<uint32_t>(odd[c].bits) << 16;
+    __builtin_memcpy(row + 2 * c, &pair, 4);
+  }
+}
+
+inline void put_pairs(float* row, const float* even, const float* odd, int columns) {
+  for (int c = 0; c < columns; ++c) row[c] = even[c], row[kTileColumns + c] = odd[c];
+}
+
 // 32 tokens of a head as two columns of key tiles: tile row r holds dims 2r, 2r+1 of 16 tokens.
 template <class T>
 void pack_keys_as(const VarlenArgs& args, int64_t token, int64_t count, int64_t head, T* tiles) {
   const KvLayout& layout = args.attention.layout;
-  const int64_t width = layout.head_width, tokens_stride = layout.key_depth_tiles() * kTileElements;
+  const int64_t width = layout.head_width, depth_tiles = layout.key_depth_tiles();
+  if (count < kTileDepth || width % kTileDepth) __builtin_memset(tiles, 0, 2 * depth_tiles * kTileElements * sizeof(T));
   const T* k = static_cast<const T*>(args.k) + token * args.k_token_stride + head * args.k_head_stride;
-  for (int64_t i = 0; i < 2 * tokens_stride; ++i) tiles[i] = T{};
   for (int64_t column = 0; column < count; ++column, k += args.k_token_stride) {
-    T* tile = tiles + column / kTileColumns * tokens_stride;
-    const int c = static_cast<int>(column % kTileColumns);
-    for (int64_t d = 0; d < width; ++d)
-      tile[d / kTileDepth * kTileElements + tile_offset<T>(static_cast<int>(d % kTileDepth), c)] = k[d];
+    T* tile = tiles + column / kTileColumns * depth_tiles * kTileElements;
+    T* at = tile + tile_offset<T>(0, static_cast<int>(column % kTileColumns));
+    // Pairs of one token are a tile row of 32 elements apart, through all its depth tiles.
+    int64_t d = 0;
+    for (; d + 2 <= width; d += 2, at += 32) at[0] = k[d], at[tile_offset<T>(1, 0)] = k[d + 1];
+    if (d < width) at[0] = k[d];
   }
 }
 
@@ -263,12 +280,19 @@ template <class T>
 void pack_values_as(const VarlenArgs& args, int64_t token, int64_t count, int64_t head, T* tiles) {
   const KvLayout& layout = args.attention.layout;
   const int64_t width = layout.head_width;
+  if (count < kTileDepth) __builtin_memset(tiles, 0, layout.value_column_tiles() * kTileElements * sizeof(T));
   const T* v = static_cast<const T*>(args.v) + token * args.v_token_stride + head * args.v_head_stride;
-  if (count < kTileDepth)
-    for (int64_t i = 0; i < layout.value_column_tiles() * kTileElements; ++i) tiles[i] = T{};
-  for (int64_t depth = 0; depth < count; ++depth, v += args.v_token_stride) {
-    for (int64_t d = 0; d < width; ++d)
-      tiles[d / kTileColumns * kTileElements + tile_offset<T>(static_cast<int>(depth), static_cast<int>(d % kTileColumns))] = v[d];
+  static constexpr T kZeros[kTileColumns] = {};
+  for (int64_t depth = 0; depth < count; depth += 2, v += 2 * args.v_token_stride) {
+    T* row = tiles + depth / 2 * 32;
+    const bool last = depth + 1 == count;
+    for (int64_t d = 0; d < width; d += kTileColumns, row += kTileElements) {
+      const T* odd = last ? kZeros : v + args.v_token_stride + d;
+      if (d + kTileColumns <= width)
+        put_pairs(row, v + d, odd, kTileColumns);
+      else
+        put_pairs(row, v + d, odd, static_cast<int>(width - d));
+    }
   }
 }
 

@@ -59,7 +59,24 @@ inline Vec masked_score(Vec t, const RowRules& rules, int i) {
   return keep_lanes(t, rules.begin - i, rules.end - i, hidden);
 }
 
-// Weights 2^(score - maximum) of `width` scores with every rule applied; scores are overwritten.
+// Scores come in whole value tiles of 32 keys. Maxima and sums run in one chain per vector of those 32, so that no
+// chain waits for itself, and both functions below add in the same order.
+inline constexpr int kChains = kTileDepth / Vec::kLanes;
+
+inline float reduce_chains_max(const Vec (&chains)[kChains]) {
+  Vec all = chains[0];
+  for (int c = 1; c < kChains; ++c) all = max(all, chains[c]);
+  return reduce_max(all);
+}
+
+inline float reduce_chains_add(const Vec (&chains)[kChains]) {
+  Vec all = chains[0];
+  for (int c = 1; c < kChains; ++c) all = all + chains[c];
+  return reduce_add(all);
+}
+
+// scores [width] become weights 2^(score - maximum), with every rule applied, in place: weights are no wider than scores
+// and are written behind the place that is read.
 template <class P>
 inline void softmax_row_with_rules(float* scores, int width, const RowRules& rules, P* weights, float* maximum,
                                    float* sum) {
@@ -78,32 +95,41 @@ inline void softmax_row_with_rules(float* scores, int width, const RowRules& rul
   *maximum = none ? best : best * (scale_first ? 1.0f : rules.scale);
   const Vec offset = Vec::set1(none ? 0.0f : -*maximum);
   const int64_t begin = none ? 0 : rules.begin, end = none ? 0 : rules.end;
-  Vec total = Vec::zero();
-  for (int i = 0; i < width; i += Vec::kLanes) {
-    // -inf (hidden) becomes a finite power that underflows: -inf - round(-inf) would be NaN.
-    const Vec t = max(Vec::set1(-1000.0f), fma(Vec::load(scores + i), late, offset));
-    const Vec p = keep_lanes(exp2_nonpositive<kPrecise>(t), begin - i, end - i, Vec::zero());
-    p.store(weights + i);
-    total = total + p;
+  Vec totals[kChains];
+  for (Vec& total : totals) total = Vec::zero();
+  for (int i = 0; i < width; i += kTileDepth) {
+    for (int c = 0; c < kChains; ++c) {
+      const int at = i + c * Vec::kLanes;
+      // -inf (hidden) becomes a finite power that underflows: -inf - round(-inf) would be NaN.
+      const Vec t = max(Vec::set1(-1000.0f), fma(Vec::load(scores + at), late, offset));
+      const Vec p = keep_lanes(exp2_nonpositive<kPrecise>(t), begin - at, end - at, Vec::zero());
+      p.store(weights + at);
+      totals[c] = totals[c] + p;
+    }
   }
-  *sum = reduce_add(total);
+  *sum = reduce_chains_add(totals);
 }
 
 // The same for a row that sees the whole block and has no rules but the scale: what nearly every row is.
 template <class P>
 inline void softmax_row(const float* scores, int width, float scale, P* weights, float* maximum, float* sum) {
   constexpr bool kPrecise = sizeof(P) == 4;
-  Vec highest = Vec::load(scores);
-  for (int i = Vec::kLanes; i < width; i += Vec::kLanes) highest = max(highest, Vec::load(scores + i));
-  *maximum = reduce_max(highest) * scale;
+  Vec highest[kChains], totals[kChains];
+  for (int c = 0; c < kChains; ++c) highest[c] = Vec::load(scores + c * Vec::kLanes), totals[c] = Vec::zero();
+  for (int i = kTileDepth; i < width; i += kTileDepth)
+    for (int c = 0; c < kChains; ++c) highest[c] = max(highest[c], Vec::load(scores + i + c * Vec::kLanes));
+  *maximum = reduce_chains_max(highest) * scale;
   const Vec factor = Vec::set1(scale), offset = Vec::set1(-*maximum);
-  Vec total = Vec::zero();
-  for (int i = 0; i < width; i += Vec::kLanes) {
-    const Vec p = exp2_nonpositive<kPrecise>(fma(Vec::load(scores + i), factor, offset));
-    p.store(weights + i);
-    total = total + p;
+#pragma GCC unroll 4
+  for (int i = 0; i < width; i += kTileDepth) {
+    Vec p[kChains];
+    for (int c = 0; c < kChains; ++c) {
+      p[c] = exp2_nonpositive<kPrecise>(fma(Vec::load(scores + i + c * Vec::kLanes), factor, offset));
+      totals[c] = totals[c] + p[c];
+    }
+    for (int c = 0; c < kChains; ++c) p[c].store(weights + i + c * Vec::kLanes);
   }
-  *sum = reduce_add(total);
+  *sum = reduce_chains_add(totals);
 }
 
 // Running maximum, sum and output of up to kQueryRows rows.
