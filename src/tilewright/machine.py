@@ -158,7 +158,7 @@ def as_text(machine: Machine, measured: Measured | None = None) -> str:
         ("tilewright", machine.version),
         ("CPU", machine.cpu_model),
         ("ISA levels", f"{', '.join(machine.isa_found)}; in use: {machine.isa_in_use}{cap}"),
-        ("cores", f"{machine.num_sockets} sockets, {machine.num_cores} cores, {machine.num_cpus} CPUs"),
+        ("cores", f"{machine.num_cpus} CPUs, cores: {machine.num_cores}, sockets: {machine.num_sockets}"),
         ("threads", f"{machine.num_threads} of CPUs {machine.process_cpus}{pinned}"),
         ("caches", "; ".join(caches) or "unknown"),
         ("memory", f"{_size(machine.memory_bytes)}, {_size(machine.memory_available_bytes)} available"),
