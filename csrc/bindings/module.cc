@@ -58,4 +58,5 @@ NB_MODULE(_kernels, m) {
   bind_attention(m);
   bind_linear(m);
   bind_norm(m);
+  bind_probe(m);
 }

@@ -95,5 +95,6 @@ void launch(void (*kernel)(const Args&), const Args& args) {
 void bind_attention(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_norm(nb::module_& m);
+void bind_probe(nb::module_& m);
 
 }  // namespace tilewright

@@ -16,6 +16,9 @@ constexpr KernelInfo kLinear[] = {
 constexpr KernelInfo kNorm[] = {
 #include "kernels/norm/kernels.inc"
 };
+constexpr KernelInfo kProbe[] = {
+#include "kernels/probe/kernels.inc"
+};
 #undef KERNEL
 
 template <int kCount>
@@ -28,6 +31,7 @@ constexpr OpInfo kOps[] = {
     op("kv_cache", kKvCache),
     op("linear", kLinear),
     op("norm", kNorm),
+    op("probe", kProbe),
 };
 
 }  // namespace
