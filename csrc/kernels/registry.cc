@@ -27,11 +27,8 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 }
 
 constexpr OpInfo kOps[] = {
-    op("attention", kAttention),
-    op("kv_cache", kKvCache),
-    op("linear", kLinear),
-    op("norm", kNorm),
-    op("probe", kProbe),
+    op("attention", kAttention), op("kv_cache", kKvCache), op("linear", kLinear),
+    op("norm", kNorm),           op("probe", kProbe),
 };
 
 }  // namespace
