@@ -12,12 +12,12 @@
 namespace tilewright {
 namespace {
 
+#define TW_BYTES(stride) "r"(static_cast<int64_t>(stride))
 #define TW_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t::)
-#define TW_TILE_LOAD(t, base, stride_bytes) \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t::"r"(base), "r"(static_cast<int64_t>(stride_bytes)) : "memory")
-#define TW_TILE_STORE(t, base, stride_bytes)                                                                          \
-  __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(base), "r"(static_cast<int64_t>(stride_bytes)) : "memor" \
-                                                                                                              "y")
+#define TW_TILE_LOAD(t, p, stride) \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t::"r"(p), TW_BYTES(stride) : "memory")
+#define TW_TILE_STORE(t, p, stride) \
+  __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), TW_BYTES(stride) : "memory")
 #define TW_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 
 struct alignas(64) TileConfig {
