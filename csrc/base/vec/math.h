@@ -45,7 +45,8 @@ inline Vec gelu_tanh(Vec x) {
 inline Vec gelu_erf(Vec x) {
   const Vec one = Vec::set1(1.0f);
   const Vec zero = Vec::zero();
-  const Vec magnitude = max(x, zero - x) * Vec::set1(0.7071067812f);
+  const Vec absolute = min(Vec::set1(100.0f), max(x, zero - x));  // the tail is 0 by then: inf stays inf
+  const Vec magnitude = absolute * Vec::set1(0.7071067812f);
   const Vec t = one / fma(magnitude, Vec::set1(0.3275911f), one);
   Vec p = Vec::set1(1.061405429f);
   p = fma(p, t, Vec::set1(-1.453152027f));
@@ -54,7 +55,7 @@ inline Vec gelu_erf(Vec x) {
   p = fma(p, t, Vec::set1(0.254829592f));
   const Vec tail = p * t * exp(zero - magnitude * magnitude) * Vec::set1(0.5f);
   // x > 0: x (1 - tail); x < 0: x tail.
-  return max(x, zero) - max(x, zero - x) * tail;
+  return max(x, zero) - absolute * tail;
 }
 
 inline Vec gelu_quick(Vec x) { return x / (Vec::set1(1.0f) + exp(x * Vec::set1(-1.702f))); }

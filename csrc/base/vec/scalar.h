@@ -11,6 +11,7 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 4;
+  static constexpr bool kFmaIsExact = false;  // fma() rounds once
   float v[kLanes];
 
   static Vec zero() { return set1(0.0f); }
@@ -112,6 +113,21 @@ inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   for (int i = 0; i < Vec::kLanes; ++i) {
     even.v[i] = to_float(p[2 * i]);
     odd.v[i] = to_float(p[2 * i + 1]);
+  }
+}
+
+// Interleaved numbers apart: p[0], p[2], ... and p[1], p[3], ...; the same for fp32.
+inline void load_pair(const float* p, Vec& even, Vec& odd) {
+  even = {{p[0], p[2], p[4], p[6]}};
+  odd = {{p[1], p[3], p[5], p[7]}};
+}
+
+// The inverse of load_pair.
+template <class T>
+inline void store_pair(T* p, Vec even, Vec odd) {
+  for (int i = 0; i < Vec::kLanes; ++i) {
+    assign(p[2 * i], even.v[i]);
+    assign(p[2 * i + 1], odd.v[i]);
   }
 }
 

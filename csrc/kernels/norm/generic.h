@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "base/vec/math.h"
+#include "base/vec/row.h"
 #include "kernels/norm/norm.h"
 
 namespace tilewright {
@@ -13,30 +14,6 @@ template <class T>
 T* row_of(const NormRows& rows, int64_t inner, int64_t row) {
   if (!rows.data) return nullptr;
   return static_cast<T*>(rows.data) + row / inner * rows.outer_stride + row % inner * rows.inner_stride;
-}
-
-// fn(i, count) for each Vec of a row: count is kLanes but for the last.
-template <class Fn>
-inline void for_each_vec(int64_t width, Fn fn) {
-  int64_t i = 0;
-  for (; i + Vec::kLanes <= width; i += Vec::kLanes) fn(i, std::integral_constant<int, Vec::kLanes>{});
-  if (i < width) fn(i, width - i);
-}
-
-template <class T, class Count>
-inline Vec load_some(const T* p, Count count) {
-  if constexpr (std::is_same_v<Count, int64_t>)
-    return Vec::load(p, count);
-  else
-    return Vec::load(p);
-}
-
-template <class T, class Count>
-inline void store_some(Vec v, T* p, Count count) {
-  if constexpr (std::is_same_v<Count, int64_t>)
-    v.store(p, count);
-  else
-    v.store(p);
 }
 
 template <class T, class W>
