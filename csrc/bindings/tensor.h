@@ -92,5 +92,8 @@ void launch(void (*kernel)(const Args&), const Args& args) {
 
 // One per file of csrc/bindings.
 void bind_norm(nb::module_& m);
+void bind_activation(nb::module_& m);
+void bind_embedding(nb::module_& m);
+void bind_rope(nb::module_& m);
 
 }  // namespace tilewright

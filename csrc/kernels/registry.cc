@@ -7,6 +7,15 @@ namespace {
 constexpr KernelInfo kNorm[] = {
 #include "kernels/norm/kernels.inc"
 };
+constexpr KernelInfo kActivation[] = {
+#include "kernels/activation/kernels.inc"
+};
+constexpr KernelInfo kEmbedding[] = {
+#include "kernels/embedding/kernels.inc"
+};
+constexpr KernelInfo kRope[] = {
+#include "kernels/rope/kernels.inc"
+};
 #undef KERNEL
 
 template <int kCount>
@@ -16,6 +25,9 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 
 constexpr OpInfo kOps[] = {
     op("norm", kNorm),
+    op("activation", kActivation),
+    op("embedding", kEmbedding),
+    op("rope", kRope),
 };
 
 }  // namespace

@@ -1,0 +1,62 @@
+import pytest
+import torch
+from helpers import poisoned, rand
+
+from tilewright.ops import embedding, reference
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [N, K] in the tiles of csrc/base/tile.h, by their definition."""
+    rows, width = weight.shape
+    padded = torch.zeros(-(-rows // 32) * 32, -(-width // 32) * 32, dtype=weight.dtype)
+    padded[:rows, :width] = weight
+    strip_tile_column_depth_pair_parity = padded.view(-1, 2, 16, padded.shape[1] // 32, 16, 2)
+    pair_order = (5, 2) if weight.dtype == torch.float32 else (2, 5)
+    return strip_tile_column_depth_pair_parity.permute(0, 3, 1, 4, *pair_order).flatten().contiguous()
+
+
+@pytest.mark.parametrize("rows,width", [(1, 1), (5, 7), (33, 32), (64, 33), (70, 100), (200, 2048)])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_embedding(isa, dtype, id_dtype, rows, width):
+    table = rand(rows, width, dtype=dtype)
+    ids = torch.randint(0, rows, (37,), generator=torch.Generator().manual_seed(1)).to(id_dtype)
+    expected = reference.embedding(ids, table)
+    room = poisoned(37, width + 3, dtype=dtype)
+    embedding.embedding(ids, table, out=room[:, :width])
+    assert torch.equal(room[:, :width], expected) and room[:, width:].isnan().all()
+    out = embedding.embedding_packed(ids, packed(table), rows, width, out=poisoned(37, width, dtype=dtype))
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 33, 2048])
+def test_scatter_rows(isa, dtype, width):
+    rows = torch.randperm(50, generator=torch.Generator().manual_seed(2))[:29]
+    values, tokens = rand(29, width, dtype=dtype), rand(50, width, dtype=dtype, seed=1)
+    written, summed = tokens.clone(), tokens.clone()
+    assert embedding.scatter_rows(written, rows, values) is written
+    assert torch.equal(written, reference.scatter_rows(tokens.clone(), rows, values))
+    embedding.scatter_add_rows(summed, rows, values)
+    assert torch.equal(summed, reference.scatter_add_rows(tokens.clone(), rows, values))
+
+
+@pytest.mark.parametrize("bad", [-1, 12, 2**40])
+def test_a_bad_id_is_named(bad):
+    table, ids = rand(12, 8), torch.tensor([3, 11, bad, -7])
+    message = rf"ids\[2\] is {bad}, expected 0 to 11"
+    with pytest.raises(ValueError, match=f"embedding: {message}"):
+        embedding.embedding(ids, table)
+    with pytest.raises(ValueError, match=message):
+        embedding.embedding_packed(ids, packed(table), 12, 8)
+    with pytest.raises(ValueError, match=rf"scatter_rows: rows\[2\] is {bad}, expected 0 to 11"):
+        embedding.scatter_rows(table, ids, torch.zeros(4, 8))
+
+
+def test_other_errors():
+    with pytest.raises(ValueError, match=r"scatter_add_rows: rows\[2\] is 4, a row that was named before"):
+        embedding.scatter_add_rows(torch.zeros(9, 8), torch.tensor([4, 3, 4]), torch.zeros(3, 8))
+    with pytest.raises(ValueError, match="table has 1024 elements, expected 2048 for a packed table of 33 by 32"):
+        embedding.embedding_packed(torch.tensor([0]), torch.zeros(1024), 33, 32)
+
+
+def test_nothing(isa):
+    assert embedding.embedding(torch.zeros(0, dtype=torch.int64), torch.zeros(4, 8)).shape == (0, 8)
