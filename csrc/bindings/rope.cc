@@ -1,5 +1,6 @@
 #include "kernels/rope/rope.h"
 
+#include "base/bf16.h"
 #include "bindings/tensor.h"
 
 namespace tilewright {
@@ -16,8 +17,19 @@ Table table_of(Op& op, nb::handle cos_arg, nb::handle sin_arg) {
   return table;
 }
 
-RopeHeads heads_of(const Tensor& x, const Tensor& y, const Tensor& weight) {
-  return {x.data, y.data, x.stride(0), x.stride(1), y.stride(0), y.stride(1), x.size(1), weight.data};
+RopeHeads heads_of(const Tensor& x, const Tensor& y) {
+  return {x.data, y.data, x.stride(0), x.stride(1), y.stride(0), y.stride(1), x.size(1)};
+}
+
+// The weight as the kernel multiplies with it, widened once per call rather than once per head.
+std::vector<float> factors_of(const Tensor& weight, bool plus_one) {
+  std::vector<float> factors(static_cast<size_t>(weight.numel()));
+  for (size_t i = 0; i < factors.size(); ++i) {
+    const float value = weight.dtype == DType::f32 ? static_cast<const float*>(weight.data)[i]
+                                                   : to_float(static_cast<const bf16*>(weight.data)[i]);
+    factors[i] = value + (plus_one ? 1.0f : 0.0f);
+  }
+  return factors;
 }
 
 RopeArgs args_of(const Op& op, const Tensor& x, const Table& table, bool interleaved) {
@@ -69,7 +81,7 @@ void rope_entry(nb::handle x_arg, nb::handle cos_arg, nb::handle sin_arg, nb::ha
   const Tensor out = op.tensor(out_arg, "out", {"T", "H", "K"}, kFloats);
   op.same_dtype(x, out);
   RopeArgs args = args_of(op, x, table_of(op, cos_arg, sin_arg), interleaved);
-  args.parts[0] = heads_of(x, out, {});
+  args.parts[0] = heads_of(x, out);
   launch(rope, args);
 }
 
@@ -82,14 +94,18 @@ void qk_norm_rope_entry(nb::handle q_arg, nb::handle k_arg, nb::handle q_weight_
   const Tensor k_weight = op.optional(k_weight_arg, "k_weight", {"K"}, kFloats);
   op.same_dtype(q, k);
   op.require(bool(q_weight) == bool(k_weight), "q_weight and k_weight are given together or not at all");
-  if (q_weight) op.same_dtype(q_weight, k_weight);
   RopeArgs args = args_of(op, q, table_of(op, cos_arg, sin_arg), interleaved);
-  args.parts[0] = heads_of(q, q, q_weight);
-  args.parts[1] = heads_of(k, k, k_weight);
+  args.parts[0] = heads_of(q, q);
+  args.parts[1] = heads_of(k, k);
   args.num_parts = 2;
   args.eps = eps;
-  args.weight_plus_one = weight_plus_one;
-  if (q_weight) args.weight_dtype = q_weight.dtype;
+  std::vector<float> q_factors, k_factors;
+  if (q_weight) {
+    q_factors = factors_of(q_weight, weight_plus_one);
+    k_factors = factors_of(k_weight, weight_plus_one);
+    args.parts[0].norm_weight = q_factors.data();
+    args.parts[1].norm_weight = k_factors.data();
+  }
   launch(rope, args);
 }
 

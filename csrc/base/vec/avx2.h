@@ -71,6 +71,8 @@ inline Vec scale_by_power_of_2(Vec a, Vec n) {
   return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)))};
 }
 
+inline Vec reciprocal(Vec a) { return Vec::set1(1.0f) / a; }
+
 inline float reduce_add(Vec a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));

@@ -34,20 +34,19 @@ void rope_table_tokens(const RopeTableArgs& args, int64_t begin, int64_t end) {
     args.position_dtype == DType::i64 ? table_row<int64_t>(args, token) : table_row<float>(args, token);
 }
 
-// The norm as a factor per element: scale * (weight + offset), or nothing at all.
-template <class W>
+// The norm as a factor per element, scale * weight, or nothing at all.
 struct NormFactor {
-  const W* weight;
-  Vec scale, offset;
+  const float* weight;
+  Vec scale;
   template <class Count>
   Vec apply(Vec x, int64_t i, Count count) const {
-    return x * scale * (load_some(weight + i, count) + offset);
+    return x * scale * load_some(weight + i, count);
   }
   void apply_pair(Vec& even, Vec& odd, int64_t i) const {
     Vec even_weight, odd_weight;
     load_pair(weight + i, even_weight, odd_weight);
-    even = even * scale * (even_weight + offset);
-    odd = odd * scale * (odd_weight + offset);
+    even = even * scale * even_weight;
+    odd = odd * scale * odd_weight;
   }
 };
 
@@ -90,10 +89,9 @@ void rotate_pairs(const T* x, T* y, const float* cos_row, const float* sin_row, 
   if constexpr (std::is_same_v<Norm, NoNorm>) {
     rotate(pairs, pairs, c, s, norm, 0);
   } else {
-    using W = std::remove_cv_t<std::remove_pointer_t<decltype(norm.weight)>>;
-    W weights[2 * Vec::kLanes] = {};
-    std::memcpy(weights, norm.weight + 2 * i, 2 * left * sizeof(W));
-    rotate(pairs, pairs, c, s, Norm{weights, norm.scale, norm.offset}, 0);
+    float weight[2 * Vec::kLanes] = {};
+    std::memcpy(weight, norm.weight + 2 * i, 2 * left * sizeof(float));
+    rotate(pairs, pairs, c, s, Norm{weight, norm.scale}, 0);
   }
   std::memcpy(y + 2 * i, pairs, 2 * left * sizeof(T));
 }
@@ -111,38 +109,36 @@ void rotate_head(const RopeArgs& args, const T* x, T* y, const float* cos_row, c
   });
 }
 
-template <class T, class W>
-NormFactor<W> norm_of(const RopeArgs& args, const T* x, const void* weight) {
-  Vec squares = Vec::zero();
-  for_each_vec(args.head_width, [&](int64_t i, auto count) {
-    const Vec v = load_some(x + i, count);
-    squares = fma(v, v, squares);
-  });
-  const float mean = reduce_add(squares) / static_cast<float>(args.head_width);
-  return {static_cast<const W*>(weight), Vec::set1(1.0f / std::sqrt(mean + args.eps)),
-          Vec::set1(args.weight_plus_one ? 1.0f : 0.0f)};
-}
+// Heads normed together: their sums, then their square roots, then their rotations. Each of these waits long for its
+// own result, and a head at a time would wait for all three in turn.
+constexpr int kHeadsAtOnce = 16;
 
-template <class T, class W>
+template <class T>
 void rotate_token(const RopeArgs& args, const RopeHeads& heads, int64_t token) {
   const float* cos_row = args.cos + token * args.table_stride;
   const float* sin_row = args.sin + token * args.table_stride;
-  for (int64_t head = 0; head < heads.num_heads; ++head) {
-    const T* x = static_cast<const T*>(heads.x) + token * heads.x_token_stride + head * heads.x_head_stride;
-    T* y = static_cast<T*>(heads.y) + token * heads.y_token_stride + head * heads.y_head_stride;
-    if (heads.norm_weight)
-      rotate_head(args, x, y, cos_row, sin_row, norm_of<T, W>(args, x, heads.norm_weight));
-    else
-      rotate_head(args, x, y, cos_row, sin_row, NoNorm{});
+  const T* x = static_cast<const T*>(heads.x) + token * heads.x_token_stride;
+  T* y = static_cast<T*>(heads.y) + token * heads.y_token_stride;
+  if (!heads.norm_weight) {
+    for (int64_t head = 0; head < heads.num_heads; ++head)
+      rotate_head(args, x + head * heads.x_head_stride, y + head * heads.y_head_stride, cos_row, sin_row, NoNorm{});
+    return;
+  }
+  for (int64_t first = 0; first < heads.num_heads; first += kHeadsAtOnce) {
+    const int count = static_cast<int>(heads.num_heads - first < kHeadsAtOnce ? heads.num_heads - first : kHeadsAtOnce);
+    float scale[kHeadsAtOnce] = {};
+    for (int i = 0; i < count; ++i) scale[i] = sum_of_squares(x + (first + i) * heads.x_head_stride, args.head_width);
+    for (float& value : scale) value = 1.0f / std::sqrt(value / static_cast<float>(args.head_width) + args.eps);
+    for (int i = 0; i < count; ++i)
+      rotate_head(args, x + (first + i) * heads.x_head_stride, y + (first + i) * heads.y_head_stride, cos_row, sin_row,
+                  NormFactor{heads.norm_weight, Vec::set1(scale[i])});
   }
 }
 
 template <class T>
 void rotate_tokens(const RopeArgs& args, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; ++token)
-    for (int part = 0; part < args.num_parts; ++part)
-      args.weight_dtype == DType::f32 ? rotate_token<T, float>(args, args.parts[part], token)
-                                      : rotate_token<T, bf16>(args, args.parts[part], token);
+    for (int part = 0; part < args.num_parts; ++part) rotate_token<T>(args, args.parts[part], token);
 }
 
 void rope_tokens(const RopeArgs& args, int64_t begin, int64_t end) {

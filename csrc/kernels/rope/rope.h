@@ -33,7 +33,7 @@ struct RopeHeads {
   int64_t x_token_stride = 0, x_head_stride = 0;
   int64_t y_token_stride = 0, y_head_stride = 0;
   int64_t num_heads = 0;
-  const void* norm_weight = nullptr;  // [K], or null: no norm
+  const float* norm_weight = nullptr;  // [K], or null: no norm
 };
 
 struct RopeArgs {
@@ -44,8 +44,7 @@ struct RopeArgs {
   int64_t num_tokens = 0, head_width = 0, num_frequencies = 0;
   bool interleaved = false;
   float eps = 0;
-  bool weight_plus_one = false;
-  DType dtype, weight_dtype = DType::f32;
+  DType dtype;
 };
 
 void rope_table(const RopeTableArgs& args);
