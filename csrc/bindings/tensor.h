@@ -10,6 +10,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <cstdint>
 #include <initializer_list>
@@ -91,6 +92,7 @@ void launch(void (*kernel)(const Args&), const Args& args) {
 }
 
 // One per file of csrc/bindings.
+void bind_linear(nb::module_& m);
 void bind_norm(nb::module_& m);
 void bind_activation(nb::module_& m);
 void bind_embedding(nb::module_& m);

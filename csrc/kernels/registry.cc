@@ -4,6 +4,9 @@ namespace tilewright {
 namespace {
 
 #define KERNEL(isa, name) {Isa::isa, #name},
+constexpr KernelInfo kLinear[] = {
+#include "kernels/linear/kernels.inc"
+};
 constexpr KernelInfo kNorm[] = {
 #include "kernels/norm/kernels.inc"
 };
@@ -24,6 +27,7 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 }
 
 constexpr OpInfo kOps[] = {
+    op("linear", kLinear),
     op("norm", kNorm),
     op("activation", kActivation),
     op("embedding", kEmbedding),

@@ -35,20 +35,43 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return y.to(x.dtype)
 
 
+# ---- linear
+
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "gelu_erf": torch.nn.functional.gelu,
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    y = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = ACTIVATIONS[activation](gate) * up
+    else:
+        y = ACTIVATIONS[activation](y)
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(out_dtype or x.dtype)
+
+
 # ---- activation
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    wide = x.float()
-    if activation == "silu":
-        y = torch.nn.functional.silu(wide)
-    elif activation == "gelu_quick":
-        y = wide * torch.sigmoid(1.702 * wide)
-    elif activation == "none":
-        y = wide
-    else:
-        y = torch.nn.functional.gelu(wide, approximate={"gelu_tanh": "tanh", "gelu_erf": "none"}[activation])
-    return y.to(x.dtype)
+    return ACTIVATIONS[activation](x.float()).to(x.dtype)
 
 
 def activate_and_mul(x: Tensor, activation: str) -> Tensor:

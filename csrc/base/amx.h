@@ -1,0 +1,119 @@
+// AMX tiles: the instructions, the per-thread configuration, and C += A B on tiles.
+//
+// The instructions are spelled as asm with a memory clobber instead of the compiler's intrinsics: gcc 12 believes
+// that a tile load reads nothing and drops the stores before it (and those to the configuration before ldtilecfg).
+#pragma once
+
+#include <cstdint>
+
+#include "base/bf16.h"
+#include "base/tile.h"
+
+namespace tilewright {
+namespace {
+
+#define TW_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
+#define TW_TILE_LOAD(t, base, stride_bytes) \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(base), "r"(static_cast<int64_t>(stride_bytes)) : "memory")
+#define TW_TILE_STORE(t, base, stride_bytes)                                         \
+  __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(base),                  \
+                   "r"(static_cast<int64_t>(stride_bytes)) \
+                   : "memory")
+#define TW_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+
+struct alignas(64) TileConfig {
+  uint8_t palette;
+  uint8_t start_row;
+  uint8_t reserved[14];
+  uint16_t bytes_per_row[16];
+  uint8_t rows[16];
+};
+
+// Gives this thread our tiles for the length of a scope, and then what it had before. torch's oneDNN remembers per
+// thread which configuration it loaded and skips loading it again: taking it away would break torch's next GEMM.
+//
+// Tiles 0-3 are C (row tile, column tile), 4-5 A, 6-7 B. The first row tile has min(rows, 16) rows, the second the rest.
+class TileScope {
+ public:
+  explicit TileScope(int rows) {
+    __asm__ volatile("sttilecfg %0" : "=m"(saved_));
+    set_rows(rows);
+  }
+  ~TileScope() {
+    if (saved_.palette)
+      __asm__ volatile("ldtilecfg %0" ::"m"(saved_));
+    else
+      __asm__ volatile("tilerelease");
+  }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+
+  // Changing the number of rows clears the tiles.
+  void set_rows(int rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    const uint8_t first = static_cast<uint8_t>(rows < 16 ? rows : 16);
+    const uint8_t second = static_cast<uint8_t>(rows > 16 ? rows - 16 : 16);
+    TileConfig config = {};
+    config.palette = 1;
+    for (int tile = 0; tile < 8; ++tile) {
+      config.bytes_per_row[tile] = 64;
+      config.rows[tile] = tile == 0 || tile == 1 || tile == 4 ? first : tile == 2 || tile == 3 || tile == 5 ? second : 16;
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory");
+  }
+
+ private:
+  TileConfig saved_;
+  int rows_ = 0;
+};
+
+// The left operand of a tile product: up to 32 rows by 32 * depth_tiles, in either of two layouts.
+struct LeftTiles {
+  const bf16* data;
+  int64_t row_stride;       // elements from row to row within a tile
+  int64_t depth_stride;     // elements from one depth tile to the next
+  int64_t row_tile_stride;  // elements from rows 0-15 to rows 16-31
+
+  static LeftTiles row_major(const bf16* data, int64_t stride) { return {data, stride, kTileDepth, 16 * stride}; }
+};
+
+// c[rows, 32] = A B for two column tiles, in registers over the whole depth. tile_at(depth, column) gives B's tiles.
+// 2 x 2 accumulators: each tile loaded is used twice, and 4 + 2 + 2 are all the tiles there are.
+template <class TileAt>
+inline void multiply_2_columns(const LeftTiles& a, int rows, int depth_tiles, TileAt tile_at, float* c, int64_t ldc) {
+  const int64_t a_bytes = a.row_stride * 2;
+  const bf16* a0 = a.data;
+  TW_TILE_ZERO(0);
+  TW_TILE_ZERO(1);
+  if (rows > 16) {
+    const bf16* a1 = a.data + a.row_tile_stride;
+    TW_TILE_ZERO(2);
+    TW_TILE_ZERO(3);
+    for (int d = 0; d < depth_tiles; ++d) {
+      TW_TILE_LOAD(6, tile_at(d, 0), 64);
+      TW_TILE_LOAD(4, a0 + d * a.depth_stride, a_bytes);
+      TW_TILE_LOAD(5, a1 + d * a.depth_stride, a_bytes);
+      TW_TILE_DOT(0, 4, 6);
+      TW_TILE_LOAD(7, tile_at(d, 1), 64);
+      TW_TILE_DOT(2, 5, 6);
+      TW_TILE_DOT(1, 4, 7);
+      TW_TILE_DOT(3, 5, 7);
+    }
+    TW_TILE_STORE(2, c + 16 * ldc, ldc * 4);
+    TW_TILE_STORE(3, c + 16 * ldc + 16, ldc * 4);
+  } else {
+    for (int d = 0; d < depth_tiles; ++d) {
+      TW_TILE_LOAD(4, a0 + d * a.depth_stride, a_bytes);
+      TW_TILE_LOAD(6, tile_at(d, 0), 64);
+      TW_TILE_DOT(0, 4, 6);
+      TW_TILE_LOAD(7, tile_at(d, 1), 64);
+      TW_TILE_DOT(1, 4, 7);
+    }
+  }
+  TW_TILE_STORE(0, c, ldc * 4);
+  TW_TILE_STORE(1, c + 16, ldc * 4);
+}
+
+}  // namespace
+}  // namespace tilewright

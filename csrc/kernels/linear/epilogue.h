@@ -1,0 +1,55 @@
+// What happens to a block of accumulators on its way to y. Include after a Vec.
+#pragma once
+
+#include "base/vec/activation.h"
+#include "kernels/linear/linear.h"
+
+namespace tilewright {
+namespace {
+
+template <class T>
+inline void finish_row(const LinearArgs& args, const float* c, int64_t row, int64_t strip) {
+  const int64_t width = args.gated ? kTileColumns : kStripColumns;
+  const int64_t column = strip * width;
+  const int64_t total = args.gated ? args.n / 2 : args.n;
+  const int64_t count = total - column < width ? total - column : width;
+  const float* bias = args.bias ? args.bias + strip * kStripColumns : nullptr;
+  T* y = static_cast<T*>(args.y) + row * args.y_stride + column;
+  const T* residual =
+      args.residual ? static_cast<const T*>(args.residual) + row * args.residual_stride + column : nullptr;
+  for (int64_t i = 0; i < count; i += Vec::kLanes) {
+    Vec v = Vec::load(c + i);
+    if (bias) v = v + Vec::load(bias + i);
+    v = apply_activation(v, args.activation);
+    if (args.gated) {
+      Vec up = Vec::load(c + kTileColumns + i);
+      if (bias) up = up + Vec::load(bias + kTileColumns + i);
+      v = v * up;
+    }
+    if (i + Vec::kLanes <= count) {
+      if (residual) v = v + Vec::load(residual + i);
+      v.store(y + i);
+    } else {
+      if (residual) v = v + Vec::load(residual + i, count - i);
+      v.store(y + i, count - i);
+    }
+  }
+}
+
+// c is [rows, 32], the sums of one strip for rows row_begin and on.
+inline void finish_block(const LinearArgs& args, const float* c, int64_t row_begin, int rows, int64_t strip) {
+  for (int r = 0; r < rows; ++r) {
+    if (args.y_dtype == DType::bf16)
+      finish_row<bf16>(args, c + r * kStripColumns, row_begin + r, strip);
+    else
+      finish_row<float>(args, c + r * kStripColumns, row_begin + r, strip);
+  }
+}
+
+inline int rows_in_block(const LinearArgs& args, int64_t block) {
+  const int64_t rows = args.m - block * kRowBlock;
+  return rows < kRowBlock ? static_cast<int>(rows) : kRowBlock;
+}
+
+}  // namespace
+}  // namespace tilewright

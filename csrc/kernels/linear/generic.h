@@ -1,0 +1,113 @@
+// Packed linear on vectors. Include after a Vec.
+#pragma once
+
+#include "base/dot.h"
+#include "base/scratch.h"
+#include "kernels/linear/epilogue.h"
+
+namespace tilewright {
+namespace {
+
+// Enough rows that turning a strip of bf16 weights into fp32 once costs less than doing it for each 12 rows.
+inline constexpr int64_t kRowsToUnpack = 4 * kDotRows;
+
+// Whether x stays bf16 for the bf16 dot product, or becomes fp32.
+inline bool bf16_products(const LinearArgs& args) {
+#ifdef __AVX512BF16__
+  return args.x_dtype == DType::bf16 && args.weight_dtype == DType::bf16;
+#else
+  (void)args;
+  return false;
+#endif
+}
+
+int64_t linear_block_bytes(const LinearArgs& args) {
+  return kRowBlock * args.num_depth_tiles() * kTileDepth * (bf16_products(args) ? 2 : 4);
+}
+
+// Rows of x, converted and padded with zeros to whole depth tiles.
+template <class TX, class Left>
+void pack_rows(const LinearArgs& args, int64_t block, Left* packed) {
+  const int64_t width = args.num_depth_tiles() * kTileDepth;
+  for (int r = 0; r < rows_in_block(args, block); ++r, packed += width) {
+    const TX* x = static_cast<const TX*>(args.x) + (block * kRowBlock + r) * args.x_stride;
+    int64_t i = 0;
+    for (; i + Vec::kLanes <= args.k; i += Vec::kLanes) Vec::load(x + i).store(packed + i);
+    for (; i < width; i += Vec::kLanes) Vec::load(x + i, args.k - i < 0 ? 0 : args.k - i).store(packed + i);
+  }
+}
+
+void linear_pack_block(const LinearArgs& args, int64_t block, void* packed) {
+  if (bf16_products(args))
+    pack_rows<bf16>(args, block, static_cast<bf16*>(packed));
+  else if (args.x_dtype == DType::f32)
+    pack_rows<float>(args, block, static_cast<float*>(packed));
+  else
+    pack_rows<bf16>(args, block, static_cast<float*>(packed));
+}
+
+template <class TB, class Left>
+void multiply_strip(const LinearArgs& args, const Left* x, const TB* strip, int64_t block_begin, int64_t block_end,
+                    int64_t strip_index) {
+  const int depth_tiles = static_cast<int>(args.num_depth_tiles());
+  const int64_t width = int64_t{depth_tiles} * kTileDepth;
+  alignas(64) float c[kRowBlock * kStripColumns];
+  for (int64_t block = block_begin; block < block_end; ++block) {
+    const int rows = rows_in_block(args, block);
+    multiply_tiles<TB>(
+        x + block * kRowBlock * width, width, rows,
+        [&](int d, int j) {
+          const TB* tile = strip + (d * 2 + j) * kTileElements;
+          return tile;
+        },
+        2, depth_tiles, c, kStripColumns);
+    finish_block(args, c, block * kRowBlock, rows, strip_index);
+  }
+}
+
+// fp32 products: bf16 weights are turned into fp32 tiles once per strip when enough rows will use them.
+template <class TW>
+void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+                     int64_t strip_begin, int64_t strip_end) {
+  const float* x = static_cast<const float*>(packed_x);
+  const int64_t strip_elements = args.num_depth_tiles() * 2 * kTileElements;
+  const bool unpack = sizeof(TW) == 2 && (block_end - block_begin) * kRowBlock >= kRowsToUnpack;
+  float* wide = unpack ? static_cast<float*>(thread_scratch(strip_elements * sizeof(float))) : nullptr;
+  for (int64_t s = strip_begin; s < strip_end; ++s) {
+    const TW* strip = static_cast<const TW*>(args.weight) + s * strip_elements;
+    if constexpr (sizeof(TW) == 2) {
+      if (unpack) {
+        for (int64_t row = 0; row < strip_elements / 32; ++row) {
+          for (int v = 0; v < kDotVecs; ++v) {
+            Vec even, odd;
+            load_pair(strip + row * 32 + v * Vec::kLanes * 2, even, odd);
+            even.store(wide + row * 32 + v * Vec::kLanes);
+            odd.store(wide + row * 32 + kTileColumns + v * Vec::kLanes);
+          }
+        }
+        multiply_strip<float>(args, x, wide, block_begin, block_end, s);
+        continue;
+      }
+    }
+    multiply_strip<TW>(args, x, strip, block_begin, block_end, s);
+  }
+}
+
+void linear_run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+                int64_t strip_begin, int64_t strip_end) {
+  if (args.weight_dtype == DType::f32)
+    return linear_run_wide<float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+#ifdef __AVX512BF16__
+  if (bf16_products(args)) {
+    const int64_t strip_elements = args.num_depth_tiles() * 2 * kTileElements;
+    for (int64_t s = strip_begin; s < strip_end; ++s)
+      multiply_strip<bf16>(args, static_cast<const bf16*>(packed_x),
+                           static_cast<const bf16*>(args.weight) + s * strip_elements, block_begin, block_end, s);
+    return;
+  }
+#endif
+  linear_run_wide<bf16>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+}
+
+}  // namespace
+}  // namespace tilewright

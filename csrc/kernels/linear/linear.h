@@ -1,0 +1,67 @@
+// Packed linear: y = epilogue(x W^T + b), fp32 accumulation, one rounding at the store.
+//
+//   x [M, K] bf16 or fp32, W [N, K] packed (base/tile.h) in bf16 or fp32, y [M, N], any M, N, K
+//   epilogue: + bias, then an activation or, for gate|up weights, act(gate) * up (y is [M, N / 2]), then + residual
+//
+// With x and W in bf16 the products run on the machine's bf16 units; with fp32 x everything is fp32.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/activation.h"
+#include "base/dtype.h"
+#include "base/tile.h"
+
+namespace tilewright {
+
+struct LinearArgs {
+  const void* x;
+  int64_t x_stride;  // elements from row to row
+  DType x_dtype;
+  const void* weight;  // packed
+  DType weight_dtype;
+  const float* bias;  // fp32 in packed order, padded to whole strips; or null
+  const void* residual;  // dtype and columns of y; or null
+  int64_t residual_stride;
+  void* y;
+  int64_t y_stride;
+  DType y_dtype;
+  int64_t m, n, k;  // n counts the rows of W: for a gated weight y has n / 2 columns
+  bool gated;
+  Activation activation;
+
+  int64_t num_strips() const {
+    return gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);
+  }
+  int64_t num_depth_tiles() const { return ceil_div(k, kTileDepth); }
+};
+
+void linear(const LinearArgs& args);
+
+// Rows of x are worked on in blocks of 32: two AMX row tiles.
+inline constexpr int kRowBlock = 32;
+
+struct LinearKernels {
+  // x as the kernel reads it, in blocks of kRowBlock rows.
+  int64_t (*block_bytes)(const LinearArgs& args);
+  void (*pack_block)(const LinearArgs& args, int64_t block, void* packed_block);
+  // All outputs of a range of row blocks and a range of strips.
+  void (*run)(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end, int64_t strip_begin,
+              int64_t strip_end);
+};
+
+struct PackArgs {
+  const void* weight;  // [N, K]
+  int64_t stride;
+  DType dtype;
+  void* packed;
+  DType packed_dtype;
+  int64_t n, k;
+  bool gated;  // rows [0, n/2) are gate, [n/2, n) up
+};
+
+void pack_weight(const PackArgs& args);
+void unpack_weight(const PackArgs& args);  // the way back: reads `packed`, writes `weight`
+
+}  // namespace tilewright

@@ -1,0 +1,100 @@
+"""y = epilogue(x W^T + b) with the weight packed once; kernels in csrc/kernels/linear, layout in csrc/base/tile.h."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.native import kernels, view, view_or_none
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [n, k] in tiles, with all that is needed to use it: nobody has to remember how it was packed."""
+
+    data: Tensor  # flat, bf16 or fp32
+    n: int
+    k: int
+    gated: bool = False  # gate|up rows side by side: `linear` then gives act(gate) * up, n / 2 columns
+    bias: Tensor | None = None  # fp32, in packed order, padded to whole strips
+
+    @property
+    def out_features(self) -> int:
+        return self.n // 2 if self.gated else self.n
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def unpack(self) -> Tensor:
+        """The weight [n, k] as it came."""
+        weight = torch.empty(self.n, self.k, dtype=self.dtype)
+        kernels.unpack_weight(view(self.data), view(weight), self.gated)
+        return weight
+
+
+def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor whose memory the OS is asked to back with huge pages: streaming it costs a TLB miss per 2 MB."""
+    size_bytes = num_elements * dtype.itemsize
+    if size_bytes < HUGE_PAGE_BYTES:
+        return torch.empty(num_elements, dtype=dtype)
+    memory = mmap.mmap(-1, -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=num_elements)
+
+
+def pack_weight(
+    weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, dtype: torch.dtype | None = None
+) -> PackedWeight:
+    """`weight` [N, K] in tiles. `gated`: its rows are gate then up, as many of each."""
+    if weight.dim() != 2:
+        raise ValueError(f"pack_weight: weight has shape {list(weight.shape)}, expected [N, K]")
+    n, k = weight.shape
+    data = empty_in_huge_pages(kernels.packed_elements(n, k, gated), dtype or weight.dtype)
+    kernels.pack_weight(view(weight), view(data), gated)
+    return PackedWeight(data, n, k, gated, None if bias is None else _pack_bias(bias, n, gated))
+
+
+def _pack_bias(bias: Tensor, n: int, gated: bool) -> Tensor:
+    if bias.shape != (n,):
+        raise ValueError(f"pack_weight: bias has shape {list(bias.shape)}, expected [N={n}]")
+    if not gated:
+        return torch.nn.functional.pad(bias.float(), (0, -n % 32))
+    halves = torch.nn.functional.pad(bias.float().view(2, n // 2), (0, -(n // 2) % 16))
+    return halves.view(2, -1, 16).transpose(0, 1).reshape(-1).contiguous()
+
+
+def linear(
+    x: Tensor,
+    weight: PackedWeight,
+    *,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """activation(x W^T + b) + residual for x [..., K]; for a gated weight activation(gate) * up + residual.
+
+    `activation`: none, silu, gelu_tanh, gelu_erf, gelu_quick. `residual` has the shape and type of the result and may
+    be `out`. Sums are fp32; bf16 x with bf16 weights multiplies in bf16, fp32 x in fp32.
+    """
+    if out is None:
+        out = torch.empty(*x.shape[:-1], weight.out_features, dtype=out_dtype or x.dtype)
+    kernels.linear(
+        view(x),
+        view(weight.data),
+        weight.n,
+        weight.k,
+        weight.gated,
+        view_or_none(weight.bias),
+        view_or_none(residual),
+        view(out),
+        activation,
+    )
+    return out

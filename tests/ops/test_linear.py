@@ -1,0 +1,102 @@
+import pytest
+import torch
+from helpers import assert_close, poisoned, rand
+
+from tilewright.ops import reference
+from tilewright.ops.linear import linear, pack_weight
+
+ACTIVATIONS = ["none", "silu", "gelu_tanh", "gelu_erf", "gelu_quick"]
+SHAPES = [  # M, N, K
+    (1, 1, 1),
+    (1, 32, 32),
+    (1, 33, 31),
+    (2, 31, 65),
+    (3, 70, 7),
+    (5, 100, 129),
+    (16, 48, 64),
+    (17, 64, 96),
+    (31, 65, 33),
+    (32, 32, 512),
+    (33, 96, 100),
+    (64, 17, 250),
+    (100, 130, 70),
+    (131, 64, 576),
+]
+
+
+@pytest.mark.parametrize("m,n,k", SHAPES)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=["w32", "w16"])
+def test_linear(isa, dtype, weight_dtype, m, n, k):
+    x, weight, bias = rand(m, k, dtype=dtype), rand(n, k, dtype=weight_dtype, seed=1), rand(n, seed=2)
+    packed = pack_weight(weight, bias)
+    for out_dtype in {dtype, torch.float32}:
+        out = linear(x, packed, out=poisoned(m, n, dtype=out_dtype))
+        assert_close(out, reference.linear(x, weight, bias, out_dtype=out_dtype))
+
+
+@pytest.mark.parametrize("m,n,k", [(1, 2, 3), (3, 34, 40), (20, 66, 64), (40, 200, 33)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_epilogues(isa, dtype, m, n, k, activation, gated):
+    x, weight, bias = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, seed=1, scale=k**-0.5), rand(n, seed=2)
+    residual = rand(m, n // 2 if gated else n, dtype=dtype, seed=3)
+    packed = pack_weight(weight, bias, gated=gated)
+    expected = reference.linear(x, weight, bias, gated=gated, activation=activation, residual=residual)
+    out = poisoned(*expected.shape, dtype=dtype)
+    assert_close(linear(x, packed, activation=activation, residual=residual, out=out), expected)
+    # In place on the residual, as a decoder layer does.
+    assert torch.equal(linear(x, packed, activation=activation, residual=residual, out=residual), out)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("n,k", [(2, 1), (30, 33), (64, 64), (70, 100)])
+def test_pack_round_trip(dtype, n, k, gated):
+    weight = rand(n, k, dtype=dtype)
+    assert torch.equal(pack_weight(weight, gated=gated).unpack(), weight)
+
+
+def test_inputs_of_any_rank_and_strided_rows(isa, dtype):
+    weight = rand(40, 48, dtype=dtype)
+    packed = pack_weight(weight)
+    for shape in [(48,), (2, 48), (2, 3, 48), (2, 1, 3, 48)]:
+        x = rand(*shape, dtype=dtype, seed=1)
+        assert_close(linear(x, packed), reference.linear(x, weight))
+    wide = rand(7, 100, dtype=dtype, seed=2)
+    wide_out = poisoned(7, 90, dtype=dtype)
+    linear(wide[:, 10:58], packed, out=wide_out[:, 20:60])
+    assert_close(wide_out[:, 20:60], reference.linear(wide[:, 10:58], weight))
+    assert wide_out[:, :20].isnan().all() and wide_out[:, 60:].isnan().all()
+
+
+def test_a_row_does_not_depend_on_its_neighbours(isa, dtype):
+    weight, x = rand(96, 300, dtype=dtype), rand(131, 300, dtype=dtype, seed=1)
+    packed = pack_weight(weight)
+    together = linear(x, packed)
+    for rows in (1, 2, 16, 17, 40, 70):
+        assert torch.equal(linear(x[:rows], packed), together[:rows])
+
+
+def test_fp32_activations_keep_their_precision_with_bf16_weights(isa):
+    x, weight = rand(3, 256), rand(32, 256, dtype=torch.bfloat16, seed=1)
+    expected = torch.nn.functional.linear(x.double(), weight.double())
+    assert (linear(x, pack_weight(weight)) - expected).abs().max() < 2e-4
+
+
+def test_no_rows(isa):
+    assert linear(torch.zeros(0, 8), pack_weight(torch.zeros(4, 8))).shape == (0, 4)
+
+
+def test_errors():
+    packed = pack_weight(torch.zeros(4, 8), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"linear: x has shape \[2, 7\], expected \[..., K=8\]"):
+        linear(torch.zeros(2, 7), packed)
+    with pytest.raises(ValueError, match=r"linear: out has shape \[2, 5\], expected \[..., N=4\]"):
+        linear(torch.zeros(2, 8), packed, out=torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="residual is bfloat16, expected float32 as out"):
+        linear(torch.zeros(2, 8), packed, residual=torch.zeros(2, 4).bfloat16())
+    with pytest.raises(ValueError, match="activation is 'relu', expected one of none, silu"):
+        linear(torch.zeros(2, 8), packed, activation="relu")
+    with pytest.raises(ValueError, match=r"bias has shape \[3\], expected \[N=4\]"):
+        pack_weight(torch.zeros(4, 8), torch.zeros(3))
+    with pytest.raises(ValueError, match="even number of rows, got 5"):
+        pack_weight(torch.zeros(5, 8), gated=True)
