@@ -1,10 +1,53 @@
 # Every target sets itself up in .venv; nothing global is touched.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cc')
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt README.md \
+  $(shell find csrc src -type f -not -name '*.so' -not -path '*/__pycache__/*')
 
-# The native module built in place, for work on the kernels.
+.PHONY: demo
+demo: .venv/.package
+	$(BIN)/tilewright info
+
+.PHONY: test lint test-cpp test-python
+test: lint test-cpp test-python
+
+lint: .venv/.test
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+# The C++ tests, with optimisation low enough that the sanitizers name lines.
+test-cpp: .venv/.test
+	@mkdir -p build
+	@$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DTILEWRIGHT_PYTHON=OFF -DTILEWRIGHT_TESTS=ON -DTILEWRIGHT_SANITIZE=ON \
+	  -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g" > build/sanitize.log || (cat build/sanitize.log; false)
+	$(BIN)/cmake --build build/sanitize
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+
+# Against the installed package: src is not on the path.
+test-python: .venv/.test
+	$(BIN)/pytest -q
+
+# The package, not editable. Without build isolation, so that a change compiles only what it touches; the objects stay in
+# build/release, where a test looks at their symbols.
+.venv/.package: $(SOURCES)
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP_INSTALL) scikit-build-core nanobind cmake ninja
+	$(PIP_INSTALL) --no-build-isolation --check-build-dependencies --config-settings=build-dir=build/release .
+	@touch $@
+
+.venv/.test: .venv/.package
+	$(PIP_INSTALL) "tilewright[test]"
+	@touch $@
+
+# The native module built in place, for work on the kernels: then PYTHONPATH=src $(BIN)/pytest.
 .PHONY: dev
 dev:
+	@mkdir -p build
 	@cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) > build/dev.log || (cat build/dev.log; false)
 	@cmake --build build/dev

@@ -60,4 +60,5 @@ NB_MODULE(_kernels, m) {
   bind_activation(m);
   bind_embedding(m);
   bind_rope(m);
+  bind_probe(m);
 }

@@ -97,5 +97,6 @@ void bind_norm(nb::module_& m);
 void bind_activation(nb::module_& m);
 void bind_embedding(nb::module_& m);
 void bind_rope(nb::module_& m);
+void bind_probe(nb::module_& m);
 
 }  // namespace tilewright

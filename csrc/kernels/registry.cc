@@ -19,6 +19,9 @@ constexpr KernelInfo kEmbedding[] = {
 constexpr KernelInfo kRope[] = {
 #include "kernels/rope/kernels.inc"
 };
+constexpr KernelInfo kProbe[] = {
+#include "kernels/probe/kernels.inc"
+};
 #undef KERNEL
 
 template <int kCount>
@@ -32,6 +35,7 @@ constexpr OpInfo kOps[] = {
     op("activation", kActivation),
     op("embedding", kEmbedding),
     op("rope", kRope),
+    op("probe", kProbe),
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tilewright import config
 from tilewright.ops.native import kernels
 
 
@@ -11,7 +12,7 @@ def isa(request):
     """Runs the test once per ISA level this machine has."""
     kernels.set_max_isa(request.param)
     yield request.param
-    kernels.set_max_isa("amx")
+    kernels.set_max_isa(config.current().max_isa)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])

@@ -52,11 +52,11 @@ def test_errors_name_the_tensor():
     x, weight = torch.zeros(2, 8), torch.zeros(8)
     with pytest.raises(ValueError, match=r"rms_norm: weight has shape \[7\], expected \[D=8\]"):
         norm.rms_norm(x, torch.zeros(7), 1e-6)
-    with pytest.raises(ValueError, match="x is float16|x is of an unsupported type, expected float32 or bfloat16"):
+    with pytest.raises(ValueError, match=r"x is float16|x is of an unsupported type, expected float32 or bfloat16"):
         norm.rms_norm(x.half(), weight, 1e-6)
     with pytest.raises(ValueError, match="residual is bfloat16, expected float32 as x"):
         norm.rms_norm(x, weight, 1e-6, residual=x.bfloat16())
-    with pytest.raises(ValueError, match="out is float32 .3, 8., expected the shape of x"):
+    with pytest.raises(ValueError, match=r"out is float32 .3, 8., expected the shape of x"):
         norm.rms_norm(x, weight, 1e-6, out=torch.zeros(3, 8))
     with pytest.raises(ValueError, match="its last axis must be contiguous"):
         norm.rms_norm(torch.zeros(8, 2).t(), weight, 1e-6)

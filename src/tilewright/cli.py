@@ -1,0 +1,64 @@
+"""The `tilewright` command. Each subcommand imports what it needs when it runs, so that --help answers at once."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from tilewright import __version__, config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status of `tilewright ARGUMENTS`."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except config.ConfigError as error:
+        print(f"tilewright: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilewright",
+        description="Multimodal models, served fast on the CPUs people already have.",
+        epilog="Each command has its own help: tilewright info --help",
+    )
+    parser.add_argument("--version", action="version", version=f"tilewright {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_info(commands)
+    return parser
+
+
+def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "info",
+        help="what this machine has and which kernels it gets",
+        description="Prints the CPU, its ISA levels, memory and caches, and the kernel each op runs.",
+        epilog="""examples:
+  tilewright info                            what this machine has
+  tilewright info --measure                  and how fast it can be
+  tilewright info --json > machine.json      the same for programs
+  TILEWRIGHT_MAX_ISA=avx2 tilewright info    as a machine without AVX-512""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--measure", action="store_true", help="measure read bandwidth and multiply peaks")
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long --measure takes (default 2)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run_info)
+
+
+def _run_info(options: argparse.Namespace) -> int:
+    from tilewright import machine
+
+    described = machine.describe()
+    measured = machine.measure(options.seconds) if options.measure else None
+    if options.json:
+        print(json.dumps(machine.as_dict(described, measured), indent=2))
+    else:
+        print(machine.as_text(described, measured))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

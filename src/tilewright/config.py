@@ -1,0 +1,94 @@
+"""The settings that come from the environment: the only file that reads it.
+
+TILEWRIGHT_MAX_ISA       the highest ISA level the kernels may use: scalar, avx2, avx512, avx512_bf16 or amx
+TILEWRIGHT_NUM_THREADS   threads the kernels use, counting the caller; unset: one per CPU of TILEWRIGHT_BIND, or of
+                         the process
+TILEWRIGHT_BIND          CPUs the threads are pinned to, such as "0-7,9"; unset: not pinned
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+ISA_LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
+
+_log = logging.getLogger(__name__)
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; says its name, its value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the environment asks of the kernels, and the CPUs it found."""
+
+    available_cpus: tuple[int, ...]  # as the process started: a pinned thread sees only its own
+    max_isa: str = ISA_LEVELS[-1]
+    num_threads: int | None = None  # None: one per CPU of the process
+    bind_cpus: tuple[int, ...] = ()  # empty: threads are not pinned
+
+
+@functools.cache
+def current() -> Config:
+    """The Config of this process, read once."""
+    return resolve(os.environ, os.sched_getaffinity(0))
+
+
+def resolve(environment: Mapping[str, str], available_cpus: Collection[int]) -> Config:
+    """The Config that the variables of `environment` describe, checked; ConfigError otherwise."""
+    max_isa = _parse_isa(environment.get("TILEWRIGHT_MAX_ISA"))
+    bind_cpus = _parse_cpus(environment.get("TILEWRIGHT_BIND"), available_cpus)
+    num_threads = _parse_num_threads(environment.get("TILEWRIGHT_NUM_THREADS"))
+    if num_threads is None and bind_cpus:
+        num_threads = len(bind_cpus)
+    config = Config(tuple(sorted(available_cpus)), max_isa, num_threads, bind_cpus)
+    _log.debug("max_isa %s, num_threads %s, bind_cpus %s", max_isa, num_threads or "all", bind_cpus or "none")
+    return config
+
+
+def _parse_isa(text: str | None) -> str:
+    if not text:
+        return Config.max_isa
+    if text not in ISA_LEVELS:
+        raise ConfigError(f"TILEWRIGHT_MAX_ISA is {text!r}, expected one of {', '.join(ISA_LEVELS)}")
+    return text
+
+
+def _parse_num_threads(text: str | None) -> int | None:
+    if not text:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise ConfigError(f"TILEWRIGHT_NUM_THREADS is {text!r}, expected a whole number from 1 to 1024")
+    return int(text)
+
+
+def _parse_cpus(text: str | None, available_cpus: Collection[int]) -> tuple[int, ...]:
+    if not text:
+        return ()
+    cpus: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"TILEWRIGHT_BIND is {text!r}, expected CPU numbers and ranges such as 0-7,9")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    allowed = format_cpus(sorted(available_cpus))
+    if not cpus:
+        raise ConfigError(f"TILEWRIGHT_BIND is {text!r}, which names no CPU; this process may use {allowed}")
+    for cpu in cpus:
+        if cpu not in available_cpus:
+            raise ConfigError(f"TILEWRIGHT_BIND is {text!r}, but this process may not use CPU {cpu}, only {allowed}")
+    return tuple(dict.fromkeys(cpus))
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """CPU numbers in the order given, as TILEWRIGHT_BIND takes them: "0-7,9"."""
+    ranges: list[list[int]] = []
+    for cpu in cpus:
+        if ranges and cpu == ranges[-1][1] + 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

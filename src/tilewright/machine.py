@@ -1,0 +1,235 @@
+"""What this machine is, which kernels it gets, and how fast it can be: `tilewright info`."""
+
+import os
+import platform
+import re
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tilewright import __version__, config
+from tilewright.ops.native import kernels
+
+SYS_CPU = Path("/sys/devices/system/cpu")
+SYS_NODE = Path("/sys/devices/system/node")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# Version 2 first; version 1 says "no limit" with a number larger than any memory.
+CGROUP_MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One cache as CPU 0 sees it."""
+
+    level: int
+    kind: str  # Data, Instruction, Unified
+    size_bytes: int
+    shared_by_cpus: str
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One memory node and its CPUs."""
+
+    node: int
+    cpus: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel an op runs now, and all it has, best first."""
+
+    name: str
+    isa: str
+    all_names: list[str]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What `tilewright info` says. Sizes in bytes; 0 or empty where the system does not tell."""
+
+    version: str
+    cpu_model: str
+    isa_found: list[str]
+    isa_cap: str
+    isa_in_use: str
+    num_sockets: int
+    num_cores: int
+    num_cpus: int
+    process_cpus: str
+    num_threads: int
+    bind_cpus: str
+    numa_nodes: list[NumaNode]
+    memory_bytes: int
+    memory_available_bytes: int
+    transparent_huge_pages: str
+    caches: list[Cache]
+    kernels: dict[str, Kernel]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How fast this machine is at its best: the highest of many short passes, and the median read for how steady it is.
+
+    GB/s and TFLOP/s are powers of ten; a multiply-add is two operations. All threads of the config, unless it says one.
+    """
+
+    read_gb_s: float
+    read_gb_s_median: float
+    read_gb_s_one_thread: float
+    bf16_tflops: float
+    int8_tops: float
+    fp32_tflops: float
+
+
+def describe() -> Machine:
+    """The Machine this process runs on, with the settings it was started with."""
+    settings = config.current()
+    cpuinfo = _read(Path("/proc/cpuinfo"))
+    memory = _memory_info()
+    return Machine(
+        version=__version__,
+        cpu_model=_first_match(r"^model name\s*:\s*(.+)$", cpuinfo) or platform.processor() or "unknown",
+        isa_found=kernels.isa_levels(),
+        isa_cap=settings.max_isa,
+        isa_in_use=kernels.active_isa(),
+        num_sockets=len(_cpu_topology("physical_package_id")) or 1,
+        num_cores=len(_cpu_topology("physical_package_id", "core_id")) or os.cpu_count() or 1,
+        num_cpus=os.cpu_count() or 1,
+        process_cpus=config.format_cpus(settings.available_cpus),
+        num_threads=kernels.num_threads(),
+        bind_cpus=config.format_cpus(settings.bind_cpus),
+        numa_nodes=_numa_nodes(),
+        memory_bytes=memory["MemTotal"],
+        memory_available_bytes=memory["MemAvailable"],
+        transparent_huge_pages=_first_match(r"\[(\w+)\]", _read(HUGE_PAGES)) or "unknown",
+        caches=_caches(),
+        kernels=chosen_kernels(),
+    )
+
+
+def chosen_kernels() -> dict[str, Kernel]:
+    """For each op, the first kernel of its manifest that the level in use allows."""
+    rank = config.ISA_LEVELS.index
+    in_use = rank(kernels.active_isa())
+    chosen = {}
+    for op, entries in kernels.manifest().items():
+        isa, name = next(entry for entry in entries if rank(entry[0]) <= in_use)
+        chosen[op] = Kernel(name, isa, [entry_name for _, entry_name in entries])
+    return chosen
+
+
+def measure(seconds: float = 2.0) -> Measured:
+    """Read bandwidth and multiply peaks, measured for about `seconds` after the buffer is filled."""
+    num_threads = kernels.num_threads()
+    # Far over the caches where memory allows; a quarter of what is free leaves room for whoever else runs.
+    size_bytes = min(1 << 30, _memory_info()["MemAvailable"] // 4)
+    reads, reads_one_thread = kernels.read_bandwidth(size_bytes, [num_threads, 1], seconds * 0.4)
+
+    def best(type: str) -> float:
+        return max(kernels.multiply_peak(type, num_threads, seconds * 0.2)) / 1e12
+
+    return Measured(
+        read_gb_s=max(reads) / 1e9,
+        read_gb_s_median=statistics.median(reads) / 1e9,
+        read_gb_s_one_thread=max(reads_one_thread) / 1e9,
+        bf16_tflops=best("bf16"),
+        int8_tops=best("int8"),
+        fp32_tflops=best("fp32"),
+    )
+
+
+def as_dict(machine: Machine, measured: Measured | None = None) -> dict[str, object]:
+    """The machine as plain JSON types, with what was measured under "measured"."""
+    return asdict(machine) | ({"measured": asdict(measured)} if measured else {})
+
+
+def as_text(machine: Machine, measured: Measured | None = None) -> str:
+    """The machine for people to read."""
+    cap = "" if machine.isa_cap == config.ISA_LEVELS[-1] else f", capped at {machine.isa_cap} by TILEWRIGHT_MAX_ISA"
+    pinned = f", pinned to CPUs {machine.bind_cpus}" if machine.bind_cpus else ""
+    caches = [f"L{c.level} {c.kind.lower()} {_size(c.size_bytes)} (CPUs {c.shared_by_cpus})" for c in machine.caches]
+    nodes = [f"node {n.node}: CPUs {n.cpus}, {_size(n.memory_bytes)}" for n in machine.numa_nodes]
+    rows = [
+        ("tilewright", machine.version),
+        ("CPU", machine.cpu_model),
+        ("ISA levels", f"{', '.join(machine.isa_found)}; in use: {machine.isa_in_use}{cap}"),
+        ("cores", f"{machine.num_sockets} sockets, {machine.num_cores} cores, {machine.num_cpus} CPUs"),
+        ("threads", f"{machine.num_threads} of CPUs {machine.process_cpus}{pinned}"),
+        ("caches", "; ".join(caches) or "unknown"),
+        ("memory", f"{_size(machine.memory_bytes)}, {_size(machine.memory_available_bytes)} available"),
+        ("NUMA", "; ".join(nodes) or "one node"),
+        ("huge pages", machine.transparent_huge_pages),
+        *((f"op {op}", kernel.name) for op, kernel in machine.kernels.items()),
+    ]
+    if measured:
+        rows += [
+            (
+                "read",
+                f"{measured.read_gb_s:.1f} GB/s, median {measured.read_gb_s_median:.1f}, "
+                f"one thread {measured.read_gb_s_one_thread:.1f}",
+            ),
+            ("bf16", f"{measured.bf16_tflops:.2f} TFLOP/s"),
+            ("int8", f"{measured.int8_tops:.2f} TOP/s"),
+            ("fp32", f"{measured.fp32_tflops:.2f} TFLOP/s"),
+        ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _read(path: Path) -> str:
+    """The text of a file of /proc or /sys, "" where the system has none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _first_match(pattern: str, text: str) -> str:
+    match = re.search(pattern, text, re.MULTILINE)
+    return match[1].strip() if match else ""
+
+
+def _memory_info() -> dict[str, int]:
+    """MemTotal and MemAvailable in bytes, no more than the container's limit."""
+    text = _read(Path("/proc/meminfo"))
+    limits = [int(limit) for limit in map(_read, CGROUP_MEMORY_LIMITS) if limit.isdecimal()]
+    names = ("MemTotal", "MemAvailable")
+    return {name: min([int(_first_match(rf"^{name}:\s*(\d+)", text) or 0) * 1024, *limits]) for name in names}
+
+
+def _cpu_topology(*names: str) -> set[tuple[str, ...]]:
+    """The distinct values of the topology files `names` over all CPUs."""
+    folders = SYS_CPU.glob("cpu[0-9]*/topology")
+    return {values for folder in folders if all(values := tuple(_read(folder / name) for name in names))}
+
+
+def _numa_nodes() -> list[NumaNode]:
+    nodes = []
+    for folder in sorted(SYS_NODE.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        total = _first_match(r"MemTotal:\s*(\d+)", _read(folder / "meminfo"))
+        nodes.append(NumaNode(int(folder.name[4:]), _read(folder / "cpulist"), int(total or 0) * 1024))
+    return nodes
+
+
+def _caches() -> list[Cache]:
+    caches = []
+    for folder in sorted((SYS_CPU / "cpu0/cache").glob("index[0-9]*")):
+        size = re.fullmatch(r"(\d+)([KMG]?)", _read(folder / "size"))
+        if size:
+            size_bytes = int(size[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[size[2]]
+            level, kind = int(_read(folder / "level") or 0), _read(folder / "type")
+            caches.append(Cache(level, kind, size_bytes, _read(folder / "shared_cpu_list")))
+    return caches
+
+
+def _size(size_bytes: int) -> str:
+    """The size in the largest binary unit that leaves a whole part: "48 KiB", "23.5 GiB"."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size_bytes >= 1 << shift:
+            return f"{size_bytes / (1 << shift):.4g} {unit}"
+    return f"{size_bytes} B"

@@ -1,0 +1,69 @@
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright import config
+from tilewright.ops.native import kernels
+
+CPUS = range(16)
+
+
+def resolve(**variables: str) -> config.Config:
+    return config.resolve({f"TILEWRIGHT_{name}": value for name, value in variables.items()}, CPUS)
+
+
+def test_nothing_set():
+    assert resolve() == config.Config(tuple(CPUS), max_isa="amx", num_threads=None, bind_cpus=())
+    assert resolve(MAX_ISA="", NUM_THREADS="", BIND="") == resolve()
+
+
+def test_all_set():
+    settings = resolve(MAX_ISA="avx2", NUM_THREADS="3", BIND="0-7,9")
+    assert (settings.max_isa, settings.num_threads) == ("avx2", 3)
+    assert settings.bind_cpus == (0, 1, 2, 3, 4, 5, 6, 7, 9)
+
+
+def test_as_many_threads_as_cpus_to_pin_to():
+    assert resolve(BIND="4,2").num_threads == 2
+    assert resolve(BIND="4,2").bind_cpus == (4, 2)
+    assert resolve(BIND="1,1-2").bind_cpus == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "variables,message",
+    [
+        ({"MAX_ISA": "avx10"}, "TILEWRIGHT_MAX_ISA is 'avx10', expected one of scalar, avx2, avx512, avx512_bf16, amx"),
+        ({"NUM_THREADS": "0"}, "TILEWRIGHT_NUM_THREADS is '0', expected a whole number from 1 to 1024"),
+        ({"NUM_THREADS": "-1"}, "TILEWRIGHT_NUM_THREADS is '-1', expected"),
+        ({"NUM_THREADS": "two"}, "TILEWRIGHT_NUM_THREADS is 'two', expected"),
+        ({"BIND": "0-x"}, "TILEWRIGHT_BIND is '0-x', expected CPU numbers and ranges such as 0-7,9"),
+        ({"BIND": "1,,2"}, "TILEWRIGHT_BIND is '1,,2', expected"),
+        ({"BIND": "5-3"}, "TILEWRIGHT_BIND is '5-3', which names no CPU; this process may use 0-15"),
+        ({"BIND": "14-16"}, "TILEWRIGHT_BIND is '14-16', but this process may not use CPU 16, only 0-15"),
+    ],
+)
+def test_errors_name_the_value_and_what_is_allowed(variables, message):
+    with pytest.raises(config.ConfigError, match=re.escape(message)):
+        resolve(**variables)
+
+
+@given(st.lists(st.sampled_from(CPUS), min_size=1, unique=True))
+def test_cpu_lists_survive_the_round_trip(cpus):
+    assert resolve(BIND=config.format_cpus(cpus)).bind_cpus == tuple(cpus)
+
+
+def test_isa_levels_are_those_of_the_kernels():
+    with pytest.raises(ValueError, match=re.escape(", ".join(config.ISA_LEVELS))):
+        kernels.set_max_isa("none of them")
+
+
+def test_applied_when_the_native_module_is_loaded(monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_MAX_ISA", "scalar")
+    monkeypatch.setenv("TILEWRIGHT_NUM_THREADS", "3")
+    program = "from tilewright.ops.native import kernels; print(kernels.active_isa(), kernels.num_threads())"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["scalar", "3"]

@@ -1,0 +1,97 @@
+"""The direction of imports: each part knows only what lies below it."""
+
+import ast
+import re
+
+import pytest
+from sources import PACKAGE, ROOT, cpp_files, imported_modules, parse, python_files
+
+# Top to bottom. A part imports from lower rows and from itself, never from its own row or a higher one.
+LEVELS = [
+    ["cli"],
+    ["bench"],
+    ["server", "machine"],
+    ["engine", "diffusion"],
+    ["models"],
+    ["layers"],
+    ["weights", "parallel", "inputs"],
+    ["ops"],
+    ["_kernels"],
+    ["types", "config"],
+]
+LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+
+# Without torch, so that the server starts, and --help answers, at once.
+FREE_OF_TORCH = ["cli", "config", "types", "server"]
+
+
+def part_of(module: str) -> str | None:
+    """The part of the package a module belongs to; None for other packages and for tilewright.__version__."""
+    names = module.split(".")
+    if names[0] != "tilewright" or len(names) < 2 or re.fullmatch(r"__\w+__", names[1]):
+        return None
+    return names[1]
+
+
+def files_of_parts():
+    for path in python_files():
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part != "__init__":  # the package's face: it may name any part, lazily
+            yield part, path
+
+
+def test_every_part_has_a_level():
+    unknown = {part for part, _ in files_of_parts()} - set(LEVEL_OF)
+    assert not unknown, f"give {sorted(unknown)} a place in LEVELS"
+
+
+def test_imports_go_down():
+    wrong = []
+    for part, path in files_of_parts():
+        for line, module in imported_modules(path):
+            target = part_of(module)
+            if target is None or target == part:
+                continue
+            if LEVEL_OF.get(target, -1) <= LEVEL_OF[part]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {part} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_ops_knows_the_native_module():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for part, path in files_of_parts()
+        for line, module in imported_modules(path)
+        if part_of(module) == "_kernels" and part != "ops"
+    ]
+    assert not wrong, f"only tilewright.ops imports _kernels, not {wrong}"
+
+
+@pytest.mark.parametrize("part", FREE_OF_TORCH)
+def test_no_torch(part):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for owner, path in files_of_parts()
+        if owner == part
+        for line, module in imported_modules(path)
+        if module.split(".")[0] == "torch"
+    ]
+    assert not wrong, f"{part} imports torch at {wrong}"
+
+
+def test_only_config_reads_the_environment():
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    wrong = []
+    for path in python_files():
+        if path == PACKAGE / "config.py":
+            continue
+        for node in ast.walk(parse(path)):
+            used = {node.attr} if isinstance(node, ast.Attribute) else set()
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                used = {alias.name for alias in node.names}
+            if used & names:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    for path in cpp_files():
+        if re.search(r"\bgetenv\s*\(", path.read_text()):
+            wrong.append(str(path.relative_to(ROOT)))
+    assert not wrong, f"only config.py reads the environment, not {wrong}"

@@ -1,0 +1,82 @@
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tilewright import __version__, cli, config, machine
+from tilewright.ops.native import kernels
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tilewright.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+def test_json_tells_the_machine_and_every_op(capsys):
+    assert cli.main(["info", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["version"] == __version__
+    assert told["isa_found"] == kernels.isa_levels()
+    assert set(told["kernels"]) == set(kernels.manifest())
+    assert told["num_threads"] == kernels.num_threads()
+    assert told["memory_bytes"] >= told["memory_available_bytes"] > 0
+    assert told["num_cpus"] >= told["num_cores"] >= told["num_sockets"] >= 1
+
+
+def test_text_tells_the_kernel_of_every_op(capsys):
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    for op, kernel in machine.chosen_kernels().items():
+        assert any(line.split() == ["op", op, kernel.name] for line in text.splitlines())
+
+
+@pytest.mark.parametrize("level", kernels.isa_levels())
+def test_a_kernel_is_the_best_the_level_allows(level):
+    kernels.set_max_isa(level)
+    try:
+        for op, kernel in machine.chosen_kernels().items():
+            allowed = config.ISA_LEVELS[: config.ISA_LEVELS.index(level) + 1]
+            assert kernel.name == next(name for isa, name in kernels.manifest()[op] if isa in allowed)
+    finally:
+        kernels.set_max_isa(config.current().max_isa)
+
+
+def test_the_cap_is_shown():
+    result = run("info", TILEWRIGHT_MAX_ISA="scalar")
+    assert "in use: scalar, capped at scalar by TILEWRIGHT_MAX_ISA" in result.stdout
+    assert "norm_scalar" in result.stdout
+
+
+def test_a_wrong_setting_is_one_line_and_status_2():
+    result = run("info", TILEWRIGHT_MAX_ISA="sse9")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "tilewright: TILEWRIGHT_MAX_ISA is 'sse9', expected one of scalar, avx2, avx512, avx512_bf16, amx"
+    ]
+
+
+def test_measured_figures_are_positive_and_in_the_json(capsys):
+    assert cli.main(["info", "--measure", "--seconds", "0.05", "--json"]) == 0
+    measured = machine.Measured(**json.loads(capsys.readouterr().out)["measured"])
+    assert all(value > 0 for value in dataclasses.astuple(measured))
+    assert measured.read_gb_s >= measured.read_gb_s_median
+
+
+def test_version_and_help(capsys):
+    for arguments in (["--version"], ["--help"], ["info", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(arguments)
+    out = capsys.readouterr().out
+    assert f"tilewright {__version__}" in out
+    assert "examples:" in out
+
+
+@pytest.mark.parametrize(
+    "size_bytes,text",
+    [(0, "0 B"), (1023, "1023 B"), (48 << 10, "48 KiB"), (314572800, "300 MiB"), (3 << 29, "1.5 GiB")],
+)
+def test_sizes_are_told_in_the_largest_unit(size_bytes, text):
+    assert machine._size(size_bytes) == text
