@@ -5,17 +5,6 @@
 namespace tilewright {
 namespace {
 
-Activation activation_named(const Op& op, const char* name) {
-  std::string known;
-  for (int i = 0; i < kNumActivations; ++i) {
-    const auto candidate = static_cast<Activation>(i);
-    if (std::string(name) == name_of(candidate)) return candidate;
-    known += std::string(i ? ", " : "") + name_of(candidate);
-  }
-  op.require(false, "activation is '" + std::string(name) + "', expected one of " + known);
-  return Activation::none;
-}
-
 void same_shape(const Op& op, const Tensor& x, const Tensor& t) {
   bool same = t.rank == x.rank;
   for (int i = 0; same && i < x.rank; ++i) same = t.shape[i] == x.shape[i];

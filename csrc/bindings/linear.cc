@@ -5,17 +5,6 @@
 namespace tilewright {
 namespace {
 
-Activation activation_named(const Op& op, const std::string& name) {
-  std::string known;
-  for (int i = 0; i < kNumActivations; ++i) {
-    const char* candidate = name_of(static_cast<Activation>(i));
-    if (name == candidate) return static_cast<Activation>(i);
-    known += (i ? ", " : "") + std::string(candidate);
-  }
-  op.require(false, "activation is '" + name + "', expected one of " + known);
-  return Activation::none;
-}
-
 // The elements a packed weight must have.
 int64_t packed_elements(int64_t n, int64_t k, bool gated) {
   const int64_t strips = gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);
@@ -23,7 +12,8 @@ int64_t packed_elements(int64_t n, int64_t k, bool gated) {
 }
 
 void check_packed(const Op& op, const Tensor& packed, int64_t n, int64_t k, bool gated) {
-  op.require(n > 0 && k > 0, "a packed weight of " + std::to_string(n) + " x " + std::to_string(k) + " has no elements");
+  op.require(n > 0 && k > 0,
+             "a packed weight of " + std::to_string(n) + " x " + std::to_string(k) + " has no elements");
   op.require(!gated || n % 2 == 0, "a gate|up weight has an even number of rows, got " + std::to_string(n));
   op.require(packed.numel() == packed_elements(n, k, gated),
              "packed weight has " + std::to_string(packed.numel()) + " elements, expected " +
@@ -33,8 +23,8 @@ void check_packed(const Op& op, const Tensor& packed, int64_t n, int64_t k, bool
 
 PackArgs pack_args(const Op& op, const Tensor& weight, const Tensor& packed, bool gated) {
   check_packed(op, packed, weight.size(0), weight.size(1), gated);
-  return {weight.data,         op.row_stride(weight), weight.dtype, packed.data, packed.dtype,
-          weight.size(0), weight.size(1),        gated};
+  return {weight.data,  op.row_stride(weight), weight.dtype,   packed.data,
+          packed.dtype, weight.size(0),        weight.size(1), gated};
 }
 
 }  // namespace
@@ -71,7 +61,8 @@ void bind_linear(nb::module_& m) {
         op.require(op.num_rows(y) == rows, "out is " + to_string(y) + ", expected the rows of x, " + to_string(x));
         if (residual) {
           op.same_dtype(y, residual);
-          op.require(op.num_rows(residual) == rows, "residual is " + to_string(residual) + ", expected the shape of out");
+          op.require(op.num_rows(residual) == rows,
+                     "residual is " + to_string(residual) + ", expected the shape of out");
         }
         LinearArgs args;
         args.x = x.data;

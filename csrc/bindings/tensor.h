@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "base/activation.h"
 #include "base/dtype.h"
 
 namespace tilewright {
@@ -81,6 +82,9 @@ class Op {
   const char* name_;
   std::vector<std::pair<std::string, int64_t>> sizes_;
 };
+
+// The activation of that name, or ValueError listing those there are.
+Activation activation_named(const Op& op, const std::string& name);
 
 std::string to_string(const Tensor& tensor);  // "float32 [3, 4]"
 

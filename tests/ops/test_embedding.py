@@ -3,16 +3,7 @@ import torch
 from helpers import poisoned, rand
 
 from tilewright.ops import embedding, reference
-
-
-def packed(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [N, K] in the tiles of csrc/base/tile.h, by their definition."""
-    rows, width = weight.shape
-    padded = torch.zeros(-(-rows // 32) * 32, -(-width // 32) * 32, dtype=weight.dtype)
-    padded[:rows, :width] = weight
-    strip_tile_column_depth_pair_parity = padded.view(-1, 2, 16, padded.shape[1] // 32, 16, 2)
-    pair_order = (5, 2) if weight.dtype == torch.float32 else (2, 5)
-    return strip_tile_column_depth_pair_parity.permute(0, 3, 1, 4, *pair_order).flatten().contiguous()
+from tilewright.ops.linear import PackedWeight, pack_weight
 
 
 @pytest.mark.parametrize("rows,width", [(1, 1), (5, 7), (33, 32), (64, 33), (70, 100), (200, 2048)])
@@ -24,7 +15,7 @@ def test_embedding(isa, dtype, id_dtype, rows, width):
     room = poisoned(37, width + 3, dtype=dtype)
     embedding.embedding(ids, table, out=room[:, :width])
     assert torch.equal(room[:, :width], expected) and room[:, width:].isnan().all()
-    out = embedding.embedding_packed(ids, packed(table), rows, width, out=poisoned(37, width, dtype=dtype))
+    out = embedding.embedding(ids, pack_weight(table), out=poisoned(37, width, dtype=dtype))
     assert torch.equal(out, expected)
 
 
@@ -46,7 +37,7 @@ def test_a_bad_id_is_named(bad):
     with pytest.raises(ValueError, match=f"embedding: {message}"):
         embedding.embedding(ids, table)
     with pytest.raises(ValueError, match=message):
-        embedding.embedding_packed(ids, packed(table), 12, 8)
+        embedding.embedding(ids, pack_weight(table))
     with pytest.raises(ValueError, match=rf"scatter_rows: rows\[2\] is {bad}, expected 0 to 11"):
         embedding.scatter_rows(table, ids, torch.zeros(4, 8))
 
@@ -55,7 +46,9 @@ def test_other_errors():
     with pytest.raises(ValueError, match=r"scatter_add_rows: rows\[2\] is 4, a row that was named before"):
         embedding.scatter_add_rows(torch.zeros(9, 8), torch.tensor([4, 3, 4]), torch.zeros(3, 8))
     with pytest.raises(ValueError, match="table has 1024 elements, expected 2048 for a packed table of 33 by 32"):
-        embedding.embedding_packed(torch.tensor([0]), torch.zeros(1024), 33, 32)
+        embedding.embedding(torch.tensor([0]), PackedWeight(torch.zeros(1024), 33, 32))
+    with pytest.raises(ValueError, match="packed as gate and up rows"):
+        embedding.embedding(torch.tensor([0]), pack_weight(torch.zeros(64, 32), gated=True))
 
 
 def test_nothing(isa):

@@ -103,20 +103,20 @@ inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   odd.v = _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
-inline void load_pair(const float* p, Vec& even, Vec& odd) {
+inline void load_interleaved(const float* p, Vec& even, Vec& odd) {
   const __m256 low = _mm256_loadu_ps(p), high = _mm256_loadu_ps(p + 8);
   const __m256 first = _mm256_permute2f128_ps(low, high, 0x20), second = _mm256_permute2f128_ps(low, high, 0x31);
   even.v = _mm256_shuffle_ps(first, second, 0x88);
   odd.v = _mm256_shuffle_ps(first, second, 0xdd);
 }
 
-inline void store_pair(float* p, Vec even, Vec odd) {
+inline void store_interleaved(float* p, Vec even, Vec odd) {
   const __m256 low = _mm256_unpacklo_ps(even.v, odd.v), high = _mm256_unpackhi_ps(even.v, odd.v);
   _mm256_storeu_ps(p, _mm256_permute2f128_ps(low, high, 0x20));
   _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-inline void store_pair(bf16* p, Vec even, Vec odd) {
+inline void store_interleaved(bf16* p, Vec even, Vec odd) {
   const __m128i a = even.to_bf16_bits(), b = odd.to_bf16_bits();
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_unpacklo_epi16(a, b));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm_unpackhi_epi16(a, b));

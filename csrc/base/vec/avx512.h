@@ -82,20 +82,20 @@ inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   odd.v = _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
-inline void load_pair(const float* p, Vec& even, Vec& odd) {
+inline void load_interleaved(const float* p, Vec& even, Vec& odd) {
   const __m512 low = _mm512_loadu_ps(p), high = _mm512_loadu_ps(p + 16);
   const __m512i evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   even.v = _mm512_permutex2var_ps(low, evens, high);
   odd.v = _mm512_permutex2var_ps(low, _mm512_add_epi32(evens, _mm512_set1_epi32(1)), high);
 }
 
-inline void store_pair(float* p, Vec even, Vec odd) {
+inline void store_interleaved(float* p, Vec even, Vec odd) {
   const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   _mm512_storeu_ps(p, _mm512_permutex2var_ps(even.v, first, odd.v));
   _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(even.v, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd.v));
 }
 
-inline void store_pair(bf16* p, Vec even, Vec odd) {
+inline void store_interleaved(bf16* p, Vec even, Vec odd) {
   const __m512i low = _mm512_cvtepu16_epi32(even.to_bf16_bits());
   const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd.to_bf16_bits()), 16);
   _mm512_storeu_si512(p, _mm512_or_si512(low, high));

@@ -23,6 +23,9 @@ inline Vec load_some(const T* p, Count count) {
     return Vec::load(p);
 }
 
+// A pair row of bf16 is interleaved already.
+inline void load_interleaved(const bf16* p, Vec& even, Vec& odd) { load_pair(p, even, odd); }
+
 // sum = fn(sum, i, count) over each Vec of a row, in four sums that are added at the end: one would wait four cycles
 // for every addition.
 template <class Fn>

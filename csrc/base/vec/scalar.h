@@ -119,15 +119,15 @@ inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   }
 }
 
-// Interleaved numbers apart: p[0], p[2], ... and p[1], p[3], ...; the same for fp32.
-inline void load_pair(const float* p, Vec& even, Vec& odd) {
+// Takes p[0], p[1], ... p[2 kLanes - 1] apart into p[0], p[2], ... and p[1], p[3], ...
+inline void load_interleaved(const float* p, Vec& even, Vec& odd) {
   even = {{p[0], p[2], p[4], p[6]}};
   odd = {{p[1], p[3], p[5], p[7]}};
 }
 
-// The inverse of load_pair.
+// The inverse of load_interleaved.
 template <class T>
-inline void store_pair(T* p, Vec even, Vec odd) {
+inline void store_interleaved(T* p, Vec even, Vec odd) {
   for (int i = 0; i < Vec::kLanes; ++i) {
     assign(p[2 * i], even.v[i]);
     assign(p[2 * i + 1], odd.v[i]);

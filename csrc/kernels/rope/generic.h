@@ -44,7 +44,7 @@ struct NormFactor {
   }
   void apply_pair(Vec& even, Vec& odd, int64_t i) const {
     Vec even_weight, odd_weight;
-    load_pair(weight + i, even_weight, odd_weight);
+    load_interleaved(weight + i, even_weight, odd_weight);
     even = even * scale * even_weight;
     odd = odd * scale * odd_weight;
   }
@@ -74,9 +74,9 @@ void rotate_pairs(const T* x, T* y, const float* cos_row, const float* sin_row, 
   int64_t i = 0;
   const auto rotate = [](const T* from, T* to, Vec c, Vec s, const Norm& factor, int64_t at) {
     Vec a, b;
-    load_pair(from, a, b);
+    load_interleaved(from, a, b);
     factor.apply_pair(a, b, at);
-    store_pair(to, a * c - b * s, fma(b, c, a * s));
+    store_interleaved(to, a * c - b * s, fma(b, c, a * s));
   };
   for (; i + Vec::kLanes <= half; i += Vec::kLanes)
     rotate(x + 2 * i, y + 2 * i, Vec::load(cos_row + i), Vec::load(sin_row + i), norm, 2 * i);

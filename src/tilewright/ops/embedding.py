@@ -3,25 +3,30 @@
 import torch
 from torch import Tensor
 
+from tilewright.ops.linear import PackedWeight
 from tilewright.ops.native import kernels, view
 
 
-def embedding(ids: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """table[ids] [T, D] for ids [T] int64 or int32 and table [V, D]. A bad id raises ValueError naming it."""
+def embedding(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+    """table[ids] [T, D] for ids [T] int64 or int32 and table [V, D]. A bad id raises ValueError naming it.
+
+    The table may be a packed linear weight: a language model head that is tied to the embedding is kept once, in the
+    layout the head wants.
+    """
+    if isinstance(table, PackedWeight):
+        return _embedding_packed(ids, table, out)
     if out is None:
         out = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype)
     kernels.embedding(view(ids), view(table), view(out))
     return out
 
 
-def embedding_packed(ids: Tensor, table: Tensor, num_rows: int, width: int, *, out: Tensor | None = None) -> Tensor:
-    """The same from a table [num_rows, width] that is packed as a linear weight (csrc/base/tile.h) and given flat.
-
-    A language model head that is tied to the embedding is kept once, in the layout the head wants.
-    """
+def _embedding_packed(ids: Tensor, table: PackedWeight, out: Tensor | None) -> Tensor:
+    if table.gated:
+        raise ValueError("embedding: the table is packed as gate and up rows, expected a plain packed weight")
     if out is None:
-        out = torch.empty(ids.shape[0], width, dtype=table.dtype)
-    kernels.embedding_packed(view(ids), view(table), num_rows, width, view(out))
+        out = torch.empty(ids.shape[0], table.k, dtype=table.dtype)
+    kernels.embedding_packed(view(ids), view(table.data), table.n, table.k, view(out))
     return out
 
 
