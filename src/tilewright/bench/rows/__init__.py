@@ -1,0 +1,14 @@
+"""The rows, one file per op family; a new family is a file with `rows()` and a line here."""
+
+from collections.abc import Iterator
+
+from tilewright.bench.row import Row
+from tilewright.bench.rows import activation, embedding, linear, norm, rope
+
+FAMILIES = (linear, norm, rope, activation, embedding)
+
+
+def all_rows() -> Iterator[Row]:
+    """Every row, cheap to make: tensors come with Row.prepare."""
+    for family in FAMILIES:
+        yield from family.rows()
