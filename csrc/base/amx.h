@@ -78,41 +78,45 @@ struct LeftTiles {
   static LeftTiles row_major(const bf16* data, int64_t stride) { return {data, stride, kTileDepth, 16 * stride}; }
 };
 
-// c[rows, 32] = A B for two column tiles, in registers over the whole depth. tile_at(depth, column) gives B's tiles.
-// 2 x 2 accumulators: each tile loaded is used twice, and 4 + 2 + 2 are all the tiles there are.
-template <class TileAt>
-inline void multiply_2_columns(const LeftTiles& a, int rows, int depth_tiles, TileAt tile_at, float* c, int64_t ldc) {
+// c[rows, 16 * kColumns] = A B for one or two column tiles, in registers over the whole depth; tile_at(depth, column)
+// gives B's tiles. 2 x 2 accumulators: each tile loaded is used twice, and 4 + 2 + 2 are all the tiles there are.
+template <int kColumns, class TileAt>
+inline void multiply_columns(const LeftTiles& a, int rows, int depth_tiles, TileAt tile_at, float* c, int64_t ldc) {
   const int64_t a_bytes = a.row_stride * 2;
   const bf16* a0 = a.data;
   TW_TILE_ZERO(0);
-  TW_TILE_ZERO(1);
+  if constexpr (kColumns == 2) TW_TILE_ZERO(1);
   if (rows > 16) {
     const bf16* a1 = a.data + a.row_tile_stride;
     TW_TILE_ZERO(2);
-    TW_TILE_ZERO(3);
+    if constexpr (kColumns == 2) TW_TILE_ZERO(3);
     for (int d = 0; d < depth_tiles; ++d) {
       TW_TILE_LOAD(6, tile_at(d, 0), 64);
       TW_TILE_LOAD(4, a0 + d * a.depth_stride, a_bytes);
       TW_TILE_LOAD(5, a1 + d * a.depth_stride, a_bytes);
       TW_TILE_DOT(0, 4, 6);
-      TW_TILE_LOAD(7, tile_at(d, 1), 64);
+      if constexpr (kColumns == 2) TW_TILE_LOAD(7, tile_at(d, 1), 64);
       TW_TILE_DOT(2, 5, 6);
-      TW_TILE_DOT(1, 4, 7);
-      TW_TILE_DOT(3, 5, 7);
+      if constexpr (kColumns == 2) {
+        TW_TILE_DOT(1, 4, 7);
+        TW_TILE_DOT(3, 5, 7);
+      }
     }
     TW_TILE_STORE(2, c + 16 * ldc, ldc * 4);
-    TW_TILE_STORE(3, c + 16 * ldc + 16, ldc * 4);
+    if constexpr (kColumns == 2) TW_TILE_STORE(3, c + 16 * ldc + 16, ldc * 4);
   } else {
     for (int d = 0; d < depth_tiles; ++d) {
       TW_TILE_LOAD(4, a0 + d * a.depth_stride, a_bytes);
       TW_TILE_LOAD(6, tile_at(d, 0), 64);
       TW_TILE_DOT(0, 4, 6);
-      TW_TILE_LOAD(7, tile_at(d, 1), 64);
-      TW_TILE_DOT(1, 4, 7);
+      if constexpr (kColumns == 2) {
+        TW_TILE_LOAD(7, tile_at(d, 1), 64);
+        TW_TILE_DOT(1, 4, 7);
+      }
     }
   }
   TW_TILE_STORE(0, c, ldc * 4);
-  TW_TILE_STORE(1, c + 16, ldc * 4);
+  if constexpr (kColumns == 2) TW_TILE_STORE(1, c + 16, ldc * 4);
 }
 
 }  // namespace

@@ -12,6 +12,10 @@
 
 #include <cstdint>
 
+// For functions of shared headers outside anonymous namespaces: emitted, they would be weak symbols that may carry the
+// instructions of whichever ISA file the linker picks.
+#define TILEWRIGHT_INLINE inline __attribute__((always_inline))
+
 namespace tilewright {
 
 inline constexpr int kTileColumns = 16;
@@ -19,8 +23,8 @@ inline constexpr int kTileDepth = 32;
 inline constexpr int kTileElements = kTileColumns * kTileDepth;
 inline constexpr int kStripColumns = 32;
 
-inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+TILEWRIGHT_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+TILEWRIGHT_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 namespace {
 

@@ -4,6 +4,12 @@ namespace tilewright {
 namespace {
 
 #define KERNEL(isa, name) {Isa::isa, #name},
+constexpr KernelInfo kAttention[] = {
+#include "kernels/attention/kernels.inc"
+};
+constexpr KernelInfo kKvCache[] = {
+#include "kernels/kv_cache/kernels.inc"
+};
 constexpr KernelInfo kLinear[] = {
 #include "kernels/linear/kernels.inc"
 };
@@ -30,6 +36,8 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 }
 
 constexpr OpInfo kOps[] = {
+    op("attention", kAttention),
+    op("kv_cache", kKvCache),
     op("linear", kLinear),
     op("norm", kNorm),
     op("activation", kActivation),

@@ -31,10 +31,10 @@ struct LinearArgs {
   bool gated;
   Activation activation;
 
-  int64_t num_strips() const {
+  TILEWRIGHT_INLINE int64_t num_strips() const {
     return gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);
   }
-  int64_t num_depth_tiles() const { return ceil_div(k, kTileDepth); }
+  TILEWRIGHT_INLINE int64_t num_depth_tiles() const { return ceil_div(k, kTileDepth); }
 };
 
 void linear(const LinearArgs& args);

@@ -67,6 +67,91 @@ def linear(
     return y.to(out_dtype or x.dtype)
 
 
+# ---- attention
+
+
+def _visible(num_queries: int, num_keys: int, causal: bool, window: int) -> Tensor:
+    """[Sq, Sk] bool: the last query stands at the last key."""
+    distance = (torch.arange(num_queries)[:, None] + num_keys - num_queries) - torch.arange(num_keys)[None, :]
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    if causal:
+        visible &= distance >= 0
+    if window > 0:
+        visible &= distance.abs() < window
+    return visible
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """One sequence: q [Sq, H, K], k and v [Sk, G, K], mask [H or 1, Sq or 1, Sk]."""
+    num_queries, num_heads, width = q.shape
+    num_keys, group = k.shape[0], num_heads // k.shape[1]
+    k, v = (t.float().repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
+    scores = q.float().transpose(0, 1) @ k.transpose(1, 2) * (width**-0.5 if scale is None else scale)
+    if soft_cap > 0:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    hidden = ~_visible(num_queries, num_keys, causal, window)
+    if mask is not None and mask.dtype == torch.bool:
+        hidden = hidden | ~mask
+    elif mask is not None:
+        scores = scores + mask.float()
+    scores = scores.masked_fill(hidden, float("-inf"))
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)  # a query that sees nothing gives zeros
+    return (weights @ v).transpose(0, 1).to(q.dtype)
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    query_bounds = query_starts.tolist()
+    key_bounds = query_bounds if key_starts is None else key_starts.tolist()
+    out = torch.empty(q.shape, dtype=q.dtype)
+    for b in range(len(query_bounds) - 1):
+        queries, keys = slice(*query_bounds[b : b + 2]), slice(*key_bounds[b : b + 2])
+        part = None
+        if mask is not None:
+            part = mask[b if mask.shape[0] > 1 else 0]
+            part = part[:, : queries.stop - queries.start, : keys.stop - keys.start]
+        out[queries] = attention(q[queries], k[keys], v[keys], mask=part, **options)  # type: ignore[arg-type]
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_size: int,
+    block_table: Tensor,
+    query_starts: Tensor,
+    kv_lengths: Tensor,
+    **options: object,
+) -> Tensor:
+    """keys and values as KvCache.read gives them: [pages * page_size, G, K]."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    bounds = query_starts.tolist()
+    for b, length in enumerate(kv_lengths.tolist()):
+        token = torch.arange(length)
+        slots = block_table[b].long()[token // page_size] * page_size + token % page_size
+        queries = slice(*bounds[b : b + 2])
+        out[queries] = attention(q[queries], keys[slots], values[slots], **options)  # type: ignore[arg-type]
+
+
 # ---- activation
 
 

@@ -1,0 +1,47 @@
+// Vec before what is written in terms of it.
+#include "base/vec/avx512.h"
+
+#include "base/amx.h"
+#include "base/dot.h"
+
+namespace tilewright {
+namespace {
+
+// fp32 keys and values have no tile instruction: vectors.
+template <class T>
+struct Products {
+  using Left = float;
+  explicit Products(int) {}
+
+  template <class TileAt>
+  void multiply(const float* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c, int64_t ldc) {
+    multiply_tiles<T>(a, lda, rows, tile_at, column_tiles, depth_tiles, c, ldc);
+  }
+};
+
+template <>
+struct Products<bf16> {
+  using Left = bf16;
+  TileScope tiles;
+  explicit Products(int rows) : tiles(rows) {}
+
+  template <class TileAt>
+  void multiply(const bf16* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c, int64_t ldc) {
+    const LeftTiles left = LeftTiles::row_major(a, lda);
+    int j = 0;
+    for (; j + 2 <= column_tiles; j += 2)
+      multiply_columns<2>(left, rows, depth_tiles, [&](int d, int k) { return tile_at(d, j + k); }, c + j * kTileColumns, ldc);
+    if (j < column_tiles)
+      multiply_columns<1>(left, rows, depth_tiles, [&](int d, int k) { return tile_at(d, j + k); }, c + j * kTileColumns, ldc);
+  }
+};
+
+}  // namespace
+}  // namespace tilewright
+
+#include "kernels/attention/generic.h"
+
+namespace tilewright {
+extern const AttentionKernels attention_amx;
+const AttentionKernels attention_amx = {run_item, merge_item, pack_keys, pack_values};
+}  // namespace tilewright

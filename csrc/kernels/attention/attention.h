@@ -1,0 +1,89 @@
+// Attention over keys and values in pages (base/kv_layout.h): softmax(scale Q K^T + mask) V, fp32 softmax.
+//
+// One kernel for every use. A sequence has q_len query tokens and kv_len keys; query i stands at position
+// kv_len - q_len + i. Prefill chunks and decode steps read a paged cache through a block table; variable-length
+// attention lays its own keys and values out in pages first. Query heads that share a kv head (GQA) are rows of one
+// product: row r of a sequence is token r / group, head r % group of the kv head.
+//
+//   causal    a query sees keys up to its position
+//   window    > 0: only keys at a distance under `window` (to both sides when not causal)
+//   soft_cap  > 0: scores become cap * tanh(score / cap) before the mask
+//   mask      variable-length only: bool (true = see) or additive, [B or 1, H or 1, Sq or 1, Sk]
+//
+// Keys are taken in blocks of kKeyBlock at fixed places. A block gives a partial (maximum, sum, output), and partials
+// are merged in order: a decode step split over threads gives the same bits as one thread, and as the prefill would.
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/kv_layout.h"
+
+namespace tilewright {
+
+inline constexpr int kKeyBlock = 256;
+inline constexpr int kQueryRows = 32;
+
+struct AttentionMask {
+  const void* data = nullptr;
+  DType dtype = DType::boolean;
+  int64_t sequence_stride = 0, head_stride = 0, query_stride = 0;  // in elements, 0 where broadcast
+};
+
+struct AttentionArgs {
+  const void* q;  // [T, H, K]
+  int64_t q_token_stride, q_head_stride;
+  void* out;  // [T, H, K]
+  int64_t out_token_stride, out_head_stride;
+  DType dtype;  // of q and out
+  const void* pages;
+  DType kv_dtype;
+  KvLayout layout;
+  const int32_t* block_table;  // [B, pages per sequence]
+  int64_t block_table_stride;
+  const int32_t* query_starts;  // [B + 1]
+  const int32_t* kv_lengths;    // [B]
+  int64_t num_sequences;
+  int64_t num_heads;  // query heads
+  bool causal;
+  int64_t window;
+  float scale, soft_cap;
+  AttentionMask mask;
+
+  TILEWRIGHT_INLINE int64_t group() const { return num_heads / layout.num_heads; }
+};
+
+void paged_attention(const AttentionArgs& args);
+
+// Variable-length attention: keys and values packed like q, pages made on the way.
+struct VarlenArgs {
+  AttentionArgs attention;  // pages, block_table, kv_lengths are filled in by the kernel; layout.page_size too
+  const void *k, *v;        // [T, G, K]
+  int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+  const int32_t* key_starts;  // [B + 1]
+};
+
+void varlen_attention(const VarlenArgs& args);
+
+// A share of the work: some rows of one sequence against some blocks of one kv head.
+struct AttentionItem {
+  int32_t sequence, head;
+  int32_t row_begin, rows;
+  int32_t block_begin, block_end;
+  float* partials;  // one per block when the keys of these rows are shared among items, else null: finish here
+};
+
+TILEWRIGHT_INLINE constexpr int64_t partial_floats(int64_t rows, const KvLayout& layout) {
+  return rows * (layout.value_column_tiles() * kTileColumns + 2);
+}
+
+struct AttentionKernels {
+  void (*run)(const AttentionArgs& args, const AttentionItem& item);
+  // Merges the partials of blocks [block_begin, block_end) and writes the rows.
+  void (*merge)(const AttentionArgs& args, const AttentionItem& item);
+  // Lays 32 tokens (or the fewer that are left, padded with zeros) of one head out as tiles.
+  void (*pack_keys)(const VarlenArgs& args, int64_t token, int64_t count, int64_t head, void* tiles);
+  void (*pack_values)(const VarlenArgs& args, int64_t token, int64_t count, int64_t head, void* tiles);
+};
+
+}  // namespace tilewright

@@ -1,0 +1,175 @@
+// The softmax of one block of scores, and the merging of blocks. Include after a Vec.
+#pragma once
+
+#include "base/vec/math.h"
+#include "kernels/attention/attention.h"
+
+namespace tilewright {
+namespace {
+
+inline constexpr float kLog2E = 1.44269504f;
+inline constexpr float kMinusInfinity = -__builtin_inff();
+
+// 2^t for t <= 0, and exactly 1 for t = 0: merging with a block that a row does not see must change nothing.
+// kPrecise: relative error 1e-7; else 1e-4, a twentieth of the bf16 rounding that follows. Minimax on [-1/2, 1/2].
+template <bool kPrecise>
+inline Vec exp2_nonpositive(Vec t) {
+  if constexpr (Vec::kLanes != 16) t = max(Vec::set1(-126.0f), t);  // vscalefps underflows by itself
+  const Vec n = round(t);
+  const Vec f = t - n;
+  Vec p;
+  if constexpr (kPrecise) {
+    p = fma(f, Vec::set1(0.001326472738f), Vec::set1(0.009671512838f));
+    p = fma(p, f, Vec::set1(0.05550733744f));
+    p = fma(p, f, Vec::set1(0.2402224208f));
+    p = fma(p, f, Vec::set1(0.6931469776f));
+  } else {
+    p = fma(f, Vec::set1(0.05500893236f), Vec::set1(0.2422109708f));
+    p = fma(p, f, Vec::set1(0.6932829281f));
+  }
+  return scale_by_power_of_2(fma(p, f, Vec::set1(1.0f)), n);
+}
+
+// Which keys of a block a row sees, and what else happens to its scores.
+struct RowRules {
+  int begin, end;           // keys of the block that are seen
+  float scale;              // of the raw product, with log2(e) in it
+  float soft_cap;           // in units of log2(e) too; 0 for none
+  const void* mask;         // of the block's first key; null for none
+  DType mask_dtype;
+};
+
+inline Vec masked_score(Vec t, const RowRules& rules, int i) {
+  if (rules.soft_cap > 0) t = Vec::set1(rules.soft_cap) * tanh(t * Vec::set1(1.0f / rules.soft_cap));
+  const Vec hidden = Vec::set1(kMinusInfinity);
+  if (rules.mask) {
+    // Read only the mask of keys that exist: the last block may end mid-vector.
+    const int64_t count = rules.end - i < 0 ? 0 : rules.end - i;
+    if (rules.mask_dtype == DType::boolean) {
+      uint8_t flags[Vec::kLanes] = {};
+      const uint8_t* mask = static_cast<const uint8_t*>(rules.mask) + i;
+      for (int lane = 0; lane < Vec::kLanes && lane < count; ++lane) flags[lane] = mask[lane];
+      t = keep_flagged(t, flags, hidden);
+    } else if (rules.mask_dtype == DType::bf16) {
+      t = fma(Vec::load(static_cast<const bf16*>(rules.mask) + i, count), Vec::set1(kLog2E), t);
+    } else {
+      t = fma(Vec::load(static_cast<const float*>(rules.mask) + i, count), Vec::set1(kLog2E), t);
+    }
+  }
+  return keep_lanes(t, rules.begin - i, rules.end - i, hidden);
+}
+
+// Scores come in whole value tiles of 32 keys. Maxima and sums run in one chain per vector of those 32, so that no
+// chain waits for itself, and both functions below add in the same order.
+inline constexpr int kChains = kTileDepth / Vec::kLanes;
+
+inline float reduce_chains_max(const Vec (&chains)[kChains]) {
+  Vec all = chains[0];
+  for (int c = 1; c < kChains; ++c) all = max(all, chains[c]);
+  return reduce_max(all);
+}
+
+inline float reduce_chains_add(const Vec (&chains)[kChains]) {
+  Vec all = chains[0];
+  for (int c = 1; c < kChains; ++c) all = all + chains[c];
+  return reduce_add(all);
+}
+
+// scores [width] become weights 2^(score - maximum), with every rule applied, in place: weights are no wider than scores
+// and are written behind the place that is read.
+template <class P>
+inline void softmax_row_with_rules(float* scores, int width, const RowRules& rules, P* weights, float* maximum,
+                                   float* sum) {
+  constexpr bool kPrecise = sizeof(P) == 4;
+  // Without a cap or a mask the scale waits for the subtraction, as in softmax_row: a row gives the same bits by either.
+  const bool scale_first = rules.soft_cap > 0 || rules.mask;
+  const Vec early = Vec::set1(scale_first ? rules.scale : 1.0f), late = Vec::set1(scale_first ? 1.0f : rules.scale);
+  Vec highest = Vec::set1(kMinusInfinity);
+  for (int i = 0; i < width; i += Vec::kLanes) {
+    const Vec t = masked_score(Vec::load(scores + i) * early, rules, i);
+    t.store(scores + i);
+    highest = max(highest, t);
+  }
+  const float best = reduce_max(highest);
+  const bool none = best == kMinusInfinity;
+  *maximum = none ? best : best * (scale_first ? 1.0f : rules.scale);
+  const Vec offset = Vec::set1(none ? 0.0f : -*maximum);
+  const int64_t begin = none ? 0 : rules.begin, end = none ? 0 : rules.end;
+  Vec totals[kChains];
+  for (Vec& total : totals) total = Vec::zero();
+  for (int i = 0; i < width; i += kTileDepth) {
+    for (int c = 0; c < kChains; ++c) {
+      const int at = i + c * Vec::kLanes;
+      // -inf (hidden) becomes a finite power that underflows: -inf - round(-inf) would be NaN.
+      const Vec t = max(Vec::set1(-1000.0f), fma(Vec::load(scores + at), late, offset));
+      const Vec p = keep_lanes(exp2_nonpositive<kPrecise>(t), begin - at, end - at, Vec::zero());
+      p.store(weights + at);
+      totals[c] = totals[c] + p;
+    }
+  }
+  *sum = reduce_chains_add(totals);
+}
+
+// The same for a row that sees the whole block and has no rules but the scale: what nearly every row is.
+template <class P>
+inline void softmax_row(const float* scores, int width, float scale, P* weights, float* maximum, float* sum) {
+  constexpr bool kPrecise = sizeof(P) == 4;
+  Vec highest[kChains], totals[kChains];
+  for (int c = 0; c < kChains; ++c) highest[c] = Vec::load(scores + c * Vec::kLanes), totals[c] = Vec::zero();
+  for (int i = kTileDepth; i < width; i += kTileDepth)
+    for (int c = 0; c < kChains; ++c) highest[c] = max(highest[c], Vec::load(scores + i + c * Vec::kLanes));
+  *maximum = reduce_chains_max(highest) * scale;
+  const Vec factor = Vec::set1(scale), offset = Vec::set1(-*maximum);
+#pragma GCC unroll 4
+  for (int i = 0; i < width; i += kTileDepth) {
+    Vec p[kChains];
+    for (int c = 0; c < kChains; ++c) {
+      p[c] = exp2_nonpositive<kPrecise>(fma(Vec::load(scores + i + c * Vec::kLanes), factor, offset));
+      totals[c] = totals[c] + p[c];
+    }
+    for (int c = 0; c < kChains; ++c) p[c].store(weights + i + c * Vec::kLanes);
+  }
+  *sum = reduce_chains_add(totals);
+}
+
+// Running maximum, sum and output of up to kQueryRows rows.
+struct Accumulator {
+  alignas(64) float maximum[kQueryRows];
+  alignas(64) float sum[kQueryRows];
+  float* output;  // [rows, width]
+
+  void clear(int rows, int64_t width) {
+    for (int r = 0; r < kQueryRows; ++r) {
+      maximum[r] = kMinusInfinity;
+      sum[r] = 0;
+    }
+    for (int64_t i = 0; i < rows * width; i += Vec::kLanes) Vec::zero().store(output + i);
+  }
+
+  // Adds a block's maxima, sums [kQueryRows] and output [rows, width].
+  void merge(const float* block_maximum, const float* block_sum, const float* block_output, int rows, int64_t width) {
+    alignas(64) float keep[kQueryRows], take[kQueryRows];
+    for (int r = 0; r < rows; r += Vec::kLanes) {
+      const Vec before = Vec::load(maximum + r), block = Vec::load(block_maximum + r);
+      const Vec now = max(before, block);
+      // Rows that have seen nothing yet: -inf - -inf is NaN, and what it would scale is 0 anyway.
+      const Vec floor = Vec::set1(-3.0e38f), least = Vec::set1(-1000.0f);
+      const Vec reference = max(floor, now);
+      const Vec k = exp2_nonpositive<true>(max(least, before - reference));
+      const Vec t = exp2_nonpositive<true>(max(least, block - reference));
+      k.store(keep + r);
+      t.store(take + r);
+      now.store(maximum + r);
+      fma(Vec::load(sum + r), k, Vec::load(block_sum + r) * t).store(sum + r);
+    }
+    for (int r = 0; r < rows; ++r) {
+      const Vec k = Vec::set1(keep[r]), t = Vec::set1(take[r]);
+      float* to = output + r * width;
+      const float* from = block_output + r * width;
+      for (int64_t i = 0; i < width; i += Vec::kLanes) fma(Vec::load(to + i), k, Vec::load(from + i) * t).store(to + i);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace tilewright

@@ -1,0 +1,230 @@
+import pytest
+import torch
+from helpers import assert_close, poisoned, rand
+
+from tilewright.ops import attention, reference
+from tilewright.ops.kv_cache import KvCache, kv_store
+from tilewright.ops.native import kernels
+
+WIDTHS = [16, 24, 40, 64, 72, 80, 128, 256]
+
+
+def starts_of(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def qkv(num_queries, num_keys, heads, kv_heads, width, dtype):
+    q = rand(num_queries, heads, width, dtype=dtype, seed=1)
+    return q, *(rand(num_keys, kv_heads, width, dtype=dtype, seed=s) for s in (2, 3))
+
+
+def assert_attention(out, expected, values):
+    """fp32 as ever; in bf16 the softmax weights are rounded to 8 bits too, an error that scales with the values."""
+    bf16 = torch.bfloat16 in (out.dtype, values.dtype)
+    assert_close(out, expected, atol=5e-3 * values.float().abs().mean().item() if bf16 and values.numel() else None)
+
+
+def check_varlen(dtype, lengths, heads, kv_heads, width, key_lengths=None, **options):
+    key_lengths = key_lengths or lengths
+    q, k, v = qkv(sum(lengths), sum(key_lengths), heads, kv_heads, width, dtype)
+    query_starts, key_starts = starts_of(lengths), starts_of(key_lengths)
+    out = poisoned(*q.shape, dtype=dtype)
+    attention.varlen_attention(q, k, v, query_starts, key_starts, out=out, **options)
+    assert_attention(out, reference.varlen_attention(q, k, v, query_starts, key_starts, **options), v)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_widths(isa, dtype, width, causal):
+    check_varlen(dtype, [1, 33, 70], 4, 2, width, causal=causal)
+
+
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 3], [31, 32, 33], [255, 257], [0, 40, 0], [300, 5], [520]])
+@pytest.mark.parametrize("heads,kv_heads", [(1, 1), (6, 2), (5, 1)])
+def test_varlen_lengths(isa, dtype, lengths, heads, kv_heads):
+    check_varlen(dtype, lengths, heads, kv_heads, 64)
+    check_varlen(dtype, lengths, heads, kv_heads, 64, causal=True)
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 300])
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_window(isa, dtype, window, causal):
+    check_varlen(dtype, [9, 333, 560], 4, 2, 48, causal=causal, window=window)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.02, -0.3])
+def test_varlen_scale_and_soft_cap(isa, dtype, scale):
+    check_varlen(dtype, [290, 40], 2, 2, 64, scale=scale)
+    check_varlen(dtype, [290, 40], 2, 2, 64, scale=scale, soft_cap=3.0, causal=True)
+
+
+def test_varlen_other_key_lengths(isa, dtype):
+    check_varlen(dtype, [40, 3, 70], 4, 2, 64, key_lengths=[7, 300, 70])
+    check_varlen(dtype, [40, 3, 70], 4, 2, 64, key_lengths=[60, 300, 0])
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive", "additive_bf16"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 1), (1, 4, 1), (3, 4, 301)])
+def test_varlen_mask(isa, dtype, kind, shape):
+    lengths = [5, 301, 64]
+    mask = rand(*shape, 301, seed=9, scale=2.0)
+    if kind == "bool":
+        mask = mask > -1
+        mask[..., 3] = True
+    elif kind == "additive":
+        mask[..., 5::7] = float("-inf")
+    else:
+        mask = mask.bfloat16()
+    check_varlen(dtype, lengths, 4, 2, 64, mask=mask)
+    check_varlen(dtype, lengths, 4, 2, 64, mask=mask, causal=True, window=50)
+
+
+def test_a_query_that_sees_nothing_gives_zeros(isa, dtype):
+    q, k, v = qkv(3, 3, 2, 2, 32, dtype)
+    mask = torch.tensor([[True, True, True], [False, False, False], [True, False, False]])[None, None]
+    out = attention.varlen_attention(q, k, v, starts_of([3]), mask=mask)
+    assert (out[1] == 0).all() and not out.isnan().any()
+    assert_attention(out, reference.varlen_attention(q, k, v, starts_of([3]), mask=mask), v)
+
+
+def test_large_scores_do_not_overflow(isa, dtype):
+    q, k, v = (t * 30 for t in qkv(40, 40, 2, 2, 64, dtype))
+    out = attention.varlen_attention(q, k, v, starts_of([40]), scale=1.0)
+    # Scores of 1e5 carry an fp32 error of 1e-2 into the exponent, in the twin too.
+    assert_close(out, reference.varlen_attention(q, k, v, starts_of([40]), scale=1.0), atol=0.5, rtol=0.02)
+
+
+class Pool:
+    """A cache of shuffled pages around NaN: whatever a kernel reads outside its sequence shows."""
+
+    def __init__(self, lengths, page_size, kv_heads, width, dtype):
+        pages = [-(-n // page_size) for n in lengths]
+        self.cache = KvCache.empty(sum(pages) + 3, page_size, kv_heads, width, dtype)
+        self.cache.data.fill_(float("nan"))
+        order = torch.randperm(sum(pages) + 3, generator=torch.Generator().manual_seed(0)).int()
+        self.table = torch.full((len(lengths), max([*pages, 1])), -1, dtype=torch.int32)
+        used = 0
+        for b, count in enumerate(pages):
+            self.table[b, :count] = order[used : used + count]
+            used += count
+        self.keys, self.values = [], []
+        for b, n in enumerate(lengths):
+            k, v = (rand(n, kv_heads, width, dtype=dtype, seed=10 * b + s) for s in (1, 2))
+            kv_store(k, v, self.cache, self.slots(b, torch.arange(n)))
+            self.keys.append(k)
+            self.values.append(v)
+
+    def slots(self, b, token):
+        size = self.cache.page_size
+        return self.table[b].long()[token // size] * size + token % size
+
+
+def check_paged(dtype, query_lengths, kv_lengths, heads, kv_heads, width, page_size=32, kv_dtype=None, **options):
+    pool = Pool(kv_lengths, page_size, kv_heads, width, kv_dtype or dtype)
+    q = rand(sum(query_lengths), heads, width, dtype=dtype)
+    query_starts, lengths = starts_of(query_lengths), torch.tensor(kv_lengths, dtype=torch.int32)
+    out = poisoned(*q.shape, dtype=dtype)
+    attention.paged_attention(q, pool.cache, pool.table, query_starts, lengths, out=out, **options)
+    options.setdefault("causal", True)
+    for b, (k, v) in enumerate(zip(pool.keys, pool.values, strict=True)):
+        part = slice(int(query_starts[b]), int(query_starts[b + 1]))
+        assert_attention(out[part], reference.attention(q[part], k, v, **options), v)
+    return out
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_paged_widths(isa, dtype, width):
+    check_paged(dtype, [1, 20, 1], [70, 45, 300], 4, 2, width)
+
+
+@pytest.mark.parametrize("page_size", [32, 64, 96, 256, 512])
+@pytest.mark.parametrize("heads,kv_heads", [(2, 2), (8, 2), (40, 1)])
+def test_paged_prefill_and_decode_in_one_call(isa, dtype, page_size, heads, kv_heads):
+    check_paged(dtype, [1, 37, 1, 5, 1], [1, 37, 600, 261, 32], heads, kv_heads, 64, page_size)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_paged_cache_of_either_type(isa, dtype, kv_dtype):
+    check_paged(dtype, [1, 9], [100, 9], 4, 2, 64, kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize("window", [1, 5, 100, 256, 257, 2000])
+def test_paged_window_beyond_a_block(isa, dtype, window):
+    check_paged(dtype, [1, 50, 1], [1500, 700, 40], 4, 2, 64, window=window)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 20.0])
+def test_paged_soft_cap_beyond_a_block(isa, dtype, soft_cap):
+    check_paged(dtype, [1, 50], [1500, 700], 4, 2, 64, soft_cap=soft_cap, scale=1.0)
+    check_paged(dtype, [1, 50], [1500, 700], 4, 2, 64, soft_cap=soft_cap, window=300)
+
+
+def test_paged_cross_attention(isa, dtype):
+    out = check_paged(dtype, [1, 30, 4, 2], [333, 1300, 2, 0], 4, 2, 64, causal=False)
+    assert (out[-2:] == 0).all()  # no encoder tokens
+
+
+@pytest.mark.parametrize("kv_heads,width", [(1, 16), (2, 72), (3, 128)])
+def test_kv_store_round_trip(dtype, kv_heads, width):
+    cache = KvCache.empty(4, 64, kv_heads, width, dtype)
+    cache.data.fill_(float("nan"))
+    packed = rand(100, 3 * kv_heads * width, dtype=dtype).view(100, 3, kv_heads, width)
+    k, v = packed[:, 1], packed[:, 2]
+    slots = torch.randperm(256, generator=torch.Generator().manual_seed(1))[:100]
+    slots[7] = -1
+    kv_store(k, v, cache, slots)
+    kept = torch.arange(100) != 7
+    keys, values = cache.read()
+    assert torch.equal(keys[slots[kept]], k[kept]) and torch.equal(values[slots[kept]], v[kept])
+    untouched = torch.ones(256, dtype=torch.bool)
+    untouched[slots[kept]] = False
+    assert keys[untouched].isnan().all() and values[untouched].isnan().all()
+
+
+def test_chunks_and_decode_give_the_bits_of_one_prefill(isa, dtype):
+    """However a prompt is cut, alone or beside others: the same output, bit for bit."""
+    pool = Pool([1400, 50], 64, 2, 64, dtype)
+    q = rand(1400, 4, 64, dtype=dtype)
+    whole = attention.paged_attention(q, pool.cache, pool.table[:1], starts_of([1400]), torch.tensor([1400]).int())
+    for begin, end in [(0, 1), (0, 33), (700, 739), (1399, 1400), (1100, 1101), (1000, 1400)]:
+        part = torch.cat([q[begin:end], q[:1]])
+        lengths = torch.tensor([end, 50], dtype=torch.int32)
+        out = attention.paged_attention(part, pool.cache, pool.table, starts_of([end - begin, 1]), lengths)
+        assert torch.equal(out[:-1], whole[begin:end])
+
+
+def test_threads_do_not_change_the_bits(isa, dtype):
+    pool = Pool([5000], 64, 2, 64, dtype)
+    q, lengths = rand(1, 4, 64, dtype=dtype), torch.tensor([5000], dtype=torch.int32)
+    outs = []
+    for threads in (1, 2, 5):
+        kernels.set_num_threads(threads)
+        outs.append(attention.paged_attention(q, pool.cache, pool.table, starts_of([1]), lengths))
+    kernels.set_num_threads(0)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_errors():
+    q, k, v = qkv(4, 4, 4, 2, 16, torch.float32)
+    with pytest.raises(ValueError, match=r"query_starts\[-1\] is 5, expected the 4 tokens of q"):
+        attention.varlen_attention(q, k, v, starts_of([5]))
+    with pytest.raises(ValueError, match="q has 4 heads, expected a multiple of the 3 kv heads"):
+        attention.varlen_attention(q, *(torch.zeros(4, 3, 16) for _ in "kv"), starts_of([4]))
+    with pytest.raises(ValueError, match="head width is 300, expected 1 to 256"):
+        attention.varlen_attention(*(torch.zeros(4, 1, 300) for _ in "qkv"), starts_of([4]))
+    with pytest.raises(ValueError, match="mask is bool .1, 1, 1, 3., expected"):
+        attention.varlen_attention(q, k, v, starts_of([4]), mask=torch.ones(1, 1, 1, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="query_starts is int64, expected int32"):
+        attention.varlen_attention(q, k, v, starts_of([4]).long())
+    cache = KvCache.empty(2, 32, 2, 16, torch.float32)
+    table, lengths = torch.tensor([[0, 2]], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"block_table\[0, 1\] is 2, expected 0 to 1"):
+        attention.paged_attention(q, cache, table, starts_of([4]), lengths)
+    with pytest.raises(ValueError, match=r"kv_lengths\[0\] is 65, expected 0 to 64"):
+        attention.paged_attention(q, cache, table, starts_of([4]), torch.tensor([65], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"kv_lengths\[0\] is 3, expected at least the 4 new tokens"):
+        attention.paged_attention(q, cache, table, starts_of([4]), torch.tensor([3], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"slots\[1\] is 64, the cache has 64"):
+        kv_store(k[:2], v[:2], cache, torch.tensor([0, 64]))
+    with pytest.raises(ValueError, match="page_size is 48, expected a multiple of 32"):
+        KvCache.empty(2, 48, 2, 16, torch.float32)
