@@ -150,6 +150,7 @@ def paged_attention(
         slots = block_table[b].long()[token // page_size] * page_size + token % page_size
         queries = slice(*bounds[b : b + 2])
         out[queries] = attention(q[queries], keys[slots], values[slots], **options)  # type: ignore[arg-type]
+    return out
 
 
 # ---- activation

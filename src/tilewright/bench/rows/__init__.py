@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from tilewright.bench.row import Row
-from tilewright.bench.rows import activation, embedding, linear, norm, rope
+from tilewright.bench.rows import activation, attention, embedding, linear, norm, rope
 
-FAMILIES = (linear, norm, rope, activation, embedding)
+FAMILIES = (linear, attention, norm, rope, activation, embedding)
 
 
 def all_rows() -> Iterator[Row]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, random, rotation
-from tilewright.bench.shapes import MODELS
+from tilewright.bench.shapes import MODELS, Vision
 from tilewright.ops import reference
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
 
@@ -33,6 +33,11 @@ def rows() -> Iterator[Row]:
         for name, (n, k) in model.vision.linears.items():
             for m in VISION_ROWS:
                 yield _row("linear", f"{model.name} vision {name}", m, n, k, f"linear vision M={m}")
+        vision, patches = model.vision, VISION_ROWS[-1]
+        frame = vision.patch_elements // 2  # of a still: the kernel is summed over its two frames
+        moved = 2 * (vision.hidden * frame + patches * (frame + vision.hidden))
+        shape = f"{model.name} {patches} patches of {vision.patch} x {vision.patch}"
+        yield Row("patch embedding", shape, moved, 2 * patches * vision.hidden * frame, partial(_patches, vision))
 
 
 def _row(name: str, label: str, m: int, n: int, k: int, group: str, *, gated: bool = False) -> Row:
@@ -55,6 +60,27 @@ def _calls(m: int, n: int, k: int, gated: bool) -> Calls:
         return functional.silu(y[:, : n // 2]) * y[:, n // 2 :] if gated else y
 
     return Calls(ours, theirs, lambda: _agrees(x, weights[0], packed[0], activation))
+
+
+def _patches(vision: Vision) -> Calls:
+    """A still as one frame and a summed kernel, against two equal frames and a convolution, as the model has it."""
+    patches, frame = VISION_ROWS[-1], vision.patch_elements // 2
+    x, kernel = (
+        random(patches, frame),
+        random(vision.hidden, 3, 2, vision.patch, vision.patch, scale=frame**-0.5, seed=1),
+    )
+    bias = random(vision.hidden, seed=2)
+    weight = kernel.float().sum(2).to(torch.bfloat16).view(vision.hidden, frame)
+    packed = pack_weight(weight, bias)
+    out = torch.empty(patches, vision.hidden, dtype=x.dtype)
+    frames = x.view(patches, 3, 1, vision.patch, vision.patch).expand(-1, -1, 2, -1, -1).contiguous()
+
+    def check() -> bool:
+        return close(linear(x, packed), reference.linear(x, weight, bias))
+
+    return Calls(
+        lambda _: linear(x, packed, out=out), lambda _: functional.conv3d(frames, kernel, bias, kernel.shape[2:]), check
+    )
 
 
 @lru_cache(maxsize=1)  # rows of one weight follow each other
