@@ -35,9 +35,9 @@ inline Vec tanh(Vec x) {
 }
 
 inline Vec gelu_tanh(Vec x) {
-  // 0.5 (1 + tanh(u)) is sigmoid(2u): no cancellation for large negative x.
-  const Vec u = x * fma(x * x, Vec::set1(0.0356774081f), Vec::set1(0.7978845608f));
-  return x * sigmoid(u + u);
+  // 0.5 (1 + tanh(u)) is 1 / (1 + e^-2u): no cancellation for large negative x. The -2 is in the constants.
+  const Vec minus_2u = x * fma(x * x, Vec::set1(-0.0713548162f), Vec::set1(-1.5957691216f));
+  return x * reciprocal(Vec::set1(1.0f) + exp(minus_2u));
 }
 
 // erfc on x >= 0 by Abramowitz and Stegun 7.1.26, absolute error 1.5e-7, turned into the normal tail of gelu.

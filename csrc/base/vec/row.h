@@ -7,6 +7,9 @@
 namespace tilewright {
 namespace {
 
+// Asks for a line that a later pass will read; an address that is not ours is ignored.
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
 // fn(i, count) for each Vec of a row. The type of count says whether the Vec is whole: a constant but for the last.
 template <class Fn>
 inline void for_each_vec(int64_t width, Fn fn) {

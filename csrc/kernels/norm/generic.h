@@ -23,6 +23,8 @@ void rms_norm_row(const NormArgs& args, int64_t row) {
   T* residual = row_of<T>(args.residual, args.inner, row);
   const T* gate = row_of<T>(args.gate, args.inner, row);
   const W* weight = static_cast<const W*>(args.weight);
+  const T* next = row_of<T>(args.x, args.inner, row + 1);
+  const T* next_residual = row_of<T>(args.residual, args.inner, row + 1);
 
   const T* source = x;
   float squares;
@@ -41,6 +43,8 @@ void rms_norm_row(const NormArgs& args, int64_t row) {
   for_each_vec(args.width, [&](int64_t i, auto count) {
     Vec v = load_some(source + i, count) * scale * (load_some(weight + i, count) + offset);
     if (gate) v = v * silu(load_some(gate + i, count));
+    prefetch(next + i);
+    if (next_residual) prefetch(next_residual + i);
     store_some(v, y + i, count);
   });
 }
@@ -53,6 +57,7 @@ void layer_norm_row(const NormArgs& args, int64_t row) {
   const W* bias = static_cast<const W*>(args.bias);
   const float width = static_cast<float>(args.width);
 
+  const T* next = row_of<T>(args.x, args.inner, row + 1);
   const float total =
       accumulate(args.width, [&](Vec sum, int64_t i, auto count) { return sum + load_some(x + i, count); });
   const Vec mean = Vec::set1(total / width);
@@ -63,6 +68,7 @@ void layer_norm_row(const NormArgs& args, int64_t row) {
   });
   const Vec scale = Vec::set1(1.0f / std::sqrt(squares / width + args.eps));
   for_each_vec(args.width, [&](int64_t i, auto count) {
+    prefetch(next + i);
     const Vec shift = bias ? load_some(bias + i, count) : Vec::zero();
     store_some(fma((load_some(x + i, count) - mean) * scale, load_some(weight + i, count), shift), y + i, count);
   });
