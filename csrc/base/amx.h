@@ -12,14 +12,13 @@
 namespace tilewright {
 namespace {
 
-#define TW_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
-#define TW_TILE_LOAD(t, base, stride_bytes) \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(base), "r"(static_cast<int64_t>(stride_bytes)) : "memory")
-#define TW_TILE_STORE(t, base, stride_bytes)                                         \
-  __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(base),                  \
-                   "r"(static_cast<int64_t>(stride_bytes)) \
-                   : "memory")
-#define TW_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define TW_BYTES(stride) "r"(static_cast<int64_t>(stride))
+#define TW_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t::)
+#define TW_TILE_LOAD(t, p, stride) \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t::"r"(p), TW_BYTES(stride) : "memory")
+#define TW_TILE_STORE(t, p, stride) \
+  __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), TW_BYTES(stride) : "memory")
+#define TW_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 
 struct alignas(64) TileConfig {
   uint8_t palette;
@@ -32,7 +31,8 @@ struct alignas(64) TileConfig {
 // Gives this thread our tiles for the length of a scope, and then what it had before. torch's oneDNN remembers per
 // thread which configuration it loaded and skips loading it again: taking it away would break torch's next GEMM.
 //
-// Tiles 0-3 are C (row tile, column tile), 4-5 A, 6-7 B. The first row tile has min(rows, 16) rows, the second the rest.
+// Tiles 0-3 are C (row tile, column tile), 4-5 A, 6-7 B. The first row tile has min(rows, 16) rows, the second the
+// rest.
 class TileScope {
  public:
   explicit TileScope(int rows) {
@@ -58,7 +58,9 @@ class TileScope {
     config.palette = 1;
     for (int tile = 0; tile < 8; ++tile) {
       config.bytes_per_row[tile] = 64;
-      config.rows[tile] = tile == 0 || tile == 1 || tile == 4 ? first : tile == 2 || tile == 3 || tile == 5 ? second : 16;
+      config.rows[tile] = tile == 0 || tile == 1 || tile == 4   ? first
+                          : tile == 2 || tile == 3 || tile == 5 ? second
+                                                                : 16;
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory");
   }

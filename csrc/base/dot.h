@@ -46,7 +46,8 @@ inline void dot_block(const Left* a, int64_t lda, TileAt tile_at, int tile, int 
             for (int r = 0; r < kRows; ++r) {
               int32_t both;
               __builtin_memcpy(&both, left + r * lda + pair * 2, 4);
-              acc[r][t][v].v = _mm512_dpbf16_ps(acc[r][t][v].v, reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)), pairs);
+              acc[r][t][v].v =
+                  _mm512_dpbf16_ps(acc[r][t][v].v, reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)), pairs);
             }
           }
 #endif
@@ -86,10 +87,10 @@ inline void multiply_tiles(const Left* a, int64_t lda, int rows, TileAt tile_at,
       int tile = 0;
       for (; tile + kDotTiles <= column_tiles; tile += kDotTiles)
         dot_block<Left, TB, num_rows.value, kDotTiles>(a + row * lda, lda, tile_at, tile, depth_tiles,
-                                                 c + row * ldc + tile * kTileColumns, ldc);
+                                                       c + row * ldc + tile * kTileColumns, ldc);
       for (; tile < column_tiles; ++tile)
         dot_block<Left, TB, num_rows.value, 1>(a + row * lda, lda, tile_at, tile, depth_tiles,
-                                         c + row * ldc + tile * kTileColumns, ldc);
+                                               c + row * ldc + tile * kTileColumns, ldc);
     });
   }
 }

@@ -26,7 +26,9 @@ struct KvLayout {
   TILEWRIGHT_INLINE constexpr int64_t page_elements() const { return num_heads * head_elements(); }
 
   // Element offsets within one head of one page.
-  TILEWRIGHT_INLINE constexpr int64_t key_tile(int64_t token) const { return token / kTileColumns * key_depth_tiles() * kTileElements; }
+  TILEWRIGHT_INLINE constexpr int64_t key_tile(int64_t token) const {
+    return token / kTileColumns * key_depth_tiles() * kTileElements;
+  }
   TILEWRIGHT_INLINE constexpr int64_t value_tile(int64_t token) const {
     return key_elements() + token / kTileDepth * value_column_tiles() * kTileElements;
   }

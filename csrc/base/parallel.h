@@ -23,9 +23,10 @@ template <class Fn>
 void parallel_chunks(int64_t count, int64_t grain, Fn&& fn) {
   if (count <= 0) return;
   if (grain < 1) grain = 1;
-  const int64_t num_chunks = (count + grain - 1) / grain;
-  const int workers = static_cast<int>(num_chunks < num_threads() ? num_chunks : num_threads());
-  if (workers <= 1) {
+  // Always the whole team, even for fewer chunks: when the size changes from one call to the next, the runtime ends and
+  // starts threads, which costs more than waking one that finds nothing to do.
+  const int workers = num_threads();
+  if (workers <= 1 || count <= grain) {
     fn(int64_t{0}, count);
     return;
   }

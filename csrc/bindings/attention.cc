@@ -16,11 +16,14 @@ std::string text(int64_t value) { return std::to_string(value); }
 // A cache is [pages, G, elements of one head] with the page size and head width it was made for.
 KvLayout layout_of(Op& op, const Tensor& pages, int64_t page_size, int64_t head_width) {
   KvLayout layout = {page_size, op["G"], head_width};
-  op.require(page_size > 0 && page_size % kTileDepth == 0, "page_size is " + text(page_size) + ", expected a multiple of 32");
-  op.require(head_width >= 1 && head_width <= kMaxHeadWidth, "head width is " + text(head_width) + ", expected 1 to 256");
-  op.require(pages.size(2) == layout.head_elements(), "cache has " + text(pages.size(2)) + " elements per head and page, expected " +
-                                                          text(layout.head_elements()) + " for pages of " + text(page_size) +
-                                                          " tokens and heads of " + text(head_width));
+  op.require(page_size > 0 && page_size % kTileDepth == 0,
+             "page_size is " + text(page_size) + ", expected a multiple of 32");
+  op.require(head_width >= 1 && head_width <= kMaxHeadWidth,
+             "head width is " + text(head_width) + ", expected 1 to 256");
+  op.require(pages.size(2) == layout.head_elements(), "cache has " + text(pages.size(2)) +
+                                                          " elements per head and page, expected " +
+                                                          text(layout.head_elements()) + " for pages of " +
+                                                          text(page_size) + " tokens and heads of " + text(head_width));
   op.contiguous(pages);
   return layout;
 }
@@ -30,17 +33,18 @@ void check_starts(const Op& op, const Tensor& starts, int64_t num_tokens, const 
   const int64_t last = starts.size(0) - 1;
   op.require(s[0] == 0, std::string(starts.name) + "[0] is " + text(s[0]) + ", expected 0");
   for (int64_t i = 0; i < last; ++i)
-    op.require(s[i] <= s[i + 1], std::string(starts.name) + " must not decrease, but [" + text(i) + "] is " + text(s[i]) + " and [" +
-                                     text(i + 1) + "] is " + text(s[i + 1]));
-  op.require(s[last] == num_tokens, std::string(starts.name) + "[-1] is " + text(s[last]) + ", expected the " + text(num_tokens) +
-                                        " tokens of " + of_what);
+    op.require(s[i] <= s[i + 1], std::string(starts.name) + " must not decrease, but [" + text(i) + "] is " +
+                                     text(s[i]) + " and [" + text(i + 1) + "] is " + text(s[i + 1]));
+  op.require(s[last] == num_tokens, std::string(starts.name) + "[-1] is " + text(s[last]) + ", expected the " +
+                                        text(num_tokens) + " tokens of " + of_what);
 }
 
 // q and out are [T, H, K].
-AttentionArgs query_args(Op& op, const Tensor& q, const Tensor& out, int64_t kv_heads, const Tensor& starts, float scale,
-                         bool causal, int64_t window, float soft_cap) {
+AttentionArgs query_args(Op& op, const Tensor& q, const Tensor& out, int64_t kv_heads, const Tensor& starts,
+                         float scale, bool causal, int64_t window, float soft_cap) {
   op.same_dtype(q, out);
-  op.require(kv_heads > 0 && op["H"] % kv_heads == 0, "q has " + text(op["H"]) + " heads, expected a multiple of the " + text(kv_heads) + " kv heads");
+  op.require(kv_heads > 0 && op["H"] % kv_heads == 0,
+             "q has " + text(op["H"]) + " heads, expected a multiple of the " + text(kv_heads) + " kv heads");
   op.require(window >= 0, "window is " + text(window) + ", expected 0 (none) or more");
   op.require(soft_cap >= 0, "soft_cap must not be negative");
   op.require(starts.size(0) >= 1, "query_starts is empty, expected B + 1 entries");
@@ -69,10 +73,11 @@ void check_pages(const Op& op, const AttentionArgs& args, int64_t num_pages, int
     const int64_t keys = args.kv_lengths[b];
     const int64_t queries = args.query_starts[b + 1] - args.query_starts[b];
     op.require(keys >= 0 && keys <= table_width * args.layout.page_size,
-               "kv_lengths[" + text(b) + "] is " + text(keys) + ", expected 0 to " + text(table_width * args.layout.page_size) +
-                   " (the block table's " + text(table_width) + " pages of " + text(args.layout.page_size) + ")");
-    op.require(!args.causal || queries <= keys, "kv_lengths[" + text(b) + "] is " + text(keys) + ", expected at least the " +
-                                                    text(queries) + " new tokens");
+               "kv_lengths[" + text(b) + "] is " + text(keys) + ", expected 0 to " +
+                   text(table_width * args.layout.page_size) + " (the block table's " + text(table_width) +
+                   " pages of " + text(args.layout.page_size) + ")");
+    op.require(!args.causal || queries <= keys, "kv_lengths[" + text(b) + "] is " + text(keys) +
+                                                    ", expected at least the " + text(queries) + " new tokens");
     if (queries == 0) continue;
     int64_t first = args.window > 0 ? std::max<int64_t>(0, keys - queries - args.window + 1) : 0;
     first = first / kKeyBlock * kKeyBlock / args.layout.page_size;
@@ -97,7 +102,8 @@ void bind_paged(nb::module_& m) {
         const Tensor table = op.tensor(table_arg, "block_table", {"B", "_"}, kInt32);
         const Tensor lengths = op.tensor(lengths_arg, "kv_lengths", {"B"}, kInt32);
         const Tensor starts = op.tensor(starts_arg, "query_starts", {"_"}, kInt32);
-        op.require(starts.size(0) == op["B"] + 1, "query_starts has " + text(starts.size(0)) + " entries, expected " + text(op["B"] + 1));
+        op.require(starts.size(0) == op["B"] + 1,
+                   "query_starts has " + text(starts.size(0)) + " entries, expected " + text(op["B"] + 1));
         const KvLayout layout = layout_of(op, cache, page_size, op["K"]);
         AttentionArgs args = query_args(op, q, out, layout.num_heads, starts, scale, causal, window, soft_cap);
         args.pages = cache.data;
@@ -109,12 +115,14 @@ void bind_paged(nb::module_& m) {
         check_pages(op, args, cache.size(0), table.size(1));
         launch(paged_attention, args);
       },
-      "q"_a, "cache"_a, "page_size"_a, "block_table"_a, "query_starts"_a, "kv_lengths"_a, "out"_a, "scale"_a, "causal"_a, "window"_a,
-      "soft_cap"_a);
+      "q"_a, "cache"_a, "page_size"_a, "block_table"_a, "query_starts"_a, "kv_lengths"_a, "out"_a, "scale"_a,
+      "causal"_a, "window"_a, "soft_cap"_a);
 
-  m.def("kv_head_elements", [](int64_t page_size, int64_t head_width) { return KvLayout{page_size, 1, head_width}.head_elements(); });
+  m.def("kv_head_elements",
+        [](int64_t page_size, int64_t head_width) { return KvLayout{page_size, 1, head_width}.head_elements(); });
 
-  m.def("kv_store", [](nb::handle k_arg, nb::handle v_arg, nb::handle cache_arg, int64_t page_size, nb::handle slots_arg) {
+  m.def("kv_store", [](nb::handle k_arg, nb::handle v_arg, nb::handle cache_arg, int64_t page_size,
+                       nb::handle slots_arg) {
     Op op("kv_store");
     const Tensor k = op.tensor(k_arg, "k", {"T", "G", "K"}, kFloats);
     const Tensor v = op.tensor(v_arg, "v", {"T", "G", "K"}, kFloats);
@@ -135,8 +143,8 @@ void bind_paged(nb::module_& m) {
     args.slots = static_cast<const int64_t*>(slots.data);
     args.num_tokens = op["T"];
     for (int64_t t = 0; t < args.num_tokens; ++t)
-      op.require(args.slots[t] < cache.size(0) * page_size, "slots[" + text(t) + "] is " + text(args.slots[t]) + ", the cache has " +
-                                                                text(cache.size(0) * page_size));
+      op.require(args.slots[t] < cache.size(0) * page_size, "slots[" + text(t) + "] is " + text(args.slots[t]) +
+                                                                ", the cache has " + text(cache.size(0) * page_size));
     launch(kv_store, args);
   });
 }
@@ -177,16 +185,19 @@ void bind_varlen(nb::module_& m) {
             queries = std::max<int64_t>(queries, qs[b + 1] - qs[b]);
             keys = std::max<int64_t>(keys, ks[b + 1] - ks[b]);
           }
-          op.require((mask.size(0) == 1 || mask.size(0) == args.attention.num_sequences) && (mask.size(1) == 1 || mask.size(1) == op["H"]) &&
+          op.require((mask.size(0) == 1 || mask.size(0) == args.attention.num_sequences) &&
+                         (mask.size(1) == 1 || mask.size(1) == op["H"]) &&
                          (mask.size(2) == 1 || mask.size(2) >= queries) && mask.size(3) >= keys,
-                     "mask is " + to_string(mask) + ", expected [1 or B=" + text(args.attention.num_sequences) + ", 1 or H=" + text(op["H"]) +
-                         ", 1 or at least " + text(queries) + ", at least " + text(keys) + "]");
+                     "mask is " + to_string(mask) + ", expected [1 or B=" + text(args.attention.num_sequences) +
+                         ", 1 or H=" + text(op["H"]) + ", 1 or at least " + text(queries) + ", at least " + text(keys) +
+                         "]");
           auto stride = [&](int axis) { return mask.size(axis) == 1 ? 0 : mask.stride(axis); };
           args.attention.mask = {mask.data, mask.dtype, stride(0), stride(1), stride(2)};
         }
         launch(varlen_attention, args);
       },
-      "q"_a, "k"_a, "v"_a, "query_starts"_a, "key_starts"_a, "mask"_a.none(), "out"_a, "scale"_a, "causal"_a, "window"_a, "soft_cap"_a);
+      "q"_a, "k"_a, "v"_a, "query_starts"_a, "key_starts"_a, "mask"_a.none(), "out"_a, "scale"_a, "causal"_a,
+      "window"_a, "soft_cap"_a);
 }
 
 }  // namespace

@@ -36,14 +36,8 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 }
 
 constexpr OpInfo kOps[] = {
-    op("attention", kAttention),
-    op("kv_cache", kKvCache),
-    op("linear", kLinear),
-    op("norm", kNorm),
-    op("activation", kActivation),
-    op("embedding", kEmbedding),
-    op("rope", kRope),
-    op("probe", kProbe),
+    op("attention", kAttention),   op("kv_cache", kKvCache),    op("linear", kLinear), op("norm", kNorm),
+    op("activation", kActivation), op("embedding", kEmbedding), op("rope", kRope),     op("probe", kProbe),
 };
 
 }  // namespace

@@ -212,7 +212,7 @@ def test_errors():
         attention.varlen_attention(q, *(torch.zeros(4, 3, 16) for _ in "kv"), starts_of([4]))
     with pytest.raises(ValueError, match="head width is 300, expected 1 to 256"):
         attention.varlen_attention(*(torch.zeros(4, 1, 300) for _ in "qkv"), starts_of([4]))
-    with pytest.raises(ValueError, match=r"mask is bool .1, 1, 1, 3., expected"):
+    with pytest.raises(ValueError, match=r"mask is bool \[1, 1, 1, 3\], expected"):
         attention.varlen_attention(q, k, v, starts_of([4]), mask=torch.ones(1, 1, 1, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="query_starts is int64, expected int32"):
         attention.varlen_attention(q, k, v, starts_of([4]).long())

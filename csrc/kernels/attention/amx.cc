@@ -14,7 +14,8 @@ struct Products {
   explicit Products(int) {}
 
   template <class TileAt>
-  void multiply(const float* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c, int64_t ldc) {
+  void multiply(const float* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c,
+                int64_t ldc) {
     multiply_tiles<T>(a, lda, rows, tile_at, column_tiles, depth_tiles, c, ldc);
   }
 };
@@ -26,13 +27,16 @@ struct Products<bf16> {
   explicit Products(int rows) : tiles(rows) {}
 
   template <class TileAt>
-  void multiply(const bf16* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c, int64_t ldc) {
+  void multiply(const bf16* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c,
+                int64_t ldc) {
     const LeftTiles left = LeftTiles::row_major(a, lda);
     int j = 0;
     for (; j + 2 <= column_tiles; j += 2)
-      multiply_columns<2>(left, rows, depth_tiles, [&](int d, int k) { return tile_at(d, j + k); }, c + j * kTileColumns, ldc);
+      multiply_columns<2>(
+          left, rows, depth_tiles, [&](int d, int k) { return tile_at(d, j + k); }, c + j * kTileColumns, ldc);
     if (j < column_tiles)
-      multiply_columns<1>(left, rows, depth_tiles, [&](int d, int k) { return tile_at(d, j + k); }, c + j * kTileColumns, ldc);
+      multiply_columns<1>(
+          left, rows, depth_tiles, [&](int d, int k) { return tile_at(d, j + k); }, c + j * kTileColumns, ldc);
   }
 };
 

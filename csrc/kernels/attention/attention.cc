@@ -55,8 +55,13 @@ Plan plan_items(const AttentionArgs& args) {
       const auto [begin, end] = blocks_seen(args, sequence, row, count);
       const bool share = rows <= kQueryRows && end - begin > kBlocksPerItem;
       for (int64_t head = 0; head < args.layout.num_heads; ++head) {
-        AttentionItem item = {static_cast<int32_t>(sequence), static_cast<int32_t>(head), static_cast<int32_t>(row),
-                              static_cast<int32_t>(count),    begin,                      end, nullptr};
+        AttentionItem item = {static_cast<int32_t>(sequence),
+                              static_cast<int32_t>(head),
+                              static_cast<int32_t>(row),
+                              static_cast<int32_t>(count),
+                              begin,
+                              end,
+                              nullptr};
         if (!share) {
           plan.items.push_back(item);
           continue;
@@ -91,8 +96,7 @@ void share_blocks(Plan& plan, float* partials) {
 void paged_attention(const AttentionArgs& args) {
   const AttentionKernels& kernels = select(kTable);
   Plan plan = plan_items(args);
-  if (!plan.merges.empty())
-    share_blocks(plan, static_cast<float*>(shared_scratch(plan.partial_size * sizeof(float))));
+  if (!plan.merges.empty()) share_blocks(plan, static_cast<float*>(shared_scratch(plan.partial_size * sizeof(float))));
   parallel_for(static_cast<int64_t>(plan.items.size()), [&](int64_t i) { kernels.run(args, plan.items[i]); });
   parallel_for(static_cast<int64_t>(plan.merges.size()), [&](int64_t i) { kernels.merge(args, plan.merges[i]); });
 }
@@ -121,7 +125,8 @@ void varlen_attention(const VarlenArgs& args) {
   for (int64_t b = 0; b < num_sequences; ++b) {
     for (int64_t i = 0; i < lengths[b]; i += kTileDepth) {
       if (i % kKeyBlock == 0) table[b * most_pages + i / kKeyBlock] = static_cast<int32_t>(page++);
-      pieces.push_back({args.key_starts[b] + i, std::min<int64_t>(kTileDepth, lengths[b] - i), page - 1, i % kKeyBlock});
+      pieces.push_back(
+          {args.key_starts[b] + i, std::min<int64_t>(kTileDepth, lengths[b] - i), page - 1, i % kKeyBlock});
     }
   }
 

@@ -4,7 +4,8 @@
 //     using Left = ...;                         type of the left operand: queries, then softmax weights
 //     explicit Products(int rows);              whatever the products need for blocks of `rows` rows
 //     template <class TileAt>
-//     void multiply(const Left* a, int64_t lda, int rows, TileAt, int column_tiles, int depth_tiles, float* c, int64_t ldc);
+//     void multiply(const Left* a, int64_t lda, int rows, TileAt, int column_tiles, int depth_tiles, float* c, int64_t
+//     ldc);
 //   };
 #pragma once
 
@@ -27,8 +28,8 @@ struct Workspace {
 
   explicit Workspace(const KvLayout& layout)
       : key_depth(layout.key_depth_tiles() * kTileDepth), value_width(layout.value_column_tiles() * kTileColumns) {
-    char* p = static_cast<char*>(thread_scratch(kQueryRows * (key_depth * 4 + kKeyBlock * 4 + value_width * 8) +
-                                                kTileDepth * value_width * 4));
+    char* p = static_cast<char*>(
+        thread_scratch(kQueryRows * (key_depth * 4 + kKeyBlock * 4 + value_width * 8) + kTileDepth * value_width * 4));
     auto take = [&](int64_t bytes) { return p += bytes, p - bytes; };
     queries = reinterpret_cast<Left*>(take(kQueryRows * key_depth * 4));
     scores = reinterpret_cast<float*>(take(kQueryRows * kKeyBlock * 4));
@@ -60,19 +61,22 @@ inline void load_queries(const AttentionArgs& args, const AttentionItem& item, L
   const Vec sign = Vec::set1(args.scale < 0 ? -1.0f : 1.0f);
   for (int row = 0; row < item.rows; ++row, queries += depth) {
     const RowPlace place = place_of(args, item, row);
-    const TQ* q = static_cast<const TQ*>(args.q) + (first + place.token) * args.q_token_stride + place.head * args.q_head_stride;
+    const TQ* q =
+        static_cast<const TQ*>(args.q) + (first + place.token) * args.q_token_stride + place.head * args.q_head_stride;
     for (int64_t i = 0; i < depth; i += Vec::kLanes)
       (Vec::load(q + i, width - i < 0 ? 0 : width - i) * sign).store(queries + i);
   }
 }
 
 template <class TQ>
-inline void store_output(const AttentionArgs& args, const AttentionItem& item, const Accumulator& result, int64_t value_width) {
+inline void store_output(const AttentionArgs& args, const AttentionItem& item, const Accumulator& result,
+                         int64_t value_width) {
   const int64_t first = args.query_starts[item.sequence];
   const int64_t width = args.layout.head_width;
   for (int row = 0; row < item.rows; ++row) {
     const RowPlace place = place_of(args, item, row);
-    TQ* out = static_cast<TQ*>(args.out) + (first + place.token) * args.out_token_stride + place.head * args.out_head_stride;
+    TQ* out =
+        static_cast<TQ*>(args.out) + (first + place.token) * args.out_token_stride + place.head * args.out_head_stride;
     // A row that sees no key gives zeros.
     const Vec scale = Vec::set1(result.sum[row] == 0.0f ? 0.0f : 1.0f / result.sum[row]);
     const float* from = result.output + row * value_width;
@@ -118,7 +122,8 @@ struct BlockTiles {
     const int64_t head_offset = item.head * layout.head_elements();
     for (int i = 0; i < num_columns; i += kTileDepth) {
       const int64_t token = begin + i;
-      const T* page = static_cast<const T*>(args.pages) + table[token / layout.page_size] * layout.page_elements() + head_offset;
+      const T* page =
+          static_cast<const T*>(args.pages) + table[token / layout.page_size] * layout.page_elements() + head_offset;
       const int64_t in_page = token % layout.page_size;
       keys[i / kTileColumns] = page + layout.key_tile(in_page);
       keys[i / kTileColumns + 1] = page + layout.key_tile(in_page + kTileColumns);
@@ -145,14 +150,15 @@ struct BlockTiles {
 inline const void* mask_at(const AttentionArgs& args, const AttentionItem& item, const RowPlace& place, int64_t key) {
   const AttentionMask& mask = args.mask;
   if (!mask.data) return nullptr;
-  const int64_t offset = item.sequence * mask.sequence_stride + place.head * mask.head_stride + place.token * mask.query_stride + key;
+  const int64_t offset =
+      item.sequence * mask.sequence_stride + place.head * mask.head_stride + place.token * mask.query_stride + key;
   return static_cast<const char*>(mask.data) + offset * static_cast<int64_t>(size_of(mask.dtype));
 }
 
 // scores -> weights of one block, with the block's maxima and sums.
 template <class T>
-inline void softmax_block(const AttentionArgs& args, const AttentionItem& item, int64_t block, const BlockTiles<T>& tiles,
-                          Workspace<T>& work, float* maximum, float* sum) {
+inline void softmax_block(const AttentionArgs& args, const AttentionItem& item, int64_t block,
+                          const BlockTiles<T>& tiles, Workspace<T>& work, float* maximum, float* sum) {
   const int64_t begin = block * kKeyBlock;
   const float scale = (args.scale < 0 ? -args.scale : args.scale) * kLog2E;
   const bool plain = !args.mask.data && args.soft_cap <= 0;
@@ -186,7 +192,8 @@ inline void attend_block(const AttentionArgs& args, const AttentionItem& item, i
       tiles.num_columns / kTileColumns, static_cast<int>(work.key_depth / kTileDepth), work.scores, kKeyBlock);
   softmax_block(args, item, block, tiles, work, maximum, sum);
   products.multiply(
-      work.weights(), Workspace<T>::kWeightStride, item.rows, [&](int d, int j) { return tiles.values[d] + j * kTileElements; },
+      work.weights(), Workspace<T>::kWeightStride, item.rows,
+      [&](int d, int j) { return tiles.values[d] + j * kTileElements; },
       static_cast<int>(work.value_width / kTileColumns), tiles.num_columns / kTileDepth, output, work.value_width);
 }
 

@@ -32,10 +32,10 @@ inline Vec exp2_nonpositive(Vec t) {
 
 // Which keys of a block a row sees, and what else happens to its scores.
 struct RowRules {
-  int begin, end;           // keys of the block that are seen
-  float scale;              // of the raw product, with log2(e) in it
-  float soft_cap;           // in units of log2(e) too; 0 for none
-  const void* mask;         // of the block's first key; null for none
+  int begin, end;    // keys of the block that are seen
+  float scale;       // of the raw product, with log2(e) in it
+  float soft_cap;    // in units of log2(e) too; 0 for none
+  const void* mask;  // of the block's first key; null for none
   DType mask_dtype;
 };
 
@@ -75,13 +75,14 @@ inline float reduce_chains_add(const Vec (&chains)[kChains]) {
   return reduce_add(all);
 }
 
-// scores [width] become weights 2^(score - maximum), with every rule applied, in place: weights are no wider than scores
-// and are written behind the place that is read.
+// scores [width] become weights 2^(score - maximum), with every rule applied, in place: weights are no wider than
+// scores and are written behind the place that is read.
 template <class P>
 inline void softmax_row_with_rules(float* scores, int width, const RowRules& rules, P* weights, float* maximum,
                                    float* sum) {
   constexpr bool kPrecise = sizeof(P) == 4;
-  // Without a cap or a mask the scale waits for the subtraction, as in softmax_row: a row gives the same bits by either.
+  // Without a cap or a mask the scale waits for the subtraction, as in softmax_row: a row gives the same bits by
+  // either.
   const bool scale_first = rules.soft_cap > 0 || rules.mask;
   const Vec early = Vec::set1(scale_first ? rules.scale : 1.0f), late = Vec::set1(scale_first ? 1.0f : rules.scale);
   Vec highest = Vec::set1(kMinusInfinity);

@@ -16,7 +16,8 @@ struct Products {
   explicit Products(int) {}
 
   template <class TileAt>
-  void multiply(const Left* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c, int64_t ldc) {
+  void multiply(const Left* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c,
+                int64_t ldc) {
     multiply_tiles<T>(a, lda, rows, tile_at, column_tiles, depth_tiles, c, ldc);
   }
 };

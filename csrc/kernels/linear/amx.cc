@@ -47,8 +47,8 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
       tiles.set_rows(rows);
       const LeftTiles left = {static_cast<const bf16*>(packed_x) + block * strip_elements, kTileDepth, kTileElements,
                               depth_tiles * kTileElements};
-      multiply_columns<2>(left, rows, depth_tiles, [&](int d, int j) { return strip + (d * 2 + j) * kTileElements; }, c,
-                         kStripColumns);
+      multiply_columns<2>(
+          left, rows, depth_tiles, [&](int d, int j) { return strip + (d * 2 + j) * kTileElements; }, c, kStripColumns);
       finish_block(args, c, block * kRowBlock, rows, s);
     }
   }

@@ -21,7 +21,7 @@ struct LinearArgs {
   DType x_dtype;
   const void* weight;  // packed
   DType weight_dtype;
-  const float* bias;  // fp32 in packed order, padded to whole strips; or null
+  const float* bias;     // fp32 in packed order, padded to whole strips; or null
   const void* residual;  // dtype and columns of y; or null
   int64_t residual_stride;
   void* y;

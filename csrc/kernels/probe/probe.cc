@@ -43,6 +43,21 @@ int64_t run_rounds(MultiplyLoop loop, int64_t rounds) {
   return operations;
 }
 
+// As many rounds as take one or two milliseconds: long against starting the workers, short enough to fall between the
+// turns of a busy neighbour. Found on the calling thread alone, by the best of three: neither a worker that starts late
+// nor a lost turn must pass for slow arithmetic.
+int64_t rounds_for(MultiplyLoop loop) {
+  for (int64_t rounds = 1024;; rounds *= 2) {
+    double best = 1;
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      const auto start = Clock::now();
+      run_rounds(loop, rounds);
+      best = std::min(best, seconds_since(start));
+    }
+    if (best >= 0.001) return rounds;
+  }
+}
+
 // Memory of its own, in huge pages where the system grants them: page walks are not what is measured.
 class Mapping {
  public:
@@ -61,16 +76,32 @@ class Mapping {
   size_t size_;
 };
 
-// [begin, end) of worker's part of `count` values, cut at whole cache lines.
-struct Part {
-  int64_t begin, end;
+// `values` in slices of 32 MiB per worker, each cut into one part per worker at whole cache lines. Timed by the slice,
+// a few milliseconds each: a neighbour that takes the CPU for a while spoils some of them and not the best.
+class Slices {
+ public:
+  Slices(float* values, int64_t count, int num_workers)
+      : values_(values), count_(count), slice_(num_workers * kValuesPerWorker), num_workers_(num_workers) {}
+
+  int64_t num_slices() const { return (count_ + slice_ - 1) / slice_; }
+  int64_t num_values(int64_t slice) const { return std::min(slice_, count_ - slice * slice_); }
+
+  // Runs fn(first value, number of values) on every worker.
+  template <class Fn>
+  void on_parts(int64_t slice, Fn fn) const {
+    const int64_t lines = num_values(slice) / kLine;
+    const auto cut = [&](int i) { return i == num_workers_ ? num_values(slice) : lines * i / num_workers_ * kLine; };
+    auto part = [&](int worker) { fn(values_ + slice * slice_ + cut(worker), cut(worker + 1) - cut(worker)); };
+    on_workers(num_workers_, part);
+  }
+
+ private:
+  static constexpr int64_t kValuesPerWorker = int64_t{8} << 20;
+  static constexpr int64_t kLine = 16;
+  float* values_;
+  int64_t count_, slice_;
+  int num_workers_;
 };
-Part part_of(int64_t count, int worker, int num_workers) {
-  constexpr int64_t kLine = 16;
-  const int64_t lines = count / kLine;
-  const auto cut = [&](int64_t i) { return i == num_workers ? count : lines * i / num_workers * kLine; };
-  return {cut(worker), cut(worker + 1)};
-}
 
 }  // namespace
 
@@ -82,26 +113,24 @@ std::vector<std::vector<double>> read_bandwidth(int64_t size_bytes, const std::v
   const Mapping buffer(size_bytes);
   const int64_t count = size_bytes / static_cast<int64_t>(sizeof(float));
   // Written first by the worker that reads it later, so that its pages are on that worker's NUMA node.
-  const int most_workers = *std::max_element(worker_counts.begin(), worker_counts.end());
-  auto touch = [&](int worker) {
-    const Part part = part_of(count, worker, most_workers);
-    std::fill(buffer.data() + part.begin, buffer.data() + part.end, 1.0f);
-  };
-  on_workers(most_workers, touch);
+  const Slices touched(buffer.data(), count, *std::max_element(worker_counts.begin(), worker_counts.end()));
+  for (int64_t slice = 0; slice < touched.num_slices(); ++slice)
+    touched.on_parts(slice, [](float* part, int64_t length) { std::fill(part, part + length, 1.0f); });
 
   std::vector<std::vector<double>> rates(worker_counts.size());
   const auto start = Clock::now();
-  while (rates.back().size() < 3 || seconds_since(start) < seconds) {
+  do {
+    // One count goes through the whole buffer before the next starts: it finds nothing of it in the caches.
     for (size_t i = 0; i < worker_counts.size(); ++i) {
-      auto read = [&, num_workers = worker_counts[i]](int worker) {
-        const Part part = part_of(count, worker, num_workers);
-        consume(kernels.sum(buffer.data() + part.begin, part.end - part.begin));
-      };
-      const auto pass_start = Clock::now();
-      on_workers(worker_counts[i], read);
-      rates[i].push_back(static_cast<double>(size_bytes) / seconds_since(pass_start));
+      const Slices slices(buffer.data(), count, worker_counts[i]);
+      for (int64_t slice = 0; slice < slices.num_slices(); ++slice) {
+        const auto pass_start = Clock::now();
+        slices.on_parts(slice, [&](const float* part, int64_t length) { consume(kernels.sum(part, length)); });
+        const double size = static_cast<double>(slices.num_values(slice)) * sizeof(float);
+        rates[i].push_back(size / seconds_since(pass_start));
+      }
     }
-  }
+  } while (seconds_since(start) < seconds);
   return rates;
 }
 
@@ -110,22 +139,15 @@ std::vector<double> multiply_peak(MultiplyType type, int num_workers, double sec
   const MultiplyLoop loop = type == MultiplyType::fp32   ? kernels.fp32
                             : type == MultiplyType::bf16 ? kernels.bf16
                                                          : kernels.int8;
-  // Long against starting the workers, short enough to fall between the turns of a busy neighbour. Found on the
-  // calling thread alone: a worker that starts late must not pass for slow arithmetic.
-  constexpr double kPassSeconds = 0.003;
-  int64_t rounds = 1024, operations = 0;
-  for (double elapsed = 0; elapsed < kPassSeconds; rounds *= 2) {
-    const auto pass_start = Clock::now();
-    operations = 2 * run_rounds(loop, rounds);
-    elapsed = seconds_since(pass_start);
-  }
+  const int64_t rounds = rounds_for(loop);
+  const double operations = static_cast<double>(run_rounds(loop, rounds)) * num_workers;
   auto multiply = [&](int) { run_rounds(loop, rounds); };
   std::vector<double> rates;
   const auto start = Clock::now();
   while (rates.size() < 3 || seconds_since(start) < seconds) {
     const auto pass_start = Clock::now();
     on_workers(num_workers, multiply);
-    rates.push_back(static_cast<double>(operations) * num_workers / seconds_since(pass_start));
+    rates.push_back(operations / seconds_since(pass_start));
   }
   return rates;
 }

@@ -10,8 +10,8 @@
 
 namespace tilewright {
 
-// One list per entry of `worker_counts`: the bytes per second of each pass over a buffer of `size_bytes`. Passes of
-// the counts alternate, for about `seconds` in all and at least three each. Throws std::bad_alloc.
+// One list per entry of `worker_counts`: the bytes per second of each slice of a buffer of `size_bytes`. The counts
+// take turns at the whole buffer, for about `seconds` in all and at least once each. Throws std::bad_alloc.
 std::vector<std::vector<double>> read_bandwidth(int64_t size_bytes, const std::vector<int>& worker_counts,
                                                 double seconds);
 

@@ -1,0 +1,159 @@
+// Attention of every level against plain loops in double, over pages full of NaN where no token is, between guard
+// pages.
+#include "kernels/attention/attention.h"
+
+#include <cmath>
+#include <vector>
+
+#include "kernels/kv_cache/kv_cache.h"
+#include "testing/testing.h"
+
+namespace tilewright::testing {
+namespace {
+
+template <class T>
+constexpr DType dtype_of() {
+  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
+}
+
+struct Case {
+  int64_t heads, kv_heads, width;
+  std::vector<int32_t> queries, keys;  // per sequence
+  bool causal;
+  int64_t window;
+  float soft_cap;
+};
+
+std::vector<int32_t> starts_of(const std::vector<int32_t>& lengths) {
+  std::vector<int32_t> starts = {0};
+  for (int32_t length : lengths) starts.push_back(starts.back() + length);
+  return starts;
+}
+
+// One query row of head h in double.
+template <class T>
+std::vector<double> attend(const Case& c, const T* q, const GuardedBuffer<T>& k, const GuardedBuffer<T>& v,
+                           int64_t first_key, int64_t num_keys, int64_t position, int64_t head, double scale) {
+  const int64_t kv_head = head / (c.heads / c.kv_heads);
+  std::vector<double> out(c.width, 0.0), scores(num_keys, -1e300);
+  double highest = -1e300, total = 0;
+  for (int64_t j = 0; j < num_keys; ++j) {
+    const int64_t distance = position - j;
+    if (c.causal && distance < 0) continue;
+    if (c.window > 0 && std::abs(distance) >= c.window) continue;
+    double score = 0;
+    for (int64_t d = 0; d < c.width; ++d)
+      score += double{to_float(q[d])} * to_float(k[((first_key + j) * c.kv_heads + kv_head) * c.width + d]);
+    score *= scale;
+    if (c.soft_cap > 0) score = c.soft_cap * std::tanh(score / c.soft_cap);
+    scores[j] = score;
+    highest = std::max(highest, score);
+  }
+  for (int64_t j = 0; j < num_keys; ++j) {
+    if (scores[j] == -1e300) continue;
+    const double weight = std::exp(scores[j] - highest);
+    total += weight;
+    for (int64_t d = 0; d < c.width; ++d)
+      out[d] += weight * to_float(v[((first_key + j) * c.kv_heads + kv_head) * c.width + d]);
+  }
+  for (double& x : out) x = total > 0 ? x / total : 0.0;
+  return out;
+}
+
+template <class T>
+void check_case(const Case& c, Edge edge, bool paged) {
+  const std::vector<int32_t> query_starts = starts_of(c.queries), key_starts = starts_of(c.keys);
+  const int64_t tokens = query_starts.back(), keys = key_starts.back();
+  const int64_t sequences = static_cast<int64_t>(c.queries.size());
+  Random random(static_cast<uint64_t>(tokens * 31 + keys));
+  GuardedBuffer<T> q(tokens * c.heads * c.width, edge), out(tokens * c.heads * c.width, edge);
+  GuardedBuffer<T> k(keys * c.kv_heads * c.width, edge), v(keys * c.kv_heads * c.width, edge);
+  q.fill(random);
+  k.fill(random);
+  v.fill(random);
+
+  VarlenArgs args = {};
+  AttentionArgs& attention = args.attention;
+  attention.q = q.data();
+  attention.out = out.data();
+  attention.q_token_stride = attention.out_token_stride = c.heads * c.width;
+  attention.q_head_stride = attention.out_head_stride = c.width;
+  attention.dtype = attention.kv_dtype = dtype_of<T>();
+  attention.layout = {0, c.kv_heads, c.width};
+  attention.query_starts = query_starts.data();
+  attention.num_sequences = sequences;
+  attention.num_heads = c.heads;
+  attention.causal = c.causal;
+  attention.window = c.window;
+  attention.soft_cap = c.soft_cap;
+  attention.scale = 0.3f;
+  args.k = k.data();
+  args.v = v.data();
+  args.k_token_stride = args.v_token_stride = c.kv_heads * c.width;
+  args.k_head_stride = args.v_head_stride = c.width;
+  args.key_starts = key_starts.data();
+
+  if (!paged) {
+    varlen_attention(args);
+  } else {
+    constexpr int64_t kPage = 64;
+    attention.layout.page_size = kPage;
+    std::vector<int32_t> table;
+    int64_t width = 1, pages = 0;
+    for (int32_t length : c.keys) width = std::max(width, ceil_div(length, kPage));
+    table.assign(sequences * width, -1);
+    std::vector<int64_t> slots(keys);
+    for (int64_t b = sequences - 1; b >= 0; --b) {  // last sequence first: pages are not in order
+      for (int64_t j = 0; j < c.keys[b]; ++j) {
+        if (j % kPage == 0) table[b * width + j / kPage] = static_cast<int32_t>(pages++);
+        slots[key_starts[b] + j] = (pages - 1) * kPage + j % kPage;
+      }
+    }
+    GuardedBuffer<T> cache(pages * attention.layout.page_elements(), edge);
+    kv_store({k.data(), v.data(), args.k_token_stride, c.width, args.v_token_stride, c.width, dtype_of<T>(),
+              cache.data(), dtype_of<T>(), attention.layout, slots.data(), keys});
+    attention.pages = cache.data();
+    attention.block_table = table.data();
+    attention.block_table_stride = width;
+    attention.kv_lengths = c.keys.data();
+    paged_attention(attention);
+  }
+
+  for (int64_t b = 0; b < sequences; ++b)
+    for (int64_t i = 0; i < c.queries[b]; ++i)
+      for (int64_t h = 0; h < c.heads; ++h) {
+        const int64_t at = ((query_starts[b] + i) * c.heads + h) * c.width;
+        const auto expected =
+            attend(c, q.data() + at, k, v, key_starts[b], c.keys[b], c.keys[b] - c.queries[b] + i, h, 0.3);
+        check_close(out.data() + at, expected.data(), c.width, sizeof(T) == 2 ? 0.01 : 1e-4,
+                    paged ? "paged attention" : "varlen attention");
+      }
+}
+
+const std::vector<Case> kCases = {
+    {2, 1, 16, {1, 33}, {1, 33}, true, 0, 0.0f},  {3, 3, 72, {20, 0, 3}, {20, 5, 300}, false, 0, 0.0f},
+    {4, 2, 40, {1, 9}, {290, 40}, true, 7, 2.0f}, {5, 1, 24, {8}, {270}, false, 100, 0.0f},
+    {2, 2, 129, {1, 2}, {65, 2}, true, 0, 0.0f},
+};
+
+TEST(attention) {
+  for_each_isa([] {
+    for (const Case& c : kCases)
+      for (Edge edge : {Edge::end, Edge::start})
+        for (bool paged : {false, true}) {
+          check_case<float>(c, edge, paged);
+          check_case<bf16>(c, edge, paged);
+        }
+  });
+}
+
+// Long enough that a decode step is shared among items and merged.
+TEST(decode_over_many_blocks) {
+  for_each_isa([] {
+    check_case<float>({2, 1, 32, {1}, {1600}, true, 0, 0.0f}, Edge::end, true);
+    check_case<bf16>({2, 1, 32, {1}, {1600}, true, 0, 0.0f}, Edge::end, true);
+  });
+}
+
+}  // namespace
+}  // namespace tilewright::testing

@@ -1,0 +1,103 @@
+// Packed linear of every level against plain loops in double, at odd sizes, between guard pages.
+#include "kernels/linear/linear.h"
+
+#include <cmath>
+#include <vector>
+
+#include "testing/testing.h"
+
+namespace tilewright::testing {
+namespace {
+
+struct Size {
+  int64_t m, n, k;
+};
+
+constexpr Size kSizes[] = {{1, 2, 1},    {1, 34, 33},   {3, 66, 31},  {16, 32, 64},
+                           {17, 30, 95}, {33, 100, 40}, {70, 48, 257}};
+
+template <class T>
+constexpr DType dtype_of() {
+  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
+}
+
+double silu(double x) { return x / (1.0 + std::exp(-x)); }
+
+template <class TX, class TW, class TY>
+void check_linear(Size size, Edge edge, bool gated) {
+  const auto [m, n, k] = size;
+  const int64_t columns = gated ? n / 2 : n;
+  const int64_t strips = gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);
+  Random random(static_cast<uint64_t>(m * n + k));
+  GuardedBuffer<TX> x(m * k, edge);
+  GuardedBuffer<TW> weight(n * k, edge), packed(strips * ceil_div(k, kTileDepth) * 2 * kTileElements, edge);
+  GuardedBuffer<float> bias(strips * kStripColumns, edge);
+  GuardedBuffer<TY> residual(m * columns, edge), y(m * columns, edge);
+  x.fill(random);
+  weight.fill(random);
+  bias.fill(random);
+  residual.fill(random);
+  pack_weight({weight.data(), k, dtype_of<TW>(), packed.data(), dtype_of<TW>(), n, k, gated});
+
+  // Column c of a strip and the row of W it holds: plain strips are 32 rows, gated ones 16 of gate and 16 of up.
+  auto sum = [&](int64_t row, int64_t out, bool up) {
+    const int64_t strip = out / (gated ? kTileColumns : kStripColumns),
+                  within = out % (gated ? kTileColumns : kStripColumns);
+    double total = bias[strip * kStripColumns + (up ? kTileColumns : 0) + within];
+    for (int64_t i = 0; i < k; ++i)
+      total += double{to_float(x[row * k + i])} * to_float(weight[(out + (up ? n / 2 : 0)) * k + i]);
+    return total;
+  };
+  std::vector<double> expected;
+  for (int64_t row = 0; row < m; ++row)
+    for (int64_t out = 0; out < columns; ++out)
+      expected.push_back((gated ? silu(sum(row, out, false)) * sum(row, out, true) : silu(sum(row, out, false))) +
+                         to_float(residual[row * columns + out]));
+
+  LinearArgs args = {};
+  args.x = x.data();
+  args.x_stride = k;
+  args.x_dtype = dtype_of<TX>();
+  args.weight = packed.data();
+  args.weight_dtype = dtype_of<TW>();
+  args.bias = bias.data();
+  args.residual = residual.data();
+  args.residual_stride = columns;
+  args.y = y.data();
+  args.y_stride = columns;
+  args.y_dtype = dtype_of<TY>();
+  args.m = m;
+  args.n = n;
+  args.k = k;
+  args.gated = gated;
+  args.activation = Activation::silu;
+  linear(args);
+  check_close(y.data(), expected.data(), m * columns, 1e-4,
+              "linear " + std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k));
+}
+
+TEST(linear) {
+  for_each_isa([] {
+    for (const Size& size : kSizes)
+      for (Edge edge : {Edge::end, Edge::start})
+        for (bool gated : {false, true}) {
+          check_linear<float, float, float>(size, edge, gated);
+          check_linear<float, bf16, float>(size, edge, gated);
+          check_linear<bf16, float, bf16>(size, edge, gated);
+          check_linear<bf16, bf16, bf16>(size, edge, gated);
+          check_linear<bf16, bf16, float>(size, edge, gated);
+        }
+  });
+}
+
+TEST(unpack_gives_back_the_weight) {
+  Random random(1);
+  GuardedBuffer<bf16> weight(70 * 33), back(70 * 33), packed(3 * 2 * 2 * kTileElements);
+  weight.fill(random);
+  pack_weight({weight.data(), 33, DType::bf16, packed.data(), DType::bf16, 70, 33, false});
+  unpack_weight({back.data(), 33, DType::bf16, packed.data(), DType::bf16, 70, 33, false});
+  CHECK(std::memcmp(weight.data(), back.data(), 70 * 33 * 2) == 0);
+}
+
+}  // namespace
+}  // namespace tilewright::testing
