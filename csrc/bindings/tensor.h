@@ -92,5 +92,6 @@ void launch(void (*kernel)(const Args&), const Args& args) {
 
 // One per file of csrc/bindings.
 void bind_norm(nb::module_& m);
+void bind_image(nb::module_& m);
 
 }  // namespace tilewright

@@ -7,6 +7,9 @@ namespace {
 constexpr KernelInfo kNorm[] = {
 #include "kernels/norm/kernels.inc"
 };
+constexpr KernelInfo kImage[] = {
+#include "kernels/image/kernels.inc"
+};
 #undef KERNEL
 
 template <int kCount>
@@ -16,6 +19,7 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 
 constexpr OpInfo kOps[] = {
     op("norm", kNorm),
+    op("image", kImage),
 };
 
 }  // namespace
