@@ -14,7 +14,8 @@ Filter = Literal["bicubic", "bilinear"]
 def resize(image: Tensor, height: int, width: int, filter: Filter = "bicubic", *, out: Tensor | None = None) -> Tensor:
     """The 8-bit RGB picture [H, W, 3], or frames [F, H, W, 3], resized to [height, width].
 
-    Bit for bit what Pillow 13 gives; before 13 it always ran the horizontal pass first. Rows may have a stride. `out` must not overlap `image`.
+    Bit for bit what Pillow 13 gives; before 13 it always ran the horizontal pass first. Rows may have a stride.
+    `out` must not overlap `image`.
     """
     if out is None:
         out = torch.empty((*image.shape[:-3], height, width, 3), dtype=torch.uint8)
