@@ -50,8 +50,9 @@ void run_workers(int num_workers, void (*body)(void* context, int worker), void*
     for (int worker = 0; worker < num_workers; ++worker) body(context, worker);
     return;
   }
+  // The runtime may grant fewer threads than asked for (OMP_THREAD_LIMIT, OMP_DYNAMIC): those it grants take the rest.
 #pragma omp parallel num_threads(num_workers)
-  body(context, omp_get_thread_num());
+  for (int worker = omp_get_thread_num(); worker < num_workers; worker += omp_get_num_threads()) body(context, worker);
 }
 
 }  // namespace tilewright

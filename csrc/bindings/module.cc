@@ -56,5 +56,6 @@ NB_MODULE(_kernels, m) {
   m.def("bind_threads", [](const std::vector<int>& cpus) { bind_threads(cpus.data(), static_cast<int>(cpus.size())); });
   m.def("manifest", &manifest);
   bind_norm(m);
+  bind_probe(m);
   bind_image(m);
 }

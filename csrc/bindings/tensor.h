@@ -92,6 +92,7 @@ void launch(void (*kernel)(const Args&), const Args& args) {
 
 // One per file of csrc/bindings.
 void bind_norm(nb::module_& m);
+void bind_probe(nb::module_& m);
 void bind_image(nb::module_& m);
 
 }  // namespace tilewright

@@ -7,6 +7,8 @@ namespace {
 constexpr KernelInfo kNorm[] = {
 #include "kernels/norm/kernels.inc"
 };
+constexpr KernelInfo kProbe[] = {
+#include "kernels/probe/kernels.inc"
 constexpr KernelInfo kImage[] = {
 #include "kernels/image/kernels.inc"
 };
@@ -19,6 +21,7 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 
 constexpr OpInfo kOps[] = {
     op("norm", kNorm),
+    op("probe", kProbe),
     op("image", kImage),
 };
 

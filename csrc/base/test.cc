@@ -1,0 +1,193 @@
+// Rounding, layouts and threads: what every kernel stands on.
+#include <omp.h>
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "base/parallel.h"
+#include "base/tile.h"
+#include "testing/testing.h"
+
+namespace tilewright::testing {
+namespace {
+
+float float_from(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Round to nearest even by comparing with both neighbours in double, where every distance is exact.
+uint16_t nearest_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint16_t below = static_cast<uint16_t>(bits >> 16);  // towards zero
+  const uint16_t above = static_cast<uint16_t>(below + 1);
+  // Past the largest finite bf16 the next step stands for infinity, and rounds as if it were 2^128.
+  const double far = (above & 0x7fff) == 0x7f80 ? std::ldexp(1.0, 128) : std::fabs(to_float(bf16{above}));
+  const double to_below = std::fabs(static_cast<double>(value)) - std::fabs(to_float(bf16{below}));
+  const double to_above = far - std::fabs(static_cast<double>(value));
+  if (to_below != to_above) return to_below < to_above ? below : above;
+  return below % 2 == 0 ? below : above;
+}
+
+TEST(bf16_survives_the_round_trip) {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const float value = to_float(bf16{static_cast<uint16_t>(bits)});
+    const uint16_t back = to_bf16(value).bits;
+    if (std::isnan(value))
+      CHECK(std::isnan(to_float(bf16{back})));
+    else
+      CHECK(back == bits);
+  }
+}
+
+TEST(bf16_rounds_to_nearest_even) {
+  CHECK(to_bf16(float_from(0x3f808000)).bits == 0x3f80);  // a tie goes to the even neighbour, down
+  CHECK(to_bf16(float_from(0x3f818000)).bits == 0x3f82);  // and up
+  CHECK(to_bf16(float_from(0x3f808001)).bits == 0x3f81);
+  CHECK(to_bf16(std::numeric_limits<float>::max()).bits == 0x7f80);
+  CHECK(to_bf16(-std::numeric_limits<float>::max()).bits == 0xff80);
+  CHECK(to_bf16(std::numeric_limits<float>::infinity()).bits == 0x7f80);
+  CHECK(to_bf16(-0.0f).bits == 0x8000);
+  Random random(1);
+  for (int i = 0; i < 1000000; ++i) {
+    uint32_t bits = static_cast<uint32_t>(random.bits());
+    if (i % 4 == 0) bits = (bits & 0xffff0000u) | 0x8000u;  // exact ties, which random bits almost never are
+    const float value = float_from(bits);
+    if (std::isfinite(value)) CHECK(to_bf16(value).bits == nearest_bf16(value));
+  }
+}
+
+TEST(bf16_keeps_nan) {
+  // The first and the last would become infinity or zero if they were rounded as numbers.
+  for (uint32_t bits : {0x7f800001u, 0x7fc00000u, 0x7fffffffu, 0xff800001u, 0xffffffffu})
+    CHECK(std::isnan(to_float(to_bf16(float_from(bits)))));
+}
+
+template <class T>
+void check_tile_offsets() {
+  std::vector<int> seen(kTileElements, 0);
+  for (int depth = 0; depth < kTileDepth; ++depth)
+    for (int column = 0; column < kTileColumns; ++column) {
+      const int offset = tile_offset<T>(depth, column);
+      CHECK(offset >= 0 && offset < kTileElements);
+      ++seen[static_cast<size_t>(offset)];
+      CHECK(offset / 32 == depth / 2);  // one row of a tile is one pair of depths
+    }
+  for (int count : seen) CHECK(count == 1);
+}
+
+template <class T>
+void check_packed_offsets(int64_t num_outputs, int64_t depth) {
+  const int64_t depth_tiles = ceil_div(depth, kTileDepth);
+  const int64_t padded_outputs = round_up(num_outputs, kStripColumns), padded_depth = depth_tiles * kTileDepth;
+  std::vector<int> seen(static_cast<size_t>(padded_outputs * padded_depth), 0);
+  for (int64_t n = 0; n < padded_outputs; ++n)
+    for (int64_t k = 0; k < padded_depth; ++k) {
+      const int64_t offset = packed_offset<T>(n, k, depth_tiles);
+      CHECK(offset >= 0 && offset < padded_outputs * padded_depth);
+      ++seen[static_cast<size_t>(offset)];
+      CHECK(offset / (kStripColumns * padded_depth) == n / kStripColumns);  // a strip is one contiguous stream
+    }
+  for (int count : seen) CHECK(count == 1);
+}
+
+TEST(tile_layouts_hold_every_element_once) {
+  check_tile_offsets<bf16>();
+  check_tile_offsets<float>();
+  for (auto [num_outputs, depth] : {std::pair<int64_t, int64_t>{1, 1}, {16, 32}, {33, 31}, {70, 100}}) {
+    check_packed_offsets<bf16>(num_outputs, depth);
+    check_packed_offsets<float>(num_outputs, depth);
+  }
+}
+
+void check_every_index_once(int64_t count) {
+  std::vector<std::atomic<int>> visits(static_cast<size_t>(count));
+  parallel_for(count, [&](int64_t i) { ++visits[static_cast<size_t>(i)]; });
+  for (const auto& visit : visits) CHECK(visit.load() == 1);
+}
+
+TEST(parallel_for_visits_every_index_once) {
+  for (int threads : {1, 2, 3, 8}) {
+    set_num_threads(threads);
+    CHECK(num_threads() == threads);
+    for (int64_t count : {0, 1, 2, 3, 7, 64, 1001}) check_every_index_once(count);
+  }
+  set_num_threads(0);
+}
+
+TEST(parallel_chunks_are_in_range_and_no_longer_than_the_grain) {
+  set_num_threads(3);
+  for (int64_t grain : {0, 1, 4, 100}) {
+    std::atomic<int64_t> total{0};
+    parallel_chunks(37, grain, [&](int64_t begin, int64_t end) {
+      CHECK(begin >= 0 && begin < end && end <= 37);
+      // One chunk, or one thread, takes all at once.
+      CHECK(end - begin <= (grain < 1 ? 1 : grain) || (begin == 0 && end == 37));
+      total += end - begin;
+    });
+    CHECK(total.load() == 37);
+  }
+  set_num_threads(0);
+}
+
+TEST(parallel_for_from_several_threads_at_once) {
+  set_num_threads(3);
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller)
+    callers.emplace_back([] {
+      for (int i = 0; i < 20; ++i) check_every_index_once(101);
+    });
+  for (std::thread& caller : callers) caller.join();
+  set_num_threads(0);
+}
+
+struct Nest {
+  std::atomic<int> outer[4] = {}, inner[4][3] = {};
+};
+
+TEST(run_workers_nested) {
+  Nest nest;
+  run_workers(
+      4,
+      [](void* context, int worker) {
+        auto& outer_nest = *static_cast<Nest*>(context);
+        ++outer_nest.outer[worker];
+        struct Inner {
+          Nest& nest;
+          int outer_worker;
+        } inner{outer_nest, worker};
+        run_workers(
+            3,
+            [](void* inner_context, int inner_worker) {
+              auto& [inner_nest, outer_worker] = *static_cast<Inner*>(inner_context);
+              ++inner_nest.inner[outer_worker][inner_worker];
+            },
+            &inner);
+      },
+      &nest);
+  for (int i = 0; i < 4; ++i) {
+    CHECK(nest.outer[i].load() == 1);
+    for (int j = 0; j < 3; ++j) CHECK(nest.inner[i][j].load() == 1);
+  }
+}
+
+TEST(run_workers_runs_them_all_when_the_runtime_grants_fewer_threads) {
+  omp_set_dynamic(1);  // the runtime may now give as few threads as the load suggests
+  std::vector<std::atomic<int>> ran(64);
+  run_workers(
+      64,
+      [](void* context, int worker) {
+        ++(*static_cast<std::vector<std::atomic<int>>*>(context))[static_cast<size_t>(worker)];
+      },
+      &ran);
+  omp_set_dynamic(0);
+  for (const auto& count : ran) CHECK(count.load() == 1);
+}
+
+}  // namespace
+}  // namespace tilewright::testing

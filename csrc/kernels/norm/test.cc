@@ -1,0 +1,177 @@
+// Every norm kernel of this machine against plain loops in double, at odd widths, between guard pages.
+#include <cmath>
+#include <vector>
+
+#include "kernels/norm/norm.h"
+#include "testing/testing.h"
+
+namespace tilewright::testing {
+namespace {
+
+constexpr int64_t kOuter = 3, kInner = 2;
+constexpr float kEps = 1e-6f;
+
+template <class T>
+constexpr DType dtype_of() {
+  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
+}
+
+// Rows of `width` with a gap after each, so that a kernel that ignores a stride or runs past a row is seen. The last
+// row ends the buffer.
+template <class T>
+struct Rows {
+  Rows(int64_t width, Edge edge) : width(width), buffer(kOuter * kInner * (width + 1) - 1, edge) {}
+  operator NormRows() const { return {buffer.data(), kInner * (width + 1), width + 1}; }
+  T* row(int64_t i) const { return buffer.data() + i * (width + 1); }
+  int64_t width;
+  GuardedBuffer<T> buffer;
+};
+
+template <class T>
+double silu(T gate) {
+  const double x = to_float(gate);
+  return x / (1.0 + std::exp(-x));
+}
+
+struct Form {
+  bool residual, gate, weight_plus_one;
+};
+
+template <class T, class W>
+void check_rms_norm(int64_t width, Edge edge, Form form) {
+  Random random(static_cast<uint64_t>(width));
+  Rows<T> x(width, edge), y(width, edge), residual(width, edge), gate(width, edge);
+  GuardedBuffer<W> weight(width, edge);
+  x.buffer.fill(random);
+  residual.buffer.fill(random);
+  gate.buffer.fill(random, 3.0f);
+  weight.fill(random);
+
+  std::vector<std::vector<double>> expected(kOuter * kInner);
+  std::vector<std::vector<double>> new_residual(kOuter * kInner);
+  for (int64_t r = 0; r < kOuter * kInner; ++r) {
+    std::vector<double> row;
+    double squares = 0;
+    for (int64_t i = 0; i < width; ++i) {
+      T sum;
+      assign(sum, to_float(x.row(r)[i]) + (form.residual ? to_float(residual.row(r)[i]) : 0.0f));
+      row.push_back(to_float(sum));
+      squares += row.back() * row.back();
+    }
+    new_residual[r] = row;
+    const double scale = 1.0 / std::sqrt(squares / static_cast<double>(width) + kEps);
+    for (int64_t i = 0; i < width; ++i) {
+      row[i] *= scale * (to_float(weight[i]) + (form.weight_plus_one ? 1.0 : 0.0));
+      if (form.gate) row[i] *= silu(gate.row(r)[i]);
+    }
+    expected[r] = row;
+  }
+
+  NormArgs args;
+  args.x = x;
+  args.y = y;
+  if (form.residual) args.residual = residual;
+  if (form.gate) args.gate = gate;
+  args.weight = weight.data();
+  args.outer = kOuter;
+  args.inner = kInner;
+  args.width = width;
+  args.eps = kEps;
+  args.weight_plus_one = form.weight_plus_one;
+  args.dtype = dtype_of<T>();
+  args.weight_dtype = dtype_of<W>();
+  rms_norm(args);
+
+  const std::string label = "rms_norm, width " + std::to_string(width);
+  for (int64_t r = 0; r < kOuter * kInner; ++r) {
+    check_close(y.row(r), expected[r].data(), width, 1e-5, label);
+    if (form.residual) check_close(residual.row(r), new_residual[r].data(), width, 1e-6, label + ", residual");
+    if (r) CHECK(std::isnan(to_float(y.row(r)[-1])));  // the gap is still poison
+  }
+}
+
+template <class T, class W>
+void check_layer_norm(int64_t width, Edge edge, bool with_bias) {
+  Random random(static_cast<uint64_t>(width));
+  Rows<T> x(width, edge), y(width, edge);
+  GuardedBuffer<W> weight(width, edge), bias(width, edge);
+  x.buffer.fill(random, 1.0f, 5.0f);  // a mean far from zero shows cancellation in the variance
+  weight.fill(random);
+  bias.fill(random);
+
+  NormArgs args;
+  args.x = x;
+  args.y = y;
+  args.weight = weight.data();
+  if (with_bias) args.bias = bias.data();
+  args.outer = kOuter;
+  args.inner = kInner;
+  args.width = width;
+  args.eps = kEps;
+  args.dtype = dtype_of<T>();
+  args.weight_dtype = dtype_of<W>();
+  layer_norm(args);
+
+  for (int64_t r = 0; r < kOuter * kInner; ++r) {
+    double mean = 0, variance = 0;
+    for (int64_t i = 0; i < width; ++i) mean += to_float(x.row(r)[i]) / static_cast<double>(width);
+    for (int64_t i = 0; i < width; ++i) variance += std::pow(to_float(x.row(r)[i]) - mean, 2);
+    const double scale = 1.0 / std::sqrt(variance / static_cast<double>(width) + kEps);
+    std::vector<double> expected;
+    for (int64_t i = 0; i < width; ++i)
+      expected.push_back((to_float(x.row(r)[i]) - mean) * scale * to_float(weight[i]) +
+                         (with_bias ? to_float(bias[i]) : 0.0));
+    check_close(y.row(r), expected.data(), width, 5e-5, "layer_norm, width " + std::to_string(width));
+  }
+}
+
+// Every tail of a 16-lane vector, and widths around whole vectors.
+template <class Body>
+void for_each_width_and_edge(Body body) {
+  for (Edge edge : {Edge::end, Edge::start}) {
+    for (int64_t width = 1; width <= 35; ++width) body(width, edge);
+    for (int64_t width : {63, 64, 65, 127, 128, 1000, 2049}) body(width, edge);
+  }
+}
+
+TEST(rms_norm_matches_plain_loops) {
+  for_each_isa([] {
+    for_each_width_and_edge([](int64_t width, Edge edge) {
+      for (Form form : {Form{false, false, false}, Form{true, false, false}, Form{false, true, true}}) {
+        check_rms_norm<float, float>(width, edge, form);
+        check_rms_norm<float, bf16>(width, edge, form);
+        check_rms_norm<bf16, float>(width, edge, form);
+        check_rms_norm<bf16, bf16>(width, edge, form);
+      }
+    });
+  });
+}
+
+TEST(layer_norm_matches_plain_loops) {
+  for_each_isa([] {
+    for_each_width_and_edge([](int64_t width, Edge edge) {
+      for (bool with_bias : {false, true}) {
+        check_layer_norm<float, float>(width, edge, with_bias);
+        check_layer_norm<float, bf16>(width, edge, with_bias);
+        check_layer_norm<bf16, float>(width, edge, with_bias);
+        check_layer_norm<bf16, bf16>(width, edge, with_bias);
+      }
+    });
+  });
+}
+
+TEST(norm_of_no_rows_touches_nothing) {
+  for_each_isa([] {
+    GuardedBuffer<float> empty(0);
+    NormArgs args;
+    args.x = args.y = {empty.data(), 0, 0};
+    args.weight = empty.data();
+    args.width = 8;
+    args.dtype = args.weight_dtype = DType::f32;
+    rms_norm(args);
+    layer_norm(args);
+  });
+}
+
+}  // namespace
+}  // namespace tilewright::testing
