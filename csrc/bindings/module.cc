@@ -58,4 +58,5 @@ NB_MODULE(_kernels, m) {
   bind_norm(m);
   bind_probe(m);
   bind_image(m);
+  bind_sample(m);
 }

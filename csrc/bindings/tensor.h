@@ -94,5 +94,6 @@ void launch(void (*kernel)(const Args&), const Args& args) {
 void bind_norm(nb::module_& m);
 void bind_probe(nb::module_& m);
 void bind_image(nb::module_& m);
+void bind_sample(nb::module_& m);
 
 }  // namespace tilewright

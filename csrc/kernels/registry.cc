@@ -9,8 +9,12 @@ constexpr KernelInfo kNorm[] = {
 };
 constexpr KernelInfo kProbe[] = {
 #include "kernels/probe/kernels.inc"
+};
 constexpr KernelInfo kImage[] = {
 #include "kernels/image/kernels.inc"
+};
+constexpr KernelInfo kSample[] = {
+#include "kernels/sample/kernels.inc"
 };
 #undef KERNEL
 
@@ -23,6 +27,7 @@ constexpr OpInfo kOps[] = {
     op("norm", kNorm),
     op("probe", kProbe),
     op("image", kImage),
+    op("sample", kSample),
 };
 
 }  // namespace

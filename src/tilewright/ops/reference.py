@@ -110,3 +110,75 @@ def patches(
     )
     rows = grouped.permute(0, 2, 5, 3, 6, 8, 1, 4, 7)
     return rows.reshape(-1, 3 * temporal_patch_size * patch_size**2)
+
+
+# ---- sample
+
+
+def penalize(
+    logits: Tensor,
+    starts: Tensor,
+    token_ids: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    *,
+    bias_starts: Tensor | None = None,
+    bias_token_ids: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    for row in range(logits.shape[0]):
+        seen = slice(int(starts[row]), int(starts[row + 1]))
+        ids, count = token_ids[seen], counts[seen]
+        value = logits[row, ids].float()
+        value = torch.where(value > 0, value / repetition[row], value * repetition[row])
+        value = torch.where(count > 0, value - (frequency[row] * count + presence[row]), value)
+        logits[row, ids] = value.to(logits.dtype)
+        if bias is not None and bias_starts is not None and bias_token_ids is not None:
+            for i in range(int(bias_starts[row]), int(bias_starts[row + 1])):
+                token = bias_token_ids[i]
+                logits[row, token] = (logits[row, token].float() + bias[i]).to(logits.dtype)
+    return logits
+
+
+def _clean_logits(logits: Tensor) -> Tensor:
+    """In fp64, NaN as -inf and +inf as the largest float."""
+    largest = torch.finfo(torch.float32).max
+    return logits.double().nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
+
+
+def softmax_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The filtered distribution in fp64, by sorting."""
+    probabilities = torch.zeros(logits.shape, dtype=torch.float64)
+    for row, x in enumerate(_clean_logits(logits)):
+        best = int(x.argmax())
+        if temperature[row] == 0 or x[best] == -torch.inf:
+            probabilities[row, best if x[best] > -torch.inf else 0] = 1
+            continue
+        weight = ((x - x[best]) / temperature[row].double()).exp()
+        if 0 < top_k[row] < len(x):
+            weight[x < x.topk(int(top_k[row])).values[-1]] = 0
+        if top_p[row] < 1:
+            order = x.argsort(descending=True)
+            share = weight[order].cumsum(0)
+            last = int((share >= top_p[row].double() * share[-1]).int().argmax())
+            weight[x < x[order[last]]] = 0
+        weight[weight < min_p[row].double()] = 0
+        probabilities[row] = weight / weight.sum()
+    return probabilities
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    cumulative = softmax_probs(logits, temperature, top_k, top_p, min_p).cumsum(1)
+    return (cumulative > uniform[:, None] * cumulative[:, -1:]).int().argmax(1)
+
+
+def log_probs(logits: Tensor, token_ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = _clean_logits(logits)
+    all_log_probs = (x - x.amax(1, keepdim=True).clamp(min=-1e300)).log_softmax(1)
+    all_log_probs = all_log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf).float()
+    order = x.sort(dim=1, descending=True, stable=True).indices
+    rank = (order == token_ids[:, None]).int().argmax(1) + 1
+    top_ids = order[:, :top_n]
+    return all_log_probs.gather(1, token_ids[:, None])[:, 0], top_ids, all_log_probs.gather(1, top_ids), rank
