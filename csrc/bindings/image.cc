@@ -42,27 +42,8 @@ void require_multiple(const Op& op, const char* name, int64_t value, const char*
                                       of + " = " + std::to_string(factor));
 }
 
-}  // namespace
-
-void bind_image(nb::module_& m) {
+void bind_patches(nb::module_& m) {
   using namespace nb::literals;
-  m.def(
-      "image_resize",
-      [](nb::handle image_arg, nb::handle out_arg, int64_t height, int64_t width, const std::string& filter) {
-        Op op("resize");
-        ImageArgs args = source_of(op, image_arg, height, width, filter);
-        const Tensor out = op.tensor(out_arg, "out", {"...", "_", "_", "3"}, kPixels);
-        op.require(out.rank <= 4 && (out.rank == 4 ? out.size(0) : 1) == args.frames && out.size(-3) == height &&
-                       out.size(-2) == width && out.stride(-2) == 3,
-                   "out is " + to_string(out) + ", expected " + std::to_string(args.frames) + " frame(s) of [" +
-                       std::to_string(height) + ", " + std::to_string(width) + ", 3] with contiguous rows");
-        args.out = out.data;
-        args.out_frame_stride = out.rank == 4 ? out.stride(0) : 0;
-        args.out_stride = out.stride(-3);
-        launch(image_resize, args);
-      },
-      "image"_a, "out"_a, "height"_a, "width"_a, "filter"_a);
-
   m.def(
       "image_patches",
       [](nb::handle image_arg, nb::handle out_arg, int64_t height, int64_t width, const std::string& filter,
@@ -101,6 +82,29 @@ void bind_image(nb::module_& m) {
       },
       "image"_a, "out"_a, "height"_a, "width"_a, "filter"_a, "patch_size"_a, "merge_size"_a, "temporal_patch_size"_a,
       "rescale"_a, "mean"_a, "std"_a);
+}
+
+}  // namespace
+
+void bind_image(nb::module_& m) {
+  using namespace nb::literals;
+  m.def(
+      "image_resize",
+      [](nb::handle image_arg, nb::handle out_arg, int64_t height, int64_t width, const std::string& filter) {
+        Op op("resize");
+        ImageArgs args = source_of(op, image_arg, height, width, filter);
+        const Tensor out = op.tensor(out_arg, "out", {"...", "_", "_", "3"}, kPixels);
+        op.require(out.rank <= 4 && (out.rank == 4 ? out.size(0) : 1) == args.frames && out.size(-3) == height &&
+                       out.size(-2) == width && out.stride(-2) == 3,
+                   "out is " + to_string(out) + ", expected " + std::to_string(args.frames) + " frame(s) of [" +
+                       std::to_string(height) + ", " + std::to_string(width) + ", 3] with contiguous rows");
+        args.out = out.data;
+        args.out_frame_stride = out.rank == 4 ? out.stride(0) : 0;
+        args.out_stride = out.stride(-3);
+        launch(image_resize, args);
+      },
+      "image"_a, "out"_a, "height"_a, "width"_a, "filter"_a);
+  bind_patches(m);
 }
 
 }  // namespace tilewright

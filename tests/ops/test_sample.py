@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tilewright.ops import reference, sample
 from tilewright.ops.native import kernels
 
-SIZES = [1, 2, 7, 15, 16, 17, 33, 511, 513, 1000, 4097]
+SIZES = [1, 7, 16, 17, 33, 511, 1000, 4097]
 INFINITY = math.inf
 
 
@@ -70,13 +70,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_sample_and_its_distribution(isa, dtype, size, case):
-    logits = rand(6, size + 3, dtype=dtype, scale=3.0, seed=size)[:, 2:-1]
-    parameters = filters(6, **case)
-    out = poisoned(6, size)
+    logits = rand(3, size + 3, dtype=dtype, scale=3.0, seed=size)[:, 2:-1]
+    parameters = filters(3, **case)
+    out = poisoned(3, size)
     assert sample.softmax_probs(logits, *parameters, out=out) is out
     assert_distribution(out, logits, parameters)
-    for seed in range(5):
-        assert_same_draw(logits, parameters, uniforms(6, seed))
+    for seed in range(2):
+        assert_same_draw(logits, parameters, uniforms(3, seed))
 
 
 def test_every_row_has_its_own_parameters(isa):
@@ -166,11 +166,11 @@ def test_a_row_depends_on_nothing_else(isa):
 
 
 def test_a_large_vocabulary(isa, dtype):
-    logits = rand(2, 151_936, dtype=dtype, scale=2.0)
-    for case in [{"top_k": 50, "top_p": 0.95}, {"top_k": 20_000}, {"top_p": 0.9}, {}]:
-        parameters = filters(2, **case)
+    logits = rand(1, 151_936, dtype=dtype, scale=2.0)
+    for case in [{"top_k": 50, "top_p": 0.95}, {"top_k": 20_000}, {"top_p": 0.9}]:
+        parameters = filters(1, **case)
         assert_distribution(sample.softmax_probs(logits, *parameters), logits, parameters)
-        assert_same_draw(logits, parameters, uniforms(2))
+        assert_same_draw(logits, parameters, uniforms(1))
 
 
 @settings(deadline=None, max_examples=150)
@@ -194,10 +194,8 @@ def test_any_parameters(size, seed, scale, temperature, top_k, top_p, min_p):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("top_n", [0, 1, 5, 32, 4097])
+@pytest.mark.parametrize("top_n", [0, 1, 32, 4097])
 def test_log_probs(isa, dtype, size, top_n):
-    if top_n > size and top_n != 4097:
-        pytest.skip("more than the vocabulary")
     top_n = min(top_n, size)
     logits = rand(6, size, dtype=dtype, scale=3.0)
     logits[4] = logits[4].round()  # ties

@@ -157,7 +157,9 @@ class Strip {
           block[i] = Bytes::load(source + least(i, last) * source_stride + x, row_bytes - x);
         transpose_groups(block);
         uint8_t* target = scratch_.sideways + (x - begin) * Bytes::kCount + group;
+#pragma GCC unroll 4
         for (int lane = 0; lane < Bytes::kCount / 16; ++lane)
+#pragma GCC unroll 16
           for (int i = 0; i < 16; ++i) block[i].store_group(target + (lane * 16 + i) * Bytes::kCount, lane);
       }
     }
