@@ -62,4 +62,6 @@ NB_MODULE(_kernels, m) {
   bind_embedding(m);
   bind_rope(m);
   bind_probe(m);
+  bind_image(m);
+  bind_sample(m);
 }

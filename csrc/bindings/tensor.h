@@ -103,5 +103,7 @@ void bind_activation(nb::module_& m);
 void bind_embedding(nb::module_& m);
 void bind_rope(nb::module_& m);
 void bind_probe(nb::module_& m);
+void bind_image(nb::module_& m);
+void bind_sample(nb::module_& m);
 
 }  // namespace tilewright

@@ -28,6 +28,12 @@ constexpr KernelInfo kRope[] = {
 constexpr KernelInfo kProbe[] = {
 #include "kernels/probe/kernels.inc"
 };
+constexpr KernelInfo kImage[] = {
+#include "kernels/image/kernels.inc"
+};
+constexpr KernelInfo kSample[] = {
+#include "kernels/sample/kernels.inc"
+};
 #undef KERNEL
 
 template <int kCount>
@@ -38,6 +44,7 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 constexpr OpInfo kOps[] = {
     op("attention", kAttention),   op("kv_cache", kKvCache),    op("linear", kLinear), op("norm", kNorm),
     op("activation", kActivation), op("embedding", kEmbedding), op("rope", kRope),     op("probe", kProbe),
+    op("image", kImage),           op("sample", kSample),
 };
 
 }  // namespace
