@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from tilewright.bench.row import Row
-from tilewright.bench.rows import activation, attention, embedding, linear, norm, rope
+from tilewright.bench.rows import activation, attention, embedding, image, linear, norm, rope, sample
 
-FAMILIES = (linear, attention, norm, rope, activation, embedding)
+FAMILIES = (linear, attention, norm, rope, activation, embedding, image, sample)
 
 
 def all_rows() -> Iterator[Row]:
