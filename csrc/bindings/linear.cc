@@ -5,17 +5,6 @@
 namespace tilewright {
 namespace {
 
-Activation activation_named(const Op& op, const std::string& name) {
-  std::string known;
-  for (int i = 0; i < kNumActivations; ++i) {
-    const char* candidate = name_of(static_cast<Activation>(i));
-    if (name == candidate) return static_cast<Activation>(i);
-    known += (i ? ", " : "") + std::string(candidate);
-  }
-  op.require(false, "activation is '" + name + "', expected one of " + known);
-  return Activation::none;
-}
-
 // The elements a packed weight must have.
 int64_t packed_elements(int64_t n, int64_t k, bool gated) {
   const int64_t strips = gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);

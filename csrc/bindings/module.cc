@@ -58,5 +58,10 @@ NB_MODULE(_kernels, m) {
   bind_attention(m);
   bind_linear(m);
   bind_norm(m);
+  bind_activation(m);
+  bind_embedding(m);
+  bind_rope(m);
   bind_probe(m);
+  bind_image(m);
+  bind_sample(m);
 }

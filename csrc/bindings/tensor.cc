@@ -55,6 +55,17 @@ std::string to_string(const Tensor& tensor) {
   return std::string(name_of(tensor.dtype)) + " " + list_of(tensor.shape, tensor.rank);
 }
 
+Activation activation_named(const Op& op, const std::string& name) {
+  std::string known;
+  for (int i = 0; i < kNumActivations; ++i) {
+    const auto candidate = static_cast<Activation>(i);
+    if (name == name_of(candidate)) return candidate;
+    known += std::string(i ? ", " : "") + name_of(candidate);
+  }
+  op.require(false, "activation is '" + name + "', expected one of " + known);
+  return Activation::none;
+}
+
 void Op::fail(const std::string& message) const {
   throw nb::value_error((std::string(name_) + ": " + message).c_str());
 }

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "base/activation.h"
 #include "base/dtype.h"
 
 namespace tilewright {
@@ -82,6 +83,9 @@ class Op {
   std::vector<std::pair<std::string, int64_t>> sizes_;
 };
 
+// The activation of that name, or ValueError listing those there are.
+Activation activation_named(const Op& op, const std::string& name);
+
 std::string to_string(const Tensor& tensor);  // "float32 [3, 4]"
 
 // Runs a kernel without the interpreter lock: other Python threads go on meanwhile.
@@ -95,6 +99,11 @@ void launch(void (*kernel)(const Args&), const Args& args) {
 void bind_attention(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_norm(nb::module_& m);
+void bind_activation(nb::module_& m);
+void bind_embedding(nb::module_& m);
+void bind_rope(nb::module_& m);
 void bind_probe(nb::module_& m);
+void bind_image(nb::module_& m);
+void bind_sample(nb::module_& m);
 
 }  // namespace tilewright

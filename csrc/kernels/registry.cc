@@ -16,8 +16,23 @@ constexpr KernelInfo kLinear[] = {
 constexpr KernelInfo kNorm[] = {
 #include "kernels/norm/kernels.inc"
 };
+constexpr KernelInfo kActivation[] = {
+#include "kernels/activation/kernels.inc"
+};
+constexpr KernelInfo kEmbedding[] = {
+#include "kernels/embedding/kernels.inc"
+};
+constexpr KernelInfo kRope[] = {
+#include "kernels/rope/kernels.inc"
+};
 constexpr KernelInfo kProbe[] = {
 #include "kernels/probe/kernels.inc"
+};
+constexpr KernelInfo kImage[] = {
+#include "kernels/image/kernels.inc"
+};
+constexpr KernelInfo kSample[] = {
+#include "kernels/sample/kernels.inc"
 };
 #undef KERNEL
 
@@ -27,8 +42,9 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 }
 
 constexpr OpInfo kOps[] = {
-    op("attention", kAttention), op("kv_cache", kKvCache), op("linear", kLinear),
-    op("norm", kNorm),           op("probe", kProbe),
+    op("attention", kAttention),   op("kv_cache", kKvCache),    op("linear", kLinear), op("norm", kNorm),
+    op("activation", kActivation), op("embedding", kEmbedding), op("rope", kRope),     op("probe", kProbe),
+    op("image", kImage),           op("sample", kSample),
 };
 
 }  // namespace

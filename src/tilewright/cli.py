@@ -27,7 +27,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tilewright {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_info(commands)
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright.bench import kernels
+
+    parser = commands.add_parser("bench", help="measure kernels", description="Measures parts of Tilewright.")
+    kernels.add_arguments(parser.add_subparsers(metavar="WHAT", required=True))
 
 
 def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

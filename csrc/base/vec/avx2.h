@@ -12,6 +12,7 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 8;
+  static constexpr bool kFmaIsExact = true;  // fma() rounds once
   __m256 v;
 
   static Vec zero() { return {_mm256_setzero_ps()}; }
@@ -70,6 +71,8 @@ inline Vec scale_by_power_of_2(Vec a, Vec n) {
   return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)))};
 }
 
+inline Vec reciprocal(Vec a) { return Vec::set1(1.0f) / a; }
+
 inline float reduce_add(Vec a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -98,6 +101,25 @@ inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   even.v = _mm256_castsi256_ps(_mm256_slli_epi32(raw, 16));
   odd.v = _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+inline void load_interleaved(const float* p, Vec& even, Vec& odd) {
+  const __m256 low = _mm256_loadu_ps(p), high = _mm256_loadu_ps(p + 8);
+  const __m256 first = _mm256_permute2f128_ps(low, high, 0x20), second = _mm256_permute2f128_ps(low, high, 0x31);
+  even.v = _mm256_shuffle_ps(first, second, 0x88);
+  odd.v = _mm256_shuffle_ps(first, second, 0xdd);
+}
+
+inline void store_interleaved(float* p, Vec even, Vec odd) {
+  const __m256 low = _mm256_unpacklo_ps(even.v, odd.v), high = _mm256_unpackhi_ps(even.v, odd.v);
+  _mm256_storeu_ps(p, _mm256_permute2f128_ps(low, high, 0x20));
+  _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(low, high, 0x31));
+}
+
+inline void store_interleaved(bf16* p, Vec even, Vec odd) {
+  const __m128i a = even.to_bf16_bits(), b = odd.to_bf16_bits();
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_unpacklo_epi16(a, b));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm_unpackhi_epi16(a, b));
 }
 
 }  // namespace

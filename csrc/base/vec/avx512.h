@@ -12,6 +12,7 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 16;
+  static constexpr bool kFmaIsExact = true;  // fma() rounds once
   __m512 v;
 
   static Vec zero() { return {_mm512_setzero_ps()}; }
@@ -56,6 +57,12 @@ inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline Vec scale_by_power_of_2(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 
+// A 512-bit division occupies the port for 16 cycles; an estimate good to 2^-14 and one Newton step take four.
+inline Vec reciprocal(Vec a) {
+  const __m512 y = _mm512_rcp14_ps(a.v);
+  return {_mm512_fmadd_ps(y, _mm512_fnmadd_ps(a.v, y, _mm512_set1_ps(1.0f)), y)};
+}
+
 inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
 
@@ -73,6 +80,25 @@ inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   const __m512i raw = _mm512_loadu_si512(p);
   even.v = _mm512_castsi512_ps(_mm512_slli_epi32(raw, 16));
   odd.v = _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+inline void load_interleaved(const float* p, Vec& even, Vec& odd) {
+  const __m512 low = _mm512_loadu_ps(p), high = _mm512_loadu_ps(p + 16);
+  const __m512i evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  even.v = _mm512_permutex2var_ps(low, evens, high);
+  odd.v = _mm512_permutex2var_ps(low, _mm512_add_epi32(evens, _mm512_set1_epi32(1)), high);
+}
+
+inline void store_interleaved(float* p, Vec even, Vec odd) {
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  _mm512_storeu_ps(p, _mm512_permutex2var_ps(even.v, first, odd.v));
+  _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(even.v, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd.v));
+}
+
+inline void store_interleaved(bf16* p, Vec even, Vec odd) {
+  const __m512i low = _mm512_cvtepu16_epi32(even.to_bf16_bits());
+  const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd.to_bf16_bits()), 16);
+  _mm512_storeu_si512(p, _mm512_or_si512(low, high));
 }
 
 }  // namespace

@@ -11,6 +11,7 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 4;
+  static constexpr bool kFmaIsExact = false;  // fma() rounds once
   float v[kLanes];
 
   static Vec zero() { return set1(0.0f); }
@@ -86,6 +87,9 @@ inline Vec scale_by_power_of_2(Vec a, Vec n) {
   return r;
 }
 
+// 1 / a to a rounding step or two, by the cheapest way this level has.
+inline Vec reciprocal(Vec a) { return Vec::set1(1.0f) / a; }
+
 inline float reduce_add(Vec a) { return (a.v[0] + a.v[1]) + (a.v[2] + a.v[3]); }
 inline float reduce_max(Vec a) {
   float r = a.v[0];
@@ -112,6 +116,21 @@ inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   for (int i = 0; i < Vec::kLanes; ++i) {
     even.v[i] = to_float(p[2 * i]);
     odd.v[i] = to_float(p[2 * i + 1]);
+  }
+}
+
+// Takes p[0], p[1], ... p[2 kLanes - 1] apart into p[0], p[2], ... and p[1], p[3], ...
+inline void load_interleaved(const float* p, Vec& even, Vec& odd) {
+  even = {{p[0], p[2], p[4], p[6]}};
+  odd = {{p[1], p[3], p[5], p[7]}};
+}
+
+// The inverse of load_interleaved.
+template <class T>
+inline void store_interleaved(T* p, Vec even, Vec odd) {
+  for (int i = 0; i < Vec::kLanes; ++i) {
+    assign(p[2 * i], even.v[i]);
+    assign(p[2 * i + 1], odd.v[i]);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "base/vec/math.h"
+#include "base/vec/row.h"
 #include "kernels/norm/norm.h"
 
 namespace tilewright {
@@ -15,30 +16,6 @@ T* row_of(const NormRows& rows, int64_t inner, int64_t row) {
   return static_cast<T*>(rows.data) + row / inner * rows.outer_stride + row % inner * rows.inner_stride;
 }
 
-// fn(i, count) for each Vec of a row: count is kLanes but for the last.
-template <class Fn>
-inline void for_each_vec(int64_t width, Fn fn) {
-  int64_t i = 0;
-  for (; i + Vec::kLanes <= width; i += Vec::kLanes) fn(i, std::integral_constant<int, Vec::kLanes>{});
-  if (i < width) fn(i, width - i);
-}
-
-template <class T, class Count>
-inline Vec load_some(const T* p, Count count) {
-  if constexpr (std::is_same_v<Count, int64_t>)
-    return Vec::load(p, count);
-  else
-    return Vec::load(p);
-}
-
-template <class T, class Count>
-inline void store_some(Vec v, T* p, Count count) {
-  if constexpr (std::is_same_v<Count, int64_t>)
-    v.store(p, count);
-  else
-    v.store(p);
-}
-
 template <class T, class W>
 void rms_norm_row(const NormArgs& args, int64_t row) {
   const T* x = row_of<T>(args.x, args.inner, row);
@@ -46,27 +23,28 @@ void rms_norm_row(const NormArgs& args, int64_t row) {
   T* residual = row_of<T>(args.residual, args.inner, row);
   const T* gate = row_of<T>(args.gate, args.inner, row);
   const W* weight = static_cast<const W*>(args.weight);
+  const T* next = row_of<T>(args.x, args.inner, row + 1);
+  const T* next_residual = row_of<T>(args.residual, args.inner, row + 1);
 
-  Vec squares = Vec::zero();
   const T* source = x;
+  float squares;
   if (residual) {
-    for_each_vec(args.width, [&](int64_t i, auto count) {
+    squares = accumulate(args.width, [&](Vec sum, int64_t i, auto count) {
       store_some(load_some(x + i, count) + load_some(residual + i, count), residual + i, count);
-      const Vec sum = load_some(residual + i, count);  // as rounded: what the next layer will read
-      squares = fma(sum, sum, squares);
+      const Vec v = load_some(residual + i, count);  // as rounded: what the next layer will read
+      return fma(v, v, sum);
     });
     source = residual;
   } else {
-    for_each_vec(args.width, [&](int64_t i, auto count) {
-      const Vec v = load_some(x + i, count);
-      squares = fma(v, v, squares);
-    });
+    squares = sum_of_squares(x, args.width);
   }
-  const Vec scale = Vec::set1(1.0f / std::sqrt(reduce_add(squares) / static_cast<float>(args.width) + args.eps));
+  const Vec scale = Vec::set1(1.0f / std::sqrt(squares / static_cast<float>(args.width) + args.eps));
   const Vec offset = Vec::set1(args.weight_plus_one ? 1.0f : 0.0f);
   for_each_vec(args.width, [&](int64_t i, auto count) {
     Vec v = load_some(source + i, count) * scale * (load_some(weight + i, count) + offset);
     if (gate) v = v * silu(load_some(gate + i, count));
+    prefetch(next + i);
+    if (next_residual) prefetch(next_residual + i);
     store_some(v, y + i, count);
   });
 }
@@ -79,17 +57,18 @@ void layer_norm_row(const NormArgs& args, int64_t row) {
   const W* bias = static_cast<const W*>(args.bias);
   const float width = static_cast<float>(args.width);
 
-  Vec sum = Vec::zero();
-  for_each_vec(args.width, [&](int64_t i, auto count) { sum = sum + load_some(x + i, count); });
-  const Vec mean = Vec::set1(reduce_add(sum) / width);
+  const T* next = row_of<T>(args.x, args.inner, row + 1);
+  const float total =
+      accumulate(args.width, [&](Vec sum, int64_t i, auto count) { return sum + load_some(x + i, count); });
+  const Vec mean = Vec::set1(total / width);
   // A second pass over a row in L1 is cheap and has none of the cancellation of mean(x^2) - mean(x)^2.
-  Vec squares = Vec::zero();
-  for_each_vec(args.width, [&](int64_t i, auto count) {
+  const float squares = accumulate(args.width, [&](Vec sum, int64_t i, auto count) {
     const Vec d = keep_lanes(load_some(x + i, count) - mean, 0, count, Vec::zero());
-    squares = fma(d, d, squares);
+    return fma(d, d, sum);
   });
-  const Vec scale = Vec::set1(1.0f / std::sqrt(reduce_add(squares) / width + args.eps));
+  const Vec scale = Vec::set1(1.0f / std::sqrt(squares / width + args.eps));
   for_each_vec(args.width, [&](int64_t i, auto count) {
+    prefetch(next + i);
     const Vec shift = bias ? load_some(bias + i, count) : Vec::zero();
     store_some(fma((load_some(x + i, count) - mean) * scale, load_some(weight + i, count), shift), y + i, count);
   });

@@ -1,0 +1,103 @@
+#include "kernels/activation/activation.h"
+
+#include "bindings/tensor.h"
+
+namespace tilewright {
+namespace {
+
+void same_shape(const Op& op, const Tensor& x, const Tensor& t) {
+  bool same = t.rank == x.rank;
+  for (int i = 0; same && i < x.rank; ++i) same = t.shape[i] == x.shape[i];
+  op.require(same, std::string(t.name) + " is " + to_string(t) + ", expected the shape of x, " + to_string(x));
+}
+
+bool is_dense(const Tensor& t) {
+  int64_t expected = 1;
+  for (int i = t.rank - 1; i >= 0; --i) {
+    if (t.strides[i] != expected && t.shape[i] != 1) return false;
+    expected *= t.shape[i];
+  }
+  return true;
+}
+
+// Same-shaped tensors as rows; as one long row when none has gaps.
+void set_rows(const Op& op, ElementwiseArgs& args, const Tensor& x, const Tensor& other, const Tensor& y) {
+  if (is_dense(x) && is_dense(y) && (!other || is_dense(other))) {
+    args.rows = 1;
+    args.width = x.numel();
+    return;
+  }
+  args.rows = op.num_rows(x);
+  args.width = x.size(-1);
+  args.x_stride = op.row_stride(x);
+  args.y_stride = op.row_stride(y);
+  if (other) args.other_stride = op.row_stride(other);
+}
+
+}  // namespace
+
+void bind_activation(nb::module_& m) {
+  using namespace nb::literals;
+  m.def(
+      "activate",
+      [](nb::handle x_arg, nb::handle y_arg, const char* activation) {
+        Op op(activation);
+        const Tensor x = op.tensor(x_arg, "x", {"..."}, kFloats);
+        const Tensor y = op.tensor(y_arg, "out", {"..."}, kFloats);
+        op.same_dtype(x, y);
+        same_shape(op, x, y);
+        ElementwiseArgs args;
+        args.x = x.data;
+        args.y = y.data;
+        set_rows(op, args, x, {}, y);
+        args.activation = activation_named(op, activation);
+        args.dtype = x.dtype;
+        launch(activate, args);
+      },
+      "x"_a, "out"_a, "activation"_a);
+
+  m.def(
+      "activate_and_mul",
+      [](nb::handle x_arg, nb::handle y_arg, const char* activation) {
+        Op op("activate_and_mul");
+        const Tensor x = op.tensor(x_arg, "x", {"...", "D"}, kFloats);
+        const Tensor y = op.tensor(y_arg, "out", {"...", "I"}, kFloats);
+        op.same_dtype(x, y);
+        op.require(op["D"] == 2 * op["I"] && y.rank == x.rank && op.num_rows(y) == op.num_rows(x),
+                   "out is " + to_string(y) + ", expected half of the last axis of x, " + to_string(x));
+        ElementwiseArgs args;
+        args.x = x.data;
+        args.y = y.data;
+        args.rows = op.num_rows(x);
+        args.width = op["I"];
+        args.x_stride = op.row_stride(x);
+        args.y_stride = op.row_stride(y);
+        args.activation = activation_named(op, activation);
+        args.dtype = x.dtype;
+        launch(gate, args);
+      },
+      "x"_a, "out"_a, "activation"_a);
+
+  m.def(
+      "add",
+      [](nb::handle x_arg, nb::handle y_arg, nb::handle out_arg) {
+        Op op("add");
+        const Tensor x = op.tensor(x_arg, "x", {"..."}, kFloats);
+        const Tensor y = op.tensor(y_arg, "y", {"..."}, kFloats);
+        const Tensor out = op.tensor(out_arg, "out", {"..."}, kFloats);
+        for (const Tensor* t : {&y, &out}) {
+          op.same_dtype(x, *t);
+          same_shape(op, x, *t);
+        }
+        ElementwiseArgs args;
+        args.x = x.data;
+        args.other = y.data;
+        args.y = out.data;
+        set_rows(op, args, x, y, out);
+        args.dtype = x.dtype;
+        launch(add, args);
+      },
+      "x"_a, "y"_a, "out"_a);
+}
+
+}  // namespace tilewright

@@ -1,0 +1,95 @@
+#include "kernels/embedding/embedding.h"
+
+#include "base/tile.h"
+#include "bindings/tensor.h"
+
+namespace tilewright {
+namespace {
+
+std::string entry_of(const Tensor& ids, int64_t place) {
+  const int64_t id = ids.dtype == DType::i64 ? static_cast<const int64_t*>(ids.data)[place]
+                                             : static_cast<const int32_t*>(ids.data)[place];
+  return std::string(ids.name) + "[" + std::to_string(place) + "] is " + std::to_string(id);
+}
+
+void in_range(const Op& op, const Tensor& ids, int64_t limit) {
+  const int64_t bad = first_out_of_range(ids.data, ids.dtype, ids.numel(), limit);
+  if (bad >= 0) op.require(false, entry_of(ids, bad) + ", expected 0 to " + std::to_string(limit - 1));
+}
+
+EmbeddingArgs args_of(const Op& op, const Tensor& ids, const Tensor& table, const Tensor& out, int64_t vocabulary) {
+  op.same_dtype(table, out);
+  in_range(op, ids, vocabulary);
+  EmbeddingArgs args;
+  args.ids = ids.data;
+  args.id_dtype = ids.dtype;
+  args.table = table.data;
+  args.out = out.data;
+  args.out_stride = out.stride(0);
+  args.count = op["T"];
+  args.width = op["D"];
+  args.dtype = table.dtype;
+  return args;
+}
+
+void embedding_entry(nb::handle ids_arg, nb::handle table_arg, nb::handle out_arg) {
+  Op op("embedding");
+  const Tensor ids = op.tensor(ids_arg, "ids", {"T"}, one_of({DType::i32, DType::i64}));
+  const Tensor table = op.tensor(table_arg, "table", {"V", "D"}, kFloats);
+  const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, kFloats);
+  EmbeddingArgs args = args_of(op, ids, table, out, op["V"]);
+  args.table_stride = table.stride(0);
+  launch(embedding, args);
+}
+
+void embedding_packed_entry(nb::handle ids_arg, nb::handle table_arg, int64_t vocabulary, int64_t width,
+                            nb::handle out_arg) {
+  Op op("embedding_packed");
+  op.require(vocabulary > 0 && width > 0,
+             "the table is " + std::to_string(vocabulary) + " by " + std::to_string(width) + ", both must be positive");
+  op.bind("V", vocabulary);
+  op.bind("D", width);
+  const Tensor ids = op.tensor(ids_arg, "ids", {"T"}, one_of({DType::i32, DType::i64}));
+  const Tensor table = op.tensor(table_arg, "table", {"_"}, kFloats);
+  const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, kFloats);
+  const int64_t elements = round_up(vocabulary, kStripColumns) * round_up(width, kTileDepth);
+  op.require(table.numel() == elements, "table has " + std::to_string(table.numel()) + " elements, expected " +
+                                            std::to_string(elements) + " for a packed table of " +
+                                            std::to_string(vocabulary) + " by " + std::to_string(width));
+  EmbeddingArgs args = args_of(op, ids, table, out, vocabulary);
+  args.packed = true;
+  launch(embedding, args);
+}
+
+void scatter_rows_entry(nb::handle out_arg, nb::handle rows_arg, nb::handle values_arg, bool accumulate) {
+  Op op(accumulate ? "scatter_add_rows" : "scatter_rows");
+  const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, kFloats);
+  const Tensor rows = op.tensor(rows_arg, "rows", {"M"}, one_of({DType::i64}));
+  const Tensor values = op.tensor(values_arg, "values", {"M", "D"}, kFloats);
+  op.same_dtype(out, values);
+  in_range(op, rows, op["T"]);
+  ScatterArgs args;
+  args.rows = static_cast<const int64_t*>(rows.data);
+  args.values = values.data;
+  args.out = out.data;
+  args.values_stride = values.stride(0);
+  args.out_stride = out.stride(0);
+  args.count = op["M"];
+  args.width = op["D"];
+  args.accumulate = accumulate;
+  args.dtype = out.dtype;
+  const int64_t repeated = first_repeated(args.rows, args.count, op["T"]);
+  if (repeated >= 0) op.require(false, entry_of(rows, repeated) + ", a row that was named before");
+  launch(scatter_rows, args);
+}
+
+}  // namespace
+
+void bind_embedding(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("embedding", &embedding_entry, "ids"_a, "table"_a, "out"_a);
+  m.def("embedding_packed", &embedding_packed_entry, "ids"_a, "table"_a, "num_rows"_a, "width"_a, "out"_a);
+  m.def("scatter_rows", &scatter_rows_entry, "out"_a, "rows"_a, "values"_a, "accumulate"_a);
+}
+
+}  // namespace tilewright

@@ -1,0 +1,44 @@
+#include "kernels/activation/activation.h"
+
+#include <algorithm>
+
+#include "base/parallel.h"
+#include "kernels/manifest.h"
+
+namespace tilewright {
+
+#define KERNEL(isa, name) extern const ActivationKernels name;
+#include "kernels/activation/kernels.inc"
+#undef KERNEL
+
+namespace {
+
+constexpr Entry<ActivationKernels> kTable[] = {
+#define KERNEL(isa, name) {Isa::isa, &name},
+#include "kernels/activation/kernels.inc"
+#undef KERNEL
+};
+
+// Spans rather than rows are handed out: a decode step has one wide row, a flattened tensor one endless one.
+constexpr int64_t kSpan = 8192;
+
+template <class Kernel>
+void over_spans(const ElementwiseArgs& args, Kernel kernel) {
+  const int64_t spans_per_row = (args.width + kSpan - 1) / kSpan;
+  const int64_t spans = args.rows * spans_per_row;
+  const int64_t span_bytes = std::min(args.width, kSpan) * static_cast<int64_t>(size_of(args.dtype)) * 3;
+  parallel_chunks(spans, grain_for(spans, span_bytes), [&](int64_t first, int64_t last) {
+    for (int64_t span = first; span < last; ++span) {
+      const int64_t begin = span % spans_per_row * kSpan;
+      kernel(args, span / spans_per_row, begin, std::min(begin + kSpan, args.width));
+    }
+  });
+}
+
+}  // namespace
+
+void activate(const ElementwiseArgs& args) { over_spans(args, select(kTable).activate); }
+void gate(const ElementwiseArgs& args) { over_spans(args, select(kTable).gate); }
+void add(const ElementwiseArgs& args) { over_spans(args, select(kTable).add); }
+
+}  // namespace tilewright

@@ -1,0 +1,76 @@
+// Spans of rows in terms of Vec; each ISA file includes this after its Vec.
+#pragma once
+
+#include "base/vec/activation.h"
+#include "base/vec/row.h"
+#include "kernels/activation/activation.h"
+
+namespace tilewright {
+namespace {
+
+template <Activation kActivation>
+using Constant = std::integral_constant<Activation, kActivation>;
+
+// Calls fn with the activation as a constant: one loop per function, no switch inside.
+template <class Fn>
+inline void with_activation(Activation activation, Fn fn) {
+  switch (activation) {
+    case Activation::none: return fn(Constant<Activation::none>{});
+    case Activation::silu: return fn(Constant<Activation::silu>{});
+    case Activation::gelu_tanh: return fn(Constant<Activation::gelu_tanh>{});
+    case Activation::gelu_erf: return fn(Constant<Activation::gelu_erf>{});
+    case Activation::gelu_quick: return fn(Constant<Activation::gelu_quick>{});
+  }
+}
+
+template <class Fn>
+inline void with_type(DType dtype, Fn fn) {
+  return dtype == DType::f32 ? fn(float{}) : fn(bf16{});
+}
+
+template <class T>
+inline const T* at(const void* data, int64_t offset) {
+  return static_cast<const T*>(data) + offset;
+}
+
+void activate_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto t) {
+    using T = decltype(t);
+    const T* x = at<T>(args.x, row * args.x_stride + begin);
+    T* y = static_cast<T*>(args.y) + row * args.y_stride + begin;
+    with_activation(args.activation, [&](auto activation) {
+      for_each_vec(end - begin, [&](int64_t i, auto count) {
+        store_some(apply_activation(load_some(x + i, count), activation), y + i, count);
+      });
+    });
+  });
+}
+
+void gate_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto t) {
+    using T = decltype(t);
+    const T* x = at<T>(args.x, row * args.x_stride + begin);
+    const T* up = x + args.width;
+    T* y = static_cast<T*>(args.y) + row * args.y_stride + begin;
+    with_activation(args.activation, [&](auto activation) {
+      for_each_vec(end - begin, [&](int64_t i, auto count) {
+        store_some(apply_activation(load_some(x + i, count), activation) * load_some(up + i, count), y + i, count);
+      });
+    });
+  });
+}
+
+void add_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto t) {
+    using T = decltype(t);
+    const T* x = at<T>(args.x, row * args.x_stride + begin);
+    const T* other = at<T>(args.other, row * args.other_stride + begin);
+    T* y = static_cast<T*>(args.y) + row * args.y_stride + begin;
+    for_each_vec(end - begin, [&](int64_t i, auto count) {
+      store_some(load_some(x + i, count) + load_some(other + i, count), y + i, count);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace tilewright

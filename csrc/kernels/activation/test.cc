@@ -1,0 +1,76 @@
+// Every elementwise kernel of this machine against plain loops in double, at odd widths, between guard pages.
+#include <cmath>
+#include <vector>
+
+#include "kernels/activation/activation.h"
+#include "testing/testing.h"
+
+namespace tilewright::testing {
+namespace {
+
+constexpr int64_t kRows = 3;
+
+double exact(Activation activation, double x) {
+  switch (activation) {
+    case Activation::none: return x;
+    case Activation::silu: return x / (1.0 + std::exp(-x));
+    case Activation::gelu_tanh: return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
+    case Activation::gelu_erf: return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
+    case Activation::gelu_quick: return x / (1.0 + std::exp(-1.702 * x));
+  }
+  return 0;
+}
+
+// Inputs [rows, 2 width] and outputs [rows, width], a gap of one after each row; the last row ends the buffer.
+template <class T>
+void check_elementwise(int64_t width, Edge edge, Activation activation) {
+  Random random(static_cast<uint64_t>(width));
+  const int64_t x_stride = 2 * width + 1, y_stride = width + 1;
+  GuardedBuffer<T> x(kRows * x_stride - 1, edge), y(kRows * y_stride - 1, edge);
+  x.fill(random, 8.0f);
+  ElementwiseArgs args;
+  args.x = x.data();
+  args.other = x.data() + width;
+  args.y = y.data();
+  args.rows = kRows;
+  args.width = width;
+  args.x_stride = args.other_stride = x_stride;
+  args.y_stride = y_stride;
+  args.activation = activation;
+  args.dtype = sizeof(T) == 2 ? DType::bf16 : DType::f32;
+
+  const auto check = [&](const char* what, auto expected_of) {
+    for (int64_t row = 0; row < kRows; ++row) {
+      std::vector<double> expected;
+      for (int64_t i = 0; i < width; ++i)
+        expected.push_back(expected_of(to_float(x[row * x_stride + i]), to_float(x[row * x_stride + width + i])));
+      check_close(&y[row * y_stride], expected.data(), width, 2e-6,
+                  std::string(what) + " " + name_of(activation) + ", width " + std::to_string(width));
+      if (row) CHECK(std::isnan(to_float(y[row * y_stride - 1])));  // the gap is still poison
+    }
+    y.poison();
+  };
+  activate(args);
+  check("activate", [&](double a, double) { return exact(activation, a); });
+  gate(args);
+  check("gate", [&](double a, double b) { return exact(activation, a) * b; });
+  add(args);
+  check("add", [&](double a, double b) { return a + b; });
+}
+
+TEST(elementwise_matches_plain_loops) {
+  for_each_isa([] {
+    for (Edge edge : {Edge::end, Edge::start})
+      for (int i = 0; i < kNumActivations; ++i) {
+        for (int64_t width = 1; width <= 35; ++width) {
+          check_elementwise<float>(width, edge, static_cast<Activation>(i));
+          check_elementwise<bf16>(width, edge, static_cast<Activation>(i));
+        }
+        for (int64_t width : {127, 8191, 8192, 8193, 16400})
+          check_elementwise<bf16>(width, edge, static_cast<Activation>(i));
+      }
+  });
+}
+
+}  // namespace
+}  // namespace tilewright::testing

@@ -1,0 +1,63 @@
+#include "kernels/embedding/embedding.h"
+
+#include <vector>
+
+#include "base/parallel.h"
+#include "kernels/manifest.h"
+
+namespace tilewright {
+
+#define KERNEL(isa, name) extern const EmbeddingKernels name;
+#include "kernels/embedding/kernels.inc"
+#undef KERNEL
+
+namespace {
+
+constexpr Entry<EmbeddingKernels> kTable[] = {
+#define KERNEL(isa, name) {Isa::isa, &name},
+#include "kernels/embedding/kernels.inc"
+#undef KERNEL
+};
+
+template <class Args, class Kernel>
+void over_rows(const Args& args, Kernel kernel, int64_t bytes_per_element) {
+  const int64_t grain = grain_for(args.count, args.width * bytes_per_element);
+  parallel_chunks(args.count, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+template <class Id>
+int64_t first_outside(const Id* ids, int64_t count, int64_t limit) {
+  for (int64_t i = 0; i < count; ++i)
+    if (ids[i] < 0 || ids[i] >= limit) return i;
+  return -1;
+}
+
+}  // namespace
+
+void embedding(const EmbeddingArgs& args) {
+  const EmbeddingKernels& kernels = select(kTable);
+  const auto size = static_cast<int64_t>(size_of(args.dtype));
+  // From a packed table each pair costs a cache line of its own.
+  over_rows(args, args.packed ? kernels.gather_packed : kernels.gather, args.packed ? 32 : 2 * size);
+}
+
+void scatter_rows(const ScatterArgs& args) {
+  const EmbeddingKernels& kernels = select(kTable);
+  over_rows(args, args.accumulate ? kernels.add : kernels.write, 3 * static_cast<int64_t>(size_of(args.dtype)));
+}
+
+int64_t first_out_of_range(const void* ids, DType id_dtype, int64_t count, int64_t limit) {
+  if (id_dtype == DType::i64) return first_outside(static_cast<const int64_t*>(ids), count, limit);
+  return first_outside(static_cast<const int32_t*>(ids), count, limit);
+}
+
+int64_t first_repeated(const int64_t* rows, int64_t count, int64_t limit) {
+  std::vector<bool> seen(static_cast<size_t>(limit));
+  for (int64_t i = 0; i < count; ++i) {
+    if (seen[static_cast<size_t>(rows[i])]) return i;
+    seen[static_cast<size_t>(rows[i])] = true;
+  }
+  return -1;
+}
+
+}  // namespace tilewright

@@ -1,0 +1,53 @@
+// Rows by number: token embeddings out of a table, media embeddings into token rows.
+//
+//   embedding     out[t] = table[ids[t]]           table [V, D], or packed as a linear weight (base/tile.h)
+//   scatter_rows  out[rows[m]] = values[m]         or += in fp32, rounded once
+//
+// Callers check the numbers first with first_out_of_range (and first_repeated for scatter_rows: its rows are written
+// by several threads, so a repeated row is an error rather than a race).
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+
+namespace tilewright {
+
+struct EmbeddingArgs {
+  const void* ids = nullptr;  // [T], in [0, V)
+  DType id_dtype;             // int32 or int64
+  const void* table = nullptr;
+  int64_t table_stride = 0;  // of a plain table
+  bool packed = false;
+  void* out = nullptr;  // [T, D]
+  int64_t out_stride = 0;
+  int64_t count = 0, width = 0;
+  DType dtype;
+};
+
+struct ScatterArgs {
+  const int64_t* rows = nullptr;  // [M], distinct
+  const void* values = nullptr;   // [M, D]
+  void* out = nullptr;
+  int64_t values_stride = 0, out_stride = 0;
+  int64_t count = 0, width = 0;
+  bool accumulate = false;
+  DType dtype;
+};
+
+void embedding(const EmbeddingArgs& args);
+void scatter_rows(const ScatterArgs& args);
+
+// The place of the first id that is not in [0, limit), or -1.
+int64_t first_out_of_range(const void* ids, DType id_dtype, int64_t count, int64_t limit);
+// The place of the first of `rows` (all in [0, limit)) that was there before, or -1.
+int64_t first_repeated(const int64_t* rows, int64_t count, int64_t limit);
+
+struct EmbeddingKernels {
+  void (*gather)(const EmbeddingArgs& args, int64_t begin, int64_t end);
+  void (*gather_packed)(const EmbeddingArgs& args, int64_t begin, int64_t end);
+  void (*write)(const ScatterArgs& args, int64_t begin, int64_t end);
+  void (*add)(const ScatterArgs& args, int64_t begin, int64_t end);
+};
+
+}  // namespace tilewright

@@ -1,0 +1,79 @@
+// Gathers and scatters of a range of rows in terms of Vec; each ISA file includes this after its Vec.
+#pragma once
+
+#include <cstring>
+
+#include "base/tile.h"
+#include "base/vec/row.h"
+#include "kernels/embedding/embedding.h"
+
+namespace tilewright {
+namespace {
+
+inline int64_t id_at(const EmbeddingArgs& args, int64_t i) {
+  if (args.id_dtype == DType::i64) return static_cast<const int64_t*>(args.ids)[i];
+  return static_cast<const int32_t*>(args.ids)[i];
+}
+
+inline void copy_row(void* to, int64_t to_row, int64_t to_stride, const void* from, int64_t from_row,
+                     int64_t from_stride, int64_t width, DType dtype) {
+  const auto size = static_cast<int64_t>(size_of(dtype));
+  std::memcpy(static_cast<char*>(to) + to_row * to_stride * size,
+              static_cast<const char*>(from) + from_row * from_stride * size, width * size);
+}
+
+void gather_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i)
+    copy_row(args.out, i, args.out_stride, args.table, id_at(args, i), args.table_stride, args.width, args.dtype);
+}
+
+// One column of the packed table: a pair of depths every 32 elements, so a token reads one line in sixteen of a tile.
+template <class T>
+void gather_packed_row(const T* table, T* out, int64_t id, int64_t width) {
+  const int64_t num_depth_tiles = ceil_div(width, kTileDepth);
+  const T* column = table + packed_offset<T>(id, 0, num_depth_tiles);
+  constexpr int kSecond = tile_offset<T>(1, 0);  // from the even to the odd depth of a pair
+  constexpr int kNextPair = tile_offset<T>(2, 0);
+  constexpr int kNextTile = 2 * kTileElements;
+  for (int64_t k = 0; k < width; k += kTileDepth, column += kNextTile) {
+    const int64_t depth = width - k < kTileDepth ? width - k : kTileDepth;
+    for (int64_t d = 0; d + 1 < depth; d += 2) {
+      const T* pair = column + d / 2 * kNextPair;
+      out[k + d] = pair[0];
+      out[k + d + 1] = pair[kSecond];
+    }
+    if (depth % 2) out[k + depth - 1] = column[depth / 2 * kNextPair];
+  }
+}
+
+void gather_packed_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
+  const auto gather = [&](auto t) {
+    using T = decltype(t);
+    for (int64_t i = begin; i < end; ++i)
+      gather_packed_row(static_cast<const T*>(args.table), static_cast<T*>(args.out) + i * args.out_stride,
+                        id_at(args, i), args.width);
+  };
+  args.dtype == DType::f32 ? gather(float{}) : gather(bf16{});
+}
+
+void write_rows(const ScatterArgs& args, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i)
+    copy_row(args.out, args.rows[i], args.out_stride, args.values, i, args.values_stride, args.width, args.dtype);
+}
+
+void add_rows(const ScatterArgs& args, int64_t begin, int64_t end) {
+  const auto add = [&](auto t) {
+    using T = decltype(t);
+    for (int64_t row = begin; row < end; ++row) {
+      const T* values = static_cast<const T*>(args.values) + row * args.values_stride;
+      T* out = static_cast<T*>(args.out) + args.rows[row] * args.out_stride;
+      for_each_vec(args.width, [&](int64_t i, auto count) {
+        store_some(load_some(out + i, count) + load_some(values + i, count), out + i, count);
+      });
+    }
+  };
+  args.dtype == DType::f32 ? add(float{}) : add(bf16{});
+}
+
+}  // namespace
+}  // namespace tilewright

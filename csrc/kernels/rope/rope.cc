@@ -1,0 +1,38 @@
+#include "kernels/rope/rope.h"
+
+#include "base/parallel.h"
+#include "kernels/manifest.h"
+
+namespace tilewright {
+
+#define KERNEL(isa, name) extern const RopeKernels name;
+#include "kernels/rope/kernels.inc"
+#undef KERNEL
+
+namespace {
+
+constexpr Entry<RopeKernels> kTable[] = {
+#define KERNEL(isa, name) {Isa::isa, &name},
+#include "kernels/rope/kernels.inc"
+#undef KERNEL
+};
+
+}  // namespace
+
+void rope_table(const RopeTableArgs& args) {
+  const auto kernel = select(kTable).table;
+  // A sine and a cosine take as long as some 16 bytes of a streaming kernel.
+  const int64_t grain = grain_for(args.num_tokens, args.num_frequencies * 16);
+  parallel_chunks(args.num_tokens, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+void rope(const RopeArgs& args) {
+  const auto kernel = select(kTable).rope;
+  int64_t heads = 0;
+  for (int part = 0; part < args.num_parts; ++part) heads += args.parts[part].num_heads;
+  const int64_t token_bytes = heads * args.head_width * static_cast<int64_t>(size_of(args.dtype)) * 2;
+  const int64_t grain = grain_for(args.num_tokens, token_bytes);
+  parallel_chunks(args.num_tokens, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+}  // namespace tilewright

@@ -1,0 +1,1 @@
+"""Measurements: `tilewright bench kernels` holds every kernel against torch and against the machine's limit."""

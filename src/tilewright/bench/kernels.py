@@ -1,0 +1,112 @@
+"""`tilewright bench kernels`: every kernel at the shapes of real models, beside torch and the machine's limit."""
+
+import argparse
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help answers at once
+    from tilewright.bench.report import Limits, Result
+    from tilewright.bench.row import Row
+
+
+def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command `kernels`."""
+    parser = subparsers.add_parser(
+        "kernels",
+        help="every kernel beside torch's own op and the machine's limit",
+        description="Times each kernel at the shapes of Qwen3-VL 2B and 8B, in turns with torch's way to the same "
+        "result. A kernel that disagrees with its twin gets no figure, and the exit status is 1.",
+        epilog="""examples:
+  tilewright bench kernels                              all of them
+  tilewright bench kernels --filter "linear 2B"         rows whose name and shape have these words
+  tilewright bench kernels --json k.json --plot k.png   for programs, and as a roofline""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--filter", default="", metavar="TEXT", help="only rows whose name and shape have all these words"
+    )
+    parser.add_argument("--rounds", type=_positive, default=15, metavar="N", help="samples of each side (default 15)")
+    parser.add_argument("--threads", type=_positive, metavar="N", help="threads of both sides (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine, to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a roofline to FILE (needs matplotlib)")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status: 0, 1 where a check failed, 2 where the request cannot be met."""
+    if options.plot:
+        try:
+            import matplotlib  # noqa: F401  before minutes of measuring, not after
+        except ImportError:
+            print("tilewright: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+            return 2
+    import torch
+
+    from tilewright import machine
+    from tilewright.bench import report
+    from tilewright.bench.rows import all_rows
+    from tilewright.ops.native import kernels
+
+    words = options.filter.split()
+    rows = [row for row in all_rows() if all(word in f"{row.name} {row.shape} {row.group}" for word in words)]
+    if not rows:
+        print(f"tilewright: no row has the words of --filter {options.filter!r}", file=sys.stderr)
+        return 2
+    if options.threads:
+        kernels.set_num_threads(options.threads)
+    torch.set_num_threads(kernels.num_threads())
+    load = os.getloadavg()[0]
+    if load > 0.5 * (os.cpu_count() or 1):
+        print(
+            f"tilewright: the load average is {load:.1f}: others are running, the figures will suffer", file=sys.stderr
+        )
+    measured = machine.measure()
+    limits = report.Limits(measured.read_gb_s, measured.bf16_tflops)
+    results = _measure(rows, options.rounds, limits)
+    print(report.as_table(results, limits))
+    if options.json:
+        about = {
+            "machine": machine.as_dict(machine.describe(), measured),
+            "versions": _versions(),
+            "rounds": options.rounds,
+            "load_average": load,
+        }
+        report.write_json(options.json, results, about)
+    if options.plot:
+        report.write_plot(options.plot, results, limits)
+    return 1 if any(result.times is None for result in results) else 0
+
+
+def _measure(rows: "list[Row]", rounds: int, limits: "Limits") -> "list[Result]":
+    from tqdm import tqdm
+
+    from tilewright.bench.report import Result
+    from tilewright.bench.timing import interleaved
+
+    results = []
+    progress = tqdm(rows, file=sys.stderr, unit="row", leave=False)
+    for row in progress:
+        progress.set_description(f"{row.name} {row.shape}")
+        calls = row.prepare()
+        times = interleaved(calls, rounds) if calls.check() else None
+        limit_s = limits.seconds(row.bytes_moved, row.flops)
+        results.append(Result(row.name, row.shape, row.group, row.bytes_moved, row.flops, limit_s, times))
+    return results
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    from tilewright import __version__
+
+    return {"tilewright": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,0 +1,162 @@
+"""What was measured, as a table, as JSON and as a picture."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tilewright.bench.timing import Times
+
+FAILED = "FAILED CHECK"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The machine at its best, as measured in the same run."""
+
+    read_gb_s: float
+    bf16_tflops: float
+
+    def seconds(self, bytes_moved: int, flops: int) -> float:
+        """The least time any kernel could take here."""
+        return max(bytes_moved / (self.read_gb_s * 1e9), flops / (self.bf16_tflops * 1e12))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row measured."""
+
+    name: str
+    shape: str
+    group: str
+    bytes_moved: int
+    flops: int
+    limit_s: float
+    times: Times | None  # none where the check failed
+
+    @property
+    def speedup(self) -> float:
+        """How many times torch's time is as long as ours."""
+        return self.times.torch_s / self.times.ours_s if self.times else math.nan
+
+    @property
+    def of_limit(self) -> float:
+        """The share of the machine's limit that ours reaches."""
+        return self.limit_s / self.times.ours_s if self.times else math.nan
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Geometric means over a group of rows."""
+
+    group: str
+    num_rows: int
+    speedup: float
+    of_limit: float
+
+
+def means(results: Sequence[Result]) -> list[Mean]:
+    """The means of each group, in the order the groups came; a row that failed its check is left out."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        if result.group and result.times:
+            groups.setdefault(result.group, []).append(result)
+    return [
+        Mean(
+            group,
+            len(rows),
+            math.exp(sum(math.log(r.speedup) for r in rows) / len(rows)),
+            math.exp(sum(math.log(r.of_limit) for r in rows) / len(rows)),
+        )
+        for group, rows in groups.items()
+    ]
+
+
+def as_table(results: Sequence[Result], limits: Limits) -> str:
+    """The rows for people to read, the means of the groups below them."""
+    head = ("kernel", "shape", "ours us", "torch us", "x torch", "GB/s", "TFLOP/s", "of limit")
+    lines = [head, *(_cells(result) for result in results)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    text = ["  ".join(_aligned(line, widths)).rstrip() for line in lines]
+    text += [
+        "",
+        *(
+            f"{m.group}: {m.speedup:.2f} x torch, {m.of_limit:.0%} of the limit, {m.num_rows} rows (geometric means)"
+            for m in means(results)
+        ),
+    ]
+    text += [
+        "",
+        f"limits: read {limits.read_gb_s:.1f} GB/s, bf16 {limits.bf16_tflops:.2f} TFLOP/s, measured in this run",
+    ]
+    return "\n".join(text)
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    times = result.times
+    if times is None:
+        return (result.name, result.shape, FAILED, "", "", "", "", "")
+    return (
+        result.name,
+        result.shape,
+        f"{times.ours_s * 1e6:.1f}",
+        f"{times.torch_s * 1e6:.1f}",
+        f"{result.speedup:.2f}",
+        f"{result.bytes_moved / times.ours_s / 1e9:.1f}",
+        f"{result.flops / times.ours_s / 1e12:.3f}",
+        f"{result.of_limit:.0%}",
+    )
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [
+        cell.ljust(width) if i < 2 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+    ]
+
+
+def write_json(path: Path, results: Sequence[Result], about: dict[str, object]) -> None:
+    """The rows and their means beside what the machine is and what it reached."""
+    rows = [asdict(r) | {"speedup": _number(r.speedup), "of_limit": _number(r.of_limit)} for r in results]
+    document = about | {"rows": rows, "geometric_means": [asdict(mean) for mean in means(results)]}
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def write_plot(path: Path, results: Sequence[Result], limits: Limits) -> None:
+    """A roofline: speed over arithmetic intensity, ours and torch's, under what the machine allows."""
+    from matplotlib.figure import Figure  # only here: a benchmark without a picture does not need it
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    axes = figure.add_subplot()
+    drawn = [(r, r.times) for r in results if r.times and r.flops]
+    intensities = [r.flops / r.bytes_moved for r, _ in drawn] or [1.0]
+    ridge = limits.bf16_tflops * 1e12 / (limits.read_gb_s * 1e9)
+    roof = sorted([min(intensities) / 2, ridge, max([*intensities, ridge]) * 2])
+    axes.plot(
+        roof,
+        [min(x * limits.read_gb_s * 1e9, limits.bf16_tflops * 1e12) / 1e9 for x in roof],
+        color="black",
+        label=f"machine: {limits.read_gb_s:.1f} GB/s, {limits.bf16_tflops:.2f} TFLOP/s bf16",
+    )
+    families = list(dict.fromkeys(r.name for r, _ in drawn))
+    for number, name in enumerate(families):
+        rows = [(r, times) for r, times in drawn if r.name == name]
+        x = [r.flops / r.bytes_moved for r, _ in rows]
+        color = f"C{number % 10}"
+        axes.scatter(x, [r.flops / times.ours_s / 1e9 for r, times in rows], s=28, color=color, label=name)
+        axes.scatter(x, [r.flops / times.torch_s / 1e9 for r, times in rows], s=24, color=color, marker="x")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="flops per byte",
+        ylabel="GFLOP/s",
+        title="Kernels (dots) and torch (crosses) under the machine's limits",
+    )
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,53 @@
+"""What is measured: one kernel at one shape, beside torch's way to the same result."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A buffer that is used again and again sits in cache, where a layer's weights never are. Calls rotate among copies of
+# this many bytes in all: five times the largest cache we have met.
+ROTATION_BYTES = 3 << 29
+
+Call = Callable[[int], object]  # given the number of the call, so that it can rotate among buffers
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The two ways, and whether ours gives what the twin in ops.reference gives."""
+
+    ours: Call
+    torch: Call
+    check: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel at one shape. Its tensors are made by `prepare`, so that only one row's are in memory at a time."""
+
+    name: str
+    shape: str
+    bytes_moved: int  # each input read once, each output written once
+    flops: int
+    prepare: Callable[[], Calls]
+    group: str = ""  # rows of one group get a geometric mean
+
+
+def rotation(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Copies of the tensors, the originals first, that take ROTATION_BYTES together; at least two."""
+    size_bytes = sum(t.numel() * t.element_size() for t in tensors)
+    num_copies = max(2, -(-ROTATION_BYTES // size_bytes))
+    return [tensors, *(tuple(t.clone() for t in tensors) for _ in range(num_copies - 1))]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, seed: int = 0) -> Tensor:
+    """Normal numbers, the same in every run."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def close(actual: Tensor, expected: Tensor, steps: float = 2.0) -> bool:
+    """Whether two results differ by a few rounding steps of bf16 (2^-8) at most; NaN is never close."""
+    actual, expected = actual.float(), expected.float()
+    allowed = steps * 2**-8 * (expected.abs() + expected.abs().mean())
+    return bool(((actual - expected).abs() <= allowed).all())

@@ -1,0 +1,14 @@
+"""The rows, one file per op family; a new family is a file with `rows()` and a line here."""
+
+from collections.abc import Iterator
+
+from tilewright.bench.row import Row
+from tilewright.bench.rows import activation, attention, embedding, image, linear, norm, rope, sample
+
+FAMILIES = (linear, attention, norm, rope, activation, embedding, image, sample)
+
+
+def all_rows() -> Iterator[Row]:
+    """Every row, cheap to make: tensors come with Row.prepare."""
+    for family in FAMILIES:
+        yield from family.rows()

@@ -1,0 +1,72 @@
+"""The gated activation of the language model, the gelu of the vision tower, the residual add."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from tilewright.bench.row import Calls, Row, close, random, rotation
+from tilewright.bench.shapes import MODELS
+from tilewright.ops import activation, reference
+
+TOKENS = (8, 4096)
+
+
+def rows() -> Iterator[Row]:
+    for model in MODELS:
+        for tokens in TOKENS:
+            elements = tokens * model.intermediate
+            shape = f"{model.name} [{tokens}, 2 x {model.intermediate}]"
+            yield Row("silu_and_mul", shape, 6 * elements, 20 * elements, partial(_gated, tokens, model.intermediate))
+        tokens, vision = TOKENS[-1], model.vision
+        elements = tokens * vision.mlp
+        shape = f"{model.name} vision [{tokens}, {vision.mlp}]"
+        yield Row("gelu_tanh", shape, 4 * elements, 22 * elements, partial(_gelu, tokens, vision.mlp))
+        elements = tokens * model.hidden
+        shape = f"{model.name} [{tokens}, {model.hidden}]"
+        yield Row("add", shape, 6 * elements, elements, partial(_add, tokens, model.hidden))
+
+
+def _gated(tokens: int, width: int) -> Calls:
+    x = random(tokens, 2 * width)
+    sets = rotation(x, torch.empty(tokens, width, dtype=x.dtype))
+
+    def ours(call: int) -> object:
+        source, out = sets[call % len(sets)]
+        return activation.silu_and_mul(source, out=out)
+
+    def theirs(call: int) -> object:
+        source, out = sets[call % len(sets)]
+        return torch.mul(functional.silu(source[:, :width]), source[:, width:], out=out)
+
+    return Calls(ours, theirs, lambda: close(activation.silu_and_mul(x), reference.activate_and_mul(x, "silu")))
+
+
+def _gelu(tokens: int, width: int) -> Calls:
+    x = random(tokens, width)
+    sets = rotation(x, x.clone())
+
+    def ours(call: int) -> object:
+        source, out = sets[call % len(sets)]
+        return activation.gelu_tanh(source, out=out)
+
+    def theirs(call: int) -> object:
+        return functional.gelu(sets[call % len(sets)][0], approximate="tanh")
+
+    return Calls(ours, theirs, lambda: close(activation.gelu_tanh(x), reference.activate(x, "gelu_tanh")))
+
+
+def _add(tokens: int, width: int) -> Calls:
+    x, y = random(tokens, width), random(tokens, width, seed=1)
+    sets = rotation(x, y, x.clone())
+
+    def ours(call: int) -> object:
+        a, b, out = sets[call % len(sets)]
+        return activation.add(a, b, out=out)
+
+    def theirs(call: int) -> object:
+        a, b, out = sets[call % len(sets)]
+        return torch.add(a, b, out=out)
+
+    return Calls(ours, theirs, lambda: close(activation.add(x, y), reference.add(x, y)))

@@ -1,0 +1,118 @@
+"""Attention of the vision tower, of a decode step and of a chunk of prefill; the store of keys and values."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilewright.bench.row import Calls, Row, close, random, rotation
+from tilewright.bench.shapes import MODELS
+from tilewright.ops import attention, reference
+from tilewright.ops.kv_cache import KvCache, kv_store
+
+PATCHES = (1024, 2048, 4096)
+PAGE_SIZE = 128
+BATCH, CONTEXT = 8, 4096
+CHUNK = 1024
+# fp32 scores of the twin at 4096 patches are 1 GB; these many of the queries show a wrong kernel as well.
+CHECKED_QUERIES = 64
+
+
+def rows() -> Iterator[Row]:
+    for model in MODELS:
+        vision = model.vision
+        for patches in PATCHES:
+            heads, width = vision.num_heads, vision.head_width
+            shape = f"{model.name} vision {patches} patches, {heads} heads of {width}"
+            flops = 4 * patches * patches * heads * width
+            make = partial(_varlen, patches, heads, width)
+            yield Row("varlen_attention", shape, 8 * patches * heads * width, flops, make, "varlen_attention")
+        heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.head_width
+        sizes = f"{heads}/{kv_heads} heads of {width}"
+        kv_bytes = 4 * CONTEXT * kv_heads * width
+        shape = f"{model.name} batch {BATCH}, context {CONTEXT}, {sizes}"
+        flops = 4 * BATCH * CONTEXT * heads * width
+        make = partial(_paged, BATCH, 1, heads, kv_heads, width)
+        yield Row("paged_attention decode", shape, BATCH * (kv_bytes + 4 * heads * width), flops, make)
+        shape = f"{model.name} {CHUNK} on a prefix of {CONTEXT - CHUNK}, {sizes}"
+        flops = 4 * CHUNK * (CONTEXT - CHUNK // 2) * heads * width
+        make = partial(_paged, 1, CHUNK, heads, kv_heads, width)
+        yield Row("paged_attention prefill", shape, kv_bytes + 4 * CHUNK * heads * width, flops, make)
+        shape = f"{model.name} [{CHUNK}, {kv_heads}, {width}]"
+        yield Row("kv_store", shape, 8 * CHUNK * kv_heads * width, 0, partial(_store, kv_heads, width))
+
+
+def _starts(*starts: int) -> Tensor:
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+def _varlen(patches: int, heads: int, width: int) -> Calls:
+    q, k, v = random(3 * patches, heads, width).chunk(3)
+    starts = _starts(0, patches)
+    out = torch.empty_like(q)
+    their_q, their_k, their_v = (t.transpose(0, 1)[None] for t in (q, k, v))
+
+    def check() -> bool:
+        actual = attention.varlen_attention(q, k, v, starts)[-CHECKED_QUERIES:]
+        return close(actual, reference.attention(q[-CHECKED_QUERIES:], k, v), 4)
+
+    return Calls(
+        lambda _: attention.varlen_attention(q, k, v, starts, out=out),
+        lambda _: functional.scaled_dot_product_attention(their_q, their_k, their_v),
+        check,
+    )
+
+
+def _paged(batch: int, num_queries: int, heads: int, kv_heads: int, width: int) -> Calls:
+    """`num_queries` new tokens of each sequence, the last of its CONTEXT."""
+    pages = CONTEXT // PAGE_SIZE
+    cache = KvCache.empty(batch * pages, PAGE_SIZE, kv_heads, width, torch.bfloat16)
+    k, v = random(2 * batch * CONTEXT, kv_heads, width).chunk(2)
+    # Pages in no order, as a server that has run for a while has them.
+    block_table = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    slots = block_table.long()[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)
+    kv_store(k, v, cache, slots.flatten())
+    block_table = block_table.view(batch, pages)
+    q = random(batch * num_queries, heads, width, seed=2)
+    starts = _starts(*range(0, batch * num_queries + 1, num_queries))
+    lengths = torch.full((batch,), CONTEXT, dtype=torch.int32)
+    caches = [KvCache(data, PAGE_SIZE, width) for (data,) in rotation(cache.data)]
+    out = torch.empty_like(q)
+    by_head = [t.view(batch, CONTEXT, kv_heads, width).transpose(1, 2).contiguous() for t in (k, v)]
+    theirs_kv = rotation(*by_head)
+    theirs_q = q.view(batch, num_queries, heads, width).transpose(1, 2)
+    seen = torch.ones(num_queries, CONTEXT, dtype=torch.bool).tril(CONTEXT - num_queries) if num_queries > 1 else None
+
+    def theirs(call: int) -> object:
+        keys, values = theirs_kv[call % len(theirs_kv)]
+        return functional.scaled_dot_product_attention(theirs_q, keys, values, attn_mask=seen, enable_gqa=True)
+
+    def check() -> bool:
+        actual = attention.paged_attention(q, cache, block_table, starts, lengths)[-1:]
+        return close(actual, reference.attention(q[-1:], k[-CONTEXT:], v[-CONTEXT:]), 4)
+
+    return Calls(
+        lambda call: attention.paged_attention(q, caches[call % len(caches)], block_table, starts, lengths, out=out),
+        theirs,
+        check,
+    )
+
+
+def _store(kv_heads: int, width: int) -> Calls:
+    cache = KvCache.empty(4 * CHUNK // PAGE_SIZE, PAGE_SIZE, kv_heads, width, torch.bfloat16)
+    k, v = random(2 * CHUNK, kv_heads, width).chunk(2)
+    slots = torch.arange(CHUNK) + CHUNK
+    plain = torch.empty(2, 4 * CHUNK, kv_heads, width, dtype=torch.bfloat16)
+
+    def theirs(_: int) -> None:
+        plain[0].index_copy_(0, slots, k)
+        plain[1].index_copy_(0, slots, v)
+
+    def check() -> bool:
+        kv_store(k, v, cache, slots)
+        keys, values = cache.read()
+        return torch.equal(keys[slots], k) and torch.equal(values[slots], v)
+
+    return Calls(lambda _: kv_store(k, v, cache, slots), theirs, check)

@@ -1,0 +1,73 @@
+"""From the logits of a batch to its tokens: greedy, with the limits chat models ask for, and log-probabilities."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tilewright.bench.row import Calls, Row, close, random
+from tilewright.bench.shapes import MODELS
+from tilewright.ops import reference, sample
+
+BATCH = 8
+TEMPERATURE, TOP_K, TOP_P = 0.7, 20, 0.8
+TOP_N = 5
+
+
+def rows() -> Iterator[Row]:
+    vocabulary = MODELS[0].vocabulary
+    elements = BATCH * vocabulary
+    shape = f"[{BATCH}, {vocabulary}]"
+    yield Row("sample greedy", shape, 4 * elements, elements, partial(_sample, vocabulary, 0.0, 0, 1.0))
+    make = partial(_sample, vocabulary, TEMPERATURE, TOP_K, TOP_P)
+    yield Row(f"sample top_k {TOP_K} top_p {TOP_P}", shape, 4 * elements, 20 * elements, make)
+    make = partial(_sample, vocabulary, TEMPERATURE, 0, TOP_P)
+    yield Row(f"sample top_p {TOP_P}", shape, 4 * elements, 20 * elements, make)
+    yield Row(f"log_probs top {TOP_N}", shape, 4 * elements, 20 * elements, partial(_log_probs, vocabulary))
+
+
+def _sample(vocabulary: int, temperature: float, top_k: int, top_p: float) -> Calls:
+    logits = random(BATCH, vocabulary, dtype=torch.float32, scale=3.0)
+    limits = (
+        torch.full((BATCH,), temperature),
+        torch.full((BATCH,), top_k),
+        torch.full((BATCH,), top_p),
+        torch.zeros(BATCH),
+    )
+    uniform = torch.linspace(0.05, 0.95, BATCH, dtype=torch.float64)
+    out = torch.empty(BATCH, dtype=torch.int64)
+
+    def theirs(_: int) -> Tensor:
+        return logits.argmax(1) if temperature == 0 else _drawn(logits / temperature, top_k, top_p)
+
+    def check() -> bool:
+        return torch.equal(sample.sample(logits, *limits, uniform), reference.sample(logits, *limits, uniform))
+
+    return Calls(lambda _: sample.sample(logits, *limits, uniform, out=out), theirs, check)
+
+
+def _drawn(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """As generate() of transformers draws: each limit writes -inf into the whole row."""
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    ordered, indices = logits.sort(descending=False)
+    removed = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+    logits = logits.masked_fill(removed.scatter(1, indices, removed), -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1)[:, 0]
+
+
+def _log_probs(vocabulary: int) -> Calls:
+    logits = random(BATCH, vocabulary, dtype=torch.float32, scale=3.0)
+    token_ids = torch.arange(BATCH) * 1000
+
+    def theirs(_: int) -> object:
+        values = logits.log_softmax(-1)
+        chosen = values.gather(1, token_ids[:, None])
+        return chosen, values.topk(TOP_N), (values > chosen).sum(-1) + 1
+
+    def check() -> bool:
+        actual, expected = sample.log_probs(logits, token_ids, TOP_N), reference.log_probs(logits, token_ids, TOP_N)
+        return all(close(a, b, 0.01) for a, b in zip(actual, expected, strict=True))
+
+    return Calls(lambda _: sample.log_probs(logits, token_ids, TOP_N), theirs, check)

@@ -1,0 +1,64 @@
+"""The sizes of the models whose layers are measured, as their published configs give them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Vision:
+    """A vision tower: patches of patch x patch x 2 frames, merge x merge of them to a token."""
+
+    hidden: int
+    mlp: int
+    num_heads: int
+    head_width: int
+    out: int
+    patch: int = 16
+    merge: int = 2
+
+    @property
+    def patch_elements(self) -> int:
+        return 3 * 2 * self.patch * self.patch
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of the linears of a layer."""
+        return {
+            "qkv": (3 * self.hidden, self.hidden),
+            "proj": (self.hidden, self.hidden),
+            "fc1": (self.mlp, self.hidden),
+            "fc2": (self.hidden, self.mlp),
+        }
+
+
+@dataclass(frozen=True)
+class Model:
+    """A language model with a vision tower."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    vocabulary: int
+    vision: Vision
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_width
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of the linears of a layer."""
+        return {
+            "qkv": (self.qkv_width, self.hidden),
+            "o": (self.hidden, self.num_heads * self.head_width),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
+
+
+MODELS = (
+    Model("2B", 2048, 6144, 16, 8, 128, 151_936, Vision(1024, 4096, 16, 64, 2048)),
+    Model("8B", 4096, 12_288, 32, 8, 128, 151_936, Vision(1152, 4304, 16, 72, 4096)),
+)

@@ -1,0 +1,65 @@
+"""Activations, gated activations and the residual add; kernels in csrc/kernels/activation."""
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.native import kernels, view
+
+
+def silu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x * sigmoid(x). `out` may be x."""
+    return activate(x, "silu", out=out)
+
+
+def gelu_tanh(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """gelu by its tanh formula (gelu_pytorch_tanh). `out` may be x."""
+    return activate(x, "gelu_tanh", out=out)
+
+
+def gelu_erf(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x * Phi(x), the exact gelu. `out` may be x."""
+    return activate(x, "gelu_erf", out=out)
+
+
+def gelu_quick(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x * sigmoid(1.702 x). `out` may be x."""
+    return activate(x, "gelu_quick", out=out)
+
+
+def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up [..., I] of x [..., 2I], gate first."""
+    return activate_and_mul(x, "silu", out=out)
+
+
+def gelu_tanh_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """gelu_tanh(gate) * up [..., I] of x [..., 2I], gate first."""
+    return activate_and_mul(x, "gelu_tanh", out=out)
+
+
+def gelu_erf_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """gelu_erf(gate) * up [..., I] of x [..., 2I], gate first."""
+    return activate_and_mul(x, "gelu_erf", out=out)
+
+
+def activate(x: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:
+    """The named activation of each element: none, silu, gelu_tanh, gelu_erf or gelu_quick. `out` may be x."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
+    kernels.activate(view(x), view(out), activation)
+    return out
+
+
+def activate_and_mul(x: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:
+    """activation(gate) * up [..., I] of x [..., 2I], gate first."""
+    if out is None:
+        out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype)
+    kernels.activate_and_mul(view(x), view(out), activation)
+    return out
+
+
+def add(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x + y, of one shape. `out` may be either."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
+    kernels.add(view(x), view(y), view(out))
+    return out

@@ -1,0 +1,45 @@
+"""Token embeddings out of a table, media embeddings into token rows; kernels in csrc/kernels/embedding."""
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.linear import PackedWeight
+from tilewright.ops.native import kernels, view
+
+
+def embedding(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+    """table[ids] [T, D] for ids [T] int64 or int32 and table [V, D]. A bad id raises ValueError naming it.
+
+    The table may be a packed linear weight: a language model head that is tied to the embedding is kept once, in the
+    layout the head wants.
+    """
+    if isinstance(table, PackedWeight):
+        return _embedding_packed(ids, table, out)
+    if out is None:
+        out = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype)
+    kernels.embedding(view(ids), view(table), view(out))
+    return out
+
+
+def _embedding_packed(ids: Tensor, table: PackedWeight, out: Tensor | None) -> Tensor:
+    if table.gated:
+        raise ValueError("embedding: the table is packed as gate and up rows, expected a plain packed weight")
+    if out is None:
+        out = torch.empty(ids.shape[0], table.k, dtype=table.dtype)
+    kernels.embedding_packed(view(ids), view(table.data), table.n, table.k, view(out))
+    return out
+
+
+def scatter_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """out [T, D] after out[rows] = values, for rows [M] int64 and values [M, D].
+
+    A row out of range or named twice raises ValueError.
+    """
+    kernels.scatter_rows(view(out), view(rows), view(values), False)
+    return out
+
+
+def scatter_add_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """out [T, D] after out[rows] += values, summed in fp32 and rounded once. A row named twice raises ValueError."""
+    kernels.scatter_rows(view(out), view(rows), view(values), True)
+    return out

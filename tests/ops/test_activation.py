@@ -1,0 +1,74 @@
+import pytest
+import torch
+from helpers import assert_close, poisoned, rand
+
+from tilewright.ops import activation, reference
+
+NAMES = ["silu", "gelu_tanh", "gelu_erf", "gelu_quick"]
+WIDTHS = [1, 3, 7, 8, 15, 16, 17, 33, 127, 1000, 8191, 8192, 20000]
+
+
+def spread(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Normal numbers, some far out in both tails."""
+    return rand(*shape, dtype=dtype, seed=seed, scale=6.0)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_activation(isa, dtype, name, width):
+    x = spread(3, width, dtype=dtype)
+    expected = reference.activate(x, name)
+    out = poisoned(3, width, dtype=dtype)
+    assert getattr(activation, name)(x, out=out) is out
+    assert_close(out, expected)
+    strided = spread(3, width + 5, dtype=dtype)
+    strided[:, :width] = x
+    beyond = strided[:, width:].clone()
+    activation.activate(strided[:, :width], name, out=strided[:, :width])
+    assert torch.equal(strided[:, :width], out)
+    assert torch.equal(strided[:, width:], beyond)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu_erf"])
+def test_gated_activation(isa, dtype, name, width):
+    x = spread(2, 3, 2 * width, dtype=dtype)
+    out = poisoned(2, 3, width, dtype=dtype)
+    assert getattr(activation, f"{name}_and_mul")(x, out=out) is out
+    assert_close(out, reference.activate_and_mul(x, name))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add(isa, dtype, width):
+    x, y = rand(3, width, dtype=dtype), rand(3, width, dtype=dtype, seed=1)
+    out = activation.add(x, y, out=poisoned(3, width, dtype=dtype))
+    assert torch.equal(out, x + y)
+    assert activation.add(x, y, out=x) is x
+    assert torch.equal(out, x)
+
+
+def test_extremes(isa, dtype):
+    x = torch.tensor([0.0, -0.0, 1e-20, 40.0, -40.0, 3e4, -3e4, float("inf"), float("nan")], dtype=dtype)
+    for name in NAMES:
+        y = activation.activate(x, name).float()
+        assert torch.equal(y[:2], torch.zeros(2)) and torch.isnan(y[-1])
+        assert torch.equal(y[[3, 5, 7]], x[[3, 5, 7]].float()), name
+        assert y[[4, 6]].abs().max() < 1e-6, name
+
+
+def test_errors_name_the_tensor():
+    with pytest.raises(
+        ValueError, match=r"out is float32 \[2, 3\], expected half of the last axis of x, float32 \[2, 8\]"
+    ):
+        activation.silu_and_mul(torch.zeros(2, 8), out=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="expected half of the last axis"):
+        activation.silu_and_mul(torch.zeros(2, 7))
+    with pytest.raises(ValueError, match=r"add: y is float32 \[3\], expected the shape of x"):
+        activation.add(torch.zeros(2, 3), torch.zeros(3))
+    with pytest.raises(ValueError, match="expected one of none, silu, gelu_tanh, gelu_erf, gelu_quick"):
+        activation.activate(torch.zeros(2), "relu")
+
+
+def test_nothing(isa):
+    assert activation.silu_and_mul(torch.zeros(0, 8)).shape == (0, 4)
+    assert activation.silu(torch.zeros(0)).shape == (0,)
