@@ -34,9 +34,6 @@ void linear(const LinearArgs& args) {
   const int64_t num_blocks = ceil_div(args.m, kRowBlock);
   const int64_t block_bytes = kernels.block_bytes(args);
   char* packed_x = static_cast<char*>(shared_scratch(num_blocks * block_bytes));
-  parallel_chunks(num_blocks, grain_for(num_blocks, block_bytes), [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) kernels.pack_block(args, block, packed_x + block * block_bytes);
-  });
 
   const int64_t num_strips = args.num_strips();
   const int64_t group = blocks_per_group(block_bytes, num_blocks);
@@ -45,12 +42,15 @@ void linear(const LinearArgs& args) {
   const int64_t turns = num_threads() * 8;
   const int64_t strips_per_task = ceil_div(num_strips * num_groups, turns);
   const int64_t tasks_per_group = ceil_div(num_strips, strips_per_task);
-  parallel_for(num_groups * tasks_per_group, [&](int64_t task) {
-    const int64_t block = task / tasks_per_group * group;
-    const int64_t strip = task % tasks_per_group * strips_per_task;
-    kernels.run(args, packed_x, block, block + group < num_blocks ? block + group : num_blocks, strip,
-                strip + strips_per_task < num_strips ? strip + strips_per_task : num_strips);
-  });
+  parallel_phases(
+      num_blocks, [&](int64_t block) { kernels.pack_block(args, block, packed_x + block * block_bytes); },
+      num_groups * tasks_per_group,
+      [&](int64_t task) {
+        const int64_t block = task / tasks_per_group * group;
+        const int64_t strip = task % tasks_per_group * strips_per_task;
+        kernels.run(args, packed_x, block, block + group < num_blocks ? block + group : num_blocks, strip,
+                    strip + strips_per_task < num_strips ? strip + strips_per_task : num_strips);
+      });
 }
 
 }  // namespace tilewright
