@@ -30,13 +30,20 @@ struct Products<bf16> {
   void multiply(const bf16* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c,
                 int64_t ldc) {
     const LeftTiles left = LeftTiles::row_major(a, lda);
-    int j = 0;
-    for (; j + 2 <= column_tiles; j += 2)
-      multiply_columns<2>(
-          left, rows, depth_tiles, [&](int d, int k) { return tile_at(d, j + k); }, c + j * kTileColumns, ldc);
-    if (j < column_tiles)
-      multiply_columns<1>(
-          left, rows, depth_tiles, [&](int d, int k) { return tile_at(d, j + k); }, c + j * kTileColumns, ldc);
+    for (int j = 0; j < column_tiles; j += 2) {
+      auto tile = [&](int d, int k) { return tile_at(d, j + k); };
+      // Two steps on, or the same depth of the next columns.
+      auto fetch = [&](int d, int k) {
+        if (d + 2 < depth_tiles)
+          prefetch_tile(tile_at(d + 2, j + k));
+        else if (j + 2 + k < column_tiles)
+          prefetch_tile(tile_at(d + 2 - depth_tiles, j + 2 + k));
+      };
+      if (j + 2 <= column_tiles)
+        multiply_columns<2>(left, rows, depth_tiles, tile, fetch, c + j * kTileColumns, ldc);
+      else
+        multiply_columns<1>(left, rows, depth_tiles, tile, fetch, c + j * kTileColumns, ldc);
+    }
   }
 };
 

@@ -21,7 +21,7 @@ struct Workspace {
   using Left = typename Products<T>::Left;
   int64_t key_depth, value_width;  // padded head widths
   Left* queries;                   // [kQueryRows, key_depth]
-  float* scores;                   // [kQueryRows, kKeyBlock]; the softmax weights take their place row by row
+  float* scores[2];                // [kQueryRows, kKeyBlock] of this block and the next; weights take their place
   float* block_output;             // [kQueryRows, value_width]
   float* output;                   // [kQueryRows, value_width]
   T* last_values;                  // one row of value tiles, for the tokens that do not fill a tile
@@ -29,18 +29,17 @@ struct Workspace {
   explicit Workspace(const KvLayout& layout)
       : key_depth(layout.key_depth_tiles() * kTileDepth), value_width(layout.value_column_tiles() * kTileColumns) {
     char* p = static_cast<char*>(
-        thread_scratch(kQueryRows * (key_depth * 4 + kKeyBlock * 4 + value_width * 8) + kTileDepth * value_width * 4));
+        thread_scratch(kQueryRows * (key_depth * 4 + kKeyBlock * 8 + value_width * 8) + kTileDepth * value_width * 4));
     auto take = [&](int64_t bytes) { return p += bytes, p - bytes; };
     queries = reinterpret_cast<Left*>(take(kQueryRows * key_depth * 4));
-    scores = reinterpret_cast<float*>(take(kQueryRows * kKeyBlock * 4));
+    for (float*& block : scores) block = reinterpret_cast<float*>(take(kQueryRows * kKeyBlock * 4));
     block_output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
     output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
     last_values = reinterpret_cast<T*>(take(kTileDepth * value_width * 4));
   }
 
-  // [kQueryRows, kKeyBlock] of Left at the stride of the scores.
+  // Softmax weights, [kQueryRows, kKeyBlock] of Left, lie in the scores they came from, at the stride of the scores.
   static constexpr int64_t kWeightStride = kKeyBlock * sizeof(float) / sizeof(Left);
-  Left* weights() const { return reinterpret_cast<Left*>(scores); }
 };
 
 // Where a row's query and output are.
@@ -112,6 +111,7 @@ struct BlockTiles {
   int keys_present;  // tokens of the block that exist
   int num_columns;   // those, up to whole value tiles
 
+  BlockTiles() = default;
   BlockTiles(const AttentionArgs& args, const AttentionItem& item, int64_t block, T* last_values) {
     const KvLayout& layout = args.layout;
     const int64_t begin = block * kKeyBlock;
@@ -146,96 +146,133 @@ struct BlockTiles {
   }
 };
 
-// The mask of a row from key `key` on, or null.
-inline const void* mask_at(const AttentionArgs& args, const AttentionItem& item, const RowPlace& place, int64_t key) {
-  const AttentionMask& mask = args.mask;
-  if (!mask.data) return nullptr;
-  const int64_t offset =
-      item.sequence * mask.sequence_stride + place.head * mask.head_stride + place.token * mask.query_stride + key;
-  return static_cast<const char*>(mask.data) + offset * static_cast<int64_t>(size_of(mask.dtype));
-}
-
-// scores -> weights of one block, with the block's maxima and sums.
-template <class T>
-inline void softmax_block(const AttentionArgs& args, const AttentionItem& item, int64_t block,
-                          const BlockTiles<T>& tiles, Workspace<T>& work, float* maximum, float* sum) {
-  const int64_t begin = block * kKeyBlock;
-  const float scale = (args.scale < 0 ? -args.scale : args.scale) * kLog2E;
-  const bool plain = !args.mask.data && args.soft_cap <= 0;
-  for (int row = 0; row < item.rows; ++row) {
-    const RowPlace place = place_of(args, item, row);
-    const KeyRange range = keys_seen(args, item.sequence, place.token);
-    RowRules rules;
-    rules.begin = static_cast<int>(range.begin <= begin ? 0 : range.begin - begin);
-    rules.end = static_cast<int>(range.end - begin < tiles.keys_present ? range.end - begin : tiles.keys_present);
-    float* scores = work.scores + row * kKeyBlock;
-    auto* weights = work.weights() + row * Workspace<T>::kWeightStride;
-    if (plain && rules.begin == 0 && rules.end == tiles.num_columns) {
-      softmax_row(scores, tiles.num_columns, scale, weights, maximum + row, sum + row);
-    } else {
-      rules.scale = scale;
-      rules.soft_cap = args.soft_cap * kLog2E;
-      rules.mask = mask_at(args, item, place, begin);
-      rules.mask_dtype = args.mask.dtype;
-      softmax_row_with_rules(scores, tiles.num_columns, rules, weights, maximum + row, sum + row);
+// Attention of one item: up to kQueryRows rows against its blocks of keys, one after the other.
+template <class TQ, class T>
+class ItemRun {
+ public:
+  ItemRun(const AttentionArgs& args, const AttentionItem& item)
+      : args_(args), item_(item), work_(args.layout), products_(item.rows) {
+    load_queries<TQ>(args, item, work_.queries, work_.key_depth);
+    for (int row = 0; row < item.rows; ++row) {
+      places_[row] = place_of(args, item, row);
+      seen_[row] = keys_seen(args, item.sequence, places_[row].token);
     }
   }
-}
 
-// The partial of one block: maxima, sums and the output before division.
-template <class T>
-inline void attend_block(const AttentionArgs& args, const AttentionItem& item, int64_t block, Products<T>& products,
-                         Workspace<T>& work, float* maximum, float* sum, float* output) {
-  const BlockTiles<T> tiles(args, item, block, work.last_values);
-  products.multiply(
-      work.queries, work.key_depth, item.rows, [&](int d, int j) { return tiles.keys[j] + d * kTileElements; },
-      tiles.num_columns / kTileColumns, static_cast<int>(work.key_depth / kTileDepth), work.scores, kKeyBlock);
-  softmax_block(args, item, block, tiles, work, maximum, sum);
-  products.multiply(
-      work.weights(), Workspace<T>::kWeightStride, item.rows,
-      [&](int d, int j) { return tiles.values[d] + j * kTileElements; },
-      static_cast<int>(work.value_width / kTileColumns), tiles.num_columns / kTileDepth, output, work.value_width);
-}
+  Workspace<T>& work() { return work_; }
+
+  // For each block, target(block) says where its partial goes (maxima, sums, output) and done(block) follows.
+  // The products of the next block are issued between rows of this block's softmax: they run on other units, and a
+  // core that has both at hand does both at once.
+  template <class Target, class Done>
+  void run(Target target, Done done) {
+    BlockTiles<T> tiles[2];
+    int now = 0;
+    if (item_.block_begin < item_.block_end) {
+      tiles[now] = BlockTiles<T>(args_, item_, item_.block_begin, work_.last_values);
+      for (int column = 0; column < tiles[now].num_columns; column += kTileDepth)
+        score(tiles[now], column, work_.scores[now]);
+    }
+    for (int64_t block = item_.block_begin; block < item_.block_end; ++block, now = 1 - now) {
+      const BlockTiles<T>& current = tiles[now];
+      BlockTiles<T>& next = tiles[1 - now];
+      next.num_columns = 0;
+      if (block + 1 < item_.block_end) next = BlockTiles<T>(args_, item_, block + 1, work_.last_values);
+      const Partial partial = target(block);
+      constexpr int kSteps = kKeyBlock / kTileDepth, kRowsPerStep = kQueryRows / kSteps;
+      for (int step = 0; step < kSteps; ++step) {
+        if (step * kTileDepth < next.num_columns) score(next, step * kTileDepth, work_.scores[1 - now]);
+        for (int row = step * kRowsPerStep; row < (step + 1) * kRowsPerStep && row < item_.rows; ++row)
+          softmax(current, block, row, work_.scores[now], partial);
+      }
+      products_.multiply(
+          reinterpret_cast<typename Workspace<T>::Left*>(work_.scores[now]), Workspace<T>::kWeightStride, item_.rows,
+          [&](int d, int j) { return current.values[d] + j * kTileElements; },
+          static_cast<int>(work_.value_width / kTileColumns), current.num_columns / kTileDepth, partial.output,
+          work_.value_width);
+      done(partial);
+    }
+  }
+
+ private:
+  // Raw products of all rows with 32 keys of a block.
+  void score(const BlockTiles<T>& tiles, int column, float* scores) {
+    const int first = column / kTileColumns;
+    products_.multiply(
+        work_.queries, work_.key_depth, item_.rows,
+        [&](int d, int j) { return tiles.keys[first + j] + d * kTileElements; }, kTileDepth / kTileColumns,
+        static_cast<int>(work_.key_depth / kTileDepth), scores + column, kKeyBlock);
+  }
+
+  void softmax(const BlockTiles<T>& tiles, int64_t block, int row, float* block_scores, const Partial& partial) {
+    const int64_t begin = block * kKeyBlock;
+    const KeyRange& seen = seen_[row];
+    RowRules rules;
+    rules.begin = static_cast<int>(seen.begin <= begin ? 0 : seen.begin - begin);
+    rules.end = static_cast<int>(seen.end - begin < tiles.keys_present ? seen.end - begin : tiles.keys_present);
+    rules.scale = (args_.scale < 0 ? -args_.scale : args_.scale) * kLog2E;
+    float* scores = block_scores + row * kKeyBlock;
+    auto* weights = reinterpret_cast<typename Workspace<T>::Left*>(scores);
+    const bool plain = !args_.mask.data && args_.soft_cap <= 0 && rules.begin == 0 && rules.end == tiles.num_columns;
+    if (plain)
+      return softmax_row(scores, tiles.num_columns, rules.scale, weights, partial.maximum + row, partial.sum + row);
+    rules.soft_cap = args_.soft_cap * kLog2E;
+    rules.mask = mask_at(row, begin);
+    rules.mask_dtype = args_.mask.dtype;
+    softmax_row_with_rules(scores, tiles.num_columns, rules, weights, partial.maximum + row, partial.sum + row);
+  }
+
+  // The mask of a row from a key on, or null.
+  const void* mask_at(int row, int64_t key) const {
+    const AttentionMask& mask = args_.mask;
+    if (!mask.data) return nullptr;
+    const int64_t offset = item_.sequence * mask.sequence_stride + places_[row].head * mask.head_stride +
+                           places_[row].token * mask.query_stride + key;
+    return static_cast<const char*>(mask.data) + offset * static_cast<int64_t>(size_of(mask.dtype));
+  }
+
+  const AttentionArgs& args_;
+  const AttentionItem& item_;
+  Workspace<T> work_;
+  Products<T> products_;
+  RowPlace places_[kQueryRows];
+  KeyRange seen_[kQueryRows];
+};
 
 template <class TQ, class T>
 void run_item_as(const AttentionArgs& args, const AttentionItem& item) {
-  Workspace<T> work(args.layout);
-  Products<T> products(item.rows);
-  load_queries<TQ>(args, item, work.queries, work.key_depth);
+  ItemRun<TQ, T> run(args, item);
   if (item.partials) {
-    float* slot = item.partials + item.block_begin * partial_floats(item.rows, args.layout);
-    for (int64_t block = item.block_begin; block < item.block_end; ++block) {
-      attend_block(args, item, block, products, work, slot, slot + item.rows, slot + 2 * item.rows);
-      slot += partial_floats(item.rows, args.layout);
-    }
+    const int64_t slot = partial_floats(item.rows, args.layout);
+    run.run(
+        [&](int64_t block) {
+          float* at = item.partials + block * slot;
+          return Partial{at, at + item.rows, at + 2 * item.rows};
+        },
+        [](const Partial&) {});
     return;
   }
-  Accumulator result;
-  result.output = work.output;
-  result.clear(item.rows, work.value_width);
+  Workspace<T>& work = run.work();
+  Accumulator result(work.output, item.rows, work.value_width);
   alignas(64) float maximum[kQueryRows], sum[kQueryRows];
-  for (int r = 0; r < kQueryRows; ++r) maximum[r] = kMinusInfinity, sum[r] = 0;
-  for (int64_t block = item.block_begin; block < item.block_end; ++block) {
-    attend_block(args, item, block, products, work, maximum, sum, work.block_output);
-    result.merge(maximum, sum, work.block_output, item.rows, work.value_width);
-  }
+  clear_partial(maximum, sum);
+  run.run([&](int64_t) { return Partial{maximum, sum, work.block_output}; },
+          [&](const Partial& partial) { result.merge(partial, item.rows, work.value_width); });
   store_output<TQ>(args, item, result, work.value_width);
 }
 
 template <class TQ>
 void merge_item_as(const AttentionArgs& args, const AttentionItem& item) {
   Workspace<float> work(args.layout);
-  Accumulator result;
-  result.output = work.output;
-  result.clear(item.rows, work.value_width);
+  Accumulator result(work.output, item.rows, work.value_width);
   alignas(64) float maximum[kQueryRows], sum[kQueryRows];
-  for (int r = 0; r < kQueryRows; ++r) maximum[r] = kMinusInfinity, sum[r] = 0;
-  const float* slot = item.partials + item.block_begin * partial_floats(item.rows, args.layout);
+  clear_partial(maximum, sum);
+  const int64_t slot = partial_floats(item.rows, args.layout);
   for (int64_t block = item.block_begin; block < item.block_end; ++block) {
-    __builtin_memcpy(maximum, slot, item.rows * sizeof(float));
-    __builtin_memcpy(sum, slot + item.rows, item.rows * sizeof(float));
-    result.merge(maximum, sum, slot + 2 * item.rows, item.rows, work.value_width);
-    slot += partial_floats(item.rows, args.layout);
+    float* at = item.partials + block * slot;
+    __builtin_memcpy(maximum, at, item.rows * sizeof(float));
+    __builtin_memcpy(sum, at + item.rows, item.rows * sizeof(float));
+    result.merge({maximum, sum, at + 2 * item.rows}, item.rows, work.value_width);
   }
   store_output<TQ>(args, item, result, work.value_width);
 }

@@ -133,40 +133,47 @@ inline void softmax_row(const float* scores, int width, float scale, P* weights,
   *sum = reduce_chains_add(totals);
 }
 
+// What a block of keys gives: for each row the highest score and the sum of weights, and weights times values.
+struct Partial {
+  float *maximum, *sum;  // [rows]
+  float* output;         // [rows, width]
+};
+
+// Rows past the last one of an item stay as a block that nothing is seen of.
+inline void clear_partial(float (&maximum)[kQueryRows], float (&sum)[kQueryRows]) {
+  for (int r = 0; r < kQueryRows; ++r) maximum[r] = kMinusInfinity, sum[r] = 0;
+}
+
 // Running maximum, sum and output of up to kQueryRows rows.
 struct Accumulator {
   alignas(64) float maximum[kQueryRows];
   alignas(64) float sum[kQueryRows];
   float* output;  // [rows, width]
 
-  void clear(int rows, int64_t width) {
-    for (int r = 0; r < kQueryRows; ++r) {
-      maximum[r] = kMinusInfinity;
-      sum[r] = 0;
-    }
+  Accumulator(float* output, int rows, int64_t width) : output(output) {
+    clear_partial(maximum, sum);
     for (int64_t i = 0; i < rows * width; i += Vec::kLanes) Vec::zero().store(output + i);
   }
 
-  // Adds a block's maxima, sums [kQueryRows] and output [rows, width].
-  void merge(const float* block_maximum, const float* block_sum, const float* block_output, int rows, int64_t width) {
+  // Adds a block; its maxima and sums are read in whole vectors, [kQueryRows].
+  void merge(const Partial& block, int rows, int64_t width) {
     alignas(64) float keep[kQueryRows], take[kQueryRows];
     for (int r = 0; r < rows; r += Vec::kLanes) {
-      const Vec before = Vec::load(maximum + r), block = Vec::load(block_maximum + r);
-      const Vec now = max(before, block);
+      const Vec before = Vec::load(maximum + r), other = Vec::load(block.maximum + r);
+      const Vec now = max(before, other);
       // Rows that have seen nothing yet: -inf - -inf is NaN, and what it would scale is 0 anyway.
-      const Vec floor = Vec::set1(-3.0e38f), least = Vec::set1(-1000.0f);
-      const Vec reference = max(floor, now);
+      const Vec reference = max(Vec::set1(-3.0e38f), now), least = Vec::set1(-1000.0f);
       const Vec k = exp2_nonpositive<true>(max(least, before - reference));
-      const Vec t = exp2_nonpositive<true>(max(least, block - reference));
+      const Vec t = exp2_nonpositive<true>(max(least, other - reference));
       k.store(keep + r);
       t.store(take + r);
       now.store(maximum + r);
-      fma(Vec::load(sum + r), k, Vec::load(block_sum + r) * t).store(sum + r);
+      fma(Vec::load(sum + r), k, Vec::load(block.sum + r) * t).store(sum + r);
     }
     for (int r = 0; r < rows; ++r) {
       const Vec k = Vec::set1(keep[r]), t = Vec::set1(take[r]);
       float* to = output + r * width;
-      const float* from = block_output + r * width;
+      const float* from = block.output + r * width;
       for (int64_t i = 0; i < width; i += Vec::kLanes) fma(Vec::load(to + i), k, Vec::load(from + i) * t).store(to + i);
     }
   }

@@ -33,11 +33,25 @@ void pack_block(const LinearArgs& args, int64_t block, void* packed) {
     linear_pack_block(args, block, packed);
 }
 
+// One block of rows against one strip.
+void multiply_strip_tiles(const bf16* x, int rows, int depth_tiles, const bf16* strip, float* c) {
+  const LeftTiles left = {x, kTileDepth, kTileElements, int64_t{depth_tiles} * kTileElements, true};
+  auto tile_at = [&](int d, int j) { return strip + (d * 2 + j) * kTileElements; };
+  if (rows > 16) {
+    // Past the strip's end this reaches the next strip, which is next.
+    auto fetch = [&](int d, int j) { prefetch_tile(tile_at(d + 2, j)); };
+    return multiply_columns<2>(left, rows, depth_tiles, tile_at, fetch, c, kStripColumns);
+  }
+  // Few rows: the weights come from memory, at its speed if they are asked for 16 KB ahead.
+  auto fetch = [&](int d, int j) { prefetch_tile<2>(tile_at(d + 8, j)); };
+  multiply_columns<2>(left, rows, depth_tiles, tile_at, fetch, c, kStripColumns);
+}
+
 void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end, int64_t strip_begin,
          int64_t strip_end) {
   if (!bf16_products(args)) return linear_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   const int depth_tiles = static_cast<int>(args.num_depth_tiles());
-  const int64_t strip_elements = int64_t{depth_tiles} * 2 * kTileElements;
+  const int64_t strip_elements = int64_t{depth_tiles} * 2 * kTileElements;  // also of a block of x
   alignas(64) float c[kRowBlock * kStripColumns];
   TileScope tiles(rows_in_block(args, block_begin));
   for (int64_t s = strip_begin; s < strip_end; ++s) {
@@ -45,10 +59,7 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
     for (int64_t block = block_begin; block < block_end; ++block) {
       const int rows = rows_in_block(args, block);
       tiles.set_rows(rows);
-      const LeftTiles left = {static_cast<const bf16*>(packed_x) + block * strip_elements, kTileDepth, kTileElements,
-                              depth_tiles * kTileElements};
-      multiply_columns<2>(
-          left, rows, depth_tiles, [&](int d, int j) { return strip + (d * 2 + j) * kTileElements; }, c, kStripColumns);
+      multiply_strip_tiles(static_cast<const bf16*>(packed_x) + block * strip_elements, rows, depth_tiles, strip, c);
       finish_block(args, c, block * kRowBlock, rows, s);
     }
   }
