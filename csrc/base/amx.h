@@ -89,23 +89,33 @@ inline void prefetch_tile(const bf16* tile) {
   for (int row = 0; row < 16; ++row) __builtin_prefetch(tile + row * 32, 0, kLocality);
 }
 
-// c[rows, 16 * kColumns] = A B for one or two column tiles, in registers over the whole depth; tile_at(depth, column)
-// gives B's tiles. 2 x 2 accumulators: each tile loaded is used twice, and 4 + 2 + 2 are all the tiles there are.
+// c[rows, 16 * kColumns] = A B, or += when kAccumulate, for one or two column tiles; tile_at(depth, column) gives B's
+// tiles. 2 x 2 accumulators: each tile loaded is used twice, and 4 + 2 + 2 are all the tiles there are.
 //
 // A tile load is 16 cache lines, more than the core looks ahead by itself: operands from L2 without prefetching cost 40
 // % of the speed when a neighbour shares the core. fetch(depth, column) prefetches what will be wanted two steps on.
-template <int kColumns, class TileAt, class Fetch>
+template <int kColumns, bool kAccumulate = false, class TileAt, class Fetch>
 inline void multiply_columns(const LeftTiles& a, int rows, int depth_tiles, TileAt tile_at, Fetch fetch, float* c,
                              int64_t ldc) {
   const int64_t a_bytes = a.row_stride * 2;
   const bf16* a0 = a.data;
   const int64_t ahead = 2 * a.depth_stride;
-  TW_TILE_ZERO(0);
-  if constexpr (kColumns == 2) TW_TILE_ZERO(1);
+  if constexpr (kAccumulate) {
+    TW_TILE_LOAD(0, c, ldc * 4);
+    if constexpr (kColumns == 2) TW_TILE_LOAD(1, c + 16, ldc * 4);
+  } else {
+    TW_TILE_ZERO(0);
+    if constexpr (kColumns == 2) TW_TILE_ZERO(1);
+  }
   if (rows > 16) {
     const bf16* a1 = a.data + a.row_tile_stride;
-    TW_TILE_ZERO(2);
-    if constexpr (kColumns == 2) TW_TILE_ZERO(3);
+    if constexpr (kAccumulate) {
+      TW_TILE_LOAD(2, c + 16 * ldc, ldc * 4);
+      if constexpr (kColumns == 2) TW_TILE_LOAD(3, c + 16 * ldc + 16, ldc * 4);
+    } else {
+      TW_TILE_ZERO(2);
+      if constexpr (kColumns == 2) TW_TILE_ZERO(3);
+    }
     for (int d = 0; d < depth_tiles; ++d, a0 += a.depth_stride, a1 += a.depth_stride) {
       TW_TILE_LOAD(6, tile_at(d, 0), 64);
       TW_TILE_LOAD(4, a0, a_bytes);

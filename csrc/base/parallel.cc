@@ -27,6 +27,8 @@ int num_threads() {
   return configured > 0 ? configured : default_threads;
 }
 
+void yield_cpu() { sched_yield(); }
+
 void bind_threads(const int* cpus, int count) {
   static cpu_set_t initial = [] {
     cpu_set_t set;

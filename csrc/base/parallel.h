@@ -17,6 +17,9 @@ void bind_threads(const int* cpus, int count);
 // Runs body(context, worker) on `num_workers` threads, the caller among them, and returns when all are done.
 void run_workers(int num_workers, void (*body)(void* context, int worker), void* context);
 
+// Lets another thread have this CPU.
+void yield_cpu();
+
 // Runs fn(begin, end) over [0, count) in chunks of `grain`, handed out as threads ask for them: on shared or
 // hyperthreaded cores no fixed split is fair.
 template <class Fn>
@@ -51,6 +54,41 @@ void parallel_for(int64_t count, Fn&& fn) {
   parallel_chunks(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) fn(task);
   });
+}
+
+// Runs first(task) for every task in [0, first_count), and once all of them are done second(task) in [0, second_count),
+// with one wake-up of the team: a fork and join costs as much as a small op.
+template <class First, class Second>
+void parallel_phases(int64_t first_count, First&& first, int64_t second_count, Second&& second) {
+  if (num_threads() <= 1 || first_count + second_count <= 2) {
+    for (int64_t task = 0; task < first_count; ++task) first(task);
+    for (int64_t task = 0; task < second_count; ++task) second(task);
+    return;
+  }
+  struct Shared {
+    std::remove_reference_t<First>& first;
+    std::remove_reference_t<Second>& second;
+    int64_t first_count, second_count;
+    std::atomic<int64_t> next_first, first_done, next_second;
+  } shared{first, second, first_count, second_count, {0}, {0}, {0}};
+  run_workers(
+      num_threads(),
+      [](void* context, int) {
+        auto& s = *static_cast<Shared*>(context);
+        for (int64_t task; (task = s.next_first.fetch_add(1, std::memory_order_relaxed)) < s.first_count;) {
+          s.first(task);
+          s.first_done.fetch_add(1, std::memory_order_release);
+        }
+        // Whoever still works on the first phase is a running thread: this wait ends. It yields in case that thread
+        // needs this very CPU.
+        for (int spins = 0; s.first_done.load(std::memory_order_acquire) < s.first_count; ++spins) {
+          __builtin_ia32_pause();
+          if (spins > 2000) yield_cpu();
+        }
+        for (int64_t task; (task = s.next_second.fetch_add(1, std::memory_order_relaxed)) < s.second_count;)
+          s.second(task);
+      },
+      &shared);
 }
 
 // The chunk that gives each thread a few turns but no turn less work than `min_cost` of units of `unit_cost`

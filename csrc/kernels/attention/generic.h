@@ -47,42 +47,46 @@ struct RowPlace {
   int64_t token, head;  // token within its sequence
 };
 
-inline RowPlace place_of(const AttentionArgs& args, const AttentionItem& item, int row) {
-  const int64_t group = args.group(), r = item.row_begin + row;
-  return {r / group, item.head * group + r % group};
+// fn(row, place) for each row of an item. Counting on is cheaper than a division per row and product.
+template <class Fn>
+inline void for_each_row(const AttentionArgs& args, const AttentionItem& item, Fn fn) {
+  const int64_t group = args.group();
+  int64_t token = item.row_begin / group, in_group = item.row_begin % group;
+  for (int row = 0; row < item.rows; ++row) {
+    fn(row, RowPlace{token, item.head * group + in_group});
+    if (++in_group == group) in_group = 0, ++token;
+  }
 }
 
 template <class TQ, class Left>
 inline void load_queries(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth) {
-  const int64_t first = args.query_starts[item.sequence];
+  const TQ* first = static_cast<const TQ*>(args.q) + args.query_starts[item.sequence] * args.q_token_stride;
   const int64_t width = args.layout.head_width;
   // The softmax takes the maximum of raw products, so a negative scale changes the sign here.
   const Vec sign = Vec::set1(args.scale < 0 ? -1.0f : 1.0f);
-  for (int row = 0; row < item.rows; ++row, queries += depth) {
-    const RowPlace place = place_of(args, item, row);
-    const TQ* q =
-        static_cast<const TQ*>(args.q) + (first + place.token) * args.q_token_stride + place.head * args.q_head_stride;
-    for (int64_t i = 0; i < depth; i += Vec::kLanes)
-      (Vec::load(q + i, width - i < 0 ? 0 : width - i) * sign).store(queries + i);
-  }
+  for_each_row(args, item, [&](int row, const RowPlace& place) {
+    const TQ* q = first + place.token * args.q_token_stride + place.head * args.q_head_stride;
+    Left* to = queries + row * depth;
+    int64_t i = 0;
+    for (; i + Vec::kLanes <= width; i += Vec::kLanes) (Vec::load(q + i) * sign).store(to + i);
+    for (; i < depth; i += Vec::kLanes) (Vec::load(q + i, width - i < 0 ? 0 : width - i) * sign).store(to + i);
+  });
 }
 
 template <class TQ>
 inline void store_output(const AttentionArgs& args, const AttentionItem& item, const Accumulator& result,
                          int64_t value_width) {
-  const int64_t first = args.query_starts[item.sequence];
+  TQ* first = static_cast<TQ*>(args.out) + args.query_starts[item.sequence] * args.out_token_stride;
   const int64_t width = args.layout.head_width;
-  for (int row = 0; row < item.rows; ++row) {
-    const RowPlace place = place_of(args, item, row);
-    TQ* out =
-        static_cast<TQ*>(args.out) + (first + place.token) * args.out_token_stride + place.head * args.out_head_stride;
+  for_each_row(args, item, [&](int row, const RowPlace& place) {
+    TQ* out = first + place.token * args.out_token_stride + place.head * args.out_head_stride;
     // A row that sees no key gives zeros.
     const Vec scale = Vec::set1(result.sum[row] == 0.0f ? 0.0f : 1.0f / result.sum[row]);
     const float* from = result.output + row * value_width;
     int64_t i = 0;
     for (; i + Vec::kLanes <= width; i += Vec::kLanes) (Vec::load(from + i) * scale).store(out + i);
     if (i < width) (Vec::load(from + i) * scale).store(out + i, width - i);
-  }
+  });
 }
 
 struct KeyRange {
@@ -118,16 +122,17 @@ struct BlockTiles {
     const int64_t left = args.kv_lengths[item.sequence] - begin;
     keys_present = static_cast<int>(left < kKeyBlock ? left : kKeyBlock);
     num_columns = static_cast<int>(round_up(keys_present, kTileDepth));
-    const int32_t* table = args.block_table + item.sequence * args.block_table_stride;
-    const int64_t head_offset = item.head * layout.head_elements();
+    const int32_t* page_of = args.block_table + item.sequence * args.block_table_stride + begin / layout.page_size;
+    const T* base = static_cast<const T*>(args.pages) + item.head * layout.head_elements();
+    const int64_t page_elements = layout.page_elements();
+    int64_t in_page = begin % layout.page_size;
     for (int i = 0; i < num_columns; i += kTileDepth) {
-      const int64_t token = begin + i;
-      const T* page =
-          static_cast<const T*>(args.pages) + table[token / layout.page_size] * layout.page_elements() + head_offset;
-      const int64_t in_page = token % layout.page_size;
+      const T* page = base + *page_of * page_elements;
       keys[i / kTileColumns] = page + layout.key_tile(in_page);
       keys[i / kTileColumns + 1] = page + layout.key_tile(in_page + kTileColumns);
       values[i / kTileDepth] = page + layout.value_tile(in_page);
+      in_page += kTileDepth;
+      if (in_page == layout.page_size) in_page = 0, ++page_of;
     }
     if (keys_present % kTileDepth) clear_missing(layout, last_values);
   }
@@ -153,10 +158,10 @@ class ItemRun {
   ItemRun(const AttentionArgs& args, const AttentionItem& item)
       : args_(args), item_(item), work_(args.layout), products_(item.rows) {
     load_queries<TQ>(args, item, work_.queries, work_.key_depth);
-    for (int row = 0; row < item.rows; ++row) {
-      places_[row] = place_of(args, item, row);
-      seen_[row] = keys_seen(args, item.sequence, places_[row].token);
-    }
+    for_each_row(args, item, [&](int row, const RowPlace& place) {
+      places_[row] = place;
+      seen_[row] = keys_seen(args, item.sequence, place.token);
+    });
   }
 
   Workspace<T>& work() { return work_; }
@@ -170,8 +175,7 @@ class ItemRun {
     int now = 0;
     if (item_.block_begin < item_.block_end) {
       tiles[now] = BlockTiles<T>(args_, item_, item_.block_begin, work_.last_values);
-      for (int column = 0; column < tiles[now].num_columns; column += kTileDepth)
-        score(tiles[now], column, work_.scores[now]);
+      score(tiles[now], 0, tiles[now].num_columns, work_.scores[now]);
     }
     for (int64_t block = item_.block_begin; block < item_.block_end; ++block, now = 1 - now) {
       const BlockTiles<T>& current = tiles[now];
@@ -179,9 +183,9 @@ class ItemRun {
       next.num_columns = 0;
       if (block + 1 < item_.block_end) next = BlockTiles<T>(args_, item_, block + 1, work_.last_values);
       const Partial partial = target(block);
-      constexpr int kSteps = kKeyBlock / kTileDepth, kRowsPerStep = kQueryRows / kSteps;
+      constexpr int kStepKeys = kTileDepth, kSteps = kKeyBlock / kStepKeys, kRowsPerStep = kQueryRows / kSteps;
       for (int step = 0; step < kSteps; ++step) {
-        if (step * kTileDepth < next.num_columns) score(next, step * kTileDepth, work_.scores[1 - now]);
+        score(next, step * kStepKeys, (step + 1) * kStepKeys, work_.scores[1 - now]);
         for (int row = step * kRowsPerStep; row < (step + 1) * kRowsPerStep && row < item_.rows; ++row)
           softmax(current, block, row, work_.scores[now], partial);
       }
@@ -195,13 +199,15 @@ class ItemRun {
   }
 
  private:
-  // Raw products of all rows with 32 keys of a block.
-  void score(const BlockTiles<T>& tiles, int column, float* scores) {
-    const int first = column / kTileColumns;
+  // Raw products of all rows with keys [begin, end) of a block, those that are there.
+  void score(const BlockTiles<T>& tiles, int begin, int end, float* scores) {
+    if (end > tiles.num_columns) end = tiles.num_columns;
+    if (begin >= end) return;
+    const int first = begin / kTileColumns;
     products_.multiply(
         work_.queries, work_.key_depth, item_.rows,
-        [&](int d, int j) { return tiles.keys[first + j] + d * kTileElements; }, kTileDepth / kTileColumns,
-        static_cast<int>(work_.key_depth / kTileDepth), scores + column, kKeyBlock);
+        [&](int d, int j) { return tiles.keys[first + j] + d * kTileElements; }, (end - begin) / kTileColumns,
+        static_cast<int>(work_.key_depth / kTileDepth), scores + begin, kKeyBlock);
   }
 
   void softmax(const BlockTiles<T>& tiles, int64_t block, int row, float* block_scores, const Partial& partial) {
@@ -314,7 +320,7 @@ void pack_keys_as(const VarlenArgs& args, int64_t token, int64_t count, int64_t 
     T* at = tile + tile_offset<T>(0, static_cast<int>(column % kTileColumns));
     // Pairs of one token are a tile row of 32 elements apart, through all its depth tiles.
     int64_t d = 0;
-    for (; d + 2 <= width; d += 2, at += 32) at[0] = k[d], at[tile_offset<T>(1, 0)] = k[d + 1];
+    for (; d + 2 <= width; d += 2, at += 32) put_pairs(at, k + d, k + d + 1, 1);
     if (d < width) at[0] = k[d];
   }
 }

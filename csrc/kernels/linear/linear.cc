@@ -1,5 +1,7 @@
 #include "kernels/linear/linear.h"
 
+#include <algorithm>
+
 #include "base/parallel.h"
 #include "base/scratch.h"
 #include "kernels/manifest.h"
@@ -18,9 +20,11 @@ constexpr Entry<LinearKernels> kTable[] = {
 #undef KERNEL
 };
 
-// Row blocks of x that a task keeps in L2 while strips of weights pass by: half of a 2 MiB L2.
-int64_t blocks_per_group(int64_t block_bytes, int64_t num_blocks) {
-  int64_t group = (int64_t{1} << 20) / block_bytes;
+// Row blocks of x that a task keeps in L2 while strips of weights pass by: half of a 2 MiB L2, a chunk of depth at a
+// time.
+int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks) {
+  const int64_t depth_tiles = args.num_depth_tiles();
+  int64_t group = (int64_t{1} << 20) * depth_tiles / (block_bytes * std::min<int64_t>(depth_tiles, kDepthChunk));
   if (group < 1) group = 1;
   // Even groups: 9 blocks as 5 + 4, not 8 + 1.
   return ceil_div(num_blocks, ceil_div(num_blocks, group));
@@ -34,23 +38,23 @@ void linear(const LinearArgs& args) {
   const int64_t num_blocks = ceil_div(args.m, kRowBlock);
   const int64_t block_bytes = kernels.block_bytes(args);
   char* packed_x = static_cast<char*>(shared_scratch(num_blocks * block_bytes));
-  parallel_chunks(num_blocks, grain_for(num_blocks, block_bytes), [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) kernels.pack_block(args, block, packed_x + block * block_bytes);
-  });
 
   const int64_t num_strips = args.num_strips();
-  const int64_t group = blocks_per_group(block_bytes, num_blocks);
+  const int64_t group = blocks_per_group(args, block_bytes, num_blocks);
   const int64_t num_groups = ceil_div(num_blocks, group);
   // Each thread gets several turns, each a run of neighbouring strips: one long stream of weights.
   const int64_t turns = num_threads() * 8;
   const int64_t strips_per_task = ceil_div(num_strips * num_groups, turns);
   const int64_t tasks_per_group = ceil_div(num_strips, strips_per_task);
-  parallel_for(num_groups * tasks_per_group, [&](int64_t task) {
-    const int64_t block = task / tasks_per_group * group;
-    const int64_t strip = task % tasks_per_group * strips_per_task;
-    kernels.run(args, packed_x, block, block + group < num_blocks ? block + group : num_blocks, strip,
-                strip + strips_per_task < num_strips ? strip + strips_per_task : num_strips);
-  });
+  parallel_phases(
+      num_blocks, [&](int64_t block) { kernels.pack_block(args, block, packed_x + block * block_bytes); },
+      num_groups * tasks_per_group,
+      [&](int64_t task) {
+        const int64_t block = task / tasks_per_group * group;
+        const int64_t strip = task % tasks_per_group * strips_per_task;
+        kernels.run(args, packed_x, block, block + group < num_blocks ? block + group : num_blocks, strip,
+                    strip + strips_per_task < num_strips ? strip + strips_per_task : num_strips);
+      });
 }
 
 }  // namespace tilewright

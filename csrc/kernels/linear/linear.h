@@ -42,6 +42,9 @@ void linear(const LinearArgs& args);
 // Rows of x are worked on in blocks of 32: two AMX row tiles.
 inline constexpr int kRowBlock = 32;
 
+// Tiles of depth worked through at a time, 2,048: at more, too few blocks of x would fit L2 beside their weights.
+inline constexpr int kDepthChunk = 64;
+
 struct LinearKernels {
   // x as the kernel reads it, in blocks of kRowBlock rows.
   int64_t (*block_bytes)(const LinearArgs& args);
