@@ -18,3 +18,11 @@ def isa(request):
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def dtype(request):
     return request.param
+
+
+@pytest.fixture
+def two_threads():
+    """Two kernel threads whatever the machine has: some choices go by size per thread."""
+    kernels.set_num_threads(2)
+    yield
+    kernels.set_num_threads(0)

@@ -72,3 +72,14 @@ def test_errors_name_the_tensor():
 def test_nothing(isa):
     assert activation.silu_and_mul(torch.zeros(0, 8)).shape == (0, 4)
     assert activation.silu(torch.zeros(0)).shape == (0,)
+
+
+@pytest.mark.parametrize("width", [2048, 2049, 2056])
+def test_large_outputs_are_streamed(isa, dtype, width, two_threads):
+    # Over 2 MB for each of two threads; odd widths leave most rows without the alignment that streaming needs.
+    x = spread(2300, 2 * width, dtype=dtype)
+    gated = activation.silu_and_mul(x, out=poisoned(2300, width, dtype=dtype))
+    assert_close(gated, reference.activate_and_mul(x, "silu"))
+    total = activation.add(x[:, :width], x[:, width:], out=poisoned(2300, width, dtype=dtype))
+    assert torch.equal(total, x[:, :width] + x[:, width:])
+    assert_close(activation.silu(x, out=poisoned(2300, 2 * width, dtype=dtype)), reference.activate(x, "silu"))

@@ -48,6 +48,8 @@ struct Vec {
   }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
   void store(bf16* p) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bf16_bits()); }
+  void stream(float* p) const { _mm256_stream_ps(p, v); }
+  void stream(bf16* p) const { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_bf16_bits()); }
   void store(float* p, int64_t count) const { _mm256_maskstore_ps(p, lanes_below(count), v); }
   void store(bf16* p, int64_t count) const {
     if (count >= kLanes) return store(p);
@@ -56,6 +58,8 @@ struct Vec {
     for (int i = 0; i < count; ++i) p[i] = buffer[i];
   }
 };
+
+inline void stream_fence() { _mm_sfence(); }
 
 inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }

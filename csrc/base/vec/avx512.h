@@ -43,9 +43,13 @@ struct Vec {
   }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store(bf16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16_bits()); }
+  void stream(float* p) const { _mm512_stream_ps(p, v); }
+  void stream(bf16* p) const { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_bf16_bits()); }
   void store(float* p, int64_t count) const { _mm512_mask_storeu_ps(p, lanes_below(count), v); }
   void store(bf16* p, int64_t count) const { _mm256_mask_storeu_epi16(p, lanes_below(count), to_bf16_bits()); }
 };
+
+inline void stream_fence() { _mm_sfence(); }
 
 inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }

@@ -26,6 +26,32 @@ inline Vec load_some(const T* p, Count count) {
     return Vec::load(p);
 }
 
+template <class T, class Count>
+inline void store_some(Vec v, T* p, Count count) {
+  if constexpr (std::is_same_v<Count, int64_t>)
+    v.store(p, count);
+  else
+    v.store(p);
+}
+
+// fn(std::true_type) where a row of outputs is to be streamed and its Vecs are aligned for it, else
+// fn(std::false_type).
+template <class T, class Fn>
+inline void with_streaming(bool wanted, const T* row, Fn fn) {
+  if (wanted && reinterpret_cast<uintptr_t>(row) % (Vec::kLanes * sizeof(T)) == 0)
+    fn(std::true_type{});
+  else
+    fn(std::false_type{});
+}
+
+template <class T, class Count, class Streaming>
+inline void store_some(Vec v, T* p, Count count, Streaming) {
+  if constexpr (Streaming::value && !std::is_same_v<Count, int64_t>)
+    v.stream(p);
+  else
+    store_some(v, p, count);
+}
+
 // A pair row of bf16 is interleaved already.
 inline void load_interleaved(const bf16* p, Vec& even, Vec& odd) { load_pair(p, even, odd); }
 
@@ -53,14 +79,6 @@ inline float sum_of_squares(const T* x, int64_t width) {
     const Vec v = load_some(x + i, count);
     return fma(v, v, sum);
   });
-}
-
-template <class T, class Count>
-inline void store_some(Vec v, T* p, Count count) {
-  if constexpr (std::is_same_v<Count, int64_t>)
-    v.store(p, count);
-  else
-    v.store(p);
 }
 
 }  // namespace

@@ -29,11 +29,19 @@ struct Vec {
   void store(T* p) const {
     for (int i = 0; i < kLanes; ++i) assign(p[i], v[i]);
   }
+  // Past the caches where the level can; p is aligned to the bytes stored.
+  template <class T>
+  void stream(T* p) const {
+    store(p);
+  }
   template <class T>
   void store(T* p, int64_t count) const {
     for (int i = 0; i < kLanes && i < count; ++i) assign(p[i], v[i]);
   }
 };
+
+// Makes streamed stores visible before whatever tells others of them.
+inline void stream_fence() {}
 
 template <class Fn>
 inline Vec map(Vec a, Vec b, Fn fn) {

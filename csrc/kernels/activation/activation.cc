@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/parallel.h"
+#include "base/stream.h"
 #include "kernels/manifest.h"
 
 namespace tilewright {
@@ -23,10 +24,12 @@ constexpr Entry<ActivationKernels> kTable[] = {
 constexpr int64_t kSpan = 8192;
 
 template <class Kernel>
-void over_spans(const ElementwiseArgs& args, Kernel kernel) {
+void over_spans(ElementwiseArgs args, Kernel kernel) {
+  const auto size = static_cast<int64_t>(size_of(args.dtype));
+  args.stream = args.y != args.other && worth_streaming(args.y, args.x, args.rows * args.width * size);
   const int64_t spans_per_row = (args.width + kSpan - 1) / kSpan;
   const int64_t spans = args.rows * spans_per_row;
-  const int64_t span_bytes = std::min(args.width, kSpan) * static_cast<int64_t>(size_of(args.dtype)) * 3;
+  const int64_t span_bytes = std::min(args.width, kSpan) * size * 3;
   parallel_chunks(spans, grain_for(spans, span_bytes), [&](int64_t first, int64_t last) {
     for (int64_t span = first; span < last; ++span) {
       const int64_t begin = span % spans_per_row * kSpan;

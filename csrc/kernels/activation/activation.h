@@ -19,6 +19,7 @@ struct ElementwiseArgs {
   int64_t rows = 0, width = 0;
   int64_t x_stride = 0, other_stride = 0, y_stride = 0;  // between rows, in elements
   Activation activation = Activation::none;
+  bool stream = false;  // write y past the caches; set by the functions below, see base/stream.h
   DType dtype;
 };
 

@@ -40,12 +40,14 @@ void rms_norm_row(const NormArgs& args, int64_t row) {
   }
   const Vec scale = Vec::set1(1.0f / std::sqrt(squares / static_cast<float>(args.width) + args.eps));
   const Vec offset = Vec::set1(args.weight_plus_one ? 1.0f : 0.0f);
-  for_each_vec(args.width, [&](int64_t i, auto count) {
-    Vec v = load_some(source + i, count) * scale * (load_some(weight + i, count) + offset);
-    if (gate) v = v * silu(load_some(gate + i, count));
-    prefetch(next + i);
-    if (next_residual) prefetch(next_residual + i);
-    store_some(v, y + i, count);
+  with_streaming(args.stream, y, [&](auto streaming) {
+    for_each_vec(args.width, [&](int64_t i, auto count) {
+      Vec v = load_some(source + i, count) * scale * (load_some(weight + i, count) + offset);
+      if (gate) v = v * silu(load_some(gate + i, count));
+      prefetch(next + i);
+      if (next_residual) prefetch(next_residual + i);
+      store_some(v, y + i, count, streaming);
+    });
   });
 }
 
@@ -67,10 +69,13 @@ void layer_norm_row(const NormArgs& args, int64_t row) {
     return fma(d, d, sum);
   });
   const Vec scale = Vec::set1(1.0f / std::sqrt(squares / width + args.eps));
-  for_each_vec(args.width, [&](int64_t i, auto count) {
-    prefetch(next + i);
-    const Vec shift = bias ? load_some(bias + i, count) : Vec::zero();
-    store_some(fma((load_some(x + i, count) - mean) * scale, load_some(weight + i, count), shift), y + i, count);
+  with_streaming(args.stream, y, [&](auto streaming) {
+    for_each_vec(args.width, [&](int64_t i, auto count) {
+      prefetch(next + i);
+      const Vec shift = bias ? load_some(bias + i, count) : Vec::zero();
+      const Vec v = fma((load_some(x + i, count) - mean) * scale, load_some(weight + i, count), shift);
+      store_some(v, y + i, count, streaming);
+    });
   });
 }
 
@@ -86,12 +91,14 @@ void rms_norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
   with_types(args, [&](auto t, auto w) {
     for (int64_t row = begin; row < end; ++row) rms_norm_row<decltype(t), decltype(w)>(args, row);
   });
+  if (args.stream) stream_fence();
 }
 
 void layer_norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
   with_types(args, [&](auto t, auto w) {
     for (int64_t row = begin; row < end; ++row) layer_norm_row<decltype(t), decltype(w)>(args, row);
   });
+  if (args.stream) stream_fence();
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "kernels/norm/norm.h"
 
 #include "base/parallel.h"
+#include "base/stream.h"
 #include "kernels/manifest.h"
 
 namespace tilewright {
@@ -18,10 +19,11 @@ constexpr Entry<NormKernels> kTable[] = {
 };
 
 template <class Kernel>
-void over_rows(const NormArgs& args, Kernel kernel) {
+void over_rows(NormArgs args, Kernel kernel) {
   const int64_t rows = args.outer * args.inner;
-  const int64_t row_bytes = args.width * static_cast<int64_t>(size_of(args.dtype)) * 2;
-  parallel_chunks(rows, grain_for(rows, row_bytes), [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  const int64_t row_bytes = args.width * static_cast<int64_t>(size_of(args.dtype));
+  args.stream = worth_streaming(args.y.data, args.x.data, rows * row_bytes);
+  parallel_chunks(rows, grain_for(rows, 2 * row_bytes), [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
 }  // namespace

@@ -27,6 +27,7 @@ struct NormArgs {
   int64_t outer = 0, inner = 1, width = 0;
   float eps = 0;
   bool weight_plus_one = false;
+  bool stream = false;        // write y past the caches; set by rms_norm and layer_norm, see base/stream.h
   DType dtype, weight_dtype;  // of x, y, residual, gate; of weight, bias
 };
 

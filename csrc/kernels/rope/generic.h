@@ -96,6 +96,13 @@ void rotate_pairs(const T* x, T* y, const float* cos_row, const float* sin_row, 
   std::memcpy(y + 2 * i, pairs, 2 * left * sizeof(T));
 }
 
+// The same head of the next token: behind q and k of a packed row lies v, where the hardware's look-ahead ends.
+template <class T>
+inline void prefetch_head(const T* x, int64_t width) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < width; i += kLine) prefetch(x + i);
+}
+
 template <class T, class Norm>
 void rotate_head(const RopeArgs& args, const T* x, T* y, const float* cos_row, const float* sin_row, const Norm& norm) {
   if (args.interleaved)
@@ -120,8 +127,10 @@ void rotate_token(const RopeArgs& args, const RopeHeads& heads, int64_t token) {
   const T* x = static_cast<const T*>(heads.x) + token * heads.x_token_stride;
   T* y = static_cast<T*>(heads.y) + token * heads.y_token_stride;
   if (!heads.norm_weight) {
-    for (int64_t head = 0; head < heads.num_heads; ++head)
+    for (int64_t head = 0; head < heads.num_heads; ++head) {
+      prefetch_head(x + heads.x_token_stride + head * heads.x_head_stride, args.head_width);
       rotate_head(args, x + head * heads.x_head_stride, y + head * heads.y_head_stride, cos_row, sin_row, NoNorm{});
+    }
     return;
   }
   for (int64_t first = 0; first < heads.num_heads; first += kHeadsAtOnce) {
@@ -129,9 +138,11 @@ void rotate_token(const RopeArgs& args, const RopeHeads& heads, int64_t token) {
     float scale[kHeadsAtOnce] = {};
     for (int i = 0; i < count; ++i) scale[i] = sum_of_squares(x + (first + i) * heads.x_head_stride, args.head_width);
     for (float& value : scale) value = 1.0f / std::sqrt(value / static_cast<float>(args.head_width) + args.eps);
-    for (int i = 0; i < count; ++i)
+    for (int i = 0; i < count; ++i) {
+      prefetch_head(x + heads.x_token_stride + (first + i) * heads.x_head_stride, args.head_width);
       rotate_head(args, x + (first + i) * heads.x_head_stride, y + (first + i) * heads.y_head_stride, cos_row, sin_row,
                   NormFactor{heads.norm_weight, Vec::set1(scale[i])});
+    }
   }
 }
 

@@ -79,17 +79,15 @@ def as_table(results: Sequence[Result], limits: Limits) -> str:
     lines = [head, *(_cells(result) for result in results)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     text = ["  ".join(_aligned(line, widths)).rstrip() for line in lines]
-    text += [
-        "",
-        *(
-            f"{m.group}: {m.speedup:.2f} x torch, {m.of_limit:.0%} of the limit, {m.num_rows} rows (geometric means)"
-            for m in means(results)
-        ),
+    group_means = [
+        f"{m.group}: {m.speedup:.2f} x torch, {m.of_limit:.0%} of the limit, {m.num_rows} rows (geometric means)"
+        for m in means(results)
     ]
-    text += [
-        "",
-        f"limits: read {limits.read_gb_s:.1f} GB/s, bf16 {limits.bf16_tflops:.2f} TFLOP/s, measured in this run",
-    ]
+    text += ["", *group_means] if group_means else []
+    limits_line = (
+        f"limits: read {limits.read_gb_s:.1f} GB/s, bf16 {limits.bf16_tflops:.2f} TFLOP/s, measured in this run"
+    )
+    text += ["", limits_line]
     return "\n".join(text)
 
 

@@ -29,15 +29,14 @@ def _patches(source: tuple[int, int], target: tuple[int, int]) -> Calls:
     # Smooth waves: noise would be clipped at every overshoot, where roundings differ most.
     waves = torch.sin(torch.arange(source[0] * source[1] * 3).view(*source, 3) * 0.01)
     picture = (waves * 100 + 128).to(torch.uint8)
-    sizes = {"patch_size": PATCH, "merge_size": MERGE}
-    out = image.patches(picture, *target, **sizes, mean=MEAN, std=STD)
-    expected = reference.patches(picture, *target, **sizes, mean=MEAN, std=STD)
-    actual = out.clone()
+    ours = partial(image.patches, picture, *target, patch_size=PATCH, merge_size=MERGE, mean=MEAN, std=STD)
+    twin = partial(reference.patches, picture, *target, patch_size=PATCH, merge_size=MERGE, mean=MEAN, std=STD)
+    out = ours()
     channels_first = picture.permute(2, 0, 1)[None].contiguous()
     return Calls(
-        lambda _: image.patches(picture, *target, **sizes, mean=MEAN, std=STD, out=out),
+        lambda _: ours(out=out),
         lambda _: _torch_patches(channels_first, target),
-        lambda: close(actual, expected),
+        lambda: close(ours(), twin()),
     )
 
 
