@@ -71,7 +71,8 @@ void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block
                      int64_t strip_begin, int64_t strip_end) {
   const float* x = static_cast<const float*>(packed_x);
   const int64_t strip_elements = args.num_depth_tiles() * 2 * kTileElements;
-  const bool unpack = sizeof(TW) == 2 && (block_end - block_begin) * kRowBlock >= kRowsToUnpack;
+  const int64_t rows = (block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m) - block_begin * kRowBlock;
+  const bool unpack = sizeof(TW) == 2 && rows >= kRowsToUnpack;
   float* wide = unpack ? static_cast<float*>(thread_scratch(strip_elements * sizeof(float))) : nullptr;
   for (int64_t s = strip_begin; s < strip_end; ++s) {
     const TW* strip = static_cast<const TW*>(args.weight) + s * strip_elements;
