@@ -23,7 +23,7 @@ constexpr Entry<AttentionKernels> kTable[] = {
 
 // Blocks of keys one item takes when a sequence's keys are shared among items: 1,024 tokens, half a megabyte of a
 // 128-wide head, long enough to stream and short enough to balance.
-constexpr int kBlocksPerItem = 4;
+constexpr int kBlocksPerItem = 2;
 
 // The blocks that any of rows [row_begin, row_begin + rows) sees: rows further on see later keys.
 std::pair<int32_t, int32_t> blocks_seen(const AttentionArgs& args, int64_t sequence, int64_t row_begin, int64_t rows) {

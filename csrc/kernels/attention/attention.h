@@ -21,7 +21,7 @@
 
 namespace tilewright {
 
-inline constexpr int kKeyBlock = 256;
+inline constexpr int kKeyBlock = 512;
 inline constexpr int kQueryRows = 32;
 
 struct AttentionMask {

@@ -113,15 +113,17 @@ struct BlockTiles {
   const T* keys[kKeyBlock / kTileColumns];
   const T* values[kKeyBlock / kTileDepth];
   int keys_present;  // tokens of the block that exist
-  int num_columns;   // those, up to whole value tiles
+  int num_columns;   // those that some row sees, up to whole value tiles
 
   BlockTiles() = default;
-  BlockTiles(const AttentionArgs& args, const AttentionItem& item, int64_t block, T* last_values) {
+  // No row sees keys from `seen_end` on: under a causal mask that spares half of the last block.
+  BlockTiles(const AttentionArgs& args, const AttentionItem& item, int64_t block, int64_t seen_end, T* last_values) {
     const KvLayout& layout = args.layout;
     const int64_t begin = block * kKeyBlock;
     const int64_t left = args.kv_lengths[item.sequence] - begin;
     keys_present = static_cast<int>(left < kKeyBlock ? left : kKeyBlock);
-    num_columns = static_cast<int>(round_up(keys_present, kTileDepth));
+    const int64_t seen = seen_end - begin < keys_present ? seen_end - begin : keys_present;
+    num_columns = static_cast<int>(round_up(seen, kTileDepth));
     const int32_t* page_of = args.block_table + item.sequence * args.block_table_stride + begin / layout.page_size;
     const T* base = static_cast<const T*>(args.pages) + item.head * layout.head_elements();
     const int64_t page_elements = layout.page_elements();
@@ -134,7 +136,7 @@ struct BlockTiles {
       in_page += kTileDepth;
       if (in_page == layout.page_size) in_page = 0, ++page_of;
     }
-    if (keys_present % kTileDepth) clear_missing(layout, last_values);
+    if (keys_present < num_columns) clear_missing(layout, last_values);
   }
 
   // Values of tokens that do not exist yet may be anything, NaN too, and 0 * NaN is NaN: the last, partly filled row of
@@ -161,6 +163,7 @@ class ItemRun {
     for_each_row(args, item, [&](int row, const RowPlace& place) {
       places_[row] = place;
       seen_[row] = keys_seen(args, item.sequence, place.token);
+      if (seen_[row].end > seen_end_) seen_end_ = seen_[row].end;
     });
   }
 
@@ -174,14 +177,14 @@ class ItemRun {
     BlockTiles<T> tiles[2];
     int now = 0;
     if (item_.block_begin < item_.block_end) {
-      tiles[now] = BlockTiles<T>(args_, item_, item_.block_begin, work_.last_values);
+      tiles[now] = BlockTiles<T>(args_, item_, item_.block_begin, seen_end_, work_.last_values);
       score(tiles[now], 0, tiles[now].num_columns, work_.scores[now]);
     }
     for (int64_t block = item_.block_begin; block < item_.block_end; ++block, now = 1 - now) {
       const BlockTiles<T>& current = tiles[now];
       BlockTiles<T>& next = tiles[1 - now];
       next.num_columns = 0;
-      if (block + 1 < item_.block_end) next = BlockTiles<T>(args_, item_, block + 1, work_.last_values);
+      if (block + 1 < item_.block_end) next = BlockTiles<T>(args_, item_, block + 1, seen_end_, work_.last_values);
       const Partial partial = target(block);
       constexpr int kStepKeys = kTileDepth, kSteps = kKeyBlock / kStepKeys, kRowsPerStep = kQueryRows / kSteps;
       for (int step = 0; step < kSteps; ++step) {
@@ -243,6 +246,7 @@ class ItemRun {
   Products<T> products_;
   RowPlace places_[kQueryRows];
   KeyRange seen_[kQueryRows];
+  int64_t seen_end_ = 0;
 };
 
 template <class TQ, class T>

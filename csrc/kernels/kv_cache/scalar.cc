@@ -1,37 +1,64 @@
 // One level for every machine: each element goes to a place of its own, and wider registers store no faster.
+#include <type_traits>
+
 #include "base/bf16.h"
 #include "kernels/kv_cache/kv_cache.h"
 
 namespace tilewright {
 namespace {
 
+// The stored form of a value: the same bits, or converted.
+template <class C, class T>
+inline C stored(T value) {
+  if constexpr (std::is_same_v<C, T>) {
+    return value;
+  } else {
+    C result;
+    assign(result, to_float(value));
+    return result;
+  }
+}
+
 template <class T, class C>
-void store_head(const KvStoreArgs& args, int64_t token, int64_t head) {
+void store_head(const KvStoreArgs& args, const T* k, const T* v, C* base, int64_t place) {
   const KvLayout& layout = args.layout;
-  const int64_t place = args.slots[token] % layout.page_size;
-  C* base = static_cast<C*>(args.pages) + args.slots[token] / layout.page_size * layout.page_elements() +
-            head * layout.head_elements();
-  const T* k = static_cast<const T*>(args.k) + token * args.k_token_stride + head * args.k_head_stride;
-  const T* v = static_cast<const T*>(args.v) + token * args.v_token_stride + head * args.v_head_stride;
+  const int64_t width = layout.head_width;
 
-  C* keys = base + layout.key_tile(place);
-  const int column = static_cast<int>(place % kTileColumns);
-  for (int64_t d = 0; d < layout.key_depth_tiles() * kTileDepth; ++d)
-    assign(keys[d / kTileDepth * kTileElements + tile_offset<C>(static_cast<int>(d % kTileDepth), column)],
-           d < layout.head_width ? to_float(k[d]) : 0.0f);
+  // Pairs of dims of one token are a tile row of 32 elements apart, through all its depth tiles.
+  C* key = base + layout.key_tile(place) + tile_offset<C>(0, static_cast<int>(place % kTileColumns));
+  const int odd = tile_offset<C>(1, 0);
+  int64_t d = 0;
+  for (; d + 2 <= width; d += 2, key += 32) {
+    key[0] = stored<C>(k[d]);
+    key[odd] = stored<C>(k[d + 1]);
+  }
+  for (; d < layout.key_depth_tiles() * kTileDepth; d += 2, key += 32) {
+    key[0] = d < width ? stored<C>(k[d]) : C{};
+    key[odd] = C{};
+  }
 
-  C* values = base + layout.value_tile(place);
-  const int depth = static_cast<int>(place % kTileDepth);
-  for (int64_t d = 0; d < layout.head_width; ++d)
-    assign(values[d / kTileColumns * kTileElements + tile_offset<C>(depth, static_cast<int>(d % kTileColumns))],
-           to_float(v[d]));
+  // 16 dims of one token are every other element of a tile row (bf16) or half of one (fp32).
+  C* value = base + layout.value_tile(place) + tile_offset<C>(static_cast<int>(place % kTileDepth), 0);
+  constexpr int kStep = tile_offset<C>(0, 1);
+  for (d = 0; d < width; d += kTileColumns, value += kTileElements) {
+    const int columns = width - d < kTileColumns ? static_cast<int>(width - d) : kTileColumns;
+    for (int c = 0; c < columns; ++c) value[c * kStep] = stored<C>(v[d + c]);
+  }
 }
 
 template <class T, class C>
 void store_tokens(const KvStoreArgs& args, int64_t begin, int64_t end) {
+  const KvLayout& layout = args.layout;
+  const int64_t head_elements = layout.head_elements();
   for (int64_t token = begin; token < end; ++token) {
     if (args.slots[token] < 0) continue;
-    for (int64_t head = 0; head < args.layout.num_heads; ++head) store_head<T, C>(args, token, head);
+    const int64_t place = args.slots[token] % layout.page_size;
+    C* page = static_cast<C*>(args.pages) + args.slots[token] / layout.page_size * layout.page_elements();
+    const T* k = static_cast<const T*>(args.k) + token * args.k_token_stride;
+    const T* v = static_cast<const T*>(args.v) + token * args.v_token_stride;
+    for (int64_t head = 0; head < layout.num_heads; ++head)
+      store_head<T, C>(args, k + head * args.k_head_stride, v + head * args.v_head_stride, page + head * head_elements,
+                       place);
   }
 }
 
