@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cc')
+CPP_FILES = $(shell find csrc benchmarks -name '*.h' -o -name '*.cc')
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt README.md \
   $(shell find csrc src -type f -not -name '*.so' -not -path '*/__pycache__/*')
 
@@ -14,8 +14,8 @@ demo: .venv/.package
 test: lint test-cpp test-python
 
 lint: .venv/.test
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 

@@ -118,8 +118,10 @@ int main(int argc, char** argv) {
   };
   std::printf("%d threads, 10 us of work each; what the region costs beyond that\n", threads);
   compare("back to back", time_openmp, time_pool, rounds);
-  compare("after 200 us of serial work", [&] { return busy(200), time_openmp(); }, [&] { return busy(200), time_pool(); },
-          rounds);
-  compare("after a region of torch's OpenMP", [&] { return torch_region(), time_openmp(); },
-          [&] { return torch_region(), time_pool(); }, rounds);
+  compare(
+      "after 200 us of serial work", [&] { return busy(200), time_openmp(); }, [&] { return busy(200), time_pool(); },
+      rounds);
+  compare(
+      "after a region of torch's OpenMP", [&] { return torch_region(), time_openmp(); },
+      [&] { return torch_region(), time_pool(); }, rounds);
 }
