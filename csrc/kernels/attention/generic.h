@@ -59,7 +59,7 @@ inline void for_each_row(const AttentionArgs& args, const AttentionItem& item, F
 }
 
 template <class TQ, class Left>
-inline void load_queries(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth) {
+void load_queries_as(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth) {
   const TQ* first = static_cast<const TQ*>(args.q) + args.query_starts[item.sequence] * args.q_token_stride;
   const int64_t width = args.layout.head_width;
   // The softmax takes the maximum of raw products, so a negative scale changes the sign here.
@@ -73,9 +73,15 @@ inline void load_queries(const AttentionArgs& args, const AttentionItem& item, L
   });
 }
 
+template <class Left>
+void load_queries(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth) {
+  args.dtype == DType::f32 ? load_queries_as<float>(args, item, queries, depth)
+                           : load_queries_as<bf16>(args, item, queries, depth);
+}
+
 template <class TQ>
-inline void store_output(const AttentionArgs& args, const AttentionItem& item, const Accumulator& result,
-                         int64_t value_width) {
+void store_output_as(const AttentionArgs& args, const AttentionItem& item, const Accumulator& result,
+                     int64_t value_width) {
   TQ* first = static_cast<TQ*>(args.out) + args.query_starts[item.sequence] * args.out_token_stride;
   const int64_t width = args.layout.head_width;
   for_each_row(args, item, [&](int row, const RowPlace& place) {
@@ -87,6 +93,12 @@ inline void store_output(const AttentionArgs& args, const AttentionItem& item, c
     for (; i + Vec::kLanes <= width; i += Vec::kLanes) (Vec::load(from + i) * scale).store(out + i);
     if (i < width) (Vec::load(from + i) * scale).store(out + i, width - i);
   });
+}
+
+void store_output(const AttentionArgs& args, const AttentionItem& item, const Accumulator& result,
+                  int64_t value_width) {
+  args.dtype == DType::f32 ? store_output_as<float>(args, item, result, value_width)
+                           : store_output_as<bf16>(args, item, result, value_width);
 }
 
 struct KeyRange {
@@ -154,12 +166,12 @@ struct BlockTiles {
 };
 
 // Attention of one item: up to kQueryRows rows against its blocks of keys, one after the other.
-template <class TQ, class T>
+template <class T>
 class ItemRun {
  public:
   ItemRun(const AttentionArgs& args, const AttentionItem& item)
       : args_(args), item_(item), work_(args.layout), products_(item.rows) {
-    load_queries<TQ>(args, item, work_.queries, work_.key_depth);
+    load_queries(args, item, work_.queries, work_.key_depth);
     for_each_row(args, item, [&](int row, const RowPlace& place) {
       places_[row] = place;
       seen_[row] = keys_seen(args, item.sequence, place.token);
@@ -249,9 +261,9 @@ class ItemRun {
   int64_t seen_end_ = 0;
 };
 
-template <class TQ, class T>
+template <class T>
 void run_item_as(const AttentionArgs& args, const AttentionItem& item) {
-  ItemRun<TQ, T> run(args, item);
+  ItemRun<T> run(args, item);
   if (item.partials) {
     const int64_t slot = partial_floats(item.rows, args.layout);
     run.run(
@@ -268,11 +280,10 @@ void run_item_as(const AttentionArgs& args, const AttentionItem& item) {
   clear_partial(maximum, sum);
   run.run([&](int64_t) { return Partial{maximum, sum, work.block_output}; },
           [&](const Partial& partial) { result.merge(partial, item.rows, work.value_width); });
-  store_output<TQ>(args, item, result, work.value_width);
+  store_output(args, item, result, work.value_width);
 }
 
-template <class TQ>
-void merge_item_as(const AttentionArgs& args, const AttentionItem& item) {
+void merge_item(const AttentionArgs& args, const AttentionItem& item) {
   Workspace<float> work(args.layout);
   Accumulator result(work.output, item.rows, work.value_width);
   alignas(64) float maximum[kQueryRows], sum[kQueryRows];
@@ -284,19 +295,11 @@ void merge_item_as(const AttentionArgs& args, const AttentionItem& item) {
     __builtin_memcpy(sum, at + item.rows, item.rows * sizeof(float));
     result.merge({maximum, sum, at + 2 * item.rows}, item.rows, work.value_width);
   }
-  store_output<TQ>(args, item, result, work.value_width);
+  store_output(args, item, result, work.value_width);
 }
 
 void run_item(const AttentionArgs& args, const AttentionItem& item) {
-  const bool wide_kv = args.kv_dtype == DType::f32;
-  if (args.dtype == DType::f32)
-    wide_kv ? run_item_as<float, float>(args, item) : run_item_as<float, bf16>(args, item);
-  else
-    wide_kv ? run_item_as<bf16, float>(args, item) : run_item_as<bf16, bf16>(args, item);
-}
-
-void merge_item(const AttentionArgs& args, const AttentionItem& item) {
-  args.dtype == DType::f32 ? merge_item_as<float>(args, item) : merge_item_as<bf16>(args, item);
+  args.kv_dtype == DType::f32 ? run_item_as<float>(args, item) : run_item_as<bf16>(args, item);
 }
 
 // Two elements that lie side by side in a bf16 tile row, or in the two halves of an fp32 one.
