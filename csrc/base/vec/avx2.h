@@ -76,6 +76,7 @@ inline Vec scale_by_power_of_2(Vec a, Vec n) {
 }
 
 inline Vec reciprocal(Vec a) { return Vec::set1(1.0f) / a; }
+inline Vec reciprocal_rough(Vec a) { return reciprocal(a); }
 
 inline float reduce_add(Vec a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));

@@ -62,6 +62,8 @@ inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEARES
 inline Vec scale_by_power_of_2(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 
 // A 512-bit division occupies the port for 16 cycles; an estimate good to 2^-14 and one Newton step take four.
+// Relative error 2^-14.
+inline Vec reciprocal_rough(Vec a) { return {_mm512_rcp14_ps(a.v)}; }
 inline Vec reciprocal(Vec a) {
   const __m512 y = _mm512_rcp14_ps(a.v);
   return {_mm512_fmadd_ps(y, _mm512_fnmadd_ps(a.v, y, _mm512_set1_ps(1.0f)), y)};

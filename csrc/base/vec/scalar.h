@@ -97,6 +97,7 @@ inline Vec scale_by_power_of_2(Vec a, Vec n) {
 
 // 1 / a to a rounding step or two, by the cheapest way this level has.
 inline Vec reciprocal(Vec a) { return Vec::set1(1.0f) / a; }
+inline Vec reciprocal_rough(Vec a) { return reciprocal(a); }
 
 inline float reduce_add(Vec a) { return (a.v[0] + a.v[1]) + (a.v[2] + a.v[3]); }
 inline float reduce_max(Vec a) {

@@ -57,8 +57,9 @@ void activate_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int6
     const T* x = at<T>(args.x, row * args.x_stride + begin);
     T* y = static_cast<T*>(args.y) + row * args.y_stride + begin;
     with_activation(args.activation, [&](auto activation) {
-      write_span(args, y, end - begin,
-                 [&](int64_t i, auto count) { return apply_activation(load_ahead(x + i, count), activation); });
+      write_span(args, y, end - begin, [&](int64_t i, auto count) {
+        return apply_activation<sizeof(T) == 2>(load_ahead(x + i, count), activation);
+      });
     });
   });
 }
@@ -71,7 +72,7 @@ void gate_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t 
     T* y = static_cast<T*>(args.y) + row * args.y_stride + begin;
     with_activation(args.activation, [&](auto activation) {
       write_span(args, y, end - begin, [&](int64_t i, auto count) {
-        return apply_activation(load_ahead(x + i, count), activation) * load_ahead(up + i, count);
+        return apply_activation<sizeof(T) == 2>(load_ahead(x + i, count), activation) * load_ahead(up + i, count);
       });
     });
   });

@@ -11,23 +11,11 @@ inline constexpr float kLog2E = 1.44269504f;
 inline constexpr float kMinusInfinity = -__builtin_inff();
 
 // 2^t for t <= 0, and exactly 1 for t = 0: merging with a block that a row does not see must change nothing.
-// kPrecise: relative error 1e-7; else 1e-4, a twentieth of the bf16 rounding that follows. Minimax on [-1/2, 1/2].
 template <bool kPrecise>
 inline Vec exp2_nonpositive(Vec t) {
   if constexpr (Vec::kLanes != 16) t = max(Vec::set1(-126.0f), t);  // vscalefps underflows by itself
   const Vec n = round(t);
-  const Vec f = t - n;
-  Vec p;
-  if constexpr (kPrecise) {
-    p = fma(f, Vec::set1(0.001326472738f), Vec::set1(0.009671512838f));
-    p = fma(p, f, Vec::set1(0.05550733744f));
-    p = fma(p, f, Vec::set1(0.2402224208f));
-    p = fma(p, f, Vec::set1(0.6931469776f));
-  } else {
-    p = fma(f, Vec::set1(0.05500893236f), Vec::set1(0.2422109708f));
-    p = fma(p, f, Vec::set1(0.6932829281f));
-  }
-  return scale_by_power_of_2(fma(p, f, Vec::set1(1.0f)), n);
+  return scale_by_power_of_2(exp2_fraction<!kPrecise>(t - n), n);
 }
 
 // Which keys of a block a row sees, and what else happens to its scores.
