@@ -8,7 +8,7 @@ namespace {
 void same_shape(const Op& op, const Tensor& x, const Tensor& t) {
   bool same = t.rank == x.rank;
   for (int i = 0; same && i < x.rank; ++i) same = t.shape[i] == x.shape[i];
-  op.require(same, std::string(t.name) + " is " + to_string(t) + ", expected the shape of x, " + to_string(x));
+  OP_REQUIRE(op, same, std::string(t.name) + " is " + to_string(t) + ", expected the shape of x, " + to_string(x));
 }
 
 bool is_dense(const Tensor& t) {
@@ -63,7 +63,7 @@ void bind_activation(nb::module_& m) {
         const Tensor x = op.tensor(x_arg, "x", {"...", "D"}, kFloats);
         const Tensor y = op.tensor(y_arg, "out", {"...", "I"}, kFloats);
         op.same_dtype(x, y);
-        op.require(op["D"] == 2 * op["I"] && y.rank == x.rank && op.num_rows(y) == op.num_rows(x),
+        OP_REQUIRE(op, op["D"] == 2 * op["I"] && y.rank == x.rank && op.num_rows(y) == op.num_rows(x),
                    "out is " + to_string(y) + ", expected half of the last axis of x, " + to_string(x));
         ElementwiseArgs args;
         args.x = x.data;

@@ -16,14 +16,14 @@ std::string text(int64_t value) { return std::to_string(value); }
 // A cache is [pages, G, elements of one head] with the page size and head width it was made for.
 KvLayout layout_of(Op& op, const Tensor& pages, int64_t page_size, int64_t head_width) {
   KvLayout layout = {page_size, op["G"], head_width};
-  op.require(page_size > 0 && page_size % kTileDepth == 0,
+  OP_REQUIRE(op, page_size > 0 && page_size % kTileDepth == 0,
              "page_size is " + text(page_size) + ", expected a multiple of 32");
-  op.require(head_width >= 1 && head_width <= kMaxHeadWidth,
+  OP_REQUIRE(op, head_width >= 1 && head_width <= kMaxHeadWidth,
              "head width is " + text(head_width) + ", expected 1 to 256");
-  op.require(pages.size(2) == layout.head_elements(), "cache has " + text(pages.size(2)) +
-                                                          " elements per head and page, expected " +
-                                                          text(layout.head_elements()) + " for pages of " +
-                                                          text(page_size) + " tokens and heads of " + text(head_width));
+  OP_REQUIRE(op, pages.size(2) == layout.head_elements(),
+             "cache has " + text(pages.size(2)) + " elements per head and page, expected " +
+                 text(layout.head_elements()) + " for pages of " + text(page_size) + " tokens and heads of " +
+                 text(head_width));
   op.contiguous(pages);
   return layout;
 }
@@ -31,23 +31,25 @@ KvLayout layout_of(Op& op, const Tensor& pages, int64_t page_size, int64_t head_
 void check_starts(const Op& op, const Tensor& starts, int64_t num_tokens, const char* of_what) {
   const int32_t* s = static_cast<const int32_t*>(starts.data);
   const int64_t last = starts.size(0) - 1;
-  op.require(s[0] == 0, std::string(starts.name) + "[0] is " + text(s[0]) + ", expected 0");
+  OP_REQUIRE(op, s[0] == 0, std::string(starts.name) + "[0] is " + text(s[0]) + ", expected 0");
   for (int64_t i = 0; i < last; ++i)
-    op.require(s[i] <= s[i + 1], std::string(starts.name) + " must not decrease, but [" + text(i) + "] is " +
-                                     text(s[i]) + " and [" + text(i + 1) + "] is " + text(s[i + 1]));
-  op.require(s[last] == num_tokens, std::string(starts.name) + "[-1] is " + text(s[last]) + ", expected the " +
-                                        text(num_tokens) + " tokens of " + of_what);
+    OP_REQUIRE(op, s[i] <= s[i + 1],
+               std::string(starts.name) + " must not decrease, but [" + text(i) + "] is " + text(s[i]) + " and [" +
+                   text(i + 1) + "] is " + text(s[i + 1]));
+  OP_REQUIRE(op, s[last] == num_tokens,
+             std::string(starts.name) + "[-1] is " + text(s[last]) + ", expected the " + text(num_tokens) +
+                 " tokens of " + of_what);
 }
 
 // q and out are [T, H, K].
 AttentionArgs query_args(Op& op, const Tensor& q, const Tensor& out, int64_t kv_heads, const Tensor& starts,
                          float scale, bool causal, int64_t window, float soft_cap) {
   op.same_dtype(q, out);
-  op.require(kv_heads > 0 && op["H"] % kv_heads == 0,
+  OP_REQUIRE(op, kv_heads > 0 && op["H"] % kv_heads == 0,
              "q has " + text(op["H"]) + " heads, expected a multiple of the " + text(kv_heads) + " kv heads");
-  op.require(window >= 0, "window is " + text(window) + ", expected 0 (none) or more");
-  op.require(soft_cap >= 0, "soft_cap must not be negative");
-  op.require(starts.size(0) >= 1, "query_starts is empty, expected B + 1 entries");
+  OP_REQUIRE(op, window >= 0, "window is " + text(window) + ", expected 0 (none) or more");
+  OP_REQUIRE(op, soft_cap >= 0, "soft_cap must not be negative");
+  OP_REQUIRE(op, starts.size(0) >= 1, "query_starts is empty, expected B + 1 entries");
   check_starts(op, starts, op["T"], "q");
   AttentionArgs args = {};
   args.q = q.data;
@@ -72,19 +74,21 @@ void check_pages(const Op& op, const AttentionArgs& args, int64_t num_pages, int
   for (int64_t b = 0; b < args.num_sequences; ++b) {
     const int64_t keys = args.kv_lengths[b];
     const int64_t queries = args.query_starts[b + 1] - args.query_starts[b];
-    op.require(keys >= 0 && keys <= table_width * args.layout.page_size,
+    OP_REQUIRE(op, keys >= 0 && keys <= table_width * args.layout.page_size,
                "kv_lengths[" + text(b) + "] is " + text(keys) + ", expected 0 to " +
                    text(table_width * args.layout.page_size) + " (the block table's " + text(table_width) +
                    " pages of " + text(args.layout.page_size) + ")");
-    op.require(!args.causal || queries <= keys, "kv_lengths[" + text(b) + "] is " + text(keys) +
-                                                    ", expected at least the " + text(queries) + " new tokens");
+    OP_REQUIRE(
+        op, !args.causal || queries <= keys,
+        "kv_lengths[" + text(b) + "] is " + text(keys) + ", expected at least the " + text(queries) + " new tokens");
     if (queries == 0) continue;
     int64_t first = args.window > 0 ? std::max<int64_t>(0, keys - queries - args.window + 1) : 0;
     first = first / kKeyBlock * kKeyBlock / args.layout.page_size;
     for (int64_t i = first; i < ceil_div(keys, args.layout.page_size); ++i) {
       const int32_t page = args.block_table[b * args.block_table_stride + i];
-      op.require(page >= 0 && page < num_pages, "block_table[" + text(b) + ", " + text(i) + "] is " + text(page) +
-                                                    ", expected 0 to " + text(num_pages - 1));
+      OP_REQUIRE(
+          op, page >= 0 && page < num_pages,
+          "block_table[" + text(b) + ", " + text(i) + "] is " + text(page) + ", expected 0 to " + text(num_pages - 1));
     }
   }
 }
@@ -102,7 +106,7 @@ void bind_paged(nb::module_& m) {
         const Tensor table = op.tensor(table_arg, "block_table", {"B", "_"}, kInt32);
         const Tensor lengths = op.tensor(lengths_arg, "kv_lengths", {"B"}, kInt32);
         const Tensor starts = op.tensor(starts_arg, "query_starts", {"_"}, kInt32);
-        op.require(starts.size(0) == op["B"] + 1,
+        OP_REQUIRE(op, starts.size(0) == op["B"] + 1,
                    "query_starts has " + text(starts.size(0)) + " entries, expected " + text(op["B"] + 1));
         const KvLayout layout = layout_of(op, cache, page_size, op["K"]);
         AttentionArgs args = query_args(op, q, out, layout.num_heads, starts, scale, causal, window, soft_cap);
@@ -121,32 +125,33 @@ void bind_paged(nb::module_& m) {
   m.def("kv_head_elements",
         [](int64_t page_size, int64_t head_width) { return KvLayout{page_size, 1, head_width}.head_elements(); });
 
-  m.def("kv_store", [](nb::handle k_arg, nb::handle v_arg, nb::handle cache_arg, int64_t page_size,
-                       nb::handle slots_arg) {
-    Op op("kv_store");
-    const Tensor k = op.tensor(k_arg, "k", {"T", "G", "K"}, kFloats);
-    const Tensor v = op.tensor(v_arg, "v", {"T", "G", "K"}, kFloats);
-    const Tensor cache = op.tensor(cache_arg, "cache", {"_", "G", "_"}, kFloats);
-    const Tensor slots = op.tensor(slots_arg, "slots", {"T"}, one_of({DType::i64}));
-    op.same_dtype(k, v);
-    KvStoreArgs args = {};
-    args.layout = layout_of(op, cache, page_size, op["K"]);
-    args.k = k.data;
-    args.k_token_stride = k.stride(0);
-    args.k_head_stride = k.stride(1);
-    args.v = v.data;
-    args.v_token_stride = v.stride(0);
-    args.v_head_stride = v.stride(1);
-    args.dtype = k.dtype;
-    args.pages = cache.data;
-    args.kv_dtype = cache.dtype;
-    args.slots = static_cast<const int64_t*>(slots.data);
-    args.num_tokens = op["T"];
-    for (int64_t t = 0; t < args.num_tokens; ++t)
-      op.require(args.slots[t] < cache.size(0) * page_size, "slots[" + text(t) + "] is " + text(args.slots[t]) +
-                                                                ", the cache has " + text(cache.size(0) * page_size));
-    launch(kv_store, args);
-  });
+  m.def("kv_store",
+        [](nb::handle k_arg, nb::handle v_arg, nb::handle cache_arg, int64_t page_size, nb::handle slots_arg) {
+          Op op("kv_store");
+          const Tensor k = op.tensor(k_arg, "k", {"T", "G", "K"}, kFloats);
+          const Tensor v = op.tensor(v_arg, "v", {"T", "G", "K"}, kFloats);
+          const Tensor cache = op.tensor(cache_arg, "cache", {"_", "G", "_"}, kFloats);
+          const Tensor slots = op.tensor(slots_arg, "slots", {"T"}, one_of({DType::i64}));
+          op.same_dtype(k, v);
+          KvStoreArgs args = {};
+          args.layout = layout_of(op, cache, page_size, op["K"]);
+          args.k = k.data;
+          args.k_token_stride = k.stride(0);
+          args.k_head_stride = k.stride(1);
+          args.v = v.data;
+          args.v_token_stride = v.stride(0);
+          args.v_head_stride = v.stride(1);
+          args.dtype = k.dtype;
+          args.pages = cache.data;
+          args.kv_dtype = cache.dtype;
+          args.slots = static_cast<const int64_t*>(slots.data);
+          args.num_tokens = op["T"];
+          for (int64_t t = 0; t < args.num_tokens; ++t)
+            OP_REQUIRE(op, args.slots[t] < cache.size(0) * page_size,
+                       "slots[" + text(t) + "] is " + text(args.slots[t]) + ", the cache has " +
+                           text(cache.size(0) * page_size));
+          launch(kv_store, args);
+        });
 }
 
 void bind_varlen(nb::module_& m) {
@@ -165,7 +170,8 @@ void bind_varlen(nb::module_& m) {
         const Tensor mask = op.optional(mask_arg, "mask", {"_", "_", "_", "_"}, kFloats | one_of({DType::boolean}));
         op.same_dtype(q, k);
         op.same_dtype(q, v);
-        op.require(op["K"] >= 1 && op["K"] <= kMaxHeadWidth, "head width is " + text(op["K"]) + ", expected 1 to 256");
+        OP_REQUIRE(op, op["K"] >= 1 && op["K"] <= kMaxHeadWidth,
+                   "head width is " + text(op["K"]) + ", expected 1 to 256");
         VarlenArgs args = {};
         args.attention = query_args(op, q, out, op["G"], query_starts, scale, causal, window, soft_cap);
         check_starts(op, key_starts, op["S"], "k");
@@ -185,7 +191,8 @@ void bind_varlen(nb::module_& m) {
             queries = std::max<int64_t>(queries, qs[b + 1] - qs[b]);
             keys = std::max<int64_t>(keys, ks[b + 1] - ks[b]);
           }
-          op.require((mask.size(0) == 1 || mask.size(0) == args.attention.num_sequences) &&
+          OP_REQUIRE(op,
+                     (mask.size(0) == 1 || mask.size(0) == args.attention.num_sequences) &&
                          (mask.size(1) == 1 || mask.size(1) == op["H"]) &&
                          (mask.size(2) == 1 || mask.size(2) >= queries) && mask.size(3) >= keys,
                      "mask is " + to_string(mask) + ", expected [1 or B=" + text(args.attention.num_sequences) +

@@ -14,7 +14,7 @@ std::string entry_of(const Tensor& ids, int64_t place) {
 
 void in_range(const Op& op, const Tensor& ids, int64_t limit) {
   const int64_t bad = first_out_of_range(ids.data, ids.dtype, ids.numel(), limit);
-  if (bad >= 0) op.require(false, entry_of(ids, bad) + ", expected 0 to " + std::to_string(limit - 1));
+  if (bad >= 0) OP_REQUIRE(op, false, entry_of(ids, bad) + ", expected 0 to " + std::to_string(limit - 1));
 }
 
 EmbeddingArgs args_of(const Op& op, const Tensor& ids, const Tensor& table, const Tensor& out, int64_t vocabulary) {
@@ -45,7 +45,7 @@ void embedding_entry(nb::handle ids_arg, nb::handle table_arg, nb::handle out_ar
 void embedding_packed_entry(nb::handle ids_arg, nb::handle table_arg, int64_t vocabulary, int64_t width,
                             nb::handle out_arg) {
   Op op("embedding_packed");
-  op.require(vocabulary > 0 && width > 0,
+  OP_REQUIRE(op, vocabulary > 0 && width > 0,
              "the table is " + std::to_string(vocabulary) + " by " + std::to_string(width) + ", both must be positive");
   op.bind("V", vocabulary);
   op.bind("D", width);
@@ -53,9 +53,9 @@ void embedding_packed_entry(nb::handle ids_arg, nb::handle table_arg, int64_t vo
   const Tensor table = op.tensor(table_arg, "table", {"_"}, kFloats);
   const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, kFloats);
   const int64_t elements = round_up(vocabulary, kStripColumns) * round_up(width, kTileDepth);
-  op.require(table.numel() == elements, "table has " + std::to_string(table.numel()) + " elements, expected " +
-                                            std::to_string(elements) + " for a packed table of " +
-                                            std::to_string(vocabulary) + " by " + std::to_string(width));
+  OP_REQUIRE(op, table.numel() == elements,
+             "table has " + std::to_string(table.numel()) + " elements, expected " + std::to_string(elements) +
+                 " for a packed table of " + std::to_string(vocabulary) + " by " + std::to_string(width));
   EmbeddingArgs args = args_of(op, ids, table, out, vocabulary);
   args.packed = true;
   launch(embedding, args);
@@ -79,7 +79,7 @@ void scatter_rows_entry(nb::handle out_arg, nb::handle rows_arg, nb::handle valu
   args.accumulate = accumulate;
   args.dtype = out.dtype;
   const int64_t repeated = first_repeated(args.rows, args.count, op["T"]);
-  if (repeated >= 0) op.require(false, entry_of(rows, repeated) + ", a row that was named before");
+  if (repeated >= 0) OP_REQUIRE(op, false, entry_of(rows, repeated) + ", a row that was named before");
   launch(scatter_rows, args);
 }
 

@@ -12,10 +12,10 @@ int64_t packed_elements(int64_t n, int64_t k, bool gated) {
 }
 
 void check_packed(const Op& op, const Tensor& packed, int64_t n, int64_t k, bool gated) {
-  op.require(n > 0 && k > 0,
+  OP_REQUIRE(op, n > 0 && k > 0,
              "a packed weight of " + std::to_string(n) + " x " + std::to_string(k) + " has no elements");
-  op.require(!gated || n % 2 == 0, "a gate|up weight has an even number of rows, got " + std::to_string(n));
-  op.require(packed.numel() == packed_elements(n, k, gated),
+  OP_REQUIRE(op, !gated || n % 2 == 0, "a gate|up weight has an even number of rows, got " + std::to_string(n));
+  OP_REQUIRE(op, packed.numel() == packed_elements(n, k, gated),
              "packed weight has " + std::to_string(packed.numel()) + " elements, expected " +
                  std::to_string(packed_elements(n, k, gated)) + " for " + std::to_string(n) + " x " +
                  std::to_string(k));
@@ -58,10 +58,10 @@ void bind_linear(nb::module_& m) {
         const Tensor residual = op.optional(residual_arg, "residual", {"...", "N"}, kFloats);
         const Tensor y = op.tensor(y_arg, "out", {"...", "N"}, kFloats);
         const int64_t rows = op.num_rows(x);
-        op.require(op.num_rows(y) == rows, "out is " + to_string(y) + ", expected the rows of x, " + to_string(x));
+        OP_REQUIRE(op, op.num_rows(y) == rows, "out is " + to_string(y) + ", expected the rows of x, " + to_string(x));
         if (residual) {
           op.same_dtype(y, residual);
-          op.require(op.num_rows(residual) == rows,
+          OP_REQUIRE(op, op.num_rows(residual) == rows,
                      "residual is " + to_string(residual) + ", expected the shape of out");
         }
         LinearArgs args;

@@ -29,7 +29,7 @@ void bind_norm(nb::module_& m) {
         for (const Tensor* t : {&residual, &gate, &y}) {
           if (!*t) continue;
           op.same_dtype(x, *t);
-          op.require(t->rank == x.rank && op.num_rows(*t) == op.num_rows(x),
+          OP_REQUIRE(op, t->rank == x.rank && op.num_rows(*t) == op.num_rows(x),
                      std::string(t->name) + " is " + to_string(*t) + ", expected the shape of x, " + to_string(x));
         }
         const bool per_head = x.rank >= 3;
@@ -60,7 +60,7 @@ void bind_norm(nb::module_& m) {
         const Tensor y = op.tensor(y_arg, "out", {"...", "D"}, kFloats);
         op.same_dtype(x, y);
         if (bias) op.same_dtype(weight, bias);
-        op.require(op.num_rows(y) == op.num_rows(x), "out is " + to_string(y) + ", expected the shape of x");
+        OP_REQUIRE(op, op.num_rows(y) == op.num_rows(x), "out is " + to_string(y) + ", expected the shape of x");
         NormArgs args;
         args.x = rows_of(op, x, false);
         args.y = rows_of(op, y, false);

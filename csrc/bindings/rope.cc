@@ -13,7 +13,7 @@ struct Table {
 Table table_of(Op& op, nb::handle cos_arg, nb::handle sin_arg) {
   const Table table = {op.tensor(cos_arg, "cos", {"T", "R/2"}, one_of({DType::f32})),
                        op.tensor(sin_arg, "sin", {"T", "R/2"}, one_of({DType::f32}))};
-  op.require(op["T"] <= 1 || table.cos.stride(0) == table.sin.stride(0), "cos and sin have different row strides");
+  OP_REQUIRE(op, op["T"] <= 1 || table.cos.stride(0) == table.sin.stride(0), "cos and sin have different row strides");
   return table;
 }
 
@@ -33,8 +33,9 @@ std::vector<float> factors_of(const Tensor& weight, bool plus_one) {
 }
 
 RopeArgs args_of(const Op& op, const Tensor& x, const Table& table, bool interleaved) {
-  op.require(2 * op["R/2"] <= op["K"], "cos has " + std::to_string(op["R/2"]) +
-                                           " frequencies, too many for heads of width " + std::to_string(op["K"]));
+  OP_REQUIRE(
+      op, 2 * op["R/2"] <= op["K"],
+      "cos has " + std::to_string(op["R/2"]) + " frequencies, too many for heads of width " + std::to_string(op["K"]));
   RopeArgs args;
   args.cos = static_cast<const float*>(table.cos.data);
   args.sin = static_cast<const float*>(table.sin.data);
@@ -69,8 +70,9 @@ void rope_table_entry(nb::handle positions_arg, nb::handle inv_freq_arg, nb::han
   args.num_frequencies = op["R/2"];
   for (int64_t j = 0; j < args.num_frequencies; ++j) {
     const int32_t axis = args.axis_of_frequency[j];
-    op.require(axis >= 0 && axis < op["A"], "axis_of_frequency[" + std::to_string(j) + "] is " + std::to_string(axis) +
-                                                ", expected 0 to " + std::to_string(op["A"] - 1));
+    OP_REQUIRE(op, axis >= 0 && axis < op["A"],
+               "axis_of_frequency[" + std::to_string(j) + "] is " + std::to_string(axis) + ", expected 0 to " +
+                   std::to_string(op["A"] - 1));
   }
   launch(rope_table, args);
 }
@@ -93,7 +95,7 @@ void qk_norm_rope_entry(nb::handle q_arg, nb::handle k_arg, nb::handle q_weight_
   const Tensor q_weight = op.optional(q_weight_arg, "q_weight", {"K"}, kFloats);
   const Tensor k_weight = op.optional(k_weight_arg, "k_weight", {"K"}, kFloats);
   op.same_dtype(q, k);
-  op.require(bool(q_weight) == bool(k_weight), "q_weight and k_weight are given together or not at all");
+  OP_REQUIRE(op, bool(q_weight) == bool(k_weight), "q_weight and k_weight are given together or not at all");
   RopeArgs args = args_of(op, q, table_of(op, cos_arg, sin_arg), interleaved);
   args.parts[0] = heads_of(q, q);
   args.parts[1] = heads_of(k, k);

@@ -19,7 +19,7 @@ T* data_of(const Tensor& tensor) {
 
 LogitRows logits_of(Op& op, nb::handle arg) {
   const Tensor logits = op.tensor(arg, "logits", {"B", "V"}, kFloats);
-  op.require(op["V"] >= 1, "logits is " + to_string(logits) + ", expected a vocabulary of 1 or more");
+  OP_REQUIRE(op, op["V"] >= 1, "logits is " + to_string(logits) + ", expected a vocabulary of 1 or more");
   return {logits.data, logits.stride(0), op["B"], op["V"], logits.dtype};
 }
 
@@ -29,9 +29,9 @@ const T* values_in(Op& op, nb::handle arg, const char* name, DTypes dtypes, T le
   const Tensor values = op.tensor(arg, name, {"B"}, dtypes);
   for (int64_t i = 0; i < op["B"]; ++i) {
     const T value = data_of<T>(values)[i];
-    op.require(value >= least && value <= most, std::string(name) + "[" + std::to_string(i) + "] is " +
-                                                    std::to_string(value) + ", expected " + std::to_string(least) +
-                                                    " to " + std::to_string(most));
+    OP_REQUIRE(op, value >= least && value <= most,
+               std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(value) + ", expected " +
+                   std::to_string(least) + " to " + std::to_string(most));
   }
   return data_of<T>(values);
 }
@@ -40,9 +40,9 @@ const int64_t* tokens_of(Op& op, const Tensor& ids) {
   const int64_t vocabulary = op["V"];
   for (int64_t i = 0; i < ids.numel(); ++i) {
     const int64_t id = data_of<int64_t>(ids)[i];
-    op.require(id >= 0 && id < vocabulary, std::string(ids.name) + "[" + std::to_string(i) + "] is " +
-                                               std::to_string(id) + ", the vocabulary has " +
-                                               std::to_string(vocabulary) + " tokens");
+    OP_REQUIRE(op, id >= 0 && id < vocabulary,
+               std::string(ids.name) + "[" + std::to_string(i) + "] is " + std::to_string(id) +
+                   ", the vocabulary has " + std::to_string(vocabulary) + " tokens");
   }
   return data_of<int64_t>(ids);
 }
@@ -54,8 +54,9 @@ const int64_t* starts_of(Op& op, nb::handle arg, const char* name, int64_t size)
   const int64_t rows = op["B"];
   bool rising = tensor.size(0) == rows + 1 && starts[0] == 0 && starts[rows] == size;
   for (int64_t i = 0; rising && i < rows; ++i) rising = starts[i] <= starts[i + 1];
-  op.require(rising, std::string(name) + " must be B + 1 = " + std::to_string(rows + 1) + " rising offsets from 0 to " +
-                         std::to_string(size));
+  OP_REQUIRE(op, rising,
+             std::string(name) + " must be B + 1 = " + std::to_string(rows + 1) + " rising offsets from 0 to " +
+                 std::to_string(size));
   return starts;
 }
 
@@ -144,8 +145,9 @@ void bind_sample(nb::module_& m) {
         const Tensor top_log_probs = op.tensor(top_log_probs_arg, "top_log_probs", {"B", "n"}, kFloat32);
         op.contiguous(top_ids);
         op.contiguous(top_log_probs);
-        op.require(op["n"] <= op["V"], "top_n is " + std::to_string(op["n"]) + ", the vocabulary has " +
-                                           std::to_string(op["V"]) + " tokens");
+        OP_REQUIRE(
+            op, op["n"] <= op["V"],
+            "top_n is " + std::to_string(op["n"]) + ", the vocabulary has " + std::to_string(op["V"]) + " tokens");
         args.top_n = op["n"];
         args.top_ids = data_of<int64_t>(top_ids);
         args.top_log_probs = data_of<float>(top_log_probs);

@@ -62,16 +62,12 @@ Activation activation_named(const Op& op, const std::string& name) {
     if (name == name_of(candidate)) return candidate;
     known += std::string(i ? ", " : "") + name_of(candidate);
   }
-  op.require(false, "activation is '" + name + "', expected one of " + known);
+  OP_REQUIRE(op, false, "activation is '" + name + "', expected one of " + known);
   return Activation::none;
 }
 
 void Op::fail(const std::string& message) const {
   throw nb::value_error((std::string(name_) + ": " + message).c_str());
-}
-
-void Op::require(bool condition, const std::string& message) const {
-  if (!condition) fail(message);
 }
 
 int64_t Op::operator[](const char* symbol) const {
@@ -96,17 +92,18 @@ Tensor Op::tensor(nb::handle capsule, const char* name, std::initializer_list<co
   Tensor t;
   t.name = name;
   t.rank = dl->ndim;
-  require(t.rank <= kMaxRank, std::string(name) + " has " + std::to_string(t.rank) + " axes, at most 8 are taken");
+  OP_REQUIRE(*this, t.rank <= kMaxRank,
+             std::string(name) + " has " + std::to_string(t.rank) + " axes, at most 8 are taken");
   int64_t packed_stride = 1;
   for (int i = t.rank - 1; i >= 0; --i) {
     t.shape[i] = dl->shape[i];
     t.strides[i] = dl->strides && t.shape[i] != 1 ? dl->strides[i] : packed_stride;
     packed_stride = t.strides[i] * t.shape[i];
   }
-  require(dl->device_type == kDlCpu, std::string(name) + " is not on the CPU");
-  require(dtype_from(*dl, &t.dtype) && (dtypes >> static_cast<int>(t.dtype) & 1),
-          std::string(name) + " is " + (dtype_from(*dl, &t.dtype) ? name_of(t.dtype) : "of an unsupported type") +
-              ", expected " + list_of(dtypes));
+  OP_REQUIRE(*this, dl->device_type == kDlCpu, std::string(name) + " is not on the CPU");
+  OP_REQUIRE(*this, dtype_from(*dl, &t.dtype) && (dtypes >> static_cast<int>(t.dtype) & 1),
+             std::string(name) + " is " + (dtype_from(*dl, &t.dtype) ? name_of(t.dtype) : "of an unsupported type") +
+                 ", expected " + list_of(dtypes));
   t.data = static_cast<char*>(dl->data) + dl->byte_offset;
 
   const bool open = sizes.size() && std::strcmp(*sizes.begin(), "...") == 0;
@@ -138,9 +135,10 @@ Tensor Op::tensor(nb::handle capsule, const char* name, std::initializer_list<co
     }
     ++axis;
   }
-  require(fits, std::string(name) + " has shape " + list_of(t.shape, t.rank) + ", expected " + expected + "]");
-  require(t.rank == 0 || t.strides[t.rank - 1] == 1 || t.numel() == 0,
-          std::string(name) + " has strides " + list_of(t.strides, t.rank) + ", its last axis must be contiguous");
+  OP_REQUIRE(*this, fits,
+             std::string(name) + " has shape " + list_of(t.shape, t.rank) + ", expected " + expected + "]");
+  OP_REQUIRE(*this, t.rank == 0 || t.strides[t.rank - 1] == 1 || t.numel() == 0,
+             std::string(name) + " has strides " + list_of(t.strides, t.rank) + ", its last axis must be contiguous");
   return t;
 }
 
@@ -168,16 +166,16 @@ int64_t Op::row_stride(const Tensor& x, int inner) const {
 }
 
 void Op::same_dtype(const Tensor& a, const Tensor& b) const {
-  require(a.dtype == b.dtype,
-          std::string(b.name) + " is " + name_of(b.dtype) + ", expected " + name_of(a.dtype) + " as " + a.name);
+  OP_REQUIRE(*this, a.dtype == b.dtype,
+             std::string(b.name) + " is " + name_of(b.dtype) + ", expected " + name_of(a.dtype) + " as " + a.name);
 }
 
 void Op::contiguous(const Tensor& x) const {
   int64_t expected = 1;
   for (int i = x.rank - 1; i >= 0; --i) {
-    require(x.strides[i] == expected || x.shape[i] == 1 || x.numel() == 0,
-            std::string(x.name) + " has strides " + list_of(x.strides, x.rank) + " for shape " +
-                list_of(x.shape, x.rank) + ", it must be contiguous");
+    OP_REQUIRE(*this, x.strides[i] == expected || x.shape[i] == 1 || x.numel() == 0,
+               std::string(x.name) + " has strides " + list_of(x.strides, x.rank) + " for shape " +
+                   list_of(x.shape, x.rank) + ", it must be contiguous");
     expected *= x.shape[i];
   }
 }

@@ -53,6 +53,13 @@ struct Tensor {
   }
 };
 
+// Raises ValueError "<op>: <message>" unless the condition holds. A macro, so that the message is put together only
+// when it is needed: a call may check a thousand slots or pages.
+#define OP_REQUIRE(op, condition, message) \
+  do {                                     \
+    if (!(condition)) (op).fail(message);  \
+  } while (false)
+
 // One call of one op: reads its tensors and binds the symbolic sizes among them.
 class Op {
  public:
@@ -74,11 +81,10 @@ class Op {
 
   void same_dtype(const Tensor& a, const Tensor& b) const;
   void contiguous(const Tensor& x) const;
-  // Raises ValueError "<op>: <message>" unless the condition holds.
-  void require(bool condition, const std::string& message) const;
+  // Raises ValueError "<op>: <message>"; see OP_REQUIRE.
+  [[noreturn]] void fail(const std::string& message) const;
 
  private:
-  [[noreturn]] void fail(const std::string& message) const;
   const char* name_;
   std::vector<std::pair<std::string, int64_t>> sizes_;
 };

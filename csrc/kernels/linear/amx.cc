@@ -1,8 +1,5 @@
 #include "base/amx.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "base/vec/avx512.h"
 #include "kernels/linear/generic.h"
 

@@ -44,7 +44,7 @@ void linear(const LinearArgs& args) {
   const int64_t num_groups = ceil_div(num_blocks, group);
   // Each thread gets several turns, each a run of neighbouring strips: one long stream of weights.
   const int64_t turns = num_threads() * 8;
-  // An odd number: streams a power of two apart meet in the same memory banks and lose a third of the bandwidth.
+  // An odd number: streams a power of two apart meet in the same memory banks and lose a quarter of the bandwidth.
   const int64_t strips_per_task = ceil_div(num_strips * num_groups, turns) | 1;
   const int64_t tasks_per_group = ceil_div(num_strips, strips_per_task);
   parallel_phases(
