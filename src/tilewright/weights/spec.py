@@ -1,0 +1,120 @@
+"""What a model needs from a checkpoint: each weight says which tensors it is made of and how they are laid out.
+
+Layers hold `Weight`s as attributes; `weights.load` finds them (`walk`), checks all their sources against the checkpoint
+at once, and fills `value` one weight at a time, so that no more than the packed model and one tensor are in memory.
+A weight shared by two layers (a tied head) is one object, and is loaded once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.linear import PackedWeight, pack_weight
+from tilewright.ops.patch_embedding import pack_patch_embedding
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint, and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Weight(ABC, Generic[Value]):
+    """A weight of the model: where it comes from, and its value once it is loaded."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = tuple(sources)
+        self._value: Value | None = None
+
+    @property
+    def value(self) -> Value:
+        assert self._value is not None, f"{self.sources[0].name} is not loaded"
+        return self._value
+
+    @abstractmethod
+    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Makes the value from the sources' tensors, in their order."""
+
+
+class Plain(Weight[Tensor]):
+    """A tensor as it is: norms, position tables, an embedding table that is not tied."""
+
+    def __init__(self, name: str, *shape: int) -> None:
+        super().__init__([Source(name, shape)])
+
+    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self._value = tensors[0].to(dtype).contiguous()
+
+
+class Linear(Weight[PackedWeight]):
+    """A packed weight [sum of rows, columns]; parts are stacked, so that q, k and v or gate and up are one product.
+
+    `parts` are (name without ".weight", rows). `gated`: two parts, gate then up.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, int]], columns: int, *, bias: bool = False, gated: bool = False):
+        weights = [Source(f"{name}.weight", (rows, columns)) for name, rows in parts]
+        biases = [Source(f"{name}.bias", (rows,)) for name, rows in parts] if bias else []
+        super().__init__(weights + biases)
+        self.num_parts = len(parts)
+        self.gated = gated
+
+    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        weights, biases = tensors[: self.num_parts], tensors[self.num_parts :]
+        self._value = pack_weight(
+            weights[0] if len(weights) == 1 else torch.cat(list(weights)),
+            torch.cat([bias.float() for bias in biases]) if biases else None,
+            gated=self.gated,
+            dtype=dtype,
+        )
+
+
+@dataclass(frozen=True)
+class PatchWeights:
+    """The patch embedding for stills, with the kernel summed over time, and for video."""
+
+    still: PackedWeight
+    video: PackedWeight
+
+
+class PatchEmbedding(Weight[PatchWeights]):
+    """A Conv3d [D, C, frames, P, P] with a bias [D], as packed linears."""
+
+    def __init__(self, name: str, shape: tuple[int, int, int, int, int]) -> None:
+        super().__init__([Source(f"{name}.weight", shape), Source(f"{name}.bias", shape[:1])])
+
+    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        weight, bias = tensors
+        self._value = PatchWeights(
+            still=pack_patch_embedding(weight, bias, still=True, dtype=dtype),
+            video=pack_patch_embedding(weight, bias, still=False, dtype=dtype),
+        )
+
+
+def walk(part: object) -> Iterator[Weight]:
+    """Every weight of a model, once each, in the order in which its layers name them."""
+    seen: set[int] = set()
+
+    def visit(part: object) -> Iterator[Weight]:
+        if isinstance(part, Weight):
+            if id(part) not in seen:
+                seen.add(id(part))
+                yield part
+        elif isinstance(part, (list, tuple)):
+            for item in part:
+                yield from visit(item)
+        elif type(part).__module__.startswith("tilewright.") and hasattr(part, "__dict__"):
+            for item in vars(part).values():
+                yield from visit(item)
+
+    return visit(part)
