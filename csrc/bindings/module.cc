@@ -64,4 +64,5 @@ NB_MODULE(_kernels, m) {
   bind_probe(m);
   bind_image(m);
   bind_sample(m);
+  bind_plan(m);
 }

@@ -108,6 +108,10 @@ void qk_norm_rope_entry(nb::handle q_arg, nb::handle k_arg, nb::handle q_weight_
     args.parts[0].norm_weight = q_factors.data();
     args.parts[1].norm_weight = k_factors.data();
   }
+  if (Plan* plan = Plan::recording()) {  // moved, not copied: what `args` points to stays where it is
+    plan->keep(std::move(q_factors));
+    plan->keep(std::move(k_factors));
+  }
   launch(rope, args);
 }
 

@@ -89,6 +89,7 @@ Tensor Op::tensor(nb::handle capsule, const char* name, std::initializer_list<co
     PyErr_Clear();
     throw nb::type_error((std::string(name_) + ": " + name + " must be a tensor").c_str());
   }
+  if (Plan* plan = Plan::recording()) plan->keep(capsule);
   Tensor t;
   t.name = name;
   t.rank = dl->ndim;

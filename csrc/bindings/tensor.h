@@ -19,6 +19,7 @@
 
 #include "base/activation.h"
 #include "base/dtype.h"
+#include "bindings/plan.h"
 
 namespace tilewright {
 
@@ -94,9 +95,11 @@ Activation activation_named(const Op& op, const std::string& name);
 
 std::string to_string(const Tensor& tensor);  // "float32 [3, 4]"
 
-// Runs a kernel without the interpreter lock: other Python threads go on meanwhile.
+// Runs a kernel without the interpreter lock: other Python threads go on meanwhile. A thread that records a plan adds
+// the call to it.
 template <class Args>
 void launch(void (*kernel)(const Args&), const Args& args) {
+  if (Plan* plan = Plan::recording()) plan->add(kernel, args);
   nb::gil_scoped_release release;
   kernel(args);
 }
@@ -111,5 +114,6 @@ void bind_rope(nb::module_& m);
 void bind_probe(nb::module_& m);
 void bind_image(nb::module_& m);
 void bind_sample(nb::module_& m);
+void bind_plan(nb::module_& m);
 
 }  // namespace tilewright

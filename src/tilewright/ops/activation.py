@@ -1,9 +1,9 @@
 """Activations, gated activations and the residual add; kernels in csrc/kernels/activation."""
 
-import torch
 from torch import Tensor
 
 from tilewright.ops.native import kernels, view
+from tilewright.ops.plan import empty
 
 
 def silu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -44,7 +44,7 @@ def gelu_erf_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 def activate(x: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:
     """The named activation of each element: none, silu, gelu_tanh, gelu_erf or gelu_quick. `out` may be x."""
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = empty(x.shape, x.dtype)
     kernels.activate(view(x), view(out), activation)
     return out
 
@@ -52,7 +52,7 @@ def activate(x: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor
 def activate_and_mul(x: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:
     """activation(gate) * up [..., I] of x [..., 2I], gate first."""
     if out is None:
-        out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype)
+        out = empty((*x.shape[:-1], x.shape[-1] // 2), x.dtype)
     kernels.activate_and_mul(view(x), view(out), activation)
     return out
 
@@ -60,6 +60,6 @@ def activate_and_mul(x: Tensor, activation: str, *, out: Tensor | None = None) -
 def add(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     """x + y, of one shape. `out` may be either."""
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = empty(x.shape, x.dtype)
     kernels.add(view(x), view(y), view(out))
     return out

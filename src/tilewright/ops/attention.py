@@ -1,10 +1,10 @@
 """softmax(scale Q K^T + mask) V over packed sequences; kernels in csrc/kernels/attention."""
 
-import torch
 from torch import Tensor
 
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.plan import empty
 
 
 def paged_attention(
@@ -29,7 +29,7 @@ def paged_attention(
     The integer tensors are int32. A query that sees no key gives zeros.
     """
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = empty(q.shape, q.dtype)
     kernels.paged_attention(
         view(q),
         view(cache.data),
@@ -66,7 +66,7 @@ def varlen_attention(
     `window` > 0 hides keys at a distance of `window` or more, to both sides unless causal.
     """
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = empty(q.shape, q.dtype)
     kernels.varlen_attention(
         view(q),
         view(k),

@@ -1,10 +1,10 @@
 """Token embeddings out of a table, media embeddings into token rows; kernels in csrc/kernels/embedding."""
 
-import torch
 from torch import Tensor
 
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.native import kernels, view
+from tilewright.ops.plan import empty
 
 
 def embedding(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
@@ -16,7 +16,7 @@ def embedding(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None =
     if isinstance(table, PackedWeight):
         return _embedding_packed(ids, table, out)
     if out is None:
-        out = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype)
+        out = empty((ids.shape[0], table.shape[1]), table.dtype)
     kernels.embedding(view(ids), view(table), view(out))
     return out
 
@@ -25,7 +25,7 @@ def _embedding_packed(ids: Tensor, table: PackedWeight, out: Tensor | None) -> T
     if table.gated:
         raise ValueError("embedding: the table is packed as gate and up rows, expected a plain packed weight")
     if out is None:
-        out = torch.empty(ids.shape[0], table.k, dtype=table.dtype)
+        out = empty((ids.shape[0], table.k), table.dtype)
     kernels.embedding_packed(view(ids), view(table.data), table.n, table.k, view(out))
     return out
 

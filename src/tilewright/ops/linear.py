@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.plan import empty
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -85,7 +86,7 @@ def linear(
     be `out`. Sums are fp32; bf16 x with bf16 weights multiplies in bf16, fp32 x in fp32.
     """
     if out is None:
-        out = torch.empty(*x.shape[:-1], weight.out_features, dtype=out_dtype or x.dtype)
+        out = empty((*x.shape[:-1], weight.out_features), out_dtype or x.dtype)
     kernels.linear(
         view(x),
         view(weight.data),

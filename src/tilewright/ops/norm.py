@@ -1,9 +1,9 @@
 """RMSNorm and LayerNorm over the last axis; kernels in csrc/kernels/norm."""
 
-import torch
 from torch import Tensor
 
 from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.plan import empty
 
 
 def rms_norm(
@@ -23,7 +23,7 @@ def rms_norm(
     slices of a packed qkv. `out` may be x.
     """
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = empty(x.shape, x.dtype)
     kernels.rms_norm(view(x), view(weight), view_or_none(residual), view_or_none(gate), view(out), eps, weight_plus_one)
     return out
 
@@ -31,6 +31,6 @@ def rms_norm(
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last axis of x [..., D]. `out` may be x."""
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = empty(x.shape, x.dtype)
     kernels.layer_norm(view(x), view(weight), view_or_none(bias), view(out), eps)
     return out

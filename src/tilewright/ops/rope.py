@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.native import kernels, view
+from tilewright.ops.plan import empty
 
 
 def rope_table(
@@ -26,7 +27,7 @@ def rope_table(
     """
     if out is None:
         shape = (positions.shape[-1], inv_freq.shape[0])
-        out = torch.empty(shape), torch.empty(shape)
+        out = empty(shape, torch.float32), empty(shape, torch.float32)
     cos, sin = out
     kernels.rope_table(
         view(positions), view(inv_freq), view(axis_of_frequency), view(cos), view(sin), attention_scaling
@@ -40,7 +41,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, out:
     Pairs are (j, j + R/2), or (2j, 2j + 1) when `interleaved`. x may be a slice of a packed qkv; `out` may be x.
     """
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = empty(x.shape, x.dtype)
     kernels.rope(view(x), view(cos), view(sin), view(out), interleaved)
     return out
 

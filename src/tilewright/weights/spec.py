@@ -7,6 +7,7 @@ A weight shared by two layers (a tied head) is one object, and is loaded once.
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.linear import PackedWeight, pack_weight
+from tilewright.ops.moe import PackedExperts
 from tilewright.ops.patch_embedding import pack_patch_embedding
 
 Value = TypeVar("Value")
@@ -99,6 +101,54 @@ class PatchEmbedding(Weight[PatchWeights]):
             still=pack_patch_embedding(weight, bias, still=True, dtype=dtype),
             video=pack_patch_embedding(weight, bias, still=False, dtype=dtype),
         )
+
+
+class ExpertFormat(enum.Enum):
+    """How a checkpoint keeps the experts of a layer."""
+
+    separate = "a tensor per expert and projection"
+    stacked = "[E, outputs, inputs]"
+    stacked_transposed = "[E, inputs, outputs]"
+
+
+class Experts(Weight[PackedExperts]):
+    """The packed weights [rows, columns] of every expert of a layer, in one block of memory.
+
+    `parts` name the projections of one expert where they are kept apart (gate then up, or one), `stacked_name` the
+    tensor that holds all of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: tuple[str, ...],
+        stacked_name: str,
+        num_experts: int,
+        rows: int,
+        columns: int,
+        stored: ExpertFormat,
+    ) -> None:
+        if stored is ExpertFormat.separate:
+            shape = (rows // len(parts), columns)
+            sources = [Source(f"{name}.{e}.{part}.weight", shape) for e in range(num_experts) for part in parts]
+        else:
+            order = (rows, columns) if stored is ExpertFormat.stacked else (columns, rows)
+            sources = [Source(f"{name}.{stacked_name}", (num_experts, *order))]
+        super().__init__(sources)
+        self.num_experts, self.rows, self.columns = num_experts, rows, columns
+        self.num_parts, self.stored = len(parts), stored
+
+    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        packed = PackedExperts.empty(self.num_experts, self.rows, self.columns, self.num_parts == 2, dtype)
+        for expert in range(self.num_experts):
+            packed.pack(expert, self._weight_of(expert, tensors))
+        self._value = packed
+
+    def _weight_of(self, expert: int, tensors: Sequence[Tensor]) -> Tensor:
+        if self.stored is ExpertFormat.separate:
+            return torch.cat(list(tensors[expert * self.num_parts : (expert + 1) * self.num_parts]))
+        weight = tensors[0][expert]
+        return weight.t().contiguous() if self.stored is ExpertFormat.stacked_transposed else weight
 
 
 def walk(part: object) -> Iterator[Weight]:

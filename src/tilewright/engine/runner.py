@@ -1,0 +1,156 @@
+"""Runs a step: encodes its media, lays its chunks out as a batch, and gives the logits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.step import Chunk, Step
+from tilewright.layers.batch import Batch, MediaRun
+from tilewright.models.protocol import Model
+from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.plan import Arena, Plan
+
+# Python's share of a step is some 2 ms whatever its size: above so many tokens a step takes a hundred times that.
+MAX_RECORDED_TOKENS = 64
+# A plan is some 300 calls of a few hundred bytes, so this is a bound on clutter rather than on memory.
+MAX_PLANS = 128
+
+
+class StepBuffers:
+    """The inputs of every step, at fixed places: a recorded step reads them again. Filled through numpy."""
+
+    def __init__(self, num_axes: int, max_tokens: int, max_sequences: int, max_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.token_ids = torch.zeros(max_tokens, dtype=torch.int64)
+        self.positions = torch.zeros(num_axes, max_tokens, dtype=torch.int64)
+        self.slots = torch.zeros(max_tokens, dtype=torch.int64)
+        self.query_starts = torch.zeros(max_sequences + 1, dtype=torch.int32)
+        self.kv_lengths = torch.zeros(max_sequences, dtype=torch.int32)
+        self.block_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32)
+        self._token_ids, self._positions, self._slots = (
+            self.token_ids.numpy(),
+            self.positions.numpy(),
+            self.slots.numpy(),
+        )
+        self._query_starts, self._kv_lengths = self.query_starts.numpy(), self.kv_lengths.numpy()
+        self._block_table = self.block_table.numpy()
+
+    def fill(self, chunks: Items[Chunk]) -> None:
+        begin = 0
+        for index, chunk in enumerate(chunks):
+            end = begin + chunk.num_tokens
+            pages = self._block_table[index, : len(chunk.sequence.pages)]
+            pages[:] = chunk.sequence.pages
+            places = np.arange(chunk.start, chunk.stop)
+            self._token_ids[begin:end] = chunk.token_ids
+            self._positions[:, begin:end] = chunk.sequence.positions(chunk.start, chunk.stop)
+            self._slots[begin:end] = pages[places // self.page_size] * self.page_size + places % self.page_size
+            self._query_starts[index + 1] = end
+            self._kv_lengths[index] = chunk.stop
+            begin = end
+
+    def batch(
+        self,
+        num_tokens: int,
+        num_sequences: int,
+        kv_caches: Items[KvCache],
+        logit_rows: Tensor | None,
+        media: Items[MediaRun],
+    ) -> Batch:
+        """The first `num_tokens` tokens of `num_sequences` sequences, as views."""
+        return Batch(
+            token_ids_T=self.token_ids[:num_tokens],
+            positions_AT=self.positions[:, :num_tokens],
+            slots_T=self.slots[:num_tokens],
+            query_starts=self.query_starts[: num_sequences + 1],
+            kv_lengths=self.kv_lengths[:num_sequences],
+            block_table=self.block_table[:num_sequences],
+            kv_caches=kv_caches,
+            logit_rows=logit_rows,
+            media=media,
+        )
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    plan: Plan
+    logits: Tensor
+
+
+class Runner:
+    """The model with its pages of keys and values. `replay`: small steps are recorded once per shape and replayed."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_caches: Items[KvCache],
+        features: FeatureCache,
+        buffers: StepBuffers,
+        *,
+        replay: bool = True,
+    ) -> None:
+        self.model = model
+        self.kv_caches = kv_caches
+        self.features = features
+        self.replay = replay
+        self._buffers = buffers
+        self._arena = Arena()
+        self._recorded: OrderedDict[tuple[int, int], RecordedStep] = OrderedDict()
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Tensor:
+        """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
+        if step.encode:
+            for medium, features in zip(step.encode, self.model.encode(step.encode), strict=True):
+                self.features.put(medium.key, features)
+        self._buffers.fill(step.chunks)
+        num_tokens, num_sequences = step.num_tokens, len(step.chunks)
+        media = self._media_runs(step.chunks)
+        wants_all = step.num_logits == num_tokens
+        if self.replay and wants_all and not media and num_tokens <= MAX_RECORDED_TOKENS:
+            return self._run_recorded(num_tokens, num_sequences)
+        logit_rows = None if wants_all else _logit_rows(step.chunks)
+        return self.model.forward(self._buffers.batch(num_tokens, num_sequences, self.kv_caches, logit_rows, media))
+
+    def _run_recorded(self, num_tokens: int, num_sequences: int) -> Tensor:
+        shape = num_tokens, num_sequences
+        recorded = self._recorded.get(shape)
+        if recorded is not None:
+            self._recorded.move_to_end(shape)
+            recorded.plan.replay()
+            return recorded.logits
+        plan = Plan(self._arena)
+        with plan.record():
+            logits = self.model.forward(self._buffers.batch(num_tokens, num_sequences, self.kv_caches, None, ()))
+        self._recorded[shape] = RecordedStep(plan, logits)
+        if len(self._recorded) > MAX_PLANS:
+            self._recorded.popitem(last=False)
+        return logits
+
+    def _media_runs(self, chunks: Items[Chunk]) -> list[MediaRun]:
+        """The features that stand in for tokens of the chunks, as views of what the encoder made."""
+        runs = []
+        begin = 0
+        for chunk in chunks:
+            for run in chunk.sequence.features_in(chunk.start, chunk.stop):
+                features = self.features.get(run.medium.key)[run.first_feature : run.first_feature + run.length]
+                first = begin + run.start - chunk.start
+                runs.append(MediaRun(torch.arange(first, first + run.length), *self.model.split_features(features)))
+            begin += chunk.num_tokens
+        return runs
+
+
+def _logit_rows(chunks: Items[Chunk]) -> Tensor:
+    rows: list[int] = []
+    end = 0
+    for chunk in chunks:
+        end += chunk.num_tokens
+        rows.extend(range(end - chunk.num_logits, end))
+    return torch.tensor(rows, dtype=torch.int64)

@@ -1,0 +1,58 @@
+"""Self-attention over the paged cache: one product for q, k and v, norm and rope in place, then store and attend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilewright.layers.batch import Batch
+from tilewright.ops.attention import paged_attention
+from tilewright.ops.kv_cache import kv_store
+from tilewright.ops.linear import linear
+from tilewright.ops.rope import qk_norm_rope, rope_qk
+from tilewright.weights.spec import Linear, Plain
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    eps: float
+    qk_norm: bool  # RMS norm of each head of q and k before rope
+    qkv_bias: bool
+    output_bias: bool
+    window: int = 0  # 0: all keys
+
+
+class Attention:
+    """x + o(attention(qkv(h))), updating x."""
+
+    def __init__(self, name: str, config: AttentionConfig, layer: int) -> None:
+        self.config, self.layer = config, layer
+        query_width = config.num_heads * config.head_width
+        kv_width = config.num_kv_heads * config.head_width
+        parts = [(f"{name}.q_proj", query_width), (f"{name}.k_proj", kv_width), (f"{name}.v_proj", kv_width)]
+        self.qkv = Linear(parts, config.width, bias=config.qkv_bias)
+        self.output = Linear([(f"{name}.o_proj", config.width)], query_width, bias=config.output_bias)
+        if config.qk_norm:
+            self.q_norm = Plain(f"{name}.q_norm.weight", config.head_width)
+            self.k_norm = Plain(f"{name}.k_norm.weight", config.head_width)
+
+    def __call__(self, x_TD: Tensor, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> None:
+        config = self.config
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        qkv = linear(h_TD, self.qkv.value).view(h_TD.shape[0], -1, config.head_width)
+        q_THK, k_TGK, v_TGK = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if config.qk_norm:
+            qk_norm_rope(q_THK, k_TGK, self.q_norm.value, self.k_norm.value, config.eps, cos, sin)
+        else:
+            rope_qk(q_THK, k_TGK, cos, sin)
+        cache = batch.kv_caches[self.layer]
+        kv_store(k_TGK, v_TGK, cache, batch.slots_T)
+        attended = paged_attention(
+            q_THK, cache, batch.block_table, batch.query_starts, batch.kv_lengths, window=config.window
+        )
+        linear(attended.view(h_TD.shape[0], -1), self.output.value, residual=x_TD, out=x_TD)

@@ -1,0 +1,38 @@
+"""What the layers of a language model read besides the hidden state: who stands where, and whose keys lie in which page.
+
+Legend of shape suffixes: T packed tokens, D model width, H query heads, G kv heads, K head width, B sequences,
+V vocabulary, A rope axes, M tokens that are media.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilewright.ops.kv_cache import KvCache
+
+
+@dataclass(frozen=True)
+class MediaRun:
+    """Encoder features that take the place of a run of token embeddings, and those added after the first layers."""
+
+    rows_M: Tensor  # int64, which of the batch's tokens
+    embeddings_MD: Tensor
+    deepstack: Sequence[Tensor] = ()  # [M, D] each: added to the hidden state after layer 0, 1, ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of several sequences, packed one sequence after the other."""
+
+    token_ids_T: Tensor  # int64
+    positions_AT: Tensor  # int64
+    slots_T: Tensor  # int64: where each token's key and value are stored, page * page_size + place
+    query_starts: Tensor  # int32 [B + 1]: sequence b has tokens query_starts[b] to query_starts[b + 1]
+    kv_lengths: Tensor  # int32 [B]: keys of sequence b, those of its tokens here included
+    block_table: Tensor  # int32 [B, pages]
+    kv_caches: Sequence[KvCache]  # one per layer
+    logit_rows: Tensor | None = None  # int64: tokens whose logits are wanted; None: all
+    media: Sequence[MediaRun] = ()

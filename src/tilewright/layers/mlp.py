@@ -1,0 +1,32 @@
+"""The gated feed-forward layer: down(act(gate(h)) * up(h))."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewright.layers.rope import UnsupportedConfig
+from tilewright.ops.linear import linear
+from tilewright.weights.spec import Linear
+
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf", "quick_gelu": "gelu_quick"}
+
+
+def activation_named(name: str) -> str:
+    """The op's name for an activation as checkpoints call it."""
+    if name not in _ACTIVATIONS:
+        raise UnsupportedConfig(f"hidden_act is {name!r}, expected one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+class GatedMlp:
+    """x + down(act(gate(h)) * up(h)), updating x."""
+
+    def __init__(self, name: str, width: int, inner_width: int, *, activation: str, bias: bool) -> None:
+        self.activation = activation
+        parts = [(f"{name}.gate_proj", inner_width), (f"{name}.up_proj", inner_width)]
+        self.gate_up = Linear(parts, width, bias=bias, gated=True)
+        self.down = Linear([(f"{name}.down_proj", width)], inner_width, bias=bias)
+
+    def __call__(self, x_TD: Tensor, h_TD: Tensor) -> None:
+        inner = linear(h_TD, self.gate_up.value, activation=self.activation)
+        linear(inner, self.down.value, residual=x_TD, out=x_TD)

@@ -1,0 +1,54 @@
+"""The sparse feed-forward layer: each token goes through the few experts its router likes best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.linear import linear
+from tilewright.ops.moe import moe, route
+from tilewright.weights.spec import ExpertFormat, Experts, Linear
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    num_experts: int
+    experts_per_token: int
+    expert_width: int
+    renormalize: bool  # the weights of a token's experts sum to one
+    activation: str
+    stored: ExpertFormat  # how the checkpoint keeps the experts
+    dense_layers: frozenset[int]
+
+    def is_sparse(self, layer: int) -> bool:
+        return layer not in self.dense_layers
+
+
+class SparseMlp:
+    """x + the weighted sum of the token's experts, updating x."""
+
+    def __init__(self, name: str, width: int, config: MoeConfig) -> None:
+        self.config = config
+        self.router = Linear([(f"{name}.gate", config.num_experts)], width)
+        parts = ("gate_proj", "up_proj")
+        self.gate_up = Experts(
+            f"{name}.experts", parts, "gate_up_proj", config.num_experts, 2 * config.expert_width, width, config.stored
+        )
+        self.down = Experts(
+            f"{name}.experts",
+            ("down_proj",),
+            "down_proj",
+            config.num_experts,
+            width,
+            config.expert_width,
+            config.stored,
+        )
+
+    def __call__(self, x_TD: Tensor, h_TD: Tensor) -> None:
+        config = self.config
+        scores = linear(h_TD, self.router.value, out_dtype=torch.float32)
+        ids, weights = route(scores, config.experts_per_token, renormalize=config.renormalize)
+        gate_up, down = self.gate_up.value, self.down.value
+        moe(h_TD, ids, weights, gate_up, down, activation=config.activation, residual=x_TD, out=x_TD)

@@ -1,0 +1,63 @@
+"""What the engine asks of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from tilewright.layers.batch import Batch
+from tilewright.types import Medium, ModelInputs
+
+
+@dataclass(frozen=True)
+class KvSpec:
+    """The keys and values one token leaves behind."""
+
+    num_layers: int
+    num_heads: int
+    head_width: int
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        # Heads are padded to whole tiles: keys to 32 deep, values to 16 columns (csrc/base/kv_layout.h).
+        padded = -(-self.head_width // 32) * 32 + -(-self.head_width // 16) * 16
+        return self.num_layers * self.num_heads * padded * itemsize
+
+
+class Model(Protocol):
+    """A network whose weights are `weights.spec.Weight`s found by walking its attributes."""
+
+    vocab_size: int
+    max_context: int
+    num_position_axes: int
+    kv_spec: KvSpec
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """The model's name for a tensor of the checkpoint; None for one that by rule is not used."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """fp32 logits [R, V] of the rows the batch asks for."""
+
+    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
+        """The features of each medium, [its num_features, width], from one pass over all of them."""
+
+    def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Rows of `encode`'s result as embeddings [M, D] and what is added after the first layers."""
+
+
+class Processor(Protocol):
+    """Turns what a user sends into what the model reads."""
+
+    def chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> ModelInputs: ...
+
+    def prompt(self, text: str | None = None, token_ids: Sequence[int] | None = None, **media: Any) -> ModelInputs: ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model_type: how its network and its processor are made."""
+
+    build: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Model]  # from the config and tensor shapes
+    make_processor: Callable[..., Processor] | None = None  # None: text only

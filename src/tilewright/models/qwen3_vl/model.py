@@ -1,0 +1,68 @@
+"""Qwen3-VL, dense and with experts: the vision tower's features take the place of tokens of a Qwen3 decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from tilewright.layers.batch import Batch
+from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.models.protocol import Family, KvSpec
+from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
+from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
+from tilewright.models.text_config import Config, decoder_config, integer, moe_config, table
+from tilewright.types import Medium
+from tilewright.weights.spec import ExpertFormat
+
+TEXT, VISION = "model.language_model", "model.visual"
+
+
+class Qwen3Vl:
+    num_position_axes = 3
+
+    def __init__(self, text: DecoderConfig, vision: VisionConfig) -> None:
+        self.vocab_size, self.max_context = text.vocab_size, text.max_context
+        self.kv_spec = KvSpec(text.num_layers, text.attention.num_kv_heads, text.attention.head_width)
+        self.decoder = Decoder(TEXT, text)
+        self.vision = VisionTower(VISION, vision)
+
+    def checkpoint_name(self, name: str) -> str | None:
+        return self.decoder.checkpoint_name(name)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.decoder(batch)
+
+    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
+        return self.vision(media)
+
+    def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        embeddings, *deepstack = features_MF.split(self.decoder.config.width, dim=1)
+        return embeddings, tuple(deepstack)
+
+
+def _build_dense(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3Vl:
+    text = decoder_config(table(config, "text_config"), qk_norm=True, tied=_tied(config))
+    return Qwen3Vl(text, VisionConfig.from_dict(table(config, "vision_config")))
+
+
+def _build_moe(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3Vl:
+    text_config = table(config, "text_config")
+    # As published the stacked experts are [E, inputs, outputs]; newer tools save them the other way round.
+    published = (integer(text_config, "moe_intermediate_size"), integer(text_config, "hidden_size"))
+    downs = [shape for name, shape in shapes.items() if name.endswith("mlp.experts.down_proj")]
+    stored = ExpertFormat.stacked_transposed if downs and downs[0][1:] == published else ExpertFormat.stacked
+    moe = moe_config(text_config, stored, renormalize=True)
+    text = decoder_config(text_config, qk_norm=True, tied=_tied(config), moe=moe)
+    return Qwen3Vl(text, VisionConfig.from_dict(table(config, "vision_config")))
+
+
+def _tied(config: Config) -> bool:
+    """The outer config decides; the text part's own entry may say otherwise."""
+    return bool(config.get("tie_word_embeddings", table(config, "text_config").get("tie_word_embeddings", False)))
+
+
+FAMILIES = {
+    "qwen3_vl": Family(_build_dense, Qwen3VlProcessor),
+    "qwen3_vl_moe": Family(_build_moe, Qwen3VlProcessor),
+}

@@ -1,0 +1,203 @@
+"""The vision tower of Qwen3-VL: patches of several pictures and videos in, features of each out, in one pass.
+
+N: patches of all media, in the order in which 2 x 2 neighbours merge. Attention stays within a frame.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.layers.mlp import activation_named
+from tilewright.models.text_config import Config, integer
+from tilewright.ops.attention import varlen_attention
+from tilewright.ops.linear import linear
+from tilewright.ops.norm import layer_norm
+from tilewright.ops.rope import rope_qk, rope_table, vision_axes
+from tilewright.types import Medium
+from tilewright.weights.spec import Linear, PatchEmbedding, Plain
+
+EPS = 1e-6
+ROPE_THETA = 10000.0
+# Position embeddings of so many grids are kept: 9 MB each for a picture of 1024 x 1024 in the largest tower.
+MAX_CACHED_GRIDS = 8
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    width: int
+    mlp_width: int
+    depth: int
+    num_heads: int
+    output_width: int
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    num_channels: int
+    positions_per_side: int
+    deepstack_layers: tuple[int, ...]
+    activation: str
+
+    @classmethod
+    def from_dict(cls, config: Config) -> VisionConfig:
+        return cls(
+            width=integer(config, "hidden_size"),
+            mlp_width=integer(config, "intermediate_size"),
+            depth=integer(config, "depth"),
+            num_heads=integer(config, "num_heads"),
+            output_width=integer(config, "out_hidden_size"),
+            patch_size=integer(config, "patch_size"),
+            merge_size=integer(config, "spatial_merge_size"),
+            temporal_patch_size=integer(config, "temporal_patch_size"),
+            num_channels=integer(config, "in_channels", 3),
+            positions_per_side=round(integer(config, "num_position_embeddings") ** 0.5),
+            deepstack_layers=tuple(config.get("deepstack_visual_indexes") or ()),  # type: ignore[arg-type]
+            activation=activation_named(str(config.get("hidden_act", "gelu_pytorch_tanh"))),
+        )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def num_outputs(self) -> int:
+        """Feature maps per medium: the tower's own and one per deepstack layer."""
+        return 1 + len(self.deepstack_layers)
+
+
+class VisionBlock:
+    """x + attention(norm(x)), then x + mlp(norm(x)), updating x."""
+
+    def __init__(self, name: str, config: VisionConfig) -> None:
+        self.config = config
+        width = config.width
+        self.norm1 = _layer_norm(f"{name}.norm1", width)
+        self.qkv = Linear([(f"{name}.attn.qkv", 3 * width)], width, bias=True)
+        self.output = Linear([(f"{name}.attn.proj", width)], width, bias=True)
+        self.norm2 = _layer_norm(f"{name}.norm2", width)
+        self.mlp_in = Linear([(f"{name}.mlp.linear_fc1", config.mlp_width)], width, bias=True)
+        self.mlp_out = Linear([(f"{name}.mlp.linear_fc2", width)], config.mlp_width, bias=True)
+
+    def __call__(self, x_ND: Tensor, frame_starts: Tensor, cos: Tensor, sin: Tensor) -> None:
+        heads = self.config.num_heads
+        qkv = linear(self.norm1(x_ND), self.qkv.value).view(len(x_ND), 3 * heads, self.config.head_width)
+        q, k, v = qkv.split(heads, dim=1)
+        rope_qk(q, k, cos, sin)
+        attended = varlen_attention(q, k, v, frame_starts)
+        linear(attended.view(x_ND.shape), self.output.value, residual=x_ND, out=x_ND)
+        inner = linear(self.norm2(x_ND), self.mlp_in.value, activation=self.config.activation)
+        linear(inner, self.mlp_out.value, residual=x_ND, out=x_ND)
+
+
+class PatchMerger:
+    """Features of merged patches; deepstack mergers norm the merged vector, the last one each patch."""
+
+    def __init__(self, name: str, config: VisionConfig, *, norm_merged: bool) -> None:
+        self.merged_width = config.width * config.merge_size**2
+        self.norm_merged = norm_merged
+        self.norm = _layer_norm(f"{name}.norm", self.merged_width if norm_merged else config.width)
+        self.fc1 = Linear([(f"{name}.linear_fc1", self.merged_width)], self.merged_width, bias=True)
+        self.fc2 = Linear([(f"{name}.linear_fc2", config.output_width)], self.merged_width, bias=True)
+
+    def __call__(self, x_ND: Tensor, out: Tensor) -> None:
+        normed = self.norm(x_ND.view(-1, self.merged_width) if self.norm_merged else x_ND)
+        inner = linear(normed.view(-1, self.merged_width), self.fc1.value, activation="gelu_erf")
+        linear(inner, self.fc2.value, out=out)
+
+
+class LayerNorm:
+    def __init__(self, weight: Plain, bias: Plain) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight.value, self.bias.value, EPS)
+
+
+def _layer_norm(name: str, width: int) -> LayerNorm:
+    return LayerNorm(Plain(f"{name}.weight", width), Plain(f"{name}.bias", width))
+
+
+class VisionTower:
+    def __init__(self, name: str, config: VisionConfig) -> None:
+        self.config = config
+        patch, channels, frames = config.patch_size, config.num_channels, config.temporal_patch_size
+        self.patch_embedding = PatchEmbedding(f"{name}.patch_embed.proj", (config.width, channels, frames, patch, patch))
+        self.positions = Plain(f"{name}.pos_embed.weight", config.positions_per_side**2, config.width)
+        self.blocks = [VisionBlock(f"{name}.blocks.{i}", config) for i in range(config.depth)]
+        self.merger = PatchMerger(f"{name}.merger", config, norm_merged=False)
+        self.deepstack_mergers = [
+            PatchMerger(f"{name}.deepstack_merger_list.{i}", config, norm_merged=True)
+            for i in range(len(config.deepstack_layers))
+        ]
+        frequencies = config.head_width // 4
+        inv_freq = 1.0 / ROPE_THETA ** (torch.arange(frequencies, dtype=torch.float32) / frequencies)
+        self.inv_freq, self.rope_axes = inv_freq.repeat(2), vision_axes(frequencies)
+        self.position_embedding = functools.lru_cache(MAX_CACHED_GRIDS)(self._position_embedding)
+
+    def __call__(self, media: Sequence[Medium]) -> list[Tensor]:
+        """Features [n, (1 + deepstack layers) * output width] of each medium: its own, then those of each layer."""
+        config = self.config
+        x_ND = self._embed_patches(media)
+        frame_starts = _frame_starts([medium.grid for medium in media])
+        places = torch.cat([patch_places(medium.grid, config.merge_size) for medium in media], dim=1)
+        cos, sin = rope_table(places, self.inv_freq, self.rope_axes)
+        num_features, width = len(x_ND) // config.merge_size**2, config.output_width
+        features = torch.empty(num_features, config.num_outputs * width, dtype=x_ND.dtype)
+        outputs = features.split(width, dim=1)
+        for i, block in enumerate(self.blocks):
+            block(x_ND, frame_starts, cos, sin)
+            if i in config.deepstack_layers:
+                index = config.deepstack_layers.index(i)
+                self.deepstack_mergers[index](x_ND, outputs[1 + index])
+        self.merger(x_ND, outputs[0])
+        return list(features.split([medium.num_features for medium in media]))
+
+    def _embed_patches(self, media: Sequence[Medium]) -> Tensor:
+        """Patch and position embeddings [N, D]: each medium's pixels are read where its preprocessing wrote them."""
+        weights = self.patch_embedding.value
+        counts = [medium.grid[0] * medium.grid[1] * medium.grid[2] for medium in media]
+        x_ND = torch.empty(sum(counts), self.config.width, dtype=weights.still.dtype)
+        for medium, rows in zip(media, x_ND.split(counts), strict=True):
+            weight = weights.still if medium.kind == "image" else weights.video
+            positions = self.position_embedding(*medium.grid[1:])
+            for patches, frame in zip(
+                medium.load().split(len(positions)), rows.split(len(positions)), strict=True
+            ):
+                linear(patches, weight, residual=positions, out=frame)
+        return x_ND
+
+    def _position_embedding(self, rows: int, columns: int) -> Tensor:
+        """The square table of learned positions, resampled bilinearly to a grid: [rows * columns, D]."""
+        side = self.config.positions_per_side
+        table = self.positions.value.view(side, side, -1)
+        place = patch_places((1, rows, columns), self.config.merge_size)
+        result = torch.zeros(rows * columns, self.config.width)
+        for row, row_share in _taps(place[0], rows, side):
+            for column, column_share in _taps(place[1], columns, side):
+                result += table[row, column].float() * (row_share * column_share)[:, None]
+        return result.to(table.dtype)
+
+
+def _taps(place: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
+    """The two table entries around each place of `count` on a line of `side`, corner on corner, and their shares."""
+    at = torch.linspace(0, side - 1, count)[place]
+    low = at.long()
+    share = at - low
+    return [(low, 1 - share), ((low + 1).clamp(max=side - 1), share)]
+
+
+def _frame_starts(grids: Sequence[tuple[int, int, int]]) -> Tensor:
+    lengths = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def patch_places(grid: tuple[int, int, int], merge_size: int) -> Tensor:
+    """Row and column of each patch, int64 [2, N]: blocks of merge_size squared neighbours, one after the other."""
+    frames, rows, columns = grid
+    place = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
+    place = place.view(2, rows // merge_size, merge_size, columns // merge_size, merge_size)
+    return place.transpose(2, 3).reshape(2, -1).repeat(1, frames)

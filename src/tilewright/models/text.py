@@ -1,0 +1,66 @@
+"""Llama, Qwen2, Qwen3 and Qwen3-MoE: the same decoder, different configs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from tilewright.layers.batch import Batch
+from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.models.protocol import Family, KvSpec
+from tilewright.models.text_config import Config, decoder_config, moe_config
+from tilewright.types import Medium
+from tilewright.weights.spec import ExpertFormat
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class TextModel:
+    """A language model without other senses."""
+
+    num_position_axes = 1
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.vocab_size, self.max_context = config.vocab_size, config.max_context
+        attention = config.attention
+        self.kv_spec = KvSpec(config.num_layers, attention.num_kv_heads, attention.head_width)
+        self.decoder = Decoder("model", config)
+
+    def checkpoint_name(self, name: str) -> str | None:
+        return self.decoder.checkpoint_name(name)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.decoder(batch)
+
+    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
+        raise NotImplementedError("a text model has no encoder; its processor refuses media")
+
+    def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        raise NotImplementedError("a text model has no features")
+
+
+def _build_llama(config: Config, shapes: Shapes) -> TextModel:
+    return TextModel(decoder_config(config))
+
+
+def _build_qwen2(config: Config, shapes: Shapes) -> TextModel:
+    return TextModel(decoder_config(config, qkv_bias=True, output_bias=False))
+
+
+def _build_qwen3(config: Config, shapes: Shapes) -> TextModel:
+    return TextModel(decoder_config(config, qk_norm=True))
+
+
+def _build_qwen3_moe(config: Config, shapes: Shapes) -> TextModel:
+    renormalize = bool(config.get("norm_topk_prob", False))
+    moe = moe_config(config, ExpertFormat.separate, renormalize=renormalize)
+    return TextModel(decoder_config(config, qk_norm=True, moe=moe))
+
+
+FAMILIES = {
+    "llama": Family(_build_llama),
+    "qwen2": Family(_build_qwen2),
+    "qwen3": Family(_build_qwen3),
+    "qwen3_moe": Family(_build_qwen3_moe),
+}

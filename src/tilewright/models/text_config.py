@@ -1,0 +1,102 @@
+"""Reading a checkpoint's config into the decoder's: one function per question, clear errors for what is not built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tilewright.layers.attention import AttentionConfig
+from tilewright.layers.decoder import DecoderConfig
+from tilewright.layers.mlp import activation_named
+from tilewright.layers.moe import MoeConfig
+from tilewright.layers.rope import RopeConfig, UnsupportedConfig
+from tilewright.weights.spec import ExpertFormat
+
+Config = Mapping[str, object]
+
+
+def integer(config: Config, key: str, default: int | None = None) -> int:
+    """config[key], which must be a whole number."""
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UnsupportedConfig(f"config has {key} {value!r}, expected a whole number")
+    return value
+
+
+def table(config: Config, key: str) -> Config:
+    """config[key], which must be a table."""
+    value = config.get(key)
+    if not isinstance(value, Mapping):
+        raise UnsupportedConfig(f"config has {key} {value!r}, expected a table")
+    return value
+
+
+def decoder_config(
+    config: Config,
+    *,
+    qk_norm: bool = False,
+    qkv_bias: bool | None = None,
+    output_bias: bool | None = None,
+    tied: bool | None = None,
+    moe: MoeConfig | None = None,
+) -> DecoderConfig:
+    """The decoder a text config describes. What is None is read from the config."""
+    width, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    head_width = integer(config, "head_dim", width // num_heads)
+    eps = float(config.get("rms_norm_eps", 1e-6))  # type: ignore[arg-type]
+    attention_bias = bool(config.get("attention_bias", False))
+    attention = AttentionConfig(
+        width=width,
+        num_heads=num_heads,
+        num_kv_heads=integer(config, "num_key_value_heads", num_heads),
+        head_width=head_width,
+        eps=eps,
+        qk_norm=qk_norm,
+        qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
+        output_bias=attention_bias if output_bias is None else output_bias,
+    )
+    return DecoderConfig(
+        vocab_size=integer(config, "vocab_size"),
+        width=width,
+        mlp_width=integer(config, "intermediate_size"),
+        num_layers=integer(config, "num_hidden_layers"),
+        attention=attention,
+        rope=RopeConfig.from_dict(config, head_width),
+        eps=eps,
+        activation=activation_named(str(config.get("hidden_act", "silu"))),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        tied=bool(config.get("tie_word_embeddings", False)) if tied is None else tied,
+        max_context=integer(config, "max_position_embeddings"),
+        moe=moe,
+        windows=_windows(config),
+    )
+
+
+def _windows(config: Config) -> tuple[int, ...]:
+    """The sliding window of each layer, as Qwen2 and Qwen3 configs say it; empty when no layer has one."""
+    if not config.get("use_sliding_window") or not config.get("sliding_window"):
+        return ()
+    num_layers, window = integer(config, "num_hidden_layers"), integer(config, "sliding_window")
+    kinds = config.get("layer_types")
+    if isinstance(kinds, (list, tuple)):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    first = integer(config, "max_window_layers", num_layers)
+    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+
+
+def moe_config(config: Config, stored: ExpertFormat, *, renormalize: bool) -> MoeConfig:
+    """The experts a Qwen3-MoE config describes."""
+    num_experts = integer(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    step = integer(config, "decoder_sparse_step", 1)
+    listed = config.get("mlp_only_layers") or ()
+    if not isinstance(listed, (list, tuple)):
+        raise UnsupportedConfig(f"config has mlp_only_layers {listed!r}, expected a list")
+    layers = range(integer(config, "num_hidden_layers"))
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=integer(config, "num_experts_per_tok"),
+        expert_width=integer(config, "moe_intermediate_size"),
+        renormalize=renormalize,
+        activation=activation_named(str(config.get("hidden_act", "silu"))),
+        stored=stored,
+        dense_layers=frozenset(i for i in layers if i in listed or num_experts == 0 or (i + 1) % step),
+    )

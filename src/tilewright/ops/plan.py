@@ -1,0 +1,105 @@
+"""A step recorded once and replayed natively: what CUDA graphs do for GPUs.
+
+    plan = Plan(arena)
+    with plan.record():
+        logits = model.forward(batch)   # runs, and every kernel call is noted
+    ...
+    plan.replay()                       # the same calls on the same memory, in one native call
+
+The inputs are fixed buffers that change their contents between replays. Results of ops come from the arena while a plan
+is recorded, so that their memory is no one else's and all plans share it: only one runs at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.native import kernels
+
+ALIGNMENT_BYTES = 64
+CHUNK_BYTES = 8 << 20
+
+
+class Arena:
+    """Memory handed out front to back and taken back a scope at a time. It grows by chunks, which never move."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self._chunk = 0
+        self._used_bytes = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size_bytes = math.prod(shape) * dtype.itemsize
+        while self._chunk < len(self._chunks):
+            if self._used_bytes + size_bytes <= self._chunks[self._chunk].numel():
+                break
+            self._chunk, self._used_bytes = self._chunk + 1, 0
+        else:
+            self._chunks.append(torch.empty(max(CHUNK_BYTES, size_bytes), dtype=torch.uint8))
+        begin = self._used_bytes
+        self._used_bytes += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return self._chunks[self._chunk][begin : begin + size_bytes].view(dtype).view(shape)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """What is handed out within is free again afterwards."""
+        mark = self._chunk, self._used_bytes
+        yield
+        self._chunk, self._used_bytes = mark
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(chunk.numel() for chunk in self._chunks)
+
+
+class _Current(threading.local):
+    arena: Arena | None = None
+
+
+_current = _Current()
+
+
+class Plan:
+    """The kernel calls of one step, for one shape of batch."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._native = kernels.Plan()
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        """Notes every kernel call this thread makes within."""
+        self._native.begin()
+        _current.arena = self._arena
+        try:
+            with self._arena.scope():
+                yield
+        finally:
+            _current.arena = None
+            self._native.end()
+
+    def replay(self) -> None:
+        """Makes the recorded calls again, in order."""
+        self._native.replay()
+
+    @property
+    def num_calls(self) -> int:
+        return self._native.num_calls
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor for the result of an op: from the arena while this thread records, else torch's."""
+    arena = _current.arena
+    return torch.empty(shape, dtype=dtype) if arena is None else arena.empty(shape, dtype)
+
+
+def scope() -> contextlib.AbstractContextManager[None]:
+    """Results made within may be overwritten once it is left: a layer's, say, all but the hidden state it updates."""
+    arena = _current.arena
+    return contextlib.nullcontext() if arena is None else arena.scope()
