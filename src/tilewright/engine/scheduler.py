@@ -103,8 +103,6 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_s = time.perf_counter()
-        if self.speculator:
-            self.speculator.forget(sequence)
 
     def schedule(self) -> Step:
         """The next step: a token of every sequence that decodes, then prompts; empty only when there is no work."""
@@ -164,7 +162,8 @@ class Scheduler:
 
     def _schedule_decodes(self, step: Step) -> None:
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        num_spare_rows = self.limits.max_rows_with_drafts - len(decoding)
+        # Drafts leave half of a step to prompts, however small it is.
+        num_spare_rows = min(self.limits.max_rows_with_drafts, self.limits.max_tokens_per_step // 2) - len(decoding)
         for sequence in decoding:
             # An earlier one may have taken its pages. The one preempted here is later than all that are in the step.
             while sequence.status is Status.RUNNING and not self._reserve(sequence, sequence.num_tokens):

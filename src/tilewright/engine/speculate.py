@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from weakref import WeakKeyDictionary
 
 from tilewright.engine.sequence import Sequence
 
@@ -37,11 +38,11 @@ class Speculator:
         self.num_drafts = num_drafts
         self.num_proposed = 0
         self.num_accepted = 0
-        self._histories: dict[int, _History] = {}
+        self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
 
     def propose(self, sequence: Sequence, max_drafts: int) -> list[int]:
         """What followed the longest n-gram that ends the sequence and occurred before; empty if none did."""
-        history = self._histories.setdefault(sequence.id, _History())
+        history = self._histories.setdefault(sequence, _History())
         if sequence.num_tokens < history.resume_at:
             return []
         token_ids = sequence.token_ids
@@ -61,7 +62,7 @@ class Speculator:
         """Counts the drafts of a step; pauses a sequence whose drafts are mostly wrong."""
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted
-        history = self._histories[sequence.id]
+        history = self._histories[sequence]
         history.num_proposed += num_proposed
         history.num_accepted += num_accepted
         if history.num_proposed < TRIAL_DRAFTS:
@@ -72,9 +73,6 @@ class Speculator:
         else:
             history.pause_tokens = FIRST_PAUSE_TOKENS
         history.num_proposed = history.num_accepted = 0
-
-    def forget(self, sequence: Sequence) -> None:
-        self._histories.pop(sequence.id, None)
 
 
 def num_right_drafts(drafts: SequenceOf[int], drawn: SequenceOf[int]) -> int:
