@@ -1,0 +1,141 @@
+"""A step of all requests: schedule, run, sample, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from tilewright.engine.detokenizer import Decoder, Detokenizer
+from tilewright.engine.sampler import Sampler
+from tilewright.engine.scheduler import Scheduler
+from tilewright.engine.sequence import Sequence
+from tilewright.engine.step import Event, Step
+from tilewright.types import Completion, Delta, ModelInputs, RequestError, SamplingParams
+
+
+class Runner(Protocol):
+    """Computes a step.
+
+    Encodes step.encode into the feature cache, writes keys and values of the chunks' tokens, drafts included, into the
+    pages of their sequences, and returns the logits rows they ask for, in order: fp32 [step.num_logits, V].
+    """
+
+    def run(self, step: Step) -> Tensor: ...
+
+
+class EngineCore:
+    """Sequences in, what each step adds to them out. For one thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        *,
+        make_decoder: Callable[[], Decoder],
+        vocabulary_size: int,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.sampler = sampler
+        self.make_decoder = make_decoder
+        self.vocabulary_size = vocabulary_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.step_under_way: Step | None = None
+        self._detokenizers: WeakKeyDictionary[Sequence, Detokenizer] = WeakKeyDictionary()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request_id: str, inputs: ModelInputs, params: SamplingParams) -> list[Sequence]:
+        """The sequences of a new request, queued; RequestError if it cannot be answered."""
+        for name, ids in (
+            ("the prompt", inputs.token_ids),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            for token_id in (min(ids), max(ids)) if ids else ():
+                if not 0 <= token_id < self.vocabulary_size:
+                    raise RequestError(f"{name} has token {token_id}, expected 0 to {self.vocabulary_size - 1}")
+        self.scheduler.check(len(inputs.token_ids))
+        sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids)
+        self.scheduler.add(sequences)
+        for sequence in sequences:
+            self._detokenizers[sequence] = Detokenizer(self.make_decoder(), params.stop, params.min_tokens)
+        return sequences
+
+    def step(self) -> list[tuple[Sequence, Delta]]:
+        """What one step adds to which sequences; nothing while it only computes prompts."""
+        self.step_under_way = None
+        step = self.step_under_way = self.scheduler.schedule()
+        if not step.chunks:
+            return []
+        logits = self.runner.run(step)
+        sampled = self.sampler.sample(logits, step)
+        events = self.scheduler.update(step, sampled)
+        return [(event.sequence, self._delta(event)) for event in events]
+
+    def abort(self, request_id: str) -> list[tuple[Sequence, Delta]]:
+        """The last of each unfinished sequence of a request, which ends. Not while a step is under way."""
+        return [
+            (sequence, Delta(sequence.index, self._detokenizers[sequence].flush(), (), finish_reason="abort"))
+            for sequence in self.scheduler.abort(request_id)
+        ]
+
+    def abandon_step(self) -> set[str]:
+        """The requests of a step that raised, all dropped; of all requests if it could not even be scheduled."""
+        step, scheduler = self.step_under_way, self.scheduler
+        sequences = [chunk.sequence for chunk in step.chunks] if step else scheduler.running + scheduler.waiting
+        request_ids = {sequence.request_id for sequence in sequences}
+        for request_id in request_ids:
+            scheduler.abort(request_id)
+        return request_ids
+
+    def completion(self, sequence: Sequence) -> Completion:
+        """The answer of a finished sequence."""
+        assert sequence.finish_reason is not None, f"sequence {sequence.id} is {sequence.status.value}"
+        params = sequence.params
+        return Completion(
+            text=self._detokenizers[sequence].text,
+            token_ids=tuple(sequence.output_token_ids),
+            finish_reason=sequence.finish_reason,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            timings=sequence.timings(),
+            logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
+            prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
+        )
+
+    def _delta(self, event: Event) -> Delta:
+        """An event with its text; ends the sequence at a stop string."""
+        sequence, reason = event.sequence, event.finish_reason
+        detokenizer = self._detokenizers[sequence]
+        text, num_tokens = "", 0
+        for token_id in event.token_ids:
+            num_tokens += 1
+            if reason == "stop" and num_tokens == len(event.token_ids):
+                break  # the token that stopped it is no part of the text
+            text += detokenizer.push(token_id)
+            if detokenizer.is_stopped:
+                self._stop_at(sequence, len(event.token_ids) - num_tokens)
+                reason = "stop"
+                break
+        if reason is not None:
+            text += detokenizer.flush()
+        logprobs = None if sequence.params.logprobs is None else tuple(event.logprobs[:num_tokens])
+        return Delta(sequence.index, text, tuple(event.token_ids[:num_tokens]), logprobs, reason)
+
+    def _stop_at(self, sequence: Sequence, num_surplus: int) -> None:
+        """Ends a sequence by its text; a step with drafts may have gone a few tokens past it."""
+        if sequence.is_finished:
+            sequence.finish_reason = "stop"
+        else:
+            self.scheduler.finish(sequence, "stop")
+        if num_surplus:
+            del sequence.token_ids[-num_surplus:]
+            del sequence.logprobs[-num_surplus:]

@@ -1,0 +1,111 @@
+"""A request as its caller sees it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from tilewright.types import Completion, Delta, SamplingParams, Timings
+
+_log = logging.getLogger(__name__)
+
+
+class Handle:
+    """The answers to a request as they come, from any thread; a slow reader holds nobody up."""
+
+    def __init__(self, request_id: str, params: SamplingParams, abort: Callable[[Handle], None]) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.is_aborted = False
+        self._abort = abort
+        self._submitted_s = time.perf_counter()
+        self._changed = threading.Condition()
+        self._deltas: list[Delta] = []
+        self._completions: list[Completion | None] = [None] * params.n
+        self._is_done = False
+        self._error: BaseException | None = None
+        self._subscribers: list[tuple[Callable[[Delta], None], Callable[[BaseException | None], None]]] = []
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Every Delta from the first on, as they come; then raises what went wrong, if something did."""
+        index = 0
+        while True:
+            with self._changed:
+                while len(self._deltas) == index and not self._is_done:
+                    self._changed.wait()
+                deltas = self._deltas[index:]
+            yield from deltas
+            index += len(deltas)
+            if not deltas:
+                if self._error is not None:
+                    raise self._error
+                return
+
+    def subscribe(self, on_delta: Callable[[Delta], None], on_end: Callable[[BaseException | None], None]) -> None:
+        """Calls on_delta with every Delta from the first on, then on_end with the error or None.
+
+        They are called from the engine's thread, which waits for them: hand over and return.
+        """
+        with self._changed:
+            for delta in self._deltas:
+                _call(on_delta, delta)
+            if self._is_done:
+                _call(on_end, self._error)
+            else:
+                self._subscribers.append((on_delta, on_end))
+
+    def result(self, timeout_s: float | None = None) -> list[Completion]:
+        """The n answers, when all are finished; raises what went wrong, or TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_done, timeout_s):
+                raise TimeoutError(f"request {self.request_id} is not finished after {timeout_s} s")
+            if self._error is not None:
+                raise self._error
+            return [completion for completion in self._completions if completion is not None]
+
+    def abort(self) -> None:
+        """Ends the request as soon as the step under way is done; its answers end as "abort"."""
+        self.is_aborted = True
+        self._abort(self)
+
+    def push(self, delta: Delta, completion: Completion | None = None) -> None:
+        """Adds a Delta, and the answer it completes. The engine's side, as are `end` and `end_unstarted`."""
+        with self._changed:
+            self._deltas.append(delta)
+            if completion is not None:
+                self._completions[delta.index] = completion
+            for on_delta, _ in self._subscribers:
+                _call(on_delta, delta)
+            self._changed.notify_all()
+        if None not in self._completions:
+            self.end(None)
+
+    def end(self, error: BaseException | None) -> None:
+        with self._changed:
+            if self._is_done:
+                return
+            self._is_done, self._error = True, error
+            for _, on_end in self._subscribers:
+                _call(on_end, error)
+            self._subscribers.clear()
+            self._changed.notify_all()
+
+    def end_unstarted(self) -> None:
+        """Ends a request that was aborted before it reached the engine: nothing of it is known but that."""
+        waited_s = time.perf_counter() - self._submitted_s
+        for index in range(self.params.n):
+            completion = Completion("", (), "abort", 0, 0, Timings(waited_s, waited_s, waited_s))
+            self.push(Delta(index, "", (), finish_reason="abort"), completion)
+
+
+def _call(function: Callable, argument: object) -> None:
+    try:
+        function(argument)
+    except Exception:  # a broken reader must not stop the engine
+        _log.exception("a subscriber of a request failed")

@@ -1,0 +1,94 @@
+"""The pages of the KV cache: which are free, which are in use, and what the others still hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class PagePool:
+    """num_pages pages of page_size tokens, counted by reference.
+
+    A page may have a digest that names its content (see `prefix_cache`). When nobody refers to it any more, it stays
+    findable until it is the least recently used one and a page is needed.
+    """
+
+    def __init__(self, num_pages: int, page_size: int = 64) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens, expected at least 1 of each")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._references = [0] * num_pages
+        self._digests: list[bytes | None] = [None] * num_pages
+        self._page_by_digest: dict[bytes, int] = {}
+        self._empty = list(range(num_pages - 1, -1, -1))
+        self._reusable: OrderedDict[int, None] = OrderedDict()  # named, unreferenced; least recently used first
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` can give."""
+        return len(self._empty) + len(self._reusable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self) -> int:
+        """A page that only the caller refers to. Empty ones go first, then the least recently used."""
+        if self._empty:
+            page = self._empty.pop()
+        elif self._reusable:
+            page, _ = self._reusable.popitem(last=False)
+            self._forget(page)
+        else:
+            raise RuntimeError(f"all {self.num_pages} pages are in use")
+        self._references[page] = 1
+        return page
+
+    def find(self, digest: bytes) -> int | None:
+        """The page with that content, if it is still there."""
+        return self._page_by_digest.get(digest)
+
+    def retain(self, page: int) -> None:
+        """Adds a reference."""
+        if self._references[page] == 0:
+            del self._reusable[page]
+        self._references[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """Takes a reference off each. The last is evicted first: without those before it, it is never found."""
+        for page in reversed(pages):
+            if self._references[page] == 0:
+                raise RuntimeError(f"page {page} is released, but nobody refers to it")
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                if self._digests[page] is None:
+                    self._empty.append(page)
+                else:
+                    self._reusable[page] = None
+
+    def name(self, page: int, digest: bytes) -> None:
+        """Makes the page findable by its content, unless another page already is."""
+        if digest not in self._page_by_digest and self._digests[page] is None:
+            self._page_by_digest[digest] = page
+            self._digests[page] = digest
+
+    def clear(self) -> None:
+        """Forgets the content of all pages, also of those in use."""
+        for page in self._page_by_digest.values():
+            self._digests[page] = None
+        self._page_by_digest.clear()
+        self._empty.extend(self._reusable)
+        self._reusable.clear()
+
+    def _forget(self, page: int) -> None:
+        digest = self._digests[page]
+        assert digest is not None
+        del self._page_by_digest[digest]
+        self._digests[page] = None

@@ -1,0 +1,207 @@
+"""From the logits of a step to the tokens of its sequences."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Sequence as SequenceOf
+from hashlib import blake2b
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.engine.occurrences import Occurrences
+from tilewright.engine.sequence import Sequence
+from tilewright.engine.speculate import num_right_drafts
+from tilewright.engine.step import Chunk, Sampled, Step
+from tilewright.ops import sample as ops
+from tilewright.types import SamplingParams, TokenLogprob
+
+
+class Sampler:
+    """Draws the next tokens. What is drawn for a sequence depends on its own logits, seed and position alone."""
+
+    def __init__(self) -> None:
+        self._occurrences: WeakKeyDictionary[Sequence, Occurrences] = WeakKeyDictionary()
+        self._greedy = _greedy_parameters(64)
+
+    def sample(self, logits: Tensor, step: Step) -> list[Sampled]:
+        """One result per chunk from the rows it asked for, fp32 [step.num_logits, V]. May overwrite the logits."""
+        chunks = step.chunks
+        if not logits.shape[0]:
+            return [Sampled() for _ in chunks]
+        keep_raw = any(_has_logprobs(chunk) for chunk in chunks)
+        drawn = self._draw(logits, chunks, keep_raw)
+        token_ids: list[list[int]] = []
+        first = 0
+        for chunk in chunks:
+            rows = drawn[first : first + chunk.num_sampled]
+            first += chunk.num_sampled
+            token_ids.append(rows[: 1 + num_right_drafts(chunk.sequence.draft_token_ids, rows)] if rows else [])
+        if not keep_raw:
+            return [Sampled(ids) for ids in token_ids]
+        return _with_logprobs(logits, chunks, token_ids)
+
+    def _draw(self, logits: Tensor, chunks: list[Chunk], keep_raw: bool) -> list[int]:
+        """A token for every sampled row, chunk after chunk."""
+        sampled = [chunk for chunk in chunks if chunk.num_sampled]
+        num_rows = sum(chunk.num_sampled for chunk in sampled)
+        if not num_rows:
+            return []
+        if num_rows < logits.shape[0]:
+            logits = logits[torch.tensor(_sampled_rows(chunks))]
+            keep_raw = False  # a copy already
+        if any(_is_adjusted(chunk.sequence) for chunk in sampled):
+            logits = self._adjust(logits.clone() if keep_raw else logits, sampled)
+        params = [chunk.sequence.params for chunk in sampled for _ in range(chunk.num_sampled)]
+        if all(item.temperature == 0 for item in params):
+            if num_rows > len(self._greedy[0]):
+                self._greedy = _greedy_parameters(2 * num_rows)
+            tokens: Tensor = ops.sample(logits, *(parameter[:num_rows] for parameter in self._greedy))
+        else:
+            tokens = ops.sample(logits, *_parameters(params), torch.tensor(_uniforms(sampled), dtype=torch.float64))
+        result: list[int] = tokens.tolist()
+        return result
+
+    def _adjust(self, logits: Tensor, chunks: list[Chunk]) -> Tensor:
+        """Logits with penalties, biases and the bans of min_tokens, in place."""
+        vocabulary_size = logits.shape[1]
+        nothing = (np.empty(0, np.int64), np.empty(0, np.int32))
+        seen: list[tuple[np.ndarray, np.ndarray]] = []
+        biases: list[dict[int, float]] = []
+        for chunk in chunks:
+            sequence, params = chunk.sequence, chunk.sequence.params
+            if _is_penalized(params):
+                if sequence not in self._occurrences:
+                    self._occurrences[sequence] = Occurrences(sequence, vocabulary_size)
+                seen += self._occurrences[sequence].rows(sequence.draft_token_ids)
+            else:
+                seen += [nothing] * chunk.num_sampled
+            for draft in range(chunk.num_sampled):
+                bias = {token_id: bias for token_id, bias in params.logit_bias.items() if token_id < vocabulary_size}
+                if sequence.num_output_tokens + draft < params.min_tokens:
+                    bias.update((item, -math.inf) for item in sequence.stop_token_ids if item < vocabulary_size)
+                biases.append(bias)
+        params_of_rows = [chunk.sequence.params for chunk in chunks for _ in range(chunk.num_sampled)]
+        return ops.penalize(
+            logits,
+            _starts([len(ids) for ids, _ in seen]),
+            torch.from_numpy(np.concatenate([ids for ids, _ in seen])),
+            torch.from_numpy(np.concatenate([counts for _, counts in seen])),
+            torch.tensor([params.repetition_penalty for params in params_of_rows]),
+            torch.tensor([params.presence_penalty for params in params_of_rows]),
+            torch.tensor([params.frequency_penalty for params in params_of_rows]),
+            bias_starts=_starts([len(bias) for bias in biases]),
+            bias_token_ids=torch.tensor([item for bias in biases for item in bias], dtype=torch.int64),
+            bias=torch.tensor([item for bias in biases for item in bias.values()], dtype=torch.float32),
+        )
+
+
+def uniform(sequence: Sequence, position: int) -> float:
+    """The random number in [0, 1) with which the token at `position` of a sequence is drawn.
+
+    A hash of seed, answer and position instead of a generator with a state, so that preemption, batching and drafts
+    change nothing.
+    """
+    counter = struct.pack("<QQQ", sequence.seed & 0xFFFF_FFFF_FFFF_FFFF, sequence.index, position)
+    return (int.from_bytes(blake2b(counter, digest_size=8).digest(), "little") >> 11) * 2.0**-53
+
+
+def _uniforms(chunks: list[Chunk]) -> list[float]:
+    return [
+        uniform(chunk.sequence, chunk.sequence.num_tokens + draft)
+        for chunk in chunks
+        for draft in range(chunk.num_sampled)
+    ]
+
+
+def _parameters(params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        torch.tensor([item.temperature for item in params]),
+        torch.tensor([item.top_k for item in params]),
+        torch.tensor([item.top_p for item in params]),
+        torch.tensor([item.min_p for item in params]),
+    )
+
+
+def _greedy_parameters(num_rows: int) -> tuple[Tensor, ...]:
+    """What `ops.sample` takes for rows of temperature 0, made once: five small tensors cost more than the argmax."""
+    return (*_parameters([SamplingParams(temperature=0.0)] * num_rows), torch.zeros(num_rows, dtype=torch.float64))
+
+
+def _starts(lengths: SequenceOf[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+def _is_penalized(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _is_adjusted(sequence: Sequence) -> bool:
+    params = sequence.params
+    return bool(params.logit_bias) or sequence.num_output_tokens < params.min_tokens or _is_penalized(params)
+
+
+def _has_logprobs(chunk: Chunk) -> bool:
+    return chunk.sequence.params.logprobs is not None or chunk.num_prompt_rows > 0
+
+
+def _sampled_rows(chunks: list[Chunk]) -> list[int]:
+    """The numbers of the logits rows that tokens are drawn from."""
+    rows: list[int] = []
+    first = 0
+    for chunk in chunks:
+        first += chunk.num_logits
+        rows.extend(range(first - chunk.num_sampled, first))
+    return rows
+
+
+def _with_logprobs(logits: Tensor, chunks: list[Chunk], token_ids: list[list[int]]) -> list[Sampled]:
+    """The chunks' tokens with the log-probabilities they ask for, those of the raw logits; one kernel call for all."""
+    rows: list[int] = []
+    targets: list[int] = []
+    num_top: list[int] = []
+    first = 0
+    for chunk, drawn in zip(chunks, token_ids, strict=True):
+        sequence, params = chunk.sequence, chunk.sequence.params
+        num_prompt_rows, num_logits = chunk.num_prompt_rows, chunk.num_logits
+        if num_prompt_rows:
+            rows.extend(range(first, first + num_prompt_rows))
+            next_token = chunk.stop - chunk.num_sampled - num_prompt_rows + 1
+            targets.extend(sequence.token_ids[next_token : next_token + num_prompt_rows])
+            num_top.extend([params.prompt_logprobs or 0] * num_prompt_rows)
+        if params.logprobs is not None:
+            rows.extend(range(first + num_prompt_rows, first + num_prompt_rows + len(drawn)))
+            targets.extend(drawn)
+            num_top.extend([params.logprobs] * len(drawn))
+        first += num_logits
+    found = iter(_log_probs(logits, rows, targets, num_top))
+    return [
+        Sampled(
+            drawn,
+            prompt_logprobs=list(itertools.islice(found, chunk.num_prompt_rows)),
+            logprobs=list(itertools.islice(found, len(drawn) if chunk.sequence.params.logprobs is not None else 0)),
+        )
+        for chunk, drawn in zip(chunks, token_ids, strict=True)
+    ]
+
+
+def _log_probs(logits: Tensor, rows: list[int], targets: list[int], num_top: list[int]) -> list[TokenLogprob]:
+    """The log-probability of targets[i] in row rows[i], with the num_top[i] best ones."""
+    if not rows:
+        return []
+    vocabulary_size = logits.shape[1]
+    picked = logits if len(rows) == logits.shape[0] else logits[torch.tensor(rows)]
+    # A placeholder may lie past the head's last row: it cannot come out, and the kernel has no column for it.
+    clamped = torch.tensor(targets).clamp_(max=vocabulary_size - 1)
+    found = ops.log_probs(picked, clamped, min(max(num_top), vocabulary_size))
+    values = zip(targets, num_top, *(tensor.tolist() for tensor in found), strict=True)
+    return [
+        TokenLogprob(target, token, rank, tuple(zip(top_ids[:count], top[:count], strict=True)))
+        if target < vocabulary_size
+        else TokenLogprob(target, -math.inf, vocabulary_size, tuple(zip(top_ids[:count], top[:count], strict=True)))
+        for target, count, token, top_ids, top, rank in values
+    ]

@@ -1,0 +1,318 @@
+"""Which tokens of which sequences are computed next, and where their keys and values go."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.pages import PagePool
+from tilewright.engine.prefix_cache import PrefixCache
+from tilewright.engine.sequence import Sequence, Status
+from tilewright.engine.speculate import Speculator
+from tilewright.engine.step import Chunk, Event, Sampled, Step
+from tilewright.types import FinishReason, RequestError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one step may do.
+
+    A step's weights are read once: at 20 GB/s and 1 TFLOP/s in bf16, reading costs as much as computing 50 rows. At
+    1,024 tokens it is 5 % of the step, and larger steps gain nothing but make those who decode wait longer.
+    """
+
+    max_context: int
+    max_tokens_per_step: int = 1024
+    max_sequences: int = 64
+    # Two pictures of 1024 x 1024 at 16 pixels a patch; the encoder's products are at their peak from far fewer rows.
+    max_encode_patches: int = 8192
+    # Below the 50 rows at which computing costs as much as reading the weights, a wrong draft costs little.
+    max_rows_with_drafts: int = 32
+    # Logits of 128 rows over 152,000 tokens are 78 MB.
+    max_prompt_rows: int = 128
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected at least 1")
+        if self.max_sequences > self.max_tokens_per_step:
+            raise ValueError(
+                f"max_sequences is {self.max_sequences}, more than max_tokens_per_step, {self.max_tokens_per_step}: "
+                "each running sequence decodes one token per step"
+            )
+
+
+class Scheduler:
+    """Sequences that wait and that run, both in order of arrival."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        prefix_cache: PrefixCache,
+        features: FeatureCache,
+        limits: Limits,
+        speculator: Speculator | None = None,
+    ) -> None:
+        self.pool = pool
+        self.prefix_cache = prefix_cache
+        self.features = features
+        self.limits = limits
+        self.speculator = speculator
+        self.max_context = min(limits.max_context, pool.num_tokens)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """RequestError for a prompt that could never be answered."""
+        if num_prompt_tokens < 1:
+            raise RequestError("the prompt has no tokens, expected at least 1")
+        if num_prompt_tokens >= self.max_context:
+            limit = "the context" if self.max_context == self.limits.max_context else "the memory for keys and values"
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens, expected at most {self.max_context - 1}: "
+                f"{limit} holds {self.max_context}, and the answer needs at least one"
+            )
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Queues the sequences of a request; RequestError if they could never be answered."""
+        for sequence in sequences:
+            self.check(sequence.num_prompt_tokens)
+            bisect.insort(self.waiting, sequence, key=_arrival)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """The unfinished sequences of the request, which are dropped. Not while a step is under way."""
+        dropped = [item for item in self.running + self.waiting if item.request_id == request_id]
+        for sequence in dropped:
+            self.finish(sequence, "abort")
+        return dropped
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence and gives back what it holds."""
+        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        self._release(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        sequence.finished_s = time.perf_counter()
+
+    def schedule(self) -> Step:
+        """The next step: a token of every sequence that decodes, then prompts; empty only when there is no work."""
+        while True:
+            step = Step()
+            self._schedule_decodes(step)
+            self._schedule_prompts(step)
+            if step.chunks or not self.running:
+                return step
+            self._preempt(self.running[-1])  # prompts hold all pages, and none of them can go on
+
+    def update(self, step: Step, sampled: list[Sampled]) -> list[Event]:
+        """Appends what was sampled, and says what each sequence gained and which ended."""
+        events = []
+        for chunk, result in zip(step.chunks, sampled, strict=True):
+            sequence = chunk.sequence
+            sequence.prompt_logprobs.extend(result.prompt_logprobs)
+            num_right = len(result.token_ids) - 1 if result.token_ids else 0
+            if self.speculator and chunk.num_drafts:
+                self.speculator.record(sequence, chunk.num_drafts, num_right)
+            sequence.draft_token_ids = []
+            num_before, reason = sequence.num_tokens, None
+            for token_id in result.token_ids:
+                sequence.token_ids.append(token_id)
+                reason = self._finish_reason(sequence)
+                if reason:
+                    break
+            # The slots of wrong drafts are written again by the tokens that come instead.
+            num_computed = chunk.stop - chunk.num_drafts + num_right
+            sequence.num_computed_tokens = min(num_computed, sequence.num_tokens)
+            self.prefix_cache.store(sequence)
+            self._unpin_read(sequence)
+            if result.token_ids:
+                if sequence.first_token_s is None:
+                    sequence.first_token_s = time.perf_counter()
+                num_new = sequence.num_tokens - num_before
+                sequence.logprobs.extend(result.logprobs[:num_new])
+                events.append(Event(sequence, result.token_ids[:num_new], result.logprobs[:num_new], reason))
+            if reason:
+                self.finish(sequence, reason)
+        return events
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        if sequence.token_ids[-1] in sequence.stop_token_ids and (
+            sequence.num_output_tokens >= sequence.params.min_tokens
+        ):
+            return "stop"
+        if self._num_tokens_left(sequence) <= 0:
+            return "length"
+        return None
+
+    def _num_tokens_left(self, sequence: Sequence) -> int:
+        """How many tokens the answer may still gain."""
+        in_context = self.max_context - sequence.num_tokens
+        max_tokens = sequence.params.max_tokens
+        return in_context if max_tokens is None else min(in_context, max_tokens - sequence.num_output_tokens)
+
+    def _schedule_decodes(self, step: Step) -> None:
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        # Drafts leave half of a step to prompts, however small it is.
+        num_spare_rows = min(self.limits.max_rows_with_drafts, self.limits.max_tokens_per_step // 2) - len(decoding)
+        for sequence in decoding:
+            # An earlier one may have taken its pages. The one preempted here is later than all that are in the step.
+            while sequence.status is Status.RUNNING and not self._reserve(sequence, sequence.num_tokens):
+                self._preempt(self.running[-1])
+            if sequence.status is not Status.RUNNING:
+                continue
+            num_drafts = self._draft(sequence, num_spare_rows)
+            num_spare_rows -= num_drafts
+            step.chunks.append(Chunk(sequence, sequence.num_computed_tokens, 1 + num_drafts, num_drafts))
+
+    def _draft(self, sequence: Sequence, max_drafts: int) -> int:
+        if not self.speculator:
+            return 0
+        # The last row gives a token too, so there is one draft less than tokens; and drafts preempt nobody.
+        max_drafts = min(max_drafts, self._num_tokens_left(sequence) - 1)
+        drafts = self.speculator.propose(sequence, max_drafts) if max_drafts > 0 else []
+        while drafts and not self._reserve(sequence, sequence.num_tokens + len(drafts)):
+            drafts.pop()
+        sequence.draft_token_ids = drafts
+        return len(drafts)
+
+    def _schedule_prompts(self, step: Step) -> None:
+        budget = self.limits.max_tokens_per_step - step.num_tokens
+        self._may_admit = True
+        for sequence, share in self._prompt_shares(budget):
+            share = min(share, budget)
+            if budget <= 0:
+                break
+            if share <= 0:
+                continue
+            if sequence.status is Status.WAITING and not self._admit(sequence):
+                continue
+            start = sequence.num_computed_tokens
+            stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
+            stop = self._encode(step, sequence, start, stop)
+            if stop > start and self._reserve(sequence, stop):
+                step.chunks.append(Chunk(sequence, start, stop - start))
+                budget -= stop - start
+
+    def _prompt_shares(self, budget: int) -> Iterator[tuple[Sequence, int]]:
+        """Sequences with a prompt to compute, and how much of the budget each may take, the first to be served first.
+
+        By arrival, with one exception: while the oldest prompt is computed, half of the budget is set aside for those
+        behind it that are at most half as long as what it has left. So a short one waits for other short ones, but not
+        for a long one, which in turn is never slowed down to less than half of the speed.
+        """
+        prompts = [sequence for sequence in self.running if not sequence.is_decoding]
+        if budget > 0 and len(self.running) < self.limits.max_sequences:
+            prompts = sorted(prompts + [item for item in self.waiting if not item.waits_for_leader], key=_arrival)
+        if not prompts:
+            return
+        oldest, others = prompts[0], prompts[1:]
+        is_short = [2 * item.num_uncomputed_tokens <= oldest.num_uncomputed_tokens for item in others]
+        short = list(itertools.compress(others, is_short))
+        set_aside = min(budget // 2, sum(item.num_uncomputed_tokens for item in short))
+        yield oldest, budget - set_aside
+        for sequence in short:
+            yield sequence, set_aside
+            set_aside -= sequence.num_uncomputed_tokens
+        for sequence in itertools.compress(others, (not item for item in is_short)):
+            yield sequence, budget
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence runs from now on: there must be pages for all its tokens beside what others need.
+
+        When one has to wait for pages, all behind it do: else a stream of short ones would keep it out for ever.
+        """
+        if not self._may_admit or len(self.running) >= self.limits.max_sequences:
+            return False
+        pages = self.prefix_cache.match(sequence)
+        needed = self.pool.pages_for(sequence.num_tokens) - len(pages)
+        # Of those that run, each needs the rest of its prompt, and soon a page to go on in.
+        promised = sum(1 + max(0, self.pool.pages_for(item.num_tokens) - len(item.pages)) for item in self.running)
+        if self.running and needed + promised > self.pool.num_free:
+            self.pool.release(pages)
+            self._may_admit = False
+            return False
+        num_cached = len(pages) * self.pool.page_size
+        self.prefix_cache.count(sequence, num_cached)
+        if sequence.started_s is None:
+            sequence.started_s = time.perf_counter()
+            sequence.num_cached_tokens = num_cached
+        sequence.pages = pages
+        sequence.num_stored_pages = len(pages)
+        sequence.num_computed_tokens = num_cached
+        sequence.status = Status.RUNNING
+        self.waiting.remove(sequence)
+        bisect.insort(self.running, sequence, key=_arrival)
+        return True
+
+    def _page_end(self, sequence: Sequence) -> int:
+        return (len(sequence.pages) + self.pool.num_free) * self.pool.page_size
+
+    def _prompt_row_end(self, sequence: Sequence) -> int:
+        if not sequence.wants_prompt_logprobs:
+            return sequence.num_tokens
+        first_row = max(sequence.num_computed_tokens, len(sequence.prompt_logprobs) - 1)
+        return first_row + self.limits.max_prompt_rows
+
+    def _encode(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
+        """Where the chunk ends: at `stop`, or before the first medium for which this step has no encoder time left."""
+        num_patches = sum(math.prod(medium.grid) for medium in step.encode)
+        for run in sequence.features_in(start, stop):
+            key = run.medium.key
+            if not self.features.has(key) and all(medium.key != key for medium in step.encode):
+                num_patches += math.prod(run.medium.grid)
+                if step.encode and num_patches > self.limits.max_encode_patches:
+                    return run.start
+                step.encode.append(run.medium)
+            if key not in sequence.pinned_keys:
+                self.features.pin(key)
+                sequence.pinned_keys.append(key)
+        return stop
+
+    def _unpin_read(self, sequence: Sequence) -> None:
+        if sequence.pinned_keys:
+            rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            needed = {run.medium.key for run in rest}
+            for key in sequence.pinned_keys:
+                if key not in needed:
+                    self.features.unpin(key)
+            sequence.pinned_keys = [key for key in sequence.pinned_keys if key in needed]
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence has, or now got, pages for num_tokens."""
+        missing = self.pool.pages_for(num_tokens) - len(sequence.pages)
+        if missing > self.pool.num_free:
+            return False
+        sequence.pages.extend(self.pool.allocate() for _ in range(missing))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Sends a sequence back to its place among those that wait; it resumes with all its tokens."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.status = Status.WAITING
+        bisect.insort(self.waiting, sequence, key=_arrival)
+        self.num_preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        for key in sequence.pinned_keys:
+            self.features.unpin(key)
+        sequence.pages = []
+        sequence.pinned_keys = []
+        sequence.draft_token_ids = []
+        sequence.num_stored_pages = 0
+        sequence.num_computed_tokens = 0
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.id

@@ -1,0 +1,182 @@
+"""One answer in the making, and the arithmetic over its tokens."""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import itertools
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilewright.types import FinishReason, Medium, ModelInputs, SamplingParams, Timings, TokenLogprob
+
+_next_id = itertools.count()
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class FeatureRun:
+    """Features first_feature .. first_feature + length of a medium, in the place of the tokens from `start` on."""
+
+    medium: Medium
+    first_feature: int
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+class Sequence:
+    """A prompt and what was generated after it so far.
+
+    A request for n answers makes n of these over one prompt (`for_request`). The first is their leader: it computes the
+    prompt and its log-probabilities, the others find its pages in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        inputs: ModelInputs,
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        leader: Sequence | None = None,
+        seed: int | None = None,
+        stop_token_ids: Collection[int] = (),
+    ) -> None:
+        self.id = next(_next_id)  # counts up with arrival
+        self.request_id = request_id
+        self.index = index
+        self.leader = leader or self
+        self.inputs = inputs
+        self.params = params
+        self.seed = secrets.randbits(64) if seed is None else seed
+        self.stop_token_ids = frozenset(stop_token_ids)
+
+        self.token_ids = list(inputs.token_ids)
+        self.num_prompt_tokens = len(inputs.token_ids)
+        self.num_computed_tokens = 0  # their keys and values are in the pages
+        self.draft_token_ids: list[int] = []  # guessed continuation, part of the step under way
+        self.pages: list[int] = []
+        self.page_digests: list[bytes] = []  # of full pages, as far as they were needed
+        self.num_stored_pages = 0  # the first of `pages`, which the prefix cache has seen
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
+        self.pinned_keys: list[bytes] = []  # of media that are being read
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.logprobs: list[TokenLogprob] = []  # of the output
+        self._prompt_logprobs: list[TokenLogprob | None] = [None]
+        self._feature_runs: list[FeatureRun] = _feature_runs(inputs.media) if leader is None else leader._feature_runs
+        self._run_stops = [run.stop for run in self._feature_runs]
+
+        self.arrived_s = time.perf_counter()
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+
+    @classmethod
+    def for_request(
+        cls, request_id: str, inputs: ModelInputs, params: SamplingParams, eos_token_ids: Collection[int] = ()
+    ) -> list[Sequence]:
+        """The params.n sequences of a request. Without a seed they get a random one, common to all n."""
+        stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(eos_token_ids))
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        leader = cls(request_id, inputs, params, seed=seed, stop_token_ids=stop_token_ids)
+        return [leader] + [
+            cls(request_id, inputs, params, index=index, leader=leader, seed=seed, stop_token_ids=stop_token_ids)
+            for index in range(1, params.n)
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, without drafts."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all that is left to compute is the token sampled last."""
+        return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def waits_for_leader(self) -> bool:
+        """Whether its prompt is still being computed by the first sequence of its request."""
+        return self.leader is not self and self.leader.num_output_tokens == 0 and not self.leader.is_finished
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None]:
+        """Those known so far, one list for all sequences of the request; the first token has none."""
+        return self.leader._prompt_logprobs
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether this sequence has to compute log-probabilities of prompt tokens yet."""
+        return (
+            self.params.prompt_logprobs is not None
+            and self.leader is self
+            and len(self._prompt_logprobs) < self.num_prompt_tokens
+        )
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """Rope positions [A, stop - start] of the tokens from start to stop, drafts counted on."""
+        num_prompt_tokens = self.num_prompt_tokens
+        prompt = self.inputs.positions[:, start:stop]
+        if stop <= num_prompt_tokens:
+            return prompt
+        first = self.inputs.next_position + max(start, num_prompt_tokens) - num_prompt_tokens
+        count = stop - max(start, num_prompt_tokens)
+        output = np.broadcast_to(np.arange(first, first + count, dtype=np.int64), (prompt.shape[0], count))
+        return output if start >= num_prompt_tokens else np.concatenate([prompt, output], axis=1)
+
+    def features_in(self, start: int, stop: int) -> list[FeatureRun]:
+        """The features that tokens start .. stop are replaced by, cut to that range, in order."""
+        runs = []
+        for index in range(bisect.bisect_right(self._run_stops, start), len(self._feature_runs)):
+            run = self._feature_runs[index]
+            if run.start >= stop:
+                break
+            first, last = max(run.start, start), min(run.stop, stop)
+            runs.append(FeatureRun(run.medium, run.first_feature + first - run.start, first, last - first))
+        return runs
+
+    def timings(self) -> Timings:
+        """Seconds since arrival; what has not happened yet counts as now."""
+        now = time.perf_counter() if self.finished_s is None else self.finished_s
+        queued, first_token = self.started_s or now, self.first_token_s or now
+        return Timings(queued - self.arrived_s, first_token - self.arrived_s, now - self.arrived_s)
+
+
+def _feature_runs(media: tuple[Medium, ...]) -> list[FeatureRun]:
+    runs = []
+    for medium in media:
+        first_feature = 0
+        for span in medium.spans:
+            runs.append(FeatureRun(medium, first_feature, span.start, span.length))
+            first_feature += span.length
+    return sorted(runs, key=lambda run: run.start)

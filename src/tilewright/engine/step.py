@@ -1,0 +1,82 @@
+"""What is computed together: the work of one step, and what was sampled from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tilewright.engine.sequence import Sequence
+from tilewright.types import FinishReason, Medium, TokenLogprob
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start .. stop of a sequence, drafts included; the last num_logits of them give logits.
+
+    Valid until the scheduler's `update`, which takes the drafts off the sequence.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    num_drafts: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        known = self.sequence.token_ids[self.start : self.stop]
+        return known + self.sequence.draft_token_ids if self.num_drafts else known
+
+    @property
+    def num_sampled(self) -> int:
+        """Logits rows that a token is drawn from: those of the last known token and of each draft."""
+        return 1 + self.num_drafts if self.stop >= self.sequence.num_tokens else 0
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """Logits rows, before the sampled ones, that give log-probabilities of prompt tokens."""
+        if not self.sequence.wants_prompt_logprobs:
+            return 0
+        first = len(self.sequence.prompt_logprobs) - 1  # the row of token i tells of token i + 1
+        return max(0, self.stop - self.num_sampled - max(self.start, first))
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_prompt_rows + self.num_sampled
+
+
+@dataclass(frozen=True)
+class Step:
+    """Chunks to compute in one batch, and the media that must be encoded before."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    encode: list[Medium] = field(default_factory=list)  # distinct, not in the feature cache
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_logits(self) -> int:
+        return sum(chunk.num_logits for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the logits of a chunk gave: the drafts that were right, and the token after them; none in mid-prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, or none if not asked for
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt tokens after the prompt rows
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step added to a sequence."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: FinishReason | None
