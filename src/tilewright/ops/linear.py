@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from tilewright.ops.native import kernels, view, view_or_none
 from tilewright.ops.plan import empty
 
 HUGE_PAGE_BYTES = 2 << 20
+
+# Rows are packed this much at a time when they come from a file: small beside a model, large enough for all threads.
+PACK_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,15 @@ def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
     size_bytes = num_elements * dtype.itemsize
     if size_bytes < HUGE_PAGE_BYTES:
         return torch.empty(num_elements, dtype=dtype)
-    memory = mmap.mmap(-1, -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+    # Private: Linux gives shared memory no huge pages unless told to (shmem_enabled is "never" by default). One page
+    # more than needed, so that the tensor can begin on a boundary; what is not touched takes no memory.
+    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -whole.data_ptr() % HUGE_PAGE_BYTES
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=num_elements)
+        # Not the rest after the last whole page: it would take 2 MB however little it is.
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return whole[begin : begin + size_bytes].view(dtype)
 
 
 def pack_weight(
@@ -59,6 +68,32 @@ def pack_weight(
     n, k = weight.shape
     data = empty_in_huge_pages(kernels.packed_elements(n, k, gated), dtype or weight.dtype)
     kernels.pack_weight(view(weight), view(data), gated)
+    return PackedWeight(data, n, k, gated, None if bias is None else _pack_bias(bias, n, gated))
+
+
+def pack_weight_rows(
+    read_rows: Callable[[int, int], Tensor],
+    n: int,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    dtype: torch.dtype,
+) -> PackedWeight:
+    """As `pack_weight`, for a weight [n, k] that `read_rows(begin, end)` gives a block at a time.
+
+    Strips lie one after another, so a block of whole strips is packed as a weight of its own.
+    """
+    data = empty_in_huge_pages(kernels.packed_elements(n, k, gated), dtype)
+    num_parts, tile_rows = (2, 16) if gated else (1, 32)
+    part_rows = n // num_parts
+    block_rows = max(PACK_BLOCK_BYTES // (k * 4 * num_parts) // tile_rows, 1) * tile_rows
+    for begin in range(0, part_rows, block_rows):
+        end = min(begin + block_rows, part_rows)
+        parts = [read_rows(part * part_rows + begin, part * part_rows + end) for part in range(num_parts)]
+        first = kernels.packed_elements(begin * num_parts, k, gated) if begin else 0
+        last = kernels.packed_elements(end * num_parts, k, gated)
+        kernels.pack_weight(view(parts[0] if len(parts) == 1 else torch.cat(parts)), view(data[first:last]), gated)
     return PackedWeight(data, n, k, gated, None if bias is None else _pack_bias(bias, n, gated))
 
 

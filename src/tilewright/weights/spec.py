@@ -1,22 +1,24 @@
 """What a model needs from a checkpoint: each weight says which tensors it is made of and how they are laid out.
 
 Layers hold `Weight`s as attributes; `weights.load` finds them (`walk`), checks all their sources against the checkpoint
-at once, and fills `value` one weight at a time, so that no more than the packed model and one tensor are in memory.
+at once, and fills `value` one weight at a time, from blocks of rows where it can, so that no more than the packed model
+and one tensor are in memory.
 A weight shared by two layers (a tied head) is one object, and is loaded once.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import astuple, dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from tilewright.ops.linear import PackedWeight, pack_weight
+from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, empty_in_huge_pages, pack_weight_rows
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.patch_embedding import pack_patch_embedding
 
@@ -31,8 +33,24 @@ class Source:
     shape: tuple[int, ...]
 
 
+class Reader(Protocol):
+    """A source as it is read: bf16 or fp32, whatever the file has."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self) -> Tensor:
+        """All of it."""
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of its first axis. The memory of earlier rows may be given back: copy what is kept."""
+
+
 class Weight(ABC, Generic[Value]):
-    """A weight of the model: where it comes from, and its value once it is loaded."""
+    """A weight of the model: where it comes from, and its value once it is loaded.
+
+    Attributes beside the value are plain (numbers, strings, tuples of them): with the class they are the `recipe`.
+    """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = tuple(sources)
@@ -45,7 +63,45 @@ class Weight(ABC, Generic[Value]):
 
     @abstractmethod
     def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Makes the value from the sources' tensors, in their order."""
+        """Makes the value from the sources' tensors, in their order. The value keeps none of their memory."""
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        """Makes the value from the sources. Overridden where blocks of rows will do."""
+        self.build([reader.read() for reader in readers], dtype)
+
+    def restore(self, value: Value) -> None:
+        """Takes a value that a weight of the same recipe had."""
+        self._value = value
+
+    @property
+    def recipe(self) -> str:
+        """All that the value depends on but the sources' contents and the dtype: same recipe, same value."""
+        settings = {name: value for name, value in sorted(vars(self).items()) if name not in ("_value", "sources")}
+        for name, setting in settings.items():
+            if not _is_plain(setting):
+                raise TypeError(f"{type(self).__name__}.{name} is {setting!r}, expected numbers, strings or tuples")
+        return f"{type(self).__qualname__} {settings} {[astuple(source) for source in self.sources]}"
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def read(self) -> Tensor:
+        return self.tensor
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        return self.tensor[begin:end]
 
 
 class Plain(Weight[Tensor]):
@@ -55,7 +111,19 @@ class Plain(Weight[Tensor]):
         super().__init__([Source(name, shape)])
 
     def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self._value = tensors[0].to(dtype).contiguous()
+        self.build_from([_InMemory(tensor) for tensor in tensors], dtype)
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        (reader,) = readers
+        value = empty_in_huge_pages(math.prod(reader.shape), dtype).view(reader.shape)
+        if not reader.shape:
+            value.copy_(reader.read())
+        else:
+            block_rows = max(PACK_BLOCK_BYTES // max(math.prod(reader.shape[1:]) * 4, 1), 1)
+            for begin in range(0, reader.shape[0], block_rows):
+                end = min(begin + block_rows, reader.shape[0])
+                value[begin:end] = reader.rows(begin, end)
+        self._value = value
 
 
 class Linear(Weight[PackedWeight]):
@@ -72,13 +140,29 @@ class Linear(Weight[PackedWeight]):
         self.gated = gated
 
     def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-        weights, biases = tensors[: self.num_parts], tensors[self.num_parts :]
-        self._value = pack_weight(
-            weights[0] if len(weights) == 1 else torch.cat(list(weights)),
-            torch.cat([bias.float() for bias in biases]) if biases else None,
+        self.build_from([_InMemory(tensor) for tensor in tensors], dtype)
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        weights, biases = readers[: self.num_parts], readers[self.num_parts :]
+        self._value = pack_weight_rows(
+            lambda begin, end: _stacked_rows(weights, begin, end),
+            sum(weight.shape[0] for weight in weights),
+            weights[0].shape[1],
+            torch.cat([bias.read().float() for bias in biases]) if biases else None,
             gated=self.gated,
             dtype=dtype,
         )
+
+
+def _stacked_rows(parts: Sequence[Reader], begin: int, end: int) -> Tensor:
+    """Rows [begin, end) of the parts stacked: one part's own where no boundary lies between."""
+    pieces = []
+    for part in parts:
+        num_rows = part.shape[0]
+        if begin < num_rows and end > 0:
+            pieces.append(part.rows(max(begin, 0), min(end, num_rows)))
+        begin, end = begin - num_rows, end - num_rows
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @dataclass(frozen=True)
@@ -103,7 +187,7 @@ class PatchEmbedding(Weight[PatchWeights]):
         )
 
 
-class ExpertFormat(enum.Enum):
+class ExpertFormat(str, enum.Enum):
     """How a checkpoint keeps the experts of a layer."""
 
     separate = "a tensor per expert and projection"
@@ -139,15 +223,19 @@ class Experts(Weight[PackedExperts]):
         self.num_parts, self.stored = len(parts), stored
 
     def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.build_from([_InMemory(tensor) for tensor in tensors], dtype)
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         packed = PackedExperts.empty(self.num_experts, self.rows, self.columns, self.num_parts == 2, dtype)
         for expert in range(self.num_experts):
-            packed.pack(expert, self._weight_of(expert, tensors))
+            packed.pack(expert, self._weight_of(expert, readers))
         self._value = packed
 
-    def _weight_of(self, expert: int, tensors: Sequence[Tensor]) -> Tensor:
+    def _weight_of(self, expert: int, readers: Sequence[Reader]) -> Tensor:
         if self.stored is ExpertFormat.separate:
-            return torch.cat(list(tensors[expert * self.num_parts : (expert + 1) * self.num_parts]))
-        weight = tensors[0][expert]
+            first = expert * self.num_parts
+            return torch.cat([reader.read() for reader in readers[first : first + self.num_parts]])
+        weight = readers[0].rows(expert, expert + 1)[0]
         return weight.t().contiguous() if self.stored is ExpertFormat.stacked_transposed else weight
 
 

@@ -1,0 +1,50 @@
+"""A checkpoint, whatever its format: a config as Hugging Face's config.json, and tensors by their names there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilewright.weights.mapped import CheckpointError
+from tilewright.weights.safetensors import SafetensorsCheckpoint
+
+__all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
+
+
+class Checkpoint(Protocol):
+    """What loading asks of a checkpoint. Opening one reads headers only."""
+
+    config: dict  # as config.json
+    shapes: Mapping[str, tuple[int, ...]]
+    fingerprint: str  # differs when any file's name, size, time or header does
+    files: Path | None  # the folder with tokenizer and templates; None: tokenizer_metadata has them
+    tokenizer_metadata: Mapping[str, object] | None  # a GGUF file's tokenizer.* keys
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type `read` gives."""
+
+    def size_bytes(self, name: str) -> int:
+        """What the tensor takes in the file."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in place where the format allows; not to be written to."""
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of its first axis, in place where the format allows."""
+
+    def release(self, name: str) -> None:
+        """Gives back the memory of what was read of it; what `read` and `rows` gave stays valid."""
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """The checkpoint in a folder or a .gguf file, or what a hub id such as "org/name" downloads to."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if path.is_file():
+        raise CheckpointError(f"{path} is no model: expected a folder or a hub id")
+    raise CheckpointError(f"{model} does not exist: expected a folder or a hub id")

@@ -1,0 +1,166 @@
+"""A model's weights filled from a checkpoint: strictly, and with little memory beside the weights themselves."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from tilewright.weights.checkpoint import Checkpoint, CheckpointError
+from tilewright.weights.spec import Weight, walk
+
+LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+
+MAX_LISTED = 20  # of each kind of mismatch: a wrong model misses hundreds, and the first say enough
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading did."""
+
+    num_tensors: int  # of the checkpoint, that the model is made of
+    source_bytes: int  # which those take in the checkpoint's files
+    ignored: tuple[str, ...]  # tensors of the checkpoint that the rule leaves out
+    seconds: float
+
+
+def _same_name(name: str) -> str | None:
+    return name
+
+
+def load(
+    model: object,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    rename: Callable[[str], str | None] = _same_name,
+    cache_dir: Path | None = None,
+    progress: bool = False,
+) -> LoadReport:
+    """Every weight of `model` filled from the checkpoint, in `dtype`, and a report.
+
+    `rename` gives the model's name for a tensor of the checkpoint, None for one that is left out. All tensors that are
+    missing, that nothing asks for, or that have another shape or type than asked for are one CheckpointError.
+    """
+    if dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"dtype is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
+    start_s = time.perf_counter()
+    weights = list(walk(model))
+    stored_names, ignored = _stored_names(checkpoint, rename)
+    _check(weights, checkpoint, stored_names)
+    names = {stored_names[source.name] for weight in weights for source in weight.sources}
+    source_bytes = sum(checkpoint.size_bytes(name) for name in names)
+    _build(weights, checkpoint, stored_names, dtype, progress)
+    return LoadReport(len(names), source_bytes, ignored, time.perf_counter() - start_s)
+
+
+def _stored_names(
+    checkpoint: Checkpoint, rename: Callable[[str], str | None]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The checkpoint's name for each of the model's names, and the names the rule leaves out."""
+    stored_names: dict[str, str] = {}
+    ignored = []
+    for stored_name in checkpoint.shapes:
+        name = rename(stored_name)
+        if name is None:
+            ignored.append(stored_name)
+        elif name in stored_names:
+            raise CheckpointError(f"the checkpoint has {name} twice, as {stored_names[name]} and as {stored_name}")
+        else:
+            stored_names[name] = stored_name
+    return stored_names, tuple(ignored)
+
+
+def _check(weights: Iterable[Weight], checkpoint: Checkpoint, stored_names: dict[str, str]) -> None:
+    """CheckpointError that lists every tensor in which model and checkpoint differ."""
+    sources = {source.name: source for weight in weights for source in weight.sources}
+    missing = [f"{source.name} {list(source.shape)}" for name, source in sources.items() if name not in stored_names]
+    extra = [
+        f"{stored_name} {list(checkpoint.shapes[stored_name])}"
+        for name, stored_name in stored_names.items()
+        if name not in sources
+    ]
+    shapes, types = [], []
+    for name, source in sources.items():
+        if name not in stored_names:
+            continue
+        shape = tuple(checkpoint.shapes[stored_names[name]])
+        stored_dtype = checkpoint.dtype(stored_names[name])
+        if shape != source.shape:
+            shapes.append(f"{stored_names[name]} {list(shape)}, expected {list(source.shape)}")
+        if stored_dtype not in LOADABLE:
+            types.append(f"{stored_names[name]} {stored_dtype}".replace("torch.", ""))
+    kinds = [
+        ("missing", missing),
+        ("of no use to the model", extra),
+        ("of another shape", shapes),
+        ("of a type other than float32, float16 and bfloat16", types),
+    ]
+    found = [f"{len(items)} tensors {kind}:\n{_listed(items)}" for kind, items in kinds if items]
+    if found:
+        raise CheckpointError("the checkpoint does not fit the model its config describes\n" + "\n".join(found))
+
+
+def _listed(items: list[str]) -> str:
+    lines = [f"  {item}" for item in items[:MAX_LISTED]]
+    if len(items) > MAX_LISTED:
+        lines.append(f"  and {len(items) - MAX_LISTED} more")
+    return "\n".join(lines)
+
+
+class _TensorReader:
+    """A `spec.Reader` of a checkpoint's tensor, which gives back the pages of a block when the next one is read."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint = checkpoint
+        self._name = name
+        self.shape = tuple(checkpoint.shapes[name])
+
+    def read(self) -> Tensor:
+        return _widened(self._checkpoint.read(self._name))
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        self._checkpoint.release(self._name)
+        return _widened(self._checkpoint.rows(self._name, begin, end))
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """fp16 as fp32, which has all its values: the kernels take fp32 and bf16."""
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
+
+
+def _build(
+    weights: Sequence[Weight],
+    checkpoint: Checkpoint,
+    stored_names: dict[str, str],
+    dtype: torch.dtype,
+    progress: bool,
+) -> None:
+    # A tensor that two weights are made of is read twice, and counts twice.
+    total_bytes = sum(
+        checkpoint.size_bytes(stored_names[source.name]) for weight in weights for source in weight.sources
+    )
+    # disable=None is tqdm's word for: only on a terminal.
+    disable = None if progress else True
+    with tqdm(total=total_bytes, desc="loading", unit="B", unit_scale=True, disable=disable) as progress_bar:
+        for weight in weights:
+            names = [stored_names[source.name] for source in weight.sources]
+            weight.build_from([_TensorReader(checkpoint, name) for name in names], dtype)
+            for name in names:
+                checkpoint.release(name)
+                progress_bar.update(checkpoint.size_bytes(name))
+            _trim_heap()
+
+
+def _trim_heap() -> None:
+    """Gives freed blocks back to the system: glibc keeps those under 32 MB, and 100 MB of them gather in a load."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have no such call
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,228 @@
+"""safetensors files and folders of them, memory-mapped.
+
+The format is eight bytes of header length, a JSON header {name: {dtype, shape, data_offsets}} and the data. Read here
+and not through the safetensors package because that one keeps every page it touched while the file is open: resident
+memory ends at the whole checkpoint beside the packed weights. Here `release` gives pages back block by block.
+Nothing in a file is trusted: sizes, offsets and overlaps are checked before any of it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.weights.mapped import CheckpointError, MappedFile
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in a file."""
+
+    file: MappedFile
+    offset: int
+    size_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SafetensorsCheckpoint:
+    """A folder with config.json and safetensors: a `weights.checkpoint.Checkpoint`."""
+
+    tokenizer_metadata: Mapping[str, object] | None = None
+
+    def __init__(self, folder: Path) -> None:
+        self.files: Path | None = folder
+        self.config: dict = read_json(folder / "config.json")
+        self._entries: dict[str, Entry] = {}
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        expected, paths = _weight_files(folder)
+        for path in paths:
+            file = MappedFile(path)
+            header, entries = read_header(file)
+            digest.update(f"{path.name} {file.size_bytes} {file.modified_ns} {len(header)} ".encode() + header)
+            for name, entry in entries.items():
+                if name in self._entries:
+                    other = self._entries[name].file.path.name
+                    raise CheckpointError(f"{path} and {other} both have the tensor {name}: download them again")
+                self._entries[name] = entry
+        for name, path in expected.items():
+            if name not in self._entries or self._entries[name].file.path != path:
+                raise CheckpointError(f"{path} has no tensor {name}, which the index says it has: download both again")
+        self.fingerprint = digest.hexdigest()
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._entries[name].dtype
+
+    def size_bytes(self, name: str) -> int:
+        return self._entries[name].size_bytes
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in place: a view of the mapped file."""
+        entry = self._entries[name]
+        entry.file.will_need(entry.offset, entry.size_bytes)
+        return entry.file.tensor_at(entry.offset, entry.shape, entry.dtype)
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of the tensor's first axis, in place."""
+        entry = self._entries[name]
+        row_bytes = entry.size_bytes // max(entry.shape[0], 1)
+        # The rows after these are asked for as well, so that the disk reads while these are packed.
+        ahead = min((end - begin) * 2 * row_bytes, entry.size_bytes - begin * row_bytes)
+        entry.file.will_need(entry.offset + begin * row_bytes, ahead)
+        shape = (end - begin, *entry.shape[1:])
+        return entry.file.tensor_at(entry.offset + begin * row_bytes, shape, entry.dtype)
+
+    def release(self, name: str) -> None:
+        """Lets go of the tensor's pages; views of it stay valid and read them again."""
+        entry = self._entries[name]
+        entry.file.release(entry.offset, entry.size_bytes)
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; CheckpointError if there is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: a model folder has config.json and safetensors") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
+    """The file that each tensor must be in, where an index says so, and all files to read."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map of tensor names to files")
+        for name in weight_map.values():
+            # Only files beside the index: a path would let a checkpoint read what it pleases.
+            if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
+                raise CheckpointError(f"{index} names the file {name!r}, expected a .safetensors file beside it")
+        shards = sorted({folder / name for name in weight_map.values()})
+        missing = [path.name for path in shards if not path.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {len(missing)} of the {len(shards)} files its index names: "
+                f"{', '.join(missing[:20])}: download them"
+            )
+        return {name: folder / file for name, file in weight_map.items()}, shards
+    if single.is_file():
+        return {}, [single]
+    raise CheckpointError(_no_weights_message(folder))
+
+
+def _no_weights_message(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    looked_for = f"{folder} has neither model.safetensors nor model.safetensors.index.json"
+    gguf = [name for name in names if name.endswith(".gguf")]
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if gguf:
+        return f"{looked_for}, but {', '.join(gguf[:5])}: name the GGUF file itself"
+    if pickles:
+        return (
+            f"{looked_for}, only pickled weights ({', '.join(pickles[:5])}), which can run any code when opened: "
+            "get the safetensors of this model, or convert it"
+        )
+    return f"{looked_for}: it is not a model folder, or its download is not complete"
+
+
+def read_header(file: MappedFile) -> tuple[bytes, dict[str, Entry]]:
+    """The header's bytes, and the tensors it lists, each within the file and none over another."""
+    if file.size_bytes < 8:
+        raise CheckpointError(f"{file.path} has {file.size_bytes} bytes, too few for a header: download it again")
+    header_bytes = int.from_bytes(file.memory[:8], "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{file.path} is not safetensors: a header of {header_bytes} bytes is over the limit")
+    if 8 + header_bytes > file.size_bytes:
+        raise CheckpointError(
+            f"{file.path} is truncated: it has {file.size_bytes} bytes, its header ends at {8 + header_bytes}: "
+            "download it again"
+        )
+    header = file.memory[8 : 8 + header_bytes]
+    try:
+        listed = json.loads(header, object_pairs_hook=_unique_names)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.path} is not safetensors: {error}") from error
+    if not isinstance(listed, dict):
+        raise CheckpointError(f"{file.path} is not safetensors: its header is no object")
+    listed.pop("__metadata__", None)
+    entries = {name: _entry(file, 8 + header_bytes, name, fields) for name, fields in listed.items()}
+    _check_extent(file, 8 + header_bytes, entries)
+    return header, entries
+
+
+def _unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        raise ValueError("its header names a tensor twice")
+    return names
+
+
+def _entry(file: MappedFile, data_begin: int, name: str, fields: object) -> Entry:
+    def is_size(value: object) -> bool:
+        return type(value) is int and 0 <= value < 2**62
+
+    where = f"{file.path}: the tensor {name}"
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        raise CheckpointError(f"{where} lacks its dtype, shape or data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{where} has the unknown dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > 16 or not all(is_size(size) for size in shape):
+        raise CheckpointError(f"{where} has the impossible shape {shape!r}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_size(offset) for offset in offsets):
+        raise CheckpointError(f"{where} has the impossible data_offsets {offsets!r}")
+    size_bytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != size_bytes:
+        raise CheckpointError(
+            f"{where} is {dtype} {shape}, {size_bytes} bytes, but has data_offsets {offsets}: the file is damaged"
+        )
+    return Entry(file, data_begin + offsets[0], size_bytes, tuple(shape), DTYPES[dtype])
+
+
+def _check_extent(file: MappedFile, data_begin: int, entries: dict[str, Entry]) -> None:
+    """The format allows no gap and no overlap; data that end elsewhere than the file mean a broken download."""
+    position = data_begin
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
+        if entry.offset != position:
+            raise CheckpointError(
+                f"{file.path}: the tensor {name} begins at byte {entry.offset}, the one before it ends at {position}"
+            )
+        position += entry.size_bytes
+    if position != file.size_bytes:
+        state = "truncated" if position > file.size_bytes else "longer than its tensors"
+        raise CheckpointError(
+            f"{file.path} is {state}: it has {file.size_bytes} bytes, its tensors end at {position}: download it again"
+        )
