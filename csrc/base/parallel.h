@@ -56,37 +56,39 @@ void parallel_for(int64_t count, Fn&& fn) {
   });
 }
 
-// Runs first(task) for every task in [0, first_count), and once all of them are done second(task) in [0, second_count),
-// with one wake-up of the team: a fork and join costs as much as a small op.
-template <class First, class Second>
-void parallel_phases(int64_t first_count, First&& first, int64_t second_count, Second&& second) {
-  if (num_threads() <= 1 || first_count + second_count <= 2) {
-    for (int64_t task = 0; task < first_count; ++task) first(task);
-    for (int64_t task = 0; task < second_count; ++task) second(task);
+// Runs fn(stage, task) for every task in [0, counts[stage]) of each stage in turn, a stage once all of the one before it
+// are done, with one wake-up of the team: a fork and join costs as much as a small op.
+template <int kStages, class Fn>
+void parallel_stages(const int64_t (&counts)[kStages], Fn&& fn) {
+  int64_t total = 0;
+  for (int64_t count : counts) total += count;
+  if (num_threads() <= 1 || total <= 2) {
+    for (int stage = 0; stage < kStages; ++stage)
+      for (int64_t task = 0; task < counts[stage]; ++task) fn(stage, task);
     return;
   }
   struct Shared {
-    std::remove_reference_t<First>& first;
-    std::remove_reference_t<Second>& second;
-    int64_t first_count, second_count;
-    std::atomic<int64_t> next_first, first_done, next_second;
-  } shared{first, second, first_count, second_count, {0}, {0}, {0}};
+    std::remove_reference_t<Fn>& fn;
+    const int64_t (&counts)[kStages];
+    std::atomic<int64_t> next[kStages], done[kStages];
+  } shared{fn, counts, {}, {}};
   run_workers(
       num_threads(),
       [](void* context, int) {
         auto& s = *static_cast<Shared*>(context);
-        for (int64_t task; (task = s.next_first.fetch_add(1, std::memory_order_relaxed)) < s.first_count;) {
-          s.first(task);
-          s.first_done.fetch_add(1, std::memory_order_release);
+        for (int stage = 0; stage < kStages; ++stage) {
+          for (int64_t task; (task = s.next[stage].fetch_add(1, std::memory_order_relaxed)) < s.counts[stage];) {
+            s.fn(stage, task);
+            s.done[stage].fetch_add(1, std::memory_order_release);
+          }
+          if (stage == kStages - 1) return;  // the join waits for it
+          // Whoever still works on this stage is a running thread: this wait ends. It yields in case that thread needs
+          // this very CPU.
+          for (int spins = 0; s.done[stage].load(std::memory_order_acquire) < s.counts[stage]; ++spins) {
+            __builtin_ia32_pause();
+            if (spins > 2000) yield_cpu();
+          }
         }
-        // Whoever still works on the first phase is a running thread: this wait ends. It yields in case that thread
-        // needs this very CPU.
-        for (int spins = 0; s.first_done.load(std::memory_order_acquire) < s.first_count; ++spins) {
-          __builtin_ia32_pause();
-          if (spins > 2000) yield_cpu();
-        }
-        for (int64_t task; (task = s.next_second.fetch_add(1, std::memory_order_relaxed)) < s.second_count;)
-          s.second(task);
       },
       &shared);
 }

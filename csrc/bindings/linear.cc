@@ -5,12 +5,6 @@
 namespace tilewright {
 namespace {
 
-// The elements a packed weight must have.
-int64_t packed_elements(int64_t n, int64_t k, bool gated) {
-  const int64_t strips = gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);
-  return strips * ceil_div(k, kTileDepth) * 2 * kTileElements;
-}
-
 void check_packed(const Op& op, const Tensor& packed, int64_t n, int64_t k, bool gated) {
   OP_REQUIRE(op, n > 0 && k > 0,
              "a packed weight of " + std::to_string(n) + " x " + std::to_string(k) + " has no elements");

@@ -57,6 +57,7 @@ NB_MODULE(_kernels, m) {
   m.def("manifest", &manifest);
   bind_attention(m);
   bind_linear(m);
+  bind_moe(m);
   bind_norm(m);
   bind_activation(m);
   bind_embedding(m);

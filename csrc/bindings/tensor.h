@@ -107,6 +107,7 @@ void launch(void (*kernel)(const Args&), const Args& args) {
 // One per file of csrc/bindings.
 void bind_attention(nb::module_& m);
 void bind_linear(nb::module_& m);
+void bind_moe(nb::module_& m);
 void bind_norm(nb::module_& m);
 void bind_activation(nb::module_& m);
 void bind_embedding(nb::module_& m);

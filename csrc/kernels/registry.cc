@@ -13,6 +13,9 @@ constexpr KernelInfo kKvCache[] = {
 constexpr KernelInfo kLinear[] = {
 #include "kernels/linear/kernels.inc"
 };
+constexpr KernelInfo kMoe[] = {
+#include "kernels/moe/kernels.inc"
+};
 constexpr KernelInfo kNorm[] = {
 #include "kernels/norm/kernels.inc"
 };
@@ -42,7 +45,7 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 }
 
 constexpr OpInfo kOps[] = {
-    op("attention", kAttention),   op("kv_cache", kKvCache),    op("linear", kLinear), op("norm", kNorm),
+    op("attention", kAttention),   op("kv_cache", kKvCache),    op("linear", kLinear), op("moe", kMoe), op("norm", kNorm),
     op("activation", kActivation), op("embedding", kEmbedding), op("rope", kRope),     op("probe", kProbe),
     op("image", kImage),           op("sample", kSample),
 };

@@ -12,7 +12,7 @@ void pack_block_tiles(const LinearArgs& args, int64_t block, bf16* packed) {
   const int64_t depth_tiles = args.num_depth_tiles();
   const int64_t whole = args.k / kTileDepth;
   for (int r = 0; r < rows_in_block(args, block); ++r) {
-    const bf16* x = static_cast<const bf16*>(args.x) + (block * kRowBlock + r) * args.x_stride;
+    const bf16* x = row_of_x<bf16>(args, block * kRowBlock + r);
     bf16* row = packed + (r / 16 * depth_tiles * 16 + r % 16) * kTileDepth;
     for (int64_t d = 0; d < whole; ++d)
       _mm512_storeu_si512(row + d * kTileElements, _mm512_loadu_si512(x + d * kTileDepth));

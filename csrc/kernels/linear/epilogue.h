@@ -46,6 +46,12 @@ inline void finish_block(const LinearArgs& args, const float* c, int64_t row_beg
   }
 }
 
+// Row i of the product's left side.
+template <class T>
+inline const T* row_of_x(const LinearArgs& args, int64_t i) {
+  return static_cast<const T*>(args.x) + (args.x_rows ? args.x_rows[i] : i) * args.x_stride;
+}
+
 inline int rows_in_block(const LinearArgs& args, int64_t block) {
   const int64_t rows = args.m - block * kRowBlock;
   return rows < kRowBlock ? static_cast<int>(rows) : kRowBlock;

@@ -30,7 +30,7 @@ template <class TX, class Left>
 void pack_rows(const LinearArgs& args, int64_t block, Left* packed) {
   const int64_t width = args.num_depth_tiles() * kTileDepth;
   for (int r = 0; r < rows_in_block(args, block); ++r, packed += width) {
-    const TX* x = static_cast<const TX*>(args.x) + (block * kRowBlock + r) * args.x_stride;
+    const TX* x = row_of_x<TX>(args, block * kRowBlock + r);
     int64_t i = 0;
     for (; i + Vec::kLanes <= args.k; i += Vec::kLanes) Vec::load(x + i).store(packed + i);
     for (; i < width; i += Vec::kLanes) Vec::load(x + i, args.k - i < 0 ? 0 : args.k - i).store(packed + i);

@@ -20,8 +20,11 @@ constexpr Entry<LinearKernels> kTable[] = {
 #undef KERNEL
 };
 
-// Row blocks of x that a task keeps in L2 while strips of weights pass by: half of a 2 MiB L2, a chunk of depth at a
-// time.
+}  // namespace
+
+const LinearKernels& linear_kernels() { return select(kTable); }
+
+// Half of a 2 MiB L2, a chunk of depth at a time.
 int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks) {
   const int64_t depth_tiles = args.num_depth_tiles();
   int64_t group = (int64_t{1} << 20) * depth_tiles / (block_bytes * std::min<int64_t>(depth_tiles, kDepthChunk));
@@ -30,11 +33,9 @@ int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t nu
   return ceil_div(num_blocks, ceil_div(num_blocks, group));
 }
 
-}  // namespace
-
 void linear(const LinearArgs& args) {
   if (args.m == 0 || args.n == 0) return;
-  const LinearKernels& kernels = select(kTable);
+  const LinearKernels& kernels = linear_kernels();
   const int64_t num_blocks = ceil_div(args.m, kRowBlock);
   const int64_t block_bytes = kernels.block_bytes(args);
   char* packed_x = static_cast<char*>(shared_scratch(num_blocks * block_bytes));
@@ -47,15 +48,13 @@ void linear(const LinearArgs& args) {
   // An odd number: streams a power of two apart meet in the same memory banks and lose a quarter of the bandwidth.
   const int64_t strips_per_task = ceil_div(num_strips * num_groups, turns) | 1;
   const int64_t tasks_per_group = ceil_div(num_strips, strips_per_task);
-  parallel_phases(
-      num_blocks, [&](int64_t block) { kernels.pack_block(args, block, packed_x + block * block_bytes); },
-      num_groups * tasks_per_group,
-      [&](int64_t task) {
-        const int64_t block = task / tasks_per_group * group;
-        const int64_t strip = task % tasks_per_group * strips_per_task;
-        kernels.run(args, packed_x, block, block + group < num_blocks ? block + group : num_blocks, strip,
-                    strip + strips_per_task < num_strips ? strip + strips_per_task : num_strips);
-      });
+  parallel_stages({num_blocks, num_groups * tasks_per_group}, [&](int stage, int64_t task) {
+    if (stage == 0) return kernels.pack_block(args, task, packed_x + task * block_bytes);
+    const int64_t block = task / tasks_per_group * group;
+    const int64_t strip = task % tasks_per_group * strips_per_task;
+    kernels.run(args, packed_x, block, std::min(block + group, num_blocks), strip,
+                std::min(strip + strips_per_task, num_strips));
+  });
 }
 
 }  // namespace tilewright

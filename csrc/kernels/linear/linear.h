@@ -30,6 +30,7 @@ struct LinearArgs {
   int64_t m, n, k;  // n counts the rows of W: for a gated weight y has n / 2 columns
   bool gated;
   Activation activation;
+  const int32_t* x_rows = nullptr;  // [m]: row i of the product is this row of x; null: row i
 
   TILEWRIGHT_INLINE int64_t num_strips() const {
     return gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);
@@ -53,6 +54,12 @@ struct LinearKernels {
   void (*run)(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end, int64_t strip_begin,
               int64_t strip_end);
 };
+
+// The kernels of the level in use, for ops that are made of packed products.
+const LinearKernels& linear_kernels();
+
+// Row blocks of x that a task keeps in L2 while strips of weights pass by.
+int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks);
 
 struct PackArgs {
   const void* weight;  // [N, K]

@@ -62,3 +62,22 @@ MODELS = (
     Model("2B", 2048, 6144, 16, 8, 128, 151_936, Vision(1024, 4096, 16, 64, 2048)),
     Model("8B", 4096, 12_288, 32, 8, 128, 151_936, Vision(1152, 4304, 16, 72, 4096)),
 )
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer of a sparse model: `top_k` of `num_experts` for each token."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def expert_elements(self) -> int:
+        """The weights of one expert: gate, up, down."""
+        return 3 * self.hidden * self.intermediate
+
+
+SPARSE_MODELS = (Experts("30B-A3B", 2048, 768, 128, 8),)

@@ -1,0 +1,119 @@
+#include "kernels/moe/moe.h"
+
+#include "base/tile.h"
+#include "bindings/tensor.h"
+#include "kernels/embedding/embedding.h"
+
+namespace tilewright {
+namespace {
+
+constexpr DTypes kFloat32 = one_of({DType::f32});
+constexpr DTypes kInt32 = one_of({DType::i32});
+
+Scoring scoring_named(const Op& op, const std::string& name) {
+  std::string known;
+  for (int i = 0; i < kNumScorings; ++i) {
+    const char* candidate = name_of(static_cast<Scoring>(i));
+    if (name == candidate) return static_cast<Scoring>(i);
+    known += std::string(i ? ", " : "") + candidate;
+  }
+  op.fail("scoring is '" + name + "', expected one of " + known);
+}
+
+void route_entry(nb::handle logits_arg, nb::handle ids_arg, nb::handle weights_arg, bool renormalize,
+                 const std::string& scoring) {
+  Op op("route");
+  const Tensor logits = op.tensor(logits_arg, "logits", {"T", "E"}, kFloats);
+  const Tensor ids = op.tensor(ids_arg, "ids", {"T", "k"}, kInt32);
+  const Tensor weights = op.tensor(weights_arg, "weights", {"T", "k"}, kFloat32);
+  op.contiguous(ids);
+  op.contiguous(weights);
+  OP_REQUIRE(
+      op, op["k"] >= 1 && op["k"] <= op["E"],
+      "top_k is " + std::to_string(op["k"]) + ", expected 1 to the number of experts, " + std::to_string(op["E"]));
+  RouteArgs args;
+  args.logits = logits.data;
+  args.logit_stride = logits.stride(0);
+  args.dtype = logits.dtype;
+  args.num_tokens = op["T"];
+  args.num_experts = op["E"];
+  args.top_k = op["k"];
+  args.scoring = scoring_named(op, scoring);
+  args.renormalize = renormalize;
+  args.ids = static_cast<int32_t*>(ids.data);
+  args.weights = static_cast<float*>(weights.data);
+  launch(route, args);
+}
+
+// Packed experts [E, elements] of n by k each.
+Tensor experts_of(Op& op, nb::handle arg, const char* name, int64_t n, int64_t k, bool gated) {
+  const Tensor experts = op.tensor(arg, name, {"E", "_"}, kFloats);
+  OP_REQUIRE(op, experts.size(1) == packed_elements(n, k, gated),
+             std::string(name) + " has " + std::to_string(experts.size(1)) + " elements per expert, expected " +
+                 std::to_string(packed_elements(n, k, gated)) + " for " + std::to_string(n) + " x " +
+                 std::to_string(k));
+  op.contiguous(experts);
+  return experts;
+}
+
+void ids_in_range(const Op& op, const Tensor& ids, int64_t num_experts) {
+  const int64_t bad = first_out_of_range(ids.data, ids.dtype, ids.numel(), num_experts);
+  OP_REQUIRE(op, bad < 0,
+             "ids[" + std::to_string(bad / op["k"]) + ", " + std::to_string(bad % op["k"]) + "] is " +
+                 std::to_string(static_cast<const int32_t*>(ids.data)[bad]) + ", expected 0 to " +
+                 std::to_string(num_experts - 1));
+}
+
+void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, nb::handle gate_up_arg,
+               nb::handle down_arg, int64_t width, int64_t inner, const std::string& activation,
+               nb::handle residual_arg, nb::handle y_arg) {
+  Op op("moe");
+  OP_REQUIRE(op, width > 0 && inner > 0,
+             "experts of " + std::to_string(width) + " x " + std::to_string(inner) + " have no elements");
+  op.bind("D", width);
+  const Tensor x = op.tensor(x_arg, "x", {"T", "D"}, kFloats);
+  const Tensor ids = op.tensor(ids_arg, "ids", {"T", "k"}, kInt32);
+  const Tensor weights = op.tensor(weights_arg, "weights", {"T", "k"}, kFloat32);
+  const Tensor gate_up = experts_of(op, gate_up_arg, "gate_up", 2 * inner, width, true);
+  const Tensor down = experts_of(op, down_arg, "down", width, inner, false);
+  const Tensor residual = op.optional(residual_arg, "residual", {"T", "D"}, kFloats);
+  const Tensor y = op.tensor(y_arg, "out", {"T", "D"}, kFloats);
+  op.contiguous(ids);
+  op.contiguous(weights);
+  OP_REQUIRE(op, op["k"] >= 1, "ids is " + to_string(ids) + ", expected at least one expert per token");
+  if (residual) op.same_dtype(y, residual);
+  ids_in_range(op, ids, op["E"]);
+  MoeArgs args;
+  args.x = x.data;
+  args.x_stride = x.stride(0);
+  args.x_dtype = x.dtype;
+  args.ids = static_cast<const int32_t*>(ids.data);
+  args.weights = static_cast<const float*>(weights.data);
+  args.gate_up = gate_up.data;
+  args.gate_up_dtype = gate_up.dtype;
+  args.down = down.data;
+  args.down_dtype = down.dtype;
+  args.residual = residual.data;
+  args.residual_stride = residual ? residual.stride(0) : 0;
+  args.y = y.data;
+  args.y_stride = y.stride(0);
+  args.y_dtype = y.dtype;
+  args.num_tokens = op["T"];
+  args.num_experts = op["E"];
+  args.top_k = op["k"];
+  args.width = width;
+  args.inner = inner;
+  args.activation = activation_named(op, activation);
+  launch(moe, args);
+}
+
+}  // namespace
+
+void bind_moe(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("route", &route_entry, "logits"_a, "ids"_a, "weights"_a, "renormalize"_a, "scoring"_a);
+  m.def("moe", &moe_entry, "x"_a, "ids"_a, "weights"_a, "gate_up"_a, "down"_a, "width"_a, "inner"_a, "activation"_a,
+        "residual"_a.none(), "out"_a);
+}
+
+}  // namespace tilewright

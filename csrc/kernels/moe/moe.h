@@ -1,0 +1,68 @@
+// Mixture of experts: which experts a token goes to, and what they make of it.
+//
+//   route  logits [T, E] -> the k best experts of each token and their weights, fp32 inside
+//   moe    y[t] = residual[t] + sum over j of weights[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t])), e = ids[t, j]
+//
+//   x [T, D] bf16 or fp32; each expert's gate|up [2I, D] and down [D, I] packed as linear packs them (base/tile.h), one
+//   after the other; y [T, D]
+//
+// The products are linear's kernels over the rows that go to an expert, gathered. Between the two products act(gate) *
+// up has the type of x; the experts' outputs stay fp32 and are added in the order of ids[t], then the residual: one
+// rounding. A token's result does not depend on the tokens beside it.
+#pragma once
+
+#include <cstdint>
+
+#include "base/activation.h"
+#include "base/dtype.h"
+
+namespace tilewright {
+
+enum class Scoring : int { softmax, sigmoid };
+
+inline constexpr int kNumScorings = 2;
+
+inline constexpr const char* name_of(Scoring scoring) { return scoring == Scoring::softmax ? "softmax" : "sigmoid"; }
+
+struct RouteArgs {
+  const void* logits = nullptr;  // [T, E]
+  int64_t logit_stride = 0;
+  DType dtype;
+  int64_t num_tokens = 0, num_experts = 0, top_k = 0;
+  Scoring scoring = Scoring::softmax;
+  bool renormalize = false;  // the k weights of a token sum to 1
+  int32_t* ids = nullptr;    // [T, k], best first, the lower one first among equals
+  float* weights = nullptr;  // [T, k]
+};
+
+void route(const RouteArgs& args);
+
+struct MoeArgs {
+  const void* x = nullptr;
+  int64_t x_stride = 0;
+  DType x_dtype;
+  const int32_t* ids = nullptr;      // [T, k], each in [0, num_experts): the caller has looked
+  const float* weights = nullptr;    // [T, k]
+  const void* gate_up = nullptr;     // [E] packed, gated
+  const void* down = nullptr;        // [E] packed
+  DType gate_up_dtype, down_dtype;
+  const void* residual = nullptr;  // dtype of y; may be y; or null
+  int64_t residual_stride = 0;
+  void* y = nullptr;
+  int64_t y_stride = 0;
+  DType y_dtype;
+  int64_t num_tokens = 0, num_experts = 0, top_k = 0;
+  int64_t width = 0, inner = 0;  // D, I
+  Activation activation = Activation::silu;
+};
+
+void moe(const MoeArgs& args);
+
+struct MoeKernels {
+  void (*route)(const RouteArgs& args, int64_t token_begin, int64_t token_end);
+  // Columns of one token: outputs holds rows of `width` floats, of which rows[0..k) are the token's.
+  void (*combine)(const MoeArgs& args, const float* outputs, const int32_t* rows, int64_t token, int64_t column_begin,
+                  int64_t column_end);
+};
+
+}  // namespace tilewright

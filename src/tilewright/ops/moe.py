@@ -1,0 +1,119 @@
+"""Mixture of experts: choosing a token's experts and running them in one call; kernels in csrc/kernels/moe.
+
+T tokens, E experts, k chosen per token, D model width, I inner width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.linear import PackedWeight, empty_in_huge_pages
+from tilewright.ops.native import kernels, view, view_or_none
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """The weights [n, k] of all experts in tiles, one row of `data` per expert, each as a PackedWeight has it."""
+
+    data: Tensor  # [E, elements of one packed expert], bf16 or fp32
+    n: int
+    k: int
+    gated: bool = False  # each expert's rows are gate then up, as many of each
+
+    @classmethod
+    def empty(cls, num_experts: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> PackedExperts:
+        """Room for the experts, to be filled by `pack`; memory is taken up as they come."""
+        if num_experts < 1 or n < 1 or k < 1 or (gated and n % 2):
+            form = "gate|up experts of an even n" if gated else "experts"
+            raise ValueError(f"PackedExperts: {num_experts} experts of {n} x {k}, expected 1 or more {form}")
+        elements = kernels.packed_elements(n, k, gated)
+        return cls(empty_in_huge_pages(num_experts * elements, dtype).view(num_experts, elements), n, k, gated)
+
+    @property
+    def num_experts(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def pack(self, expert: int, weight: Tensor) -> None:
+        """Puts `weight` [n, k] of one expert in its place."""
+        if weight.shape != (self.n, self.k):
+            raise ValueError(f"PackedExperts: weight has shape {list(weight.shape)}, expected [n={self.n}, k={self.k}]")
+        kernels.pack_weight(view(weight), view(self._row(expert)), self.gated)
+
+    def expert(self, expert: int) -> PackedWeight:
+        """One expert's weight, sharing memory: what `linear` takes."""
+        return PackedWeight(self._row(expert), self.n, self.k, self.gated)
+
+    def _row(self, expert: int) -> Tensor:
+        if not 0 <= expert < self.num_experts:
+            raise ValueError(f"PackedExperts: expert is {expert}, expected 0 to {self.num_experts - 1}")
+        return self.data[expert]
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    scoring: str = "softmax",
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(ids int32 [T, k], weights fp32 [T, k]): the k largest of logits [T, E], best first, the lower id among equals.
+
+    A weight is the softmax over all E logits, or the sigmoid of its own (`scoring`), in fp32; with `renormalize` the k
+    weights of a token are divided by their sum. `out` is the pair to write to.
+    """
+    if out is None:
+        shape = (logits.shape[0], top_k)
+        out = torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
+    ids, weights = out
+    if ids.shape[-1] != top_k:
+        raise ValueError(f"route: out has {ids.shape[-1]} experts per token, expected top_k={top_k}")
+    kernels.route(view(logits), view(ids), view(weights), renormalize, scoring)
+    return ids, weights
+
+
+def moe(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    *,
+    activation: str = "silu",
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The sum over a token's experts of weight * down(activation(gate) * up), + residual: [T, D] for x [T, D].
+
+    ids int32 and weights fp32 [T, k] as `route` gives them. gate_up is gated, [2I, D] per expert, down [D, I].
+    `residual` has the shape and type of the result and may be `out`. Products are those of `linear`; the experts'
+    outputs are fp32 and added in the order of ids, so a token's bits do not depend on the tokens beside it.
+    """
+    if not gate_up.gated or down.gated or gate_up.n != 2 * down.k or gate_up.k != down.n:
+        raise ValueError(f"moe: gate_up is {_form(gate_up)} and down {_form(down)}, expected gated [2I, D] and [D, I]")
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
+    kernels.moe(
+        view(x),
+        view(ids),
+        view(weights),
+        view(gate_up.data),
+        view(down.data),
+        down.n,
+        down.k,
+        activation,
+        view_or_none(residual),
+        view(out),
+    )
+    return out
+
+
+def _form(experts: PackedExperts) -> str:
+    return f"{'gated ' if experts.gated else ''}[{experts.n}, {experts.k}]"
