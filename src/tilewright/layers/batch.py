@@ -1,4 +1,4 @@
-"""What the layers of a language model read besides the hidden state: who stands where, and whose keys lie in which page.
+"""What the layers of a language model read besides the hidden state: who stands where, and whose keys lie where.
 
 Legend of shape suffixes: T packed tokens, D model width, H query heads, G kv heads, K head width, B sequences,
 V vocabulary, A rope axes, M tokens that are media.

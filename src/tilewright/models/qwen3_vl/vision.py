@@ -125,7 +125,9 @@ class VisionTower:
     def __init__(self, name: str, config: VisionConfig) -> None:
         self.config = config
         patch, channels, frames = config.patch_size, config.num_channels, config.temporal_patch_size
-        self.patch_embedding = PatchEmbedding(f"{name}.patch_embed.proj", (config.width, channels, frames, patch, patch))
+        self.patch_embedding = PatchEmbedding(
+            f"{name}.patch_embed.proj", (config.width, channels, frames, patch, patch)
+        )
         self.positions = Plain(f"{name}.pos_embed.weight", config.positions_per_side**2, config.width)
         self.blocks = [VisionBlock(f"{name}.blocks.{i}", config) for i in range(config.depth)]
         self.merger = PatchMerger(f"{name}.merger", config, norm_merged=False)
@@ -164,9 +166,7 @@ class VisionTower:
         for medium, rows in zip(media, x_ND.split(counts), strict=True):
             weight = weights.still if medium.kind == "image" else weights.video
             positions = self.position_embedding(*medium.grid[1:])
-            for patches, frame in zip(
-                medium.load().split(len(positions)), rows.split(len(positions)), strict=True
-            ):
+            for patches, frame in zip(medium.load().split(len(positions)), rows.split(len(positions)), strict=True):
                 linear(patches, weight, residual=positions, out=frame)
         return x_ND
 

@@ -1,0 +1,240 @@
+"""`tilewright.Engine`: a model that answers from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tilewright.engine.core import EngineCore
+from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.handle import Handle
+from tilewright.engine.loading import LoadedModel, load_model
+from tilewright.engine.loop import EngineLoop
+from tilewright.engine.memory import num_kv_pages
+from tilewright.engine.pages import PagePool
+from tilewright.engine.prefix_cache import PrefixCache
+from tilewright.engine.runner import Runner, StepBuffers
+from tilewright.engine.sampler import Sampler
+from tilewright.engine.scheduler import Limits, Scheduler
+from tilewright.engine.speculate import Speculator
+from tilewright.engine.stats import Stats
+from tilewright.ops.kv_cache import KvCache
+from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
+
+PAGE_SIZE = 64
+FEATURE_CACHE_BYTES = 512 << 20
+
+
+class Engine:
+    """A model, ready to answer many requests at once.
+
+        with Engine("path/to/Qwen3-VL-2B-Instruct") as engine:
+            print(engine.chat([{"role": "user", "content": "What is a tile?"}], max_tokens=100).text)
+
+    `model` is a folder, a GGUF file or a hub id. Requests may come from any thread; they are computed together.
+
+    dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
+    kv_memory       bytes for keys and values, or "4GB"; None: half of what is free
+    max_context     tokens a prompt and its answer may have; None: as many as the model allows
+    max_sequences   answers that are computed together
+    max_tokens_per_step  tokens of prompts and answers computed in one step
+    speculate       tokens guessed ahead by looking the text's end up in the text; 0: none. Answers do not depend on it
+    prefix_cache    whether beginnings of prompts that were computed before are found again
+    replay          whether small steps are recorded and replayed natively; False runs them op by op, with equal results
+    pack_cache      whether packed weights are kept on disk for the next start
+    progress        whether loading shows a bar
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        tp: int = 1,
+        quantize: str | None = None,
+        kv_memory: int | str | None = None,
+        max_context: int | None = None,
+        device: str = "cpu",
+        max_sequences: int = 64,
+        max_tokens_per_step: int = 1024,
+        speculate: int = 4,
+        prefix_cache: bool = True,
+        replay: bool = True,
+        pack_cache: bool = True,
+        progress: bool = False,
+    ) -> None:
+        _require_supported(model=model, tp=tp, quantize=quantize, device=device)
+        assert model is not None
+        self.loaded: LoadedModel = load_model(model, dtype=dtype, pack_cache=pack_cache, progress=progress)
+        network = self.loaded.model
+        limits = Limits(
+            max_context=min(max_context or network.max_context, network.max_context),
+            max_sequences=max_sequences,
+            max_tokens_per_step=max_tokens_per_step,
+        )
+        kv_spec, kv_dtype = network.kv_spec, self.loaded.dtype
+        pages_per_sequence = -(-limits.max_context // PAGE_SIZE)
+        page_bytes = kv_spec.bytes_per_token(kv_dtype.itemsize) * PAGE_SIZE
+        num_pages = num_kv_pages(page_bytes, pages_per_sequence * max_sequences, kv_memory)
+        kv_caches = [
+            KvCache.empty(num_pages, PAGE_SIZE, kv_spec.num_heads, kv_spec.head_width, kv_dtype)
+            for _ in range(kv_spec.num_layers)
+        ]
+        self.features = FeatureCache(FEATURE_CACHE_BYTES)
+        pool = PagePool(num_pages, PAGE_SIZE)
+        buffers = StepBuffers(
+            network.num_position_axes,
+            max_tokens_per_step,
+            max_sequences,
+            min(pages_per_sequence, num_pages),
+            PAGE_SIZE,
+        )
+        speculator = Speculator(speculate) if speculate else None
+        core = EngineCore(
+            Runner(network, kv_caches, self.features, buffers, replay=replay),
+            Scheduler(pool, PrefixCache(pool, enabled=prefix_cache), self.features, limits, speculator),
+            Sampler(),
+            make_decoder=self.loaded.tokenizer.stream,
+            vocabulary_size=network.vocab_size,
+            eos_token_ids=self.loaded.tokenizer.stop_token_ids,
+        )
+        self.loop = EngineLoop(core)
+
+    def chat(self, messages: Any, **options: Any) -> Any:
+        """The answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.
+
+        Messages are OpenAI's, with parts such as {"type": "image", "image": path, bytes, PIL picture or array}.
+        Options are SamplingParams' names, `tools`, and whatever the chat template takes (`enable_thinking`, ...).
+        """
+        if messages and not isinstance(messages[0], Mapping):
+            handles = [self.submit_chat(conversation, **options) for conversation in messages]
+            return [_result(handle) for handle in handles]
+        return _result(self.submit_chat(messages, **options))
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        audios: Sequence[Any] = (),
+        **sampling: Any,
+    ) -> Any:
+        """What follows a prompt, a text or token ids: a Completion; a list of them for a list of prompts, or for n > 1.
+
+        `images` and `videos` belong to the placeholders of the prompt in order; for a list of prompts they are lists,
+        one per prompt.
+        """
+        prompts: Any = prompt if prompt_token_ids is None else prompt_token_ids
+        if prompts is None or (prompt is not None and prompt_token_ids is not None):
+            raise RequestError("give either prompt or prompt_token_ids")
+        key = "text" if prompt_token_ids is None else "token_ids"
+        media = {"images": images, "videos": videos, "audios": audios}
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            return _result(self.submit_prompt(**{key: prompts}, **media, **sampling))
+        each = {name: _per_prompt(name, items, len(prompts)) for name, items in media.items()}
+        handles = [
+            self.submit_prompt(**{key: one}, **{name: items[i] for name, items in each.items()}, **sampling)
+            for i, one in enumerate(prompts)
+        ]
+        return [_result(handle) for handle in handles]
+
+    def stream(self, messages: Messages | None = None, **options: Any) -> Iterator[Delta]:
+        """What `chat` or, without messages, `generate` would answer, as it comes. Leaving the loop aborts the rest."""
+        if messages is not None:
+            handle = self.submit_chat(messages, **options)
+        else:
+            text, token_ids = options.pop("prompt", None), options.pop("prompt_token_ids", None)
+            handle = self.submit_prompt(text=text, token_ids=token_ids, **options)
+        try:
+            yield from handle
+        finally:
+            if not handle.is_done:
+                handle.abort()
+
+    def submit_chat(self, messages: Messages, **options: Any) -> Handle:
+        """The Handle of a conversation's answer. What is no sampling parameter goes to the template."""
+        sampling = {name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}
+        return self._submit(lambda: self._prepare("chat", messages, **options), sampling)
+
+    def submit_prompt(
+        self,
+        *,
+        text: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        audios: Sequence[Any] = (),
+        **sampling: Any,
+    ) -> Handle:
+        """The Handle of what follows a prompt."""
+        if audios:
+            raise RequestError(f"{self.loaded.name} does not take sound")
+        return self._submit(
+            lambda: self._prepare("prompt", text=text, token_ids=token_ids, images=images, videos=videos), sampling
+        )
+
+    def stats(self) -> Stats:
+        return self.loop.stats()
+
+    def close(self) -> None:
+        """Aborts what is under way and ends the engine's threads."""
+        self.loop.close(drain=False)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """SamplingParams by name, the checkpoint's recommendations where nothing is given."""
+        unknown = sorted(set(given) - set(SamplingParams.__dataclass_fields__))
+        if unknown:
+            raise RequestError(f"unknown sampling parameter {unknown[0]!r}")
+        chosen = {
+            **self.loaded.sampling_defaults,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+        stop = chosen.get("stop", ())
+        chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        chosen["stop_token_ids"] = tuple(chosen.get("stop_token_ids", ()))
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(chosen.get(name), bool):
+                chosen[name] = 0 if chosen[name] else None
+        return SamplingParams(**chosen)
+
+    def _submit(self, prepare: Callable[[], ModelInputs], sampling: Mapping[str, Any]) -> Handle:
+        return self.loop.submit(prepare, self.sampling_params(**sampling))
+
+    def _prepare(self, method: str, *arguments: Any, **options: Any) -> ModelInputs:
+        return getattr(self.loaded.processor, method)(*arguments, is_known=self.features.has, **options)
+
+
+def _require_supported(*, model: str | Path | None, tp: int, quantize: str | None, device: str) -> None:
+    if model is None:
+        raise RequestError("model is None, expected a folder, a GGUF file or a hub id")
+    if tp != 1:
+        raise RequestError(f"tp is {tp}, expected 1: tensor parallelism is not built yet")
+    if quantize is not None:
+        raise RequestError(f"quantize is {quantize!r}, expected None: quantised weights are not built yet")
+    if device != "cpu":
+        raise RequestError(f"device is {device!r}, expected cpu")
+
+
+def _per_prompt(name: str, items: Sequence[Any], num_prompts: int) -> Sequence[Any]:
+    if not items:
+        return [()] * num_prompts
+    if len(items) != num_prompts:
+        raise RequestError(f"{name} has {len(items)} entries, expected one list for each of the {num_prompts} prompts")
+    return items
+
+
+def _result(handle: Handle) -> Completion | list[Completion]:
+    completions = handle.result()
+    return completions[0] if len(completions) == 1 else completions

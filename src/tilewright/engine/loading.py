@@ -1,0 +1,92 @@
+"""From the name of a model to all that is needed to run it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright import config
+from tilewright.inputs.chat import ChatTemplate
+from tilewright.inputs.processor import TextProcessor
+from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.models.protocol import Model, Processor
+from tilewright.models.registry import family_of
+from tilewright.types import RequestError
+from tilewright.weights.checkpoint import Checkpoint, open_checkpoint
+from tilewright.weights.load import LoadReport, load
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    name: str
+    model: Model
+    processor: Processor
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+    sampling_defaults: Mapping[str, Any]  # what the checkpoint's authors recommend
+    report: LoadReport
+
+
+def load_model(
+    name: str | Path, *, dtype: str = "auto", pack_cache: bool = True, progress: bool = False
+) -> LoadedModel:
+    """The model in a folder, a GGUF file or behind a hub id, its weights packed, with its processor and tokenizer."""
+    checkpoint = open_checkpoint(name)
+    family = family_of(checkpoint.config)
+    model = family.build(checkpoint.config, checkpoint.shapes)
+    weight_dtype = _dtype(dtype, checkpoint.config)
+    report = load(
+        model,
+        checkpoint,
+        dtype=weight_dtype,
+        rename=model.checkpoint_name,
+        cache_dir=config.current().cache_dir if pack_cache else None,
+        progress=progress,
+    )
+    tokenizer = _tokenizer(checkpoint)
+    template = ChatTemplate.from_sources(tokenizer.chat_template, tokenizer.special_tokens)
+    processor: Processor
+    if family.make_processor is None:
+        processor = TextProcessor(Path(name).name, tokenizer, template)
+    else:
+        processor = family.make_processor(checkpoint.config, checkpoint.files, tokenizer, template, dtype=weight_dtype)
+    defaults = sampling_defaults(checkpoint.files)
+    return LoadedModel(Path(name).name, model, processor, tokenizer, weight_dtype, defaults, report)
+
+
+def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
+    """The type weights and keys and values are kept in; "auto": fp32 where the checkpoint is, else bf16."""
+    if name == "auto":
+        text = config.get("text_config", {})
+        stored = next(
+            (table[key] for table in (config, text) for key in ("dtype", "torch_dtype") if key in table), None
+        )
+        name = "float32" if stored == "float32" else "bfloat16"
+    if name not in DTYPES:
+        raise RequestError(f"dtype is {name!r}, expected auto, {' or '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.files is None:
+        return Tokenizer.from_gguf(checkpoint.tokenizer_metadata or {})
+    return Tokenizer.from_folder(checkpoint.files)
+
+
+def sampling_defaults(folder: Path | None) -> dict[str, Any]:
+    """The sampling of generation_config.json: greedy where it says not to sample; empty where there is none."""
+    path = folder / "generation_config.json" if folder else None
+    if path is None or not path.is_file():
+        return {}
+    stored = json.loads(path.read_text())
+    if stored.get("do_sample") is False:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: stored[name] for name in names if stored.get(name) is not None}

@@ -1,0 +1,44 @@
+"""How much memory there is for keys and values."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tilewright.types import RequestError
+
+# Of what is free once the weights are loaded; the rest is for activations, pictures and other programs.
+KV_SHARE = 0.5
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(size: int | str) -> int:
+    """The bytes that 2000000000, "2GB" or "1.5 GiB" mean."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", size.lower())
+    if not match or match[2] == "i":
+        raise RequestError(f"memory size is {size!r}, expected bytes or a size such as 2GB or 1.5GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def available_bytes() -> int:
+    """What this process may still take: free memory of the machine, or of its control group where that is less."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    available = int(found[1]) * 1024 if found else 0
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
+    except OSError:
+        return available
+    return available if limit.strip() == "max" else min(available, int(limit) - int(used))
+
+
+def num_kv_pages(page_bytes: int, max_pages: int, kv_memory: int | str | None) -> int:
+    """Pages that fit `kv_memory`, or a share of the free memory; no more than could ever be used."""
+    size_bytes = available_bytes() * KV_SHARE if kv_memory is None else parse_bytes(kv_memory)
+    pages = int(size_bytes // page_bytes)
+    if pages < 1:
+        raise RequestError(f"kv_memory is {int(size_bytes)} bytes, expected at least one page of {page_bytes}")
+    return min(pages, max_pages)
