@@ -17,12 +17,16 @@ int available_cpus() {
 // Read at start-up, before anyone binds a thread: a bound caller would see one CPU.
 const int default_threads = available_cpus();
 std::atomic<int> configured_threads{0};
+thread_local bool works_alone = false;
 
 }  // namespace
+
+void work_alone() { works_alone = true; }
 
 void set_num_threads(int num_threads) { configured_threads.store(num_threads, std::memory_order_relaxed); }
 
 int num_threads() {
+  if (works_alone) return 1;
   const int configured = configured_threads.load(std::memory_order_relaxed);
   return configured > 0 ? configured : default_threads;
 }

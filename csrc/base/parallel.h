@@ -10,6 +10,9 @@ namespace tilewright {
 // Threads a kernel may use, counting the caller. 0 restores the default: the CPUs this process may run on.
 void set_num_threads(int num_threads);
 int num_threads();
+// From now on kernels that this thread calls use no other: for work beside the main computation, whose team would
+// otherwise share its cores with a second one.
+void work_alone();
 
 // Pins the runtime's threads, worker i to cpus[i % count]; the calling thread is worker 0. An empty list unpins.
 void bind_threads(const int* cpus, int count);

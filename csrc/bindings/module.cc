@@ -49,6 +49,7 @@ NB_MODULE(_kernels, m) {
   m.def("active_isa", [] { return std::string(name_of(active_isa())); });
   m.def("set_max_isa", [](const std::string& name) { set_max_isa(isa_named(name)); });
   m.def("num_threads", &num_threads);
+  m.def("work_alone", &work_alone);
   m.def("set_num_threads", [](int count) {
     if (count < 0) throw nb::value_error(("num_threads is " + std::to_string(count) + ", expected 0 or more").c_str());
     set_num_threads(count);

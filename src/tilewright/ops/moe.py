@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewright.ops.linear import PackedWeight, empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.plan import empty
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def route(
     """
     if out is None:
         shape = (logits.shape[0], top_k)
-        out = torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
+        out = empty(shape, torch.int32), empty(shape, torch.float32)
     ids, weights = out
     if ids.shape[-1] != top_k:
         raise ValueError(f"route: out has {ids.shape[-1]} experts per token, expected top_k={top_k}")
@@ -99,7 +100,7 @@ def moe(
     if not gate_up.gated or down.gated or gate_up.n != 2 * down.k or gate_up.k != down.n:
         raise ValueError(f"moe: gate_up is {_form(gate_up)} and down {_form(down)}, expected gated [2I, D] and [D, I]")
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = empty(x.shape, x.dtype)
     kernels.moe(
         view(x),
         view(ids),

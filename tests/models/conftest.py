@@ -1,0 +1,53 @@
+import pytest
+import tiny
+import torch
+
+from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.runner import Runner, StepBuffers
+from tilewright.models.registry import family_of
+from tilewright.ops.kv_cache import KvCache
+from tilewright.weights.checkpoint import open_checkpoint
+from tilewright.weights.load import load
+
+
+@pytest.fixture(scope="session")
+def networks(tmp_path_factory):
+    """transformers' model and its saved checkpoint, by family, made when first asked for."""
+    made = {}
+
+    def network(name):
+        if name not in made:
+            hf = tiny.make_network(name)
+            made[name] = hf, tiny.save(hf, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return network
+
+
+@pytest.fixture(scope="session")
+def models(networks):
+    """Our model of the same checkpoint, by family and dtype."""
+    made = {}
+
+    def model(name, dtype):
+        if (name, dtype) not in made:
+            checkpoint = open_checkpoint(networks(name)[1])
+            network = family_of(checkpoint.config).build(checkpoint.config, checkpoint.shapes)
+            load(network, checkpoint, dtype=dtype, rename=network.checkpoint_name)
+            made[name, dtype] = network
+        return made[name, dtype]
+
+    return model
+
+
+@pytest.fixture
+def make_runner():
+    """A Runner over fresh pages of 32 tokens."""
+
+    def make(model, *, num_pages=64, replay=False, dtype=torch.float32):
+        spec = model.kv_spec
+        caches = [KvCache.empty(num_pages, 32, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)]
+        buffers = StepBuffers(model.num_position_axes, 2048, 16, num_pages, 32)
+        return Runner(model, caches, FeatureCache(1 << 30), buffers, replay=replay)
+
+    return make

@@ -1,0 +1,179 @@
+"""Tiny checkpoints with random weights of every family, as transformers saves them, and the same prompts for both."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from tilewright.types import Medium, ModelInputs, Span
+
+IMAGE, VIDEO, START, END = 207, 208, 209, 210
+VOCAB = 211
+
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.15,
+}
+EXPERTS = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+VISION = {
+    "depth": 3,
+    "hidden_size": 72,  # three heads of 24: not a whole number of tiles
+    "num_heads": 3,
+    "intermediate_size": 100,
+    "out_hidden_size": 96,
+    "deepstack_visual_indexes": [0, 1],
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 36,
+    "in_channels": 3,
+    "initializer_range": 0.15,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def _vision_language(config_class, text: dict, **extra):
+    return config_class(
+        text_config={**TEXT, "head_dim": 32, "rope_parameters": MROPE, **text},
+        vision_config=VISION,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        **extra,
+    )
+
+
+def _configs() -> dict[str, transformers.PreTrainedConfig]:
+    return {
+        "llama": transformers.LlamaConfig(**TEXT, rope_parameters=LLAMA3),
+        "llama_tied_biased": transformers.LlamaConfig(
+            **TEXT, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+        ),
+        "qwen2": transformers.Qwen2Config(**TEXT),
+        "qwen2_window": transformers.Qwen2Config(
+            **TEXT, use_sliding_window=True, sliding_window=16, max_window_layers=1
+        ),
+        "qwen3": transformers.Qwen3Config(**TEXT, head_dim=40, tie_word_embeddings=True, rope_parameters=YARN),
+        "qwen3_moe": transformers.Qwen3MoeConfig(
+            **TEXT, **EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1]
+        ),
+        "qwen3_vl": _vision_language(transformers.Qwen3VLConfig, {}, tie_word_embeddings=True),
+        "qwen3_vl_moe": _vision_language(transformers.Qwen3VLMoeConfig, EXPERTS, tie_word_embeddings=False),
+    }
+
+
+CONFIGS = _configs()
+FAMILIES = list(CONFIGS)
+VISION_FAMILIES = [name for name in FAMILIES if "_vl" in name]
+
+
+def make_network(name: str) -> torch.nn.Module:
+    """transformers' model in fp32 with weights of a size that lets every part matter."""
+    torch.manual_seed(FAMILIES.index(name))
+    config = CONFIGS[name]
+    mapping = (
+        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if "_vl" in name else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    network = mapping[type(config)](config).eval()
+    network.set_attn_implementation("eager")
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(1.0 if parameter.mean() > 0.5 else 0.0, 0.2)
+    return network
+
+
+def save(network: torch.nn.Module, folder: Path) -> Path:
+    network.save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Prompt:
+    """One prompt for both: our inputs, and transformers' keyword arguments."""
+
+    inputs: ModelInputs
+    arguments: dict = field(default_factory=dict)
+
+
+def text_prompt(length: int, seed: int, num_axes: int = 1) -> Prompt:
+    ids = np.random.default_rng(seed).integers(0, IMAGE, length)
+    positions = np.broadcast_to(np.arange(length), (num_axes, length)).astype(np.int64)
+    return Prompt(ModelInputs(tuple(ids.tolist()), positions, length), {"input_ids": torch.tensor(ids)[None]})
+
+
+def media_prompt(network: torch.nn.Module, media: list[tuple[str, tuple[int, int, int]]], seed: int) -> Prompt:
+    """Words, each medium (kind, grid) with words after it; a video's frames have words between, as timestamps do."""
+    rng = np.random.default_rng(seed)
+
+    def words() -> list[int]:
+        return rng.integers(0, IMAGE, 5).tolist()
+
+    ids, made, pixels, types = words(), [], {"image": [], "video": []}, []
+    for index, (kind, (frames, rows, columns)) in enumerate(media):
+        spans = []
+        for _ in range(frames):
+            ids += [*words(), START] if kind == "video" else [START]
+            length = rows * columns // 4
+            spans.append(Span(len(ids), length))
+            ids += [IMAGE if kind == "image" else VIDEO] * length + [END]
+        ids += words()
+        generator = torch.Generator().manual_seed(100 * seed + index)
+        # A still has one frame here; transformers reads it twice.
+        patches = torch.randn(frames * rows * columns, 3, 1 if kind == "image" else 2, 16, generator=generator)
+        pixels[kind].append(patches.expand(-1, -1, 2, -1).reshape(len(patches), -1))
+        key = f"{seed}/{index}".encode().rjust(16, b"-")
+        made.append(Medium(kind, key, (frames, rows, columns), tuple(spans), _Patches(patches)))
+    tokens = torch.tensor(ids)
+    types = torch.where(tokens == IMAGE, 1, torch.where(tokens == VIDEO, 2, 0))
+    arguments = {"input_ids": tokens[None], "mm_token_type_ids": types[None].int()}
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if pixels[kind]:
+            arguments[name] = torch.cat(pixels[kind])
+            arguments[f"{kind}_grid_thw"] = torch.tensor([grid for other, grid in media if other == kind])
+    grids = {name: value for name, value in arguments.items() if name.endswith("grid_thw")}
+    positions, _ = network.model.get_rope_index(arguments["input_ids"], types[None].int(), **grids)
+    positions = positions[:, 0].numpy().astype(np.int64)
+    return Prompt(ModelInputs(tuple(ids), positions, int(positions.max()) + 1, tuple(made)), arguments)
+
+
+@dataclass
+class _Patches:
+    """A medium's `load` in the dtype the model wants."""
+
+    patches: torch.Tensor
+    dtype: torch.dtype = torch.float32
+
+    def __call__(self) -> torch.Tensor:
+        return self.patches.flatten(1).to(self.dtype)
+
+
+def in_dtype(inputs: ModelInputs, dtype: torch.dtype) -> ModelInputs:
+    for medium in inputs.media:
+        medium.load.dtype = dtype
+    return inputs
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
