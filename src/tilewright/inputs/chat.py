@@ -1,0 +1,282 @@
+"""Messages to the text a model was trained on: the checkpoint's own template, run in a sandbox."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, open_url
+from tilewright.types import Messages, RequestError
+
+if TYPE_CHECKING:
+    import jinja2
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """A chat template, compiled when first used.
+
+    `source` is the template, or templates by name: "tool_use" is taken when tools are given, else "default".
+    """
+
+    def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self.sources = {"default": source} if isinstance(source, str) else dict(source)
+        if not self.sources:
+            raise ValueError("a chat template needs a source")
+        self.special_tokens = dict(special_tokens)
+
+    def render(
+        self, messages: Messages, *, tools: Sequence[object] | None = None, add_generation_prompt: bool = True,
+        **template_args: object,
+    ) -> str:  # fmt: skip
+        """The prompt's text. An error the template raises is a `RequestError` with its message."""
+        from jinja2.exceptions import TemplateError
+
+        name = self._choose(bool(tools))
+        source = self.sources[name]
+        context = {
+            **self.special_tokens,
+            **{key: plain(value) for key, value in template_args.items()},
+            "messages": [_fit(message, source) for message in messages],
+            "tools": plain(list(tools)) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._compiled[name].render(context)
+        except TemplateError as error:
+            raise RequestError(f"the chat template refused the messages: {error.message or error}") from error
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
+            # What a template runs into when a message is not of the form it expects.
+            raise RequestError(f"the chat template cannot take the messages: {error}") from error
+
+    def _choose(self, has_tools: bool) -> str:
+        if has_tools and "tool_use" in self.sources:
+            return "tool_use"
+        return "default" if "default" in self.sources else next(iter(self.sources))
+
+    @cached_property
+    def _compiled(self) -> dict[str, jinja2.Template]:
+        from jinja2.exceptions import TemplateSyntaxError
+
+        environment = _environment()
+        compiled = {}
+        for name, source in self.sources.items():
+            try:
+                compiled[name] = environment.from_string(source)
+            except TemplateSyntaxError as error:
+                raise ValueError(f"the chat template {name!r}, line {error.lineno}: {error.message}") from error
+        return compiled
+
+
+def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name, from the files of a checkpoint's folder; the newest way of keeping them wins."""
+    found: dict[str, str] = {}
+    kept = tokenizer_config.get("chat_template")
+    if isinstance(kept, str):
+        found["default"] = kept
+    elif isinstance(kept, Sequence):
+        found.update({entry["name"]: entry["template"] for entry in kept})
+    elif isinstance(kept, Mapping):
+        found.update(kept)
+    path = folder / "chat_template.json"
+    if path.is_file():
+        kept = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+        found.update({"default": kept} if isinstance(kept, str) else kept)
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        found["default"] = path.read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = path.read_text(encoding="utf-8")
+    return found
+
+
+def normalize(
+    messages: Messages,
+    *,
+    limits: Limits | None = None,
+    fetch: Fetch | None = None,
+    accepts: Sequence[MediaKind] = ("image", "video", "audio"),
+    model: str = "the model",
+) -> tuple[list[dict[str, Any]], list[MediaPart]]:
+    """Messages for the template, in which a medium is {"type": its kind}, and the media in the order of the messages.
+
+    Takes OpenAI's parts (text, image_url, video_url, input_audio) and {"type": "image", "image": source}, video and
+    audio alike; a video may say its frames' "fps". Nothing is fetched here: `fetch` turns an http(s) URL into bytes.
+    """
+    limits = limits or Limits()
+    media: list[MediaPart] = []
+
+    def take(part: object) -> dict[str, Any]:
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        if not isinstance(part, Mapping):
+            raise RequestError(f"a part of a message is a {type(part).__name__}, expected an object with a type")
+        found = _source_of(part)
+        if found is None:
+            return plain(part)
+        kind, source, is_url = found
+        name = f"{kind} {1 + sum(medium.kind == kind for medium in media)}"
+        if kind not in accepts:
+            raise RequestError(f"{name}: {model} takes {' and '.join(('text', *accepts)) if accepts else 'text alone'}")
+        if len(media) == limits.max_items:
+            raise RequestError(f"{name}: the request has more than {limits.max_items} pictures, videos and sounds")
+        if is_url:
+            source = open_url(source, name, limits, fetch)
+        fps = part.get("fps")
+        if fps is not None and (not isinstance(fps, int | float) or not 0 < fps <= 1000):
+            raise RequestError(f"{name}: fps is {fps!r}, expected more than 0, at most 1000")
+        media.append(MediaPart(kind, name, source, None if fps is None else float(fps)))
+        return {"type": kind}
+
+    normalized = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise RequestError(f"a message is a {type(message).__name__}, expected an object with a role")
+        rest = {key: plain(value) for key, value in message.items() if key != "content"}
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            rest["content"] = [take(part) for part in content]
+        elif isinstance(content, str) or content is None:
+            rest["content"] = content
+        else:
+            raise RequestError(f"content is a {type(content).__name__}, expected text or a list of parts")
+        normalized.append(rest)
+    return normalized, media
+
+
+def _source_of(part: Mapping[str, Any]) -> tuple[MediaKind, Any, bool] | None:
+    """(kind, source, whether it must be a URL) of a part that is a medium."""
+    kinds: tuple[MediaKind, ...] = ("image", "video", "audio")
+    for kind in kinds:
+        if part.get("type") == f"{kind}_url" or (part.get("type") is None and f"{kind}_url" in part):
+            value = part.get(f"{kind}_url")
+            url = value.get("url") if isinstance(value, Mapping) else value
+            if not isinstance(url, str):
+                raise RequestError(f'{kind}_url is {value!r:.100}, expected {{"url": ...}}')
+            return kind, url, True
+        if part.get("type") == kind or (part.get("type") is None and kind in part):
+            if part.get(kind) is None:
+                raise RequestError(f'a part of type {kind} has no "{kind}"')
+            return kind, part[kind], False
+    if part.get("type") == "input_audio":
+        value = part.get("input_audio")
+        if not isinstance(value, Mapping) or not isinstance(value.get("data"), str):
+            raise RequestError('input_audio is expected to be {"data": base64, "format": ...}')
+        return "audio", f"data:audio/{value.get('format', 'wav')};base64,{value['data']}", True
+    return None
+
+
+def plain(value: object) -> Any:
+    """The value rebuilt of JSON's types; anything else becomes "<its type>".
+
+    Templates come with checkpoints and are not trusted: an array or a picture has methods that write files, and the
+    sandbox does not know them.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):
+        return plain(dump())
+    return f"<{type(value).__name__}>"
+
+
+def _fit(message: object, source: str) -> dict[str, Any]:
+    """The message as this template can take it."""
+    fitted = plain(message)
+    if not isinstance(fitted, dict) or not isinstance(fitted.get("role"), str):
+        raise RequestError(f"a message is {fitted!r:.100}, expected an object with a role")
+    reasoning = next((fitted[name] for name in _REASONING_NAMES if fitted.get(name) is not None), None)
+    if reasoning is not None:
+        fitted = {"thinking": reasoning, **fitted, "reasoning_content": reasoning}
+    # Clients send null beside tool calls. Templates that ask for it get it, the others would walk over it.
+    asks_for_none = re.search(r"content['\"]?\]?\s+is\s+(not\s+)?none", source)
+    if "content" in fitted and fitted["content"] is None and not asks_for_none:
+        fitted["content"] = ""
+    # Clients send arguments as a string of JSON. A template without a case for strings would quote it once more.
+    takes_strings = re.search(r"arguments['\"]?\]?\s+is\s+(not\s+)?(string|mapping)", source)
+    if not takes_strings:
+        for call in fitted.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, dict) else {}
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = _parse_arguments(function)
+    return fitted
+
+
+def _parse_arguments(function: Mapping[str, Any]) -> object:
+    try:
+        return json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        name = function.get("name")
+        raise RequestError(f"the arguments of the tool call {name!r} are not JSON: {error}") from error
+
+
+def _environment() -> jinja2.Environment:
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %}: marks what the model said, for training; here its body alone."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    class Namespace(jinja2.utils.Namespace):
+        """Jinja's namespace without names that begin with "_": those could reach the interpreter's own."""
+
+        def __init__(*args: Any, **attributes: Any) -> None:
+            for name in dict(*args[1:], **attributes):
+                Namespace.check(name)
+            jinja2.utils.Namespace.__init__(*args, **attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            Namespace.check(name)
+            super().__setitem__(name, value)
+
+        @staticmethod
+        def check(name: object) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(
+                    f"the namespace has {name!r}, expected no name that begins with _"
+                )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    def to_json(
+        value: object, ensure_ascii: bool = False, indent: int | None = None,
+        separators: tuple[str, str] | None = None, sort_keys: bool = False,
+    ) -> str:  # fmt: skip
+        # Jinja's own escapes <, > and & for HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["namespace"] = Namespace
+    return environment

@@ -1,0 +1,167 @@
+"""Pictures of any form to RGB: the size from the header first, the pixels when they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tilewright.inputs.media import Fetch, Limits, MediaPart, check_pixels, read_source
+from tilewright.types import RequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Those with a decoder that is safe on bytes of strangers; Pillow knows more, some of which start other programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_TURNED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture whose size is known, upright. `decode` gives [height, width, 3] uint8, or a `RequestError`."""
+
+    name: str
+    height: int
+    width: int
+    digest: bytes  # of the file, or of the pixels and their shape
+    decode: Callable[[], np.ndarray]
+
+
+def open_picture(part: MediaPart, limits: Limits, fetch: Fetch | None = None) -> Picture:
+    """The picture of a part: bytes, a file, a PIL image, an array or a tensor."""
+    from PIL import Image
+
+    source = read_source(part, limits, fetch)
+    if isinstance(source, bytes):
+        return _from_bytes(source, part.name, limits)
+    if isinstance(source, Image.Image):
+        check_pixels(source.height, source.width, part.name, limits)
+        return _from_pixels(_decode(lambda: _to_rgb(source), part.name), part.name)
+    if hasattr(source, "__array__"):  # numpy, torch, jax
+        pixels = array_to_rgb(_as_array(source, part.name), part.name)
+        check_pixels(pixels.shape[0], pixels.shape[1], part.name, limits)
+        return _from_pixels(pixels, part.name)
+    expected = "bytes, a path, a PIL image or an array"
+    raise RequestError(f"{part.name}: it is a {type(source).__name__}, expected {expected}")
+
+
+def _from_bytes(data: bytes, name: str, limits: Limits) -> Picture:
+    image = _open(data, name)
+    check_pixels(image.height, image.width, name, limits)
+    height, width = image.height, image.width
+    if _orientation(image, data, name) in _TURNED:
+        height, width = width, height
+
+    def decode() -> np.ndarray:
+        pixels = _decode(lambda: _to_rgb(_open(data, name)), name)
+        if pixels.shape[:2] != (height, width):
+            raise RequestError(f"{name}: decoded to {pixels.shape[1]} x {pixels.shape[0]}, its header says otherwise")
+        return pixels
+
+    return Picture(name, height, width, hashlib.blake2b(data, digest_size=32).digest(), decode)
+
+
+def _from_pixels(pixels: np.ndarray, name: str) -> Picture:
+    digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=32)
+    digest.update(np.ascontiguousarray(pixels).data)
+    return Picture(name, pixels.shape[0], pixels.shape[1], digest.digest(), lambda: pixels)
+
+
+def _open(data: bytes, name: str) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise RequestError(f"{name}: not a picture this can read, expected {', '.join(FORMATS)}") from error
+    except Exception as error:
+        raise _unreadable(name, error) from error
+
+
+def _orientation(image: Image, data: bytes, name: str) -> int:
+    # Pillow decodes a whole PNG to look for EXIF behind the pixels: only where there is some.
+    if image.format == "PNG" and b"eXIf" not in data and b"Raw profile type" not in data:
+        return 1
+    try:
+        return int(image.getexif().get(0x0112, 1))
+    except Exception as error:
+        raise _unreadable(name, error) from error
+
+
+def _decode(to_rgb: Callable[[], np.ndarray], name: str) -> np.ndarray:
+    try:
+        return to_rgb()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: Exception) -> RequestError:
+    # Decoders of damaged files raise OSError, SyntaxError, struct.error, zlib.error and more: all mean the same here.
+    return RequestError(f"{name}: cannot be decoded: {error or type(error).__name__}")
+
+
+def _to_rgb(image: Image) -> np.ndarray:
+    """[H, W, 3] uint8: upright, transparency over white, 16 bits to the upper 8."""
+    from PIL import Image as Pillow
+    from PIL import ImageOps
+
+    image.load()
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        # 16-bit greys. Pillow's own conversion clips at 255, which leaves a white picture.
+        levels = np.asarray(image).astype(np.int64)
+        is_wide = image.mode != "I" or levels.max() > 255
+        grey = np.clip(levels >> 8 if is_wide else levels, 0, 255).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        white = Pillow.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Pillow.alpha_composite(white, image)
+    return np.array(image.convert("RGB"))
+
+
+def _as_array(source: Any, name: str) -> np.ndarray:
+    if hasattr(source, "detach"):  # a tensor; bf16 has no numpy twin
+        source = source.detach().cpu()
+        source = source.float() if source.is_floating_point() else source
+    try:
+        return np.asarray(source)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{name}: it cannot be read as an array: {error}") from error
+
+
+def array_to_rgb(array: np.ndarray, name: str) -> np.ndarray:
+    """[..., H, W, 3] uint8 of an array [..., H, W, C] or [..., C, H, W] with C of 1, 3 or 4, or a grey [H, W].
+
+    uint8 levels are taken as they are, floats as 0 to 1. Channels come first where both ends could be channels.
+    """
+    if array.ndim == 2:
+        array = array[None]
+    if array.ndim < 3 or 0 in array.shape:
+        raise RequestError(f"{name}: its shape is {list(array.shape)}, expected [H, W, 3] or [3, H, W]")
+    if array.shape[-3] in (1, 3, 4):
+        array = np.moveaxis(array, -3, -1)
+    elif array.shape[-1] not in (1, 3, 4):
+        raise RequestError(f"{name}: its shape is {list(array.shape)}, expected 1, 3 or 4 channels first or last")
+    if np.issubdtype(array.dtype, np.floating):
+        low, high = float(array.min()), float(array.max())
+        if not (low >= 0 and high <= 1):  # NaN fails too
+            raise RequestError(f"{name}: its values lie from {low:g} to {high:g}, expected floats of 0 to 1 or uint8")
+        array = np.rint(array * 255).astype(np.uint8)
+    elif array.dtype == np.bool_:
+        array = array.astype(np.uint8) * 255
+    elif array.dtype != np.uint8:
+        raise RequestError(f"{name}: its type is {array.dtype}, expected uint8, or floats of 0 to 1")
+    if array.shape[-1] == 4:
+        alpha = array[..., 3:].astype(np.float32) / 255
+        array = np.rint(alpha * array[..., :3] + (1 - alpha) * 255).astype(np.uint8)
+    elif array.shape[-1] == 1:
+        array = np.repeat(array, 3, axis=-1)
+    return np.ascontiguousarray(array)

@@ -1,0 +1,121 @@
+"""Where media come from and how large they may be: parts of messages to bytes, before anything is decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote_to_bytes
+
+from tilewright.types import RequestError
+
+MediaKind = Literal["image", "video", "audio"]
+Fetch = Callable[[str], bytes]  # an http(s) URL -> what lies there; the caller's, with the caller's checks of addresses
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may bring. Sizes are known and checked before anything is decoded."""
+
+    max_bytes: int = 128 * 2**20  # of one item, as it arrives
+    max_pixels: int = 2**26  # of one picture or frame: 8192 x 8192, 200 MB once decoded
+    max_frames: int = 768  # of one video, after sampling
+    max_duration_s: float = 3600.0  # of one video
+    max_items: int = 64  # pictures, videos and sounds of a request
+    allow_paths: bool = True  # a server that takes messages from others turns this off: a path would read its files
+
+
+@dataclass(frozen=True)
+class MediaPart:
+    """A medium of a request, not yet read."""
+
+    kind: MediaKind
+    name: str  # for errors: "image 2"
+    source: Any  # bytes, a path, a PIL image, an array or tensor; for video also a list of frames
+    fps: float | None = None  # of a video given as frames
+
+
+def open_url(url: str, name: str, limits: Limits, fetch: Fetch | None) -> bytes:
+    """The bytes of a data: URL, or of an http(s) one through the caller's `fetch`."""
+    scheme = url.split(":", 1)[0].lower() if ":" in url[:16] else ""
+    if scheme == "data":
+        return _decode_data_url(url, name, limits)
+    if scheme in ("http", "https"):
+        if fetch is None:
+            raise RequestError(f"{name}: {url[:100]} is not fetched here: pass its bytes, or a file")
+        return check_bytes(fetch(url), name, limits)
+    raise RequestError(f"{name}: the URL begins with {url[:20]!r}, expected data:, http: or https:")
+
+
+def _decode_data_url(url: str, name: str, limits: Limits) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise RequestError(f"{name}: the data: URL has no comma")
+    if head.lower().endswith(";base64"):
+        # Four characters carry three bytes: the size is known before the decoder makes a copy.
+        _check_size(len(body) // 4 * 3, name, limits)
+        try:
+            return check_bytes(base64.b64decode(body, validate="\n" not in body), name, limits)
+        except binascii.Error as error:
+            raise RequestError(f"{name}: the data: URL is not base64: {error}") from error
+    _check_size(len(body), name, limits)  # percent-encoding only shrinks
+    return unquote_to_bytes(body)
+
+
+def read_source(part: MediaPart, limits: Limits, fetch: Fetch | None = None) -> Any:
+    """The part's source with paths, URLs and bytes-like objects turned into bytes; pictures and arrays as they are."""
+    source = part.source
+    if isinstance(source, str) and source[:5].lower() in ("data:", "http:", "https"):
+        return open_url(source, part.name, limits, fetch)
+    if isinstance(source, str | Path):
+        return _read_file(Path(source), part.name, limits)
+    if isinstance(source, bytes | bytearray | memoryview):
+        return check_bytes(bytes(source), part.name, limits)
+    return source
+
+
+def _read_file(path: Path, name: str, limits: Limits) -> bytes:
+    if not limits.allow_paths:
+        raise RequestError(f"{name}: files are not read here: pass a data: URL")
+    try:
+        with path.open("rb") as file:
+            # One byte more than allowed, so that a file that grows, or a device, ends here too.
+            return check_bytes(file.read(limits.max_bytes + 1), name, limits)
+    except (OSError, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"{name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def check_bytes(data: bytes, name: str, limits: Limits) -> bytes:
+    """The bytes, if they are not too many and there are any."""
+    if not data:
+        raise RequestError(f"{name}: it is empty")
+    _check_size(len(data), name, limits)
+    return data
+
+
+def _check_size(size_bytes: int, name: str, limits: Limits) -> None:
+    if size_bytes > limits.max_bytes:
+        raise RequestError(f"{name}: {size_bytes} bytes or more, the limit is {limits.max_bytes}")
+
+
+def check_pixels(height: int, width: int, name: str, limits: Limits) -> None:
+    """Refuses sizes past the limit, before any pixel is decoded."""
+    if height < 1 or width < 1:
+        raise RequestError(f"{name}: its size is {width} x {height}, expected at least 1 x 1")
+    if height * width > limits.max_pixels:
+        pixels = f"{width} x {height} = {height * width} pixels"
+        raise RequestError(f"{name}: {pixels}, the limit is {limits.max_pixels}")
+
+
+def content_key(content: bytes, *what: object) -> bytes:
+    """16 bytes that stand for the content and for all that is done to it."""
+    digest = hashlib.blake2b(content, digest_size=16)
+    # The length keeps content and parameters apart: no bytes of one can pass for the other's.
+    digest.update(repr((len(content), *what)).encode())
+    return digest.digest()

@@ -1,0 +1,77 @@
+"""Messages or prompts to what a model of text alone reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from tilewright.inputs.chat import ChatTemplate, normalize
+from tilewright.inputs.media import Fetch
+from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.types import Messages, ModelInputs, RequestError
+
+
+class TextProcessor:
+    """Turns requests into `ModelInputs`; pictures, videos and sounds are refused in the model's name."""
+
+    def __init__(self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.template = template
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[object] | None = None,
+        fetch: Fetch | None = None,
+        is_known: Callable[[bytes], bool] | None = None,
+        **template_args: Any,
+    ) -> ModelInputs:
+        """The inputs of a conversation, up to where the model answers."""
+        if self.template is None:
+            raise RequestError(f"{self.name} has no chat template: give it a prompt instead")
+        normalized, _ = normalize(messages, accepts=(), model=self.name)
+        for message in normalized:
+            if isinstance(message["content"], list):
+                message["content"] = "".join(_text_of(part) for part in message["content"])
+        return _inputs(self.tokenizer.encode(self.template.render(normalized, tools=tools, **template_args)))
+
+    def prompt(
+        self,
+        text: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        images: Sequence[object] = (),
+        videos: Sequence[object] = (),
+        *,
+        is_known: Callable[[bytes], bool] | None = None,
+    ) -> ModelInputs:
+        """The inputs of a text, which gets the tokenizer's beginning-of-text, or of token ids as they are."""
+        if (text is None) == (token_ids is None):
+            raise RequestError("give either a text or token ids")
+        if images or videos:
+            raise RequestError(f"{'image' if images else 'video'} 1: {self.name} takes text alone")
+        if text is not None:
+            return _inputs(self.tokenizer.encode(text, add_special_tokens=True))
+        return _inputs(check_ids(token_ids or ()))
+
+
+def check_ids(token_ids: Sequence[int]) -> list[int]:
+    """The ids as a list, none below 0; whether the model has them all is the engine's to check."""
+    ids = [index(token_id) for token_id in token_ids]
+    if any(token_id < 0 for token_id in ids):
+        raise RequestError(f"token id {min(ids)}, expected 0 or more")
+    return ids
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"a part of a message is of type {part.get('type')!r}, expected text")
+    return part["text"]
+
+
+def _inputs(ids: Sequence[int]) -> ModelInputs:
+    return ModelInputs(tuple(ids), np.arange(len(ids), dtype=np.int64)[None], len(ids))

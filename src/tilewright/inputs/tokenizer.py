@@ -1,0 +1,255 @@
+"""Text to token ids and back, by the checkpoint's own tokenizer; answers stream without broken characters."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright.inputs.chat import read_templates
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# What templates may name. Lists (additional_special_tokens) are no names.
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """Encodes and decodes. Ids the vocabulary has no token for (padded heads can choose them) decode to nothing."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        stop_token_ids: Sequence[int],
+        chat_template: Mapping[str, str] | None = None,
+    ) -> None:
+        from tokenizers import decoders
+
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = dict(special_tokens)  # name, as templates use it -> text
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.chat_template = (
+            dict(chat_template) if chat_template else None
+        )  # name -> source; "default" is the usual one
+        bos_token = self.special_tokens.get("bos_token")
+        self.bos_token_id = None if bos_token is None else backend.token_to_id(bos_token)
+        added = backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self._bytes_of: dict[int, bytes] = {}
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """The tokenizer of a checkpoint's folder: tokenizer.json and the files beside it."""
+        import tokenizers
+
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} has no tokenizer.json")
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        config = _read_json(folder / "tokenizer_config.json")
+        _add_missing_tokens(backend, config.get("added_tokens_decoder"))
+        special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
+        return cls(
+            backend,
+            special_tokens=special_tokens,
+            stop_token_ids=_stop_token_ids(backend, _read_json(folder / "generation_config.json"), special_tokens),
+            chat_template=read_templates(folder, config),
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
+        """The tokenizer that a GGUF file's metadata (the `tokenizer.*` keys) describe."""
+        from tilewright.inputs.gguf_tokenizer import build
+
+        return cls(**build(metadata))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size()
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact text in the vocabulary."""
+        return self._backend.token_to_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Ids of the text. Special tokens within it become themselves; `add_special_tokens` adds the beginning's."""
+        # A lone surrogate has no UTF-8 form; JSON bodies can carry one.
+        text = text.encode("utf-8", "replace").decode() if not _is_unicode(text) else text
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that a token adds to a text: perhaps a part of a character."""
+        known = self._bytes_of.get(token_id)
+        if known is None:
+            known = self._bytes_of[token_id] = self._find_bytes(token_id)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """What one token reads as; parts of characters show as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """True of a token that stands for one byte of a character the vocabulary lacks."""
+        if self._is_byte_level or token_id in self._added_ids:
+            return False
+        return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
+
+    def stream(self, *, skip_special_tokens: bool = True) -> ByteStream | PieceStream:
+        """A decoder for tokens that come one after another."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        return ByteStream(self, skipped) if self._is_byte_level else PieceStream(self, skipped)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            byte_of = _byte_of_character()
+            # A token with a character outside the table (an added one with a space in it) stands for its own text.
+            if all(character in byte_of for character in token):
+                return bytes(byte_of[character] for character in token)
+        elif token_id not in self._added_ids:
+            if match := _BYTE_TOKEN.fullmatch(token):
+                return bytes([int(match[1], 16)])
+            token = token.replace("▁", " ")
+        return token.encode("utf-8", "replace")
+
+
+class ByteStream:
+    """Text of byte-level tokens: a character comes out when its last byte is in."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text these tokens complete."""
+        token_bytes = self._tokenizer.token_bytes
+        return self._utf8.decode(b"".join(token_bytes(token_id) for token_id in ids if token_id not in self._skipped))
+
+    def flush(self) -> str:
+        """What is left; an unfinished character becomes U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+
+class PieceStream:
+    """Text of tokens that are pieces of text, with byte tokens for rare characters.
+
+    The decoder looks at a run of byte tokens as a whole (one bad byte spoils all of it), so a run is held until a piece
+    ends it; and it treats the first piece of a text apart (its space may go), so the last piece that came out goes in
+    front of the held ones, and its own text is taken off again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._anchor: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text these tokens complete."""
+        self._held += [token_id for token_id in ids if token_id not in self._skipped]
+        end = len(self._held)
+        while end and self._tokenizer.is_byte_token(self._held[end - 1]):
+            end -= 1
+        return self._emit(end)
+
+    def flush(self) -> str:
+        """What is left; bytes that are no character become U+FFFD."""
+        return self._emit(len(self._held))
+
+    def _emit(self, count: int) -> str:
+        if count == 0:
+            return ""
+        decode = self._tokenizer.decode
+        before = decode(self._anchor, skip_special_tokens=False)
+        text = decode(self._anchor + self._held[:count], skip_special_tokens=False)
+        self._anchor = self._held[count - 1 : count]
+        self._held = self._held[count:]
+        return text[len(before) :]
+
+
+def _byte_of_character() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    if not _BYTE_TABLE:
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in printable]
+        _BYTE_TABLE.update({chr(byte): byte for byte in printable})
+        _BYTE_TABLE.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return _BYTE_TABLE
+
+
+_BYTE_TABLE: dict[str, int] = {}
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_json(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_NAMES:
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, added: object) -> None:
+    """Adds what tokenizer_config.json lists and tokenizer.json lacks, in the order of their ids."""
+    from tokenizers import AddedToken
+
+    known = backend.get_added_tokens_decoder()
+    for token_id, fields in sorted((int(token_id), fields) for token_id, fields in dict(added or {}).items()):  # type: ignore[call-overload]
+        if token_id in known:
+            continue
+        names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        backend.add_tokens([AddedToken(fields["content"], **{name: fields[name] for name in names if name in fields})])
+        if (actual := backend.token_to_id(fields["content"])) != token_id:
+            raise ValueError(
+                f"tokenizer_config.json gives {fields['content']!r} the id {token_id}, tokenizer.json {actual}"
+            )
+
+
+def _stop_token_ids(
+    backend: tokenizers.Tokenizer, generation_config: Mapping[str, object], special_tokens: Mapping[str, str]
+) -> list[int]:
+    stop = generation_config.get("eos_token_id")
+    if isinstance(stop, int):
+        return [stop]
+    if isinstance(stop, list) and stop:
+        return list(stop)
+    eos_token = special_tokens.get("eos_token")
+    token_id = None if eos_token is None else backend.token_to_id(eos_token)
+    return [] if token_id is None else [token_id]
