@@ -8,13 +8,15 @@ from mock_model import VOCABULARY_SIZE, answer, make_core, media_inputs, run_all
 from tilewright.types import RequestError, SamplingParams
 
 KEYS = [bytes([number]) * 16 for number in range(3)]
-SHARED = [5, 6, 7, 8, 9, 10, 11, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15]
+# Of a page each where pages are of 4 tokens, so that pages are alike that come after others.
+BLOCKS = [[5, 6, 7, 8], [5, 6, 7, 9], [7, 8, 5, 6]]
 
 
 @st.composite
 def prompts(draw):
     """Tokens, some with a beginning that others have too, and media among them."""
-    parts = SHARED[: draw(st.integers(0, len(SHARED)))]
+    blocks = draw(st.lists(st.sampled_from(BLOCKS), max_size=4))
+    parts = [token_id for block in blocks for token_id in block]
     token = st.integers(1, 6)
     medium = st.tuples(st.sampled_from(KEYS), st.lists(st.integers(1, 6), min_size=1, max_size=2))
     # A key stands for one content, so it always has the same number of features.
@@ -42,18 +44,18 @@ sampling = st.builds(
 @st.composite
 def cores(draw):
     max_sequences = draw(st.integers(1, 5))
-    return dict(
-        num_pages=draw(st.sampled_from([8, 10, 16, 40])),
-        page_size=draw(st.sampled_from([1, 4, 5])),
-        prefix_cache=draw(st.booleans()),
-        num_drafts=draw(st.sampled_from([0, 1, 4])),
-        max_feature_bytes=draw(st.sampled_from([0, 60, 10_000])),
-        max_context=draw(st.sampled_from([50, 10_000])),
-        max_sequences=max_sequences,
-        max_tokens_per_step=max_sequences + draw(st.sampled_from([0, 1, 6, 100])),
-        max_encode_patches=draw(st.sampled_from([1, 20, 1000])),
-        max_rows_with_drafts=draw(st.sampled_from([4, 32])),
-    )
+    return {
+        "num_pages": draw(st.sampled_from([8, 10, 16, 40])),
+        "page_size": draw(st.sampled_from([1, 4, 5])),
+        "prefix_cache": draw(st.booleans()),
+        "num_drafts": draw(st.sampled_from([0, 1, 4])),
+        "max_feature_bytes": draw(st.sampled_from([0, 60, 10_000])),
+        "max_context": draw(st.sampled_from([50, 10_000])),
+        "max_sequences": max_sequences,
+        "max_tokens_per_step": max_sequences + draw(st.sampled_from([0, 1, 6, 100])),
+        "max_encode_patches": draw(st.sampled_from([1, 20, 1000])),
+        "max_rows_with_drafts": draw(st.sampled_from([4, 32])),
+    }
 
 
 requests = st.tuples(prompts(), sampling, st.integers(0, 12), st.none() | st.integers(0, 20))
