@@ -15,7 +15,6 @@ class Occurrences:
     """
 
     def __init__(self, sequence: Sequence, vocabulary_size: int) -> None:
-        self._sequence = sequence
         self._vocabulary_size = vocabulary_size
         self._slot_by_id: dict[int, int] = {}
         self._ids = np.empty(256, np.int64)
@@ -26,14 +25,14 @@ class Occurrences:
                 self._count(token_id, 0)
         self._num_read = sequence.num_prompt_tokens
 
-    def rows(self, drafts: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Token ids and counts as the next token sees them, then as the one after each draft does."""
-        for token_id in self._sequence.token_ids[self._num_read :]:
+    def rows(self, sequence: Sequence) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids and counts as the sequence's next token sees them, then as the one after each draft does."""
+        for token_id in sequence.token_ids[self._num_read :]:
             self._count(token_id, 1)
-        self._num_read = self._sequence.num_tokens
+        self._num_read = sequence.num_tokens
         size = len(self._slot_by_id)
         rows = [(self._ids[:size], self._counts[:size])]
-        for token_id in drafts:
+        for token_id in sequence.draft_token_ids:
             ids, counts = rows[-1]
             if token_id < self._vocabulary_size:
                 found = np.flatnonzero(ids == token_id)

@@ -77,7 +77,7 @@ class Sampler:
             if _is_penalized(params):
                 if sequence not in self._occurrences:
                     self._occurrences[sequence] = Occurrences(sequence, vocabulary_size)
-                seen += self._occurrences[sequence].rows(sequence.draft_token_ids)
+                seen += self._occurrences[sequence].rows(sequence)
             else:
                 seen += [nothing] * chunk.num_sampled
             for draft in range(chunk.num_sampled):

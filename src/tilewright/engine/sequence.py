@@ -58,7 +58,7 @@ class Sequence:
         self.id = next(_next_id)  # counts up with arrival
         self.request_id = request_id
         self.index = index
-        self.leader = leader or self
+        self._leader = leader  # None for the leader itself: a cycle would outlive its use
         self.inputs = inputs
         self.params = params
         self.seed = secrets.randbits(64) if seed is None else seed
@@ -127,19 +127,20 @@ class Sequence:
     @property
     def waits_for_leader(self) -> bool:
         """Whether its prompt is still being computed by the first sequence of its request."""
-        return self.leader is not self and self.leader.num_output_tokens == 0 and not self.leader.is_finished
+        leader = self._leader
+        return leader is not None and leader.num_output_tokens == 0 and not leader.is_finished
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None]:
         """Those known so far, one list for all sequences of the request; the first token has none."""
-        return self.leader._prompt_logprobs
+        return (self._leader or self)._prompt_logprobs
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether this sequence has to compute log-probabilities of prompt tokens yet."""
         return (
             self.params.prompt_logprobs is not None
-            and self.leader is self
+            and self._leader is None
             and len(self._prompt_logprobs) < self.num_prompt_tokens
         )
 

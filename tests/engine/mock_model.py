@@ -1,0 +1,236 @@
+"""A "language model" without arithmetic: each slot of its KV cache holds a hash of all the slots before it.
+
+It reads them through the pages of the sequence, so a wrong page, a stale one, a wrong border of a chunk or a draft that
+was not taken back changes every token after it. `answer` is the same without pages, batches, caches and drafts.
+"""
+
+import hashlib
+
+import numpy as np
+import torch
+
+from tilewright.engine.core import EngineCore
+from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.pages import PagePool
+from tilewright.engine.prefix_cache import PrefixCache
+from tilewright.engine.sampler import Sampler, uniform
+from tilewright.engine.scheduler import Limits, Scheduler
+from tilewright.engine.sequence import Sequence
+from tilewright.engine.speculate import Speculator
+from tilewright.ops import sample as ops
+from tilewright.types import Medium, ModelInputs, SamplingParams, Span
+
+VOCABULARY_SIZE = 24
+EOS = 0
+PLACEHOLDER = 23
+NOT_WRITTEN = -(2**62)
+
+_table = np.random.default_rng(0).normal(0.0, 2.0, (61, VOCABULARY_SIZE)).astype(np.float32)
+
+
+def features_of(key: bytes, count: int) -> torch.Tensor:
+    seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(count, 2)).astype(np.float32))
+
+
+def absorb(state, token_id: int, feature, positions: np.ndarray) -> int:
+    """The content of a token's slot; `state` has read all the slots before it and reads this one too."""
+    read = state.copy()
+    read.update(np.int64(token_id).tobytes() if feature is None else feature.numpy().tobytes())
+    read.update(np.ascontiguousarray(positions).tobytes())
+    value = int.from_bytes(read.digest()[:7], "little")
+    state.update(np.int64(value).tobytes())
+    return value
+
+
+def logits_of(state, token_ids: list[int]) -> np.ndarray:
+    """Noise, but three times out of four what followed the last two tokens before is likely: so drafts may be right."""
+    value = int.from_bytes(state.digest()[:7], "little")
+    logits = np.roll(_table[value % len(_table)], (value >> 20) % VOCABULARY_SIZE)
+    if value % 4:
+        for index in range(len(token_ids) - 3, -1, -1):
+            if token_ids[index : index + 2] == token_ids[-2:]:
+                logits[token_ids[index + 2]] += 12.0
+                break
+    return logits
+
+
+class MockRunner:
+    """Checks what it is given, as well as computing it."""
+
+    def __init__(self, pool: PagePool, features: FeatureCache, limits: Limits) -> None:
+        self.pool = pool
+        self.features = features
+        self.limits = limits
+        self.values = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
+        self.tokens = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
+        self.steps = []
+        self.num_encoded = 0
+
+    def run(self, step):
+        self.steps.append([(chunk.sequence, chunk.start, chunk.num_tokens) for chunk in step.chunks])
+        assert step.chunks and step.num_tokens <= self.limits.max_tokens_per_step
+        assert len({chunk.sequence for chunk in step.chunks}) == len(step.chunks) <= self.limits.max_sequences
+        self._encode(step.encode)
+        logits = [row for chunk in step.chunks for row in self._compute(chunk)]
+        assert len(logits) == step.num_logits
+        return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, VOCABULARY_SIZE)
+
+    def _encode(self, media):
+        num_patches = sum(int(np.prod(medium.grid)) for medium in media)
+        assert len(media) <= 1 or num_patches <= self.limits.max_encode_patches
+        for medium in media:
+            assert not self.features.has(medium.key)
+            self.features.put(medium.key, features_of(medium.key, medium.num_features))
+            self.num_encoded += 1
+
+    def _compute(self, chunk):
+        sequence, size = chunk.sequence, self.pool.page_size
+        assert chunk.start == sequence.num_computed_tokens and len(chunk.token_ids) == chunk.num_tokens > 0
+        for page in sequence.pages[chunk.start // size :]:
+            assert self.pool._references[page] == 1 and self.pool._digests[page] is None
+        known = self.values[sequence.pages].reshape(-1)[: chunk.start]
+        token_ids = self.tokens[sequence.pages].reshape(-1)[: chunk.start].tolist()
+        assert NOT_WRITTEN not in token_ids
+        state = hashlib.blake2b(known.tobytes())
+        features = {}
+        for run in sequence.features_in(chunk.start, chunk.stop):
+            for index in range(run.length):
+                features[run.start + index] = self.features.get(run.medium.key)[run.first_feature + index]
+        positions = sequence.positions(chunk.start, chunk.stop)
+        for index, token_id in enumerate(chunk.token_ids):
+            position = chunk.start + index
+            page = sequence.pages[position // size]
+            value = absorb(state, token_id, features.get(position), positions[:, index])
+            self.values[page, position % size] = value
+            self.tokens[page, position % size] = token_id
+            token_ids.append(token_id)
+            if index >= chunk.num_tokens - chunk.num_logits:
+                yield logits_of(state, token_ids)
+
+
+class LetterDecoder:
+    """Token 1 is "a", 2 is "b", and so on."""
+
+    def push(self, token_ids):
+        return "".join(chr(96 + token_id) for token_id in token_ids)
+
+    def flush(self):
+        return ""
+
+
+def make_core(
+    num_pages=64,
+    page_size=4,
+    *,
+    prefix_cache=True,
+    num_drafts=0,
+    max_feature_bytes=1 << 20,
+    max_context=10_000,
+    make_decoder=LetterDecoder,
+    **limits,
+) -> EngineCore:
+    pool = PagePool(num_pages, page_size)
+    features = FeatureCache(max_feature_bytes)
+    all_limits = Limits(max_context=max_context, **limits)
+    scheduler = Scheduler(
+        pool,
+        PrefixCache(pool, enabled=prefix_cache),
+        features,
+        all_limits,
+        Speculator(num_drafts) if num_drafts else None,
+    )
+    return EngineCore(
+        MockRunner(pool, features, all_limits),
+        scheduler,
+        Sampler(),
+        make_decoder=make_decoder,
+        vocabulary_size=VOCABULARY_SIZE,
+        eos_token_ids=[EOS],
+    )
+
+
+def text_inputs(token_ids) -> ModelInputs:
+    token_ids = tuple(token_ids)
+    return ModelInputs(token_ids, np.arange(len(token_ids), dtype=np.int64)[None].repeat(3, 0), len(token_ids))
+
+
+def media_inputs(parts) -> ModelInputs:
+    """Parts are tokens, or (key, lengths of spans): a medium, with token 22 between its spans."""
+    token_ids: list[int] = []
+    media = []
+    for part in parts:
+        if isinstance(part, int):
+            token_ids.append(part)
+            continue
+        key, lengths = part
+        spans = []
+        for length in lengths:
+            spans.append(Span(len(token_ids), length))
+            token_ids += [PLACEHOLDER] * length + [22]
+        media.append(Medium("image", key, (1, 2, 2 * sum(lengths)), tuple(spans), lambda: torch.empty(0)))
+    # Positions that do not follow from the tokens' indices, as with M-RoPE.
+    positions = np.stack([np.arange(len(token_ids)), np.arange(len(token_ids)) // 2])
+    return ModelInputs(tuple(token_ids), positions.astype(np.int64), len(token_ids) + 3, tuple(media))
+
+
+def run_all(core: EngineCore, max_steps=10_000):
+    """Every (sequence, Delta) until there is no work."""
+    results = []
+    for _ in range(max_steps):
+        if not core.has_work:
+            return results
+        results += core.step()
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def answer(inputs: ModelInputs, params: SamplingParams, index=0, max_context=10_000) -> list[int]:
+    """The output of answer `index`, computed token by token in one piece."""
+    feature_of = {}
+    for medium in inputs.media:
+        rows = iter(features_of(medium.key, medium.num_features))
+        for span in medium.spans:
+            for position in range(span.start, span.start + span.length):
+                feature_of[position] = next(rows)
+    state = hashlib.blake2b()
+    token_ids = list(inputs.token_ids)
+    num_prompt = len(token_ids)
+    for position, token_id in enumerate(token_ids):
+        absorb(state, token_id, feature_of.get(position), inputs.positions[:, position])
+    seeded = Sequence("", inputs, params, index=index, seed=params.seed)
+    stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    while True:
+        token_ids.append(_choose(logits_of(state, token_ids), token_ids, num_prompt, params, stop_ids, seeded))
+        num_output = len(token_ids) - num_prompt
+        if token_ids[-1] in stop_ids and num_output >= params.min_tokens:
+            break
+        if len(token_ids) >= max_context or num_output == params.max_tokens:
+            break
+        next_position = inputs.next_position + num_output - 1
+        absorb(state, token_ids[-1], None, np.full(len(inputs.positions), next_position, np.int64))
+    return token_ids[num_prompt:]
+
+
+def _choose(logits, token_ids, num_prompt, params, stop_ids, seeded) -> int:
+    logits = torch.from_numpy(logits)
+    output = token_ids[num_prompt:]
+    for token_id in set(token_ids):
+        penalty = params.repetition_penalty
+        logits[token_id] = logits[token_id] / penalty if logits[token_id] > 0 else logits[token_id] * penalty
+    for token_id in set(output):
+        logits[token_id] -= params.frequency_penalty * output.count(token_id) + params.presence_penalty
+    for token_id, bias in params.logit_bias.items():
+        logits[token_id] += bias
+    if len(output) < params.min_tokens:
+        logits[list(stop_ids)] = -torch.inf
+    if params.temperature == 0:
+        return int(logits.argmax())
+    drawn = ops.sample(
+        logits[None],
+        torch.tensor([params.temperature]),
+        torch.tensor([params.top_k]),
+        torch.tensor([params.top_p]),
+        torch.tensor([params.min_p]),
+        torch.tensor([uniform(seeded, len(token_ids))], dtype=torch.float64),
+    )
+    return int(drawn[0])

@@ -1,0 +1,210 @@
+import pytest
+from mock_model import answer, make_core, media_inputs, run_all, text_inputs
+
+from tilewright.engine.scheduler import Limits
+from tilewright.types import RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+KEY = b"k" * 16
+
+
+def greedy(max_tokens=4, **changes):
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **changes)
+
+
+def prompt(length, first=1):
+    return text_inputs([first + index % 7 for index in range(length)])
+
+
+def step_of_first_token(core, sequence):
+    return next(
+        number
+        for number, chunks in enumerate(core.runner.steps)
+        for owner, start, count in chunks
+        if owner is sequence and start + count == sequence.num_prompt_tokens
+    )
+
+
+def test_decodes_come_before_prompts_and_share_the_budget():
+    core = make_core(max_tokens_per_step=10, max_sequences=4)
+    (first,) = core.add("a", prompt(5), greedy(20))
+    core.step()
+    (second,) = core.add("b", prompt(25, first=2), GREEDY)
+    core.step()
+    assert core.runner.steps[-1] == [(first, 5, 1), (second, 0, 9)]
+    core.step()
+    assert core.runner.steps[-1] == [(first, 6, 1), (second, 9, 9)]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    core = make_core(num_pages=200, max_tokens_per_step=16, max_sequences=8)
+    (long,) = core.add("long", prompt(320), GREEDY)
+    (short,) = core.add("short", prompt(12, first=2), GREEDY)
+    run_all(core)
+    assert step_of_first_token(core, short) == 1
+    # Half of the budget for two steps, and a token of each of the other's three later steps, are all it costs.
+    assert step_of_first_token(core, long) == 320 // 16
+
+
+def test_a_stream_of_short_prompts_leaves_half_of_the_budget_to_a_long_one():
+    core = make_core(num_pages=200, max_tokens_per_step=16, max_sequences=8, prefix_cache=False)
+    (long,) = core.add("long", prompt(80), GREEDY)
+    for number in range(10):
+        core.add(f"short{number}", prompt(8, first=2), greedy(1))
+        core.step()
+    assert long.num_output_tokens == 1
+
+
+def test_prompts_of_one_length_are_computed_by_arrival():
+    core = make_core(max_tokens_per_step=10, max_sequences=4, prefix_cache=False)
+    sequences = [core.add(str(number), prompt(20), greedy(1))[0] for number in range(3)]
+    run_all(core)
+    assert [step_of_first_token(core, sequence) for sequence in sequences] == [1, 3, 5]
+
+
+def test_a_request_that_never_fits_is_refused():
+    core = make_core(num_pages=4, page_size=4)
+    with pytest.raises(RequestError, match="16 tokens, expected at most 15: the memory for keys and values holds 16"):
+        core.add("a", prompt(16), GREEDY)
+    core = make_core(max_context=10)
+    with pytest.raises(RequestError, match="10 tokens, expected at most 9: the context holds 10"):
+        core.add("a", prompt(10), GREEDY)
+    with pytest.raises(RequestError, match="no tokens"):
+        core.add("a", text_inputs([]), GREEDY)
+    with pytest.raises(RequestError, match="the prompt has token 24, expected 0 to 23"):
+        core.add("a", text_inputs([1, 24]), GREEDY)
+    with pytest.raises(RequestError, match="logit_bias has token 99"):
+        core.add("a", prompt(3), SamplingParams(logit_bias={99: 1.0}))
+    assert not core.has_work
+
+
+def test_the_end_of_the_pool_and_of_the_context_is_length():
+    for options in ({"num_pages": 4}, {"max_context": 16}):
+        core = make_core(page_size=4, **options)
+        (sequence,) = core.add("a", prompt(6), greedy(None))
+        run_all(core)
+        assert (sequence.num_tokens, sequence.finish_reason) == (16, "length")
+        assert sequence.output_token_ids == answer(sequence.inputs, sequence.params, max_context=16)
+
+
+def test_the_latest_is_preempted_and_resumes():
+    core = make_core(num_pages=6, page_size=4, prefix_cache=False)
+    (first,) = core.add("a", prompt(7), greedy(10))
+    (second,) = core.add("b", prompt(7), greedy(10))
+    while not core.scheduler.num_preemptions:
+        core.step()
+    assert core.scheduler.running == [first] and core.scheduler.waiting == [second]
+    assert second.num_output_tokens > 0 and not second.pages
+    run_all(core)
+    assert first.output_token_ids == second.output_token_ids == answer(first.inputs, first.params)
+
+
+def test_a_sequence_waiting_for_pages_is_not_overtaken():
+    core = make_core(num_pages=10, page_size=4)
+    core.add("a", prompt(20), greedy(16))
+    core.step()
+    (big,) = core.add("big", prompt(30, first=2), GREEDY)
+    (small,) = core.add("small", prompt(2, first=3), GREEDY)
+    core.step()
+    assert core.scheduler.waiting == [big, small]
+    run_all(core)
+    assert big.started_s < small.started_s
+
+
+def test_abort_gives_everything_back():
+    core = make_core()
+    core.add("a", media_inputs([1, (KEY, [6]), 2]), greedy(50, n=2))
+    core.add("b", prompt(9), greedy(50))
+    for _ in range(3):
+        core.step()
+    aborted = core.abort("a")
+    assert sorted(delta.index for _, delta in aborted) == [0, 1]
+    assert all(delta.finish_reason == "abort" for _, delta in aborted)
+    assert core.abort("a") == []
+    run_all(core)
+    assert core.scheduler.pool.num_used == 0 and not core.scheduler.features._pins
+
+
+def test_n_answers_compute_the_prompt_once():
+    core = make_core(page_size=4)
+    sequences = core.add("a", prompt(21), SamplingParams(temperature=1.0, seed=3, max_tokens=5, ignore_eos=True, n=4))
+    run_all(core)
+    computed = [count for chunks in core.runner.steps for _, start, count in chunks if start < 21]
+    assert computed == [21, 1, 1, 1]
+    assert len({tuple(sequence.output_token_ids) for sequence in sequences}) == 4
+    for sequence in sequences:
+        assert sequence.output_token_ids == answer(sequence.inputs, sequence.params, sequence.index)
+
+
+class TestMedia:
+    def test_all_media_of_a_step_are_one_batch_and_each_is_encoded_once(self):
+        core = make_core()
+        core.add("a", media_inputs([1, (KEY, [5]), 2, (b"l" * 16, [3])]), GREEDY)
+        core.add("b", media_inputs([3, (KEY, [5])]), GREEDY)
+        step = core.scheduler.schedule()
+        assert [medium.key for medium in step.encode] == [KEY, b"l" * 16]
+        assert (core.scheduler.features.num_lookups, core.scheduler.features.num_hits) == (3, 1)
+
+    def test_a_chunk_ends_before_a_medium_that_the_encoder_has_no_time_for(self):
+        core = make_core(max_encode_patches=30)
+        # 4 patches a feature: 20 for each, and 80 for the last, which is let through alone.
+        parts = [1, (KEY, [5]), 2, (b"l" * 16, [5]), 3, (b"m" * 16, [20]), 4]
+        (sequence,) = core.add("a", media_inputs(parts), GREEDY)
+        run_all(core)
+        chunks = [(start, count) for chunks in core.runner.steps for _, start, count in chunks]
+        assert chunks[:3] == [(0, 8), (8, 7), (15, 22)]
+        assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
+
+    def test_a_decode_is_not_held_back_by_the_encoder_budget(self):
+        core = make_core(max_encode_patches=1)
+        (first,) = core.add("a", prompt(3), greedy(10))
+        core.step()
+        core.add("b", media_inputs([1, (KEY, [5]), (b"l" * 16, [5])]), GREEDY)
+        core.step()
+        core.step()
+        assert first.num_output_tokens == 3
+
+    def test_features_stay_while_they_are_read_and_no_longer(self):
+        core = make_core(max_feature_bytes=0, max_tokens_per_step=4, max_sequences=2)
+        (sequence,) = core.add("a", media_inputs([1, (KEY, [3, 7]), 2]), GREEDY)
+        run_all(core)
+        assert core.runner.num_encoded == 1
+        assert not core.scheduler.features.has(KEY) and core.scheduler.features.size_bytes == 0
+        assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
+
+    def test_another_picture_in_the_same_place_is_another_prefix(self):
+        core = make_core()
+        for key in (KEY, b"l" * 16, KEY):
+            (sequence,) = core.add("a", media_inputs([1, 2, (key, [9]), 3]), GREEDY)
+            run_all(core)
+            assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
+        assert sequence.num_cached_tokens == 12 and core.runner.num_encoded == 2
+
+
+def test_prompt_logprobs_bound_the_rows_of_a_step():
+    core = make_core(max_prompt_rows=4, max_tokens_per_step=64)
+    (sequence,) = core.add("a", prompt(10), greedy(2, prompt_logprobs=0))
+    run_all(core)
+    assert [(start, count) for chunks in core.runner.steps for _, start, count in chunks][:3] == [
+        (0, 4),
+        (4, 4),
+        (8, 2),
+    ]
+    assert len(sequence.prompt_logprobs) == 10
+
+
+def test_drafts_never_pass_max_tokens_or_the_context():
+    for options, max_tokens in (({}, 5), ({"max_context": 17}, None)):
+        core = make_core(num_drafts=8, **options)
+        core.add("a", text_inputs([1, 2, 3] * 4), greedy(max_tokens))
+        while core.has_work:
+            step = core.scheduler.schedule()
+            for chunk in step.chunks:
+                assert chunk.stop < 17
+            core.scheduler.update(step, core.sampler.sample(core.runner.run(step), step))
+
+
+@pytest.mark.parametrize("limits", [{"max_context": 0}, {"max_context": 9, "max_tokens_per_step": 3}])
+def test_limits_are_checked(limits):
+    with pytest.raises(ValueError, match="is "):
+        Limits(**limits)
