@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tilewright.weights.gguf import GgufCheckpoint
 from tilewright.weights.mapped import CheckpointError
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 
@@ -45,6 +46,8 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     path = Path(model).expanduser()
     if path.is_dir():
         return SafetensorsCheckpoint(path)
-    if path.is_file():
-        raise CheckpointError(f"{path} is no model: expected a folder or a hub id")
-    raise CheckpointError(f"{model} does not exist: expected a folder or a hub id")
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufCheckpoint(path)
+    if path.exists():
+        raise CheckpointError(f"{path} is no model: expected a folder, a .gguf file or a hub id")
+    raise CheckpointError(f"{model} does not exist: expected a folder, a .gguf file or a hub id")

@@ -1,0 +1,134 @@
+"""GGUF's blocks of quantised weights as fp32.
+
+Every format cuts a row into blocks of 32 or 256 elements, each with its own scale. Nibbles are stored so that the low
+ones of a run of bytes come first and the high ones after them. d and m are fp16; products and sums here are fp32, in
+the order of the format's own reference, so that results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a tensor type of GGUF is stored, and what turns its bytes into numbers."""
+
+    name: str
+    block_elements: int
+    block_bytes: int
+    dtype: torch.dtype  # of the result
+    decode: Callable[[Tensor, Tensor], None] | None = (
+        None  # bytes [B, block_bytes] -> out [B, block_elements]; None: as is
+    )
+
+    def row_bytes(self, num_columns: int) -> int:
+        return num_columns // self.block_elements * self.block_bytes
+
+
+def dequantize(data: Tensor, quantization: Format, num_columns: int) -> Tensor:
+    """Rows [R, num_columns] from uint8 [R * row bytes]; a view where the type needs no decoding."""
+    if quantization.decode is None:
+        return data.view(quantization.dtype).view(-1, num_columns)
+    blocks = data.view(-1, quantization.block_bytes)
+    out = torch.empty(len(blocks), quantization.block_elements)
+    quantization.decode(blocks, out)
+    return out.view(-1, num_columns)
+
+
+def _half(blocks: Tensor, offset: int) -> Tensor:
+    """The fp16 at byte `offset` of each block, as fp32 [B, 1]."""
+    return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(quants: Tensor, out: Tensor) -> None:
+    """out [B, 2, n] = low, then high nibbles of quants [B, n]."""
+    out[:, 0] = quants & 15
+    out[:, 1] = quants >> 4
+
+
+def _add_fifth_bits(blocks: Tensor, offset: int, out: Tensor) -> None:
+    """Adds 16 to the elements of out [B, 32] whose bit is set in the 32 bits at `offset`."""
+    bits = blocks[:, offset : offset + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1  # [B, 4 bytes, 8 bits]
+    out.add_(bits.view(-1, 32), alpha=16)
+
+
+def _q8_0(blocks: Tensor, out: Tensor) -> None:
+    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_half(blocks, 0))
+
+
+def _q4_0(blocks: Tensor, out: Tensor) -> None:
+    _nibbles(blocks[:, 2:], out.view(-1, 2, 16))
+    out.sub_(8).mul_(_half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor, out: Tensor) -> None:
+    _nibbles(blocks[:, 4:], out.view(-1, 2, 16))
+    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor, out: Tensor) -> None:
+    _nibbles(blocks[:, 6:], out.view(-1, 2, 16))
+    _add_fifth_bits(blocks, 2, out)
+    out.sub_(16).mul_(_half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor, out: Tensor) -> None:
+    _nibbles(blocks[:, 8:], out.view(-1, 2, 16))
+    _add_fifth_bits(blocks, 4, out)
+    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """d * scale and dmin * minimum [B, 8, 1] of Q4_K and Q5_K: eight pairs of 6 bits in the 12 bytes from byte 4 on.
+
+    The first four pairs are the low 6 bits of bytes 0-3 and 4-7. The last four have their low 4 bits in bytes 8-11,
+    scale in the low nibble and minimum in the high one, and their high 2 bits on top of bytes 0-3 and 4-7.
+    """
+    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], 1)
+    minima = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], 1)
+    return (_half(blocks, 0) * scales)[..., None], (_half(blocks, 2) * minima)[..., None]
+
+
+def _q4_k(blocks: Tensor, out: Tensor) -> None:
+    scales, minima = _scales_and_minima(blocks)
+    _nibbles(blocks[:, 16:].reshape(-1, 32), out.view(-1, 2, 32))
+    out.view(-1, 8, 32).mul_(scales).sub_(minima)
+
+
+def _q5_k(blocks: Tensor, out: Tensor) -> None:
+    scales, minima = _scales_and_minima(blocks)
+    _nibbles(blocks[:, 48:].reshape(-1, 32), out.view(-1, 2, 32))
+    # Bit j of byte l is the fifth of element l of the j-th group of 32.
+    bits = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    out.view(-1, 8, 32).add_(bits, alpha=16).mul_(scales).sub_(minima)
+
+
+def _q6_k(blocks: Tensor, out: Tensor) -> None:
+    # Two halves of 128: 64 bytes of nibbles, and 32 bytes with two more bits for each of four groups of 32.
+    _nibbles(blocks[:, :128].reshape(-1, 64), out.view(-1, 2, 64))
+    upper = blocks[:, 128:192].reshape(-1, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
+    out.view(-1, 4, 32).add_(upper, alpha=16).sub_(32)
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    out.view(-1, 16, 16).mul_(scales[..., None])
+
+
+# By GGUF's number of the type.
+FORMATS = {
+    0: Format("F32", 1, 4, torch.float32),
+    1: Format("F16", 1, 2, torch.float16),
+    30: Format("BF16", 1, 2, torch.bfloat16),
+    8: Format("Q8_0", 32, 34, torch.float32, _q8_0),
+    2: Format("Q4_0", 32, 18, torch.float32, _q4_0),
+    3: Format("Q4_1", 32, 20, torch.float32, _q4_1),
+    6: Format("Q5_0", 32, 22, torch.float32, _q5_0),
+    7: Format("Q5_1", 32, 24, torch.float32, _q5_1),
+    12: Format("Q4_K", 256, 144, torch.float32, _q4_k),
+    13: Format("Q5_K", 256, 176, torch.float32, _q5_k),
+    14: Format("Q6_K", 256, 210, torch.float32, _q6_k),
+}
