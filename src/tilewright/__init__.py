@@ -1,3 +1,20 @@
 """Tilewright: multimodal models, served fast on the CPUs people already have."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewright.engine.engine import Engine
+
 __version__ = "0.1.0"
+__all__ = ["Engine"]
+
+
+def __getattr__(name: str) -> Any:
+    # Not imported until it is used: `tilewright --help` answers without torch.
+    if name == "Engine":
+        from tilewright.engine.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module 'tilewright' has no attribute {name!r}")

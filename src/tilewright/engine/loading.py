@@ -47,11 +47,12 @@ def load_model(
         checkpoint,
         dtype=weight_dtype,
         rename=model.checkpoint_name,
-        cache_dir=config.current().cache_dir if pack_cache else None,
+        cache_dir=None,
         progress=progress,
     )
     tokenizer = _tokenizer(checkpoint)
-    template = ChatTemplate.from_sources(tokenizer.chat_template, tokenizer.special_tokens)
+    sources = tokenizer.chat_template
+    template = ChatTemplate(sources, tokenizer.special_tokens) if sources else None
     processor: Processor
     if family.make_processor is None:
         processor = TextProcessor(Path(name).name, tokenizer, template)
