@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from tilewright import config
 from tilewright.inputs.chat import ChatTemplate
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
