@@ -30,7 +30,8 @@ from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Limits, Scheduler
 from tilewright.models.registry import family_of
 from tilewright.ops.kv_cache import KvCache
-from tilewright.ops.linear import PackedWeight, empty_in_huge_pages
+from tilewright.ops.linear import PackedWeight
+from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.native import kernels
 from tilewright.types import Medium, ModelInputs, SamplingParams, Span
@@ -172,8 +173,7 @@ class Bench:
 
     def encode(self, medium: Medium) -> float:
         begin = perf_counter()
-        with torch.inference_mode():
-            self.model.encode([medium])
+        self.core.runner.encode([medium])
         return perf_counter() - begin
 
     def step_seconds(self) -> float:
