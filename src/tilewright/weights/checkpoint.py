@@ -19,6 +19,7 @@ __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 class Checkpoint(Protocol):
     """What loading asks of a checkpoint. Opening one reads headers only."""
 
+    path: Path  # the folder or the GGUF file
     config: dict  # as config.json
     shapes: Mapping[str, tuple[int, ...]]
     fingerprint: str  # differs when any file's name, size, time or header does
