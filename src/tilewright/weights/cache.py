@@ -1,7 +1,7 @@
 """Packed weights on disk, so that a second start maps a file instead of packing a checkpoint again.
 
-An entry is one file: the tensors, each on a boundary of 2 MiB or, if smaller, of 4 KiB; a JSON header that says how the
-values are made of them; and a footer with the header's place and SHA-256. It is written under another name and takes
+An entry is one file: the tensors, each on a boundary of 4 KiB; a JSON header that says how the values are made of them;
+and a footer with the header's place and SHA-256. It is written under another name and takes
 its own only when all of it is on disk, so that one that was cut off is never seen; a file without its footer, or whose
 header was changed, is no entry either. Its name is made of what it must match: the checkpoint's fingerprint, the dtype,
 the layout of packed weights and the recipe of every weight. Whatever changes, the file is simply not found.
