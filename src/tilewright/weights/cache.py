@@ -1,15 +1,16 @@
 """Packed weights on disk, so that a second start maps a file instead of packing a checkpoint again.
 
 An entry is one file: the tensors, each on a boundary of 4 KiB; a JSON header that says how the values are made of them;
-and a footer with the header's place and SHA-256. It is written under another name and takes
-its own only when all of it is on disk, so that one that was cut off is never seen; a file without its footer, or whose
-header was changed, is no entry either. Its name is made of what it must match: the checkpoint's fingerprint, the dtype,
-the layout of packed weights and the recipe of every weight. Whatever changes, the file is simply not found.
+and a footer with the header's place and SHA-256. It is written under another name and takes its own only when all of it
+is on disk, so that one that was cut off is never seen; a file without its footer, or whose header was changed, is no
+entry either. Its name is made of what it must match: the checkpoint's fingerprint, the dtype, the layout of packed
+weights and the recipe of every weight. Whatever changes, the file is simply not found.
 
 Entries are mapped, not read: the pages are the system's file cache, so a second start takes no time and two processes
-share one copy. Decode is as fast from them: over 400 MB of weights one thread read 18.1 GB/s from mapped pages, 17.7
-from anonymous huge ones and 18.1 from a file read into huge ones, which took 1.6 s per GB to open instead of 0.001
-(interleaved, best of 40, on a busy machine: differences under 3 % mean nothing).
+share one copy. Decode is as fast from them: over 400 MB of weights one thread read 18.1 GB/s from mapped pages (18.2
+with both pieces of advice that `_populate` gives), 17.7 from anonymous huge ones and 18.1 from a file read into huge
+ones, which took 1.6 s per GB to open instead of 0.001 (interleaved, per second of CPU time, best of 40, on a busy
+machine: differences under 3 % mean nothing).
 """
 
 from __future__ import annotations
