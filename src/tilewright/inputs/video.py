@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 
 # For frames that come without a rate; what the models' own processors take.
 DEFAULT_FPS = 24.0
+# Containers that hold their frames themselves. FFmpeg also reads playlists: those name other files and addresses, which
+# it would open.
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,gif,ogg,asf"
+_OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
 # A frame off the even grid by more than half a step: the rate varies, and frames go by their times.
 _MAX_JITTER_STEPS = 0.5
+# How much longer than its frames a file without sound may say it is: the last frame of a slide show stays.
+_MAX_SILENT_END_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -135,14 +141,19 @@ def _from_bytes(data: bytes, name: str, limits: Limits) -> Video:
             for packet in container.demux(stream)
             if packet.size and (packet.pts is not None or packet.dts is not None)
         ]
-        time_base, rate = float(stream.time_base or 0), stream.average_rate
-    if not packets:
-        raise RequestError(f"{name}: the file has no frames")
+        time_base, rate, num_declared = float(stream.time_base or 0), stream.average_rate, stream.frames
+        # With sound beside it, the container may go on after the last frame.
+        declared_s = container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
+    if len(packets) < max(num_declared, 1):
+        raise RequestError(f"{name}: the file is cut short: {len(packets)} of {max(num_declared, 1)} frames are there")
     shown = sorted({packet.time for packet in packets})
     times_s = tuple(time * time_base for time in shown)
     duration_s = times_s[-1] - times_s[0]
     _check_duration(duration_s, name, limits)
     fps = float(rate) if rate else (len(shown) - 1) / duration_s if duration_s > 0 else DEFAULT_FPS
+    if declared_s > duration_s + _MAX_SILENT_END_S + 2 / fps:
+        ends = f"it says {declared_s:.1f} seconds, its frames end after {duration_s:.1f}"
+        raise RequestError(f"{name}: the file is cut short: {ends}")
     height, width = _upright_size(data, name, limits)
 
     def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
@@ -163,14 +174,15 @@ def _opened(data: bytes, name: str) -> Iterator[tuple[Any, Any]]:
     import av
 
     try:
-        with av.open(io.BytesIO(data), mode="r") as container:
+        with av.open(io.BytesIO(data), mode="r", options=dict(_OPTIONS)) as container:
             if not container.streams.video:
                 raise RequestError(f"{name}: the file has no video in it")
             yield container, container.streams.video[0]
     except RequestError:
         raise
     except (av.FFmpegError, OSError, ValueError, EOFError) as error:
-        raise RequestError(f"{name}: cannot be decoded: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"{name}: cannot be decoded: {reason}") from error
 
 
 def _upright_size(data: bytes, name: str, limits: Limits) -> tuple[int, int]:
@@ -194,6 +206,8 @@ def _decode(
         for frame in _decoded_frames(container, stream, needed):
             time = frame.pts if frame.pts is not None else frame.dts
             if time in waiting and time not in held:
+                if frame.is_corrupt:
+                    raise RequestError(f"{name}: the file is damaged at {float(frame.time or 0):.1f} seconds")
                 held[time] = _upright(frame, name, size)
             while waiting and waiting[0] in held:
                 pixels = held[waiting[0]]
