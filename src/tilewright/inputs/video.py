@@ -26,8 +26,8 @@ _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,gif,ogg
 _OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
 # A frame off the even grid by more than half a step: the rate varies, and frames go by their times.
 _MAX_JITTER_STEPS = 0.5
-# How much longer than its frames a file without sound may say it is: the last frame of a slide show stays.
-_MAX_SILENT_END_S = 0.5
+# How much longer than its frames a file may say it is: some round up.
+_MAX_MISSING_END_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class _Packet:
     """A coded frame: where it stands in the order of decoding, when it is shown, whether decoding can begin there."""
 
     time: int  # in the stream's time base
+    duration: int  # 0: not known
     is_key: bool
 
 
@@ -137,13 +138,14 @@ def _from_bytes(data: bytes, name: str, limits: Limits) -> Video:
         if stream.duration is not None and stream.time_base is not None:
             _check_duration(float(stream.duration * stream.time_base), name, limits)
         packets = [
-            _Packet(packet.pts if packet.pts is not None else packet.dts, packet.is_keyframe)
+            _Packet(packet.pts if packet.pts is not None else packet.dts, packet.duration or 0, packet.is_keyframe)
             for packet in container.demux(stream)
             if packet.size and (packet.pts is not None or packet.dts is not None)
         ]
         time_base, rate, num_declared = float(stream.time_base or 0), stream.average_rate, stream.frames
-        # With sound beside it, the container may go on after the last frame.
-        declared_s = container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
+        # For files that do not count their frames. With sound beside them, the file may go on after the last.
+        is_comparable = container.duration and len(container.streams) == 1 and not num_declared
+        declared_s = container.duration / 1e6 if is_comparable else 0.0
     if len(packets) < max(num_declared, 1):
         raise RequestError(f"{name}: the file is cut short: {len(packets)} of {max(num_declared, 1)} frames are there")
     shown = sorted({packet.time for packet in packets})
@@ -151,7 +153,7 @@ def _from_bytes(data: bytes, name: str, limits: Limits) -> Video:
     duration_s = times_s[-1] - times_s[0]
     _check_duration(duration_s, name, limits)
     fps = float(rate) if rate else (len(shown) - 1) / duration_s if duration_s > 0 else DEFAULT_FPS
-    if declared_s > duration_s + _MAX_SILENT_END_S + 2 / fps:
+    if declared_s > duration_s + packets[-1].duration * time_base + _MAX_MISSING_END_S:
         ends = f"it says {declared_s:.1f} seconds, its frames end after {duration_s:.1f}"
         raise RequestError(f"{name}: the file is cut short: {ends}")
     height, width = _upright_size(data, name, limits)
