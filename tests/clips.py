@@ -1,6 +1,8 @@
-"""Small videos, made for the tests."""
+"""Small videos, made for the tests, and ways to damage files."""
 
+import random
 import struct
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -47,3 +49,15 @@ def all_frames(data_path: Path) -> np.ndarray:
     """Every frame of a file, decoded from the first to the last."""
     with av.open(str(data_path)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def damages(data: bytes, count: int) -> Iterator[bytes]:
+    """The data with bytes changed, lost and put in, the same ones every time; half of the places near the header."""
+    generator = random.Random(0)
+    for _ in range(count):
+        damaged = bytearray(data)
+        for _ in range(generator.randint(1, 6)):
+            at = generator.randrange(len(damaged) if generator.random() < 0.5 else min(len(damaged), 400))
+            end = at + generator.choice([0, 1, 4, 20])
+            damaged[at:end] = generator.randbytes(generator.choice([0, 1, 4]))
+        yield bytes(damaged)

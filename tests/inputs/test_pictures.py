@@ -4,6 +4,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from clips import damages
 from PIL import Image, ImageOps
 
 from tilewright.inputs.image import open_picture
@@ -199,6 +200,20 @@ def test_damaged_files_are_named():
     data[position : position + 8] = bytes(8)
     with pytest.raises(RequestError, match="image 2: cannot be decoded"):
         decoded(bytes(data))
+
+
+@pytest.mark.parametrize("format", ["PNG", "BMP", "GIF", "WEBP", "JPEG"])
+def test_any_damage_is_a_clear_error_or_none(format):
+    data = encode(Image.fromarray(level_picture()), format)
+    num_refused = 0
+    for damaged in damages(data, 200):
+        try:
+            picture = opened(damaged, max_pixels=2**20)
+            assert picture.decode().shape == (picture.height, picture.width, 3)
+        except RequestError as error:
+            assert str(error).startswith("image 2: ")
+            num_refused += 1
+    assert num_refused > 0
 
 
 def test_limits():

@@ -3,7 +3,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from clips import all_frames, moving_picture, rotated, write_clip
+from clips import all_frames, damages, moving_picture, rotated, write_clip
 from PIL import Image
 
 from tilewright.inputs.media import Limits, MediaPart
@@ -73,6 +73,13 @@ def test_a_varying_rate_is_sampled_by_time(tmp_path):
     assert np.allclose(gaps, times_ms[-1] / 1000 / 9, atol=0.21)
     expected = all_frames(tmp_path / "a.mp4")[list(sampled.indices)]
     assert np.array_equal(np.stack(list(video.frames(sampled.indices))), expected)
+
+
+def test_a_dropped_frame_leaves_the_rate_even(tmp_path):
+    times_ms = [40 * index for index in range(50) if index != 20]
+    write_clip(tmp_path / "a.mp4", 49, times_ms=times_ms)
+    video = opened(tmp_path / "a.mp4")
+    assert video.num_frames == 49 and video.times_s is None
 
 
 def test_a_long_pause_gives_the_same_frame_again(tmp_path):
@@ -183,3 +190,22 @@ def test_limits(tmp_path):
         opened(data, max_bytes=1000)
     with pytest.raises(RequestError, match=r"video 1: 5\.0 seconds, the limit is 4"):
         opened(np.zeros((10, 8, 8, 3), np.uint8), fps=2, max_duration_s=4)
+
+
+@pytest.mark.parametrize(
+    "suffix,codec", [("mp4", "mpeg4"), ("webm", "libvpx-vp9"), ("avi", "mpeg4"), ("ts", "mpeg2video")]
+)
+def test_any_damage_is_a_clear_error_or_none(suffix, codec, tmp_path):
+    data = write_clip(tmp_path / f"a.{suffix}", 20, codec=codec)
+    outcomes = set()
+    for damaged in damages(data, 100):
+        try:
+            video = opened(damaged, max_pixels=2**20)
+            assert all(
+                frame.shape == (video.height, video.width, 3) for frame in video.frames([0, video.num_frames - 1])
+            )
+            outcomes.add("decoded")
+        except RequestError as error:
+            assert str(error).startswith("video 1: ")
+            outcomes.add("refused")
+    assert outcomes == {"decoded", "refused"}

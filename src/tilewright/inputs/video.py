@@ -24,8 +24,9 @@ DEFAULT_FPS = 24.0
 # it would open.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,gif,ogg,asf"
 _OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
-# A frame off the even grid by more than half a step: the rate varies, and frames go by their times.
-_MAX_JITTER_STEPS = 0.5
+# Frames further than this from an even rate go by their own times: models read times to a tenth of a second. A frame
+# dropped here and there leaves the rate even.
+_MAX_JITTER_S = 0.1
 # How much longer than its frames a file may say it is: some round up.
 _MAX_MISSING_END_S = 0.5
 
@@ -168,7 +169,7 @@ def _from_bytes(data: bytes, name: str, limits: Limits) -> Video:
 
 def _rate_varies(times_s: Sequence[float], fps: float) -> bool:
     off = np.asarray(times_s) - times_s[0] - np.arange(len(times_s)) / fps
-    return bool(np.abs(off).max() * fps > _MAX_JITTER_STEPS)
+    return bool(np.abs(off).max() > _MAX_JITTER_S)
 
 
 @contextmanager
@@ -179,6 +180,8 @@ def _opened(data: bytes, name: str) -> Iterator[tuple[Any, Any]]:
         with av.open(io.BytesIO(data), mode="r", options=dict(_OPTIONS)) as container:
             if not container.streams.video:
                 raise RequestError(f"{name}: the file has no video in it")
+            if container.streams.video[0].codec_context is None:
+                raise RequestError(f"{name}: cannot be decoded: there is no decoder for its kind of video")
             yield container, container.streams.video[0]
     except RequestError:
         raise
