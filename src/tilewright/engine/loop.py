@@ -151,7 +151,7 @@ class EngineLoop:
             self._forget(handle)
         else:
             try:
-                self.core.add(handle.request_id, prepared, handle.params)
+                self.core.add(handle.request_id, prepared, handle.params, handle.submitted_s)
             except Exception as error:
                 self._end(handle, error)
 
