@@ -1,5 +1,7 @@
+import dataclasses
 import threading
 import time
+import weakref
 
 import pytest
 from mock_model import answer, make_core, media_inputs, text_inputs
@@ -174,6 +176,41 @@ def test_a_reader_that_never_reads_holds_nobody_up(loop):
     next(iterator)
     assert loop.submit(lambda: prompt(2), params()).result(TIMEOUT_S)
     assert len(unread.result(TIMEOUT_S)[0].token_ids) == 100
+
+
+def test_threads_that_prepare_are_set_up_and_are_not_the_caller_s():
+    names = []
+    started = threading.local()
+    loop = EngineLoop(
+        make_core(), num_prepare_threads=1, start_preparing=lambda: setattr(started, "by", threading.get_ident())
+    )
+
+    def prepare():
+        names.append((started.by, threading.get_ident()))
+        return prompt(1)
+
+    for _ in range(2):
+        loop.submit(prepare, params()).result(TIMEOUT_S)
+    loop.close()
+    assert len(set(names)) == 1 and len(set(names[0])) == 1 and names[0][0] != threading.get_ident()
+
+
+def test_a_finished_request_is_forgotten(loop):
+    class Picture:
+        pass
+
+    picture = Picture()
+    gone = weakref.ref(picture)
+    inputs = media_inputs([1, (b"k" * 16, [5]), 2])
+    medium = dataclasses.replace(inputs.media[0], load=lambda picture=picture: picture)
+    inputs = [dataclasses.replace(inputs, media=(medium,))]
+    handle = loop.submit(inputs.pop, params())
+    handle.result(TIMEOUT_S)
+    loop.core.runner.steps.clear()
+    del picture, medium
+    loop.submit(lambda: prompt(1), params()).result(TIMEOUT_S)  # the thread has let go of the last step
+    loop.core.runner.steps.clear()
+    assert gone() is None and handle.result()
 
 
 def test_result_may_time_out(loop):
