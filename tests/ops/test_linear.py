@@ -7,7 +7,8 @@ import torch
 from helpers import assert_close, poisoned, rand
 
 from tilewright.ops import reference
-from tilewright.ops.linear import HUGE_PAGE_BYTES, linear, pack_weight
+from tilewright.ops.linear import linear, pack_weight
+from tilewright.ops.memory import HUGE_PAGE_BYTES
 
 ACTIVATIONS = ["none", "silu", "gelu_tanh", "gelu_erf", "gelu_quick"]
 SHAPES = [  # M, N, K
