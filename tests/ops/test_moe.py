@@ -2,7 +2,7 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops import reference
+from tilewright.ops import reference_moe as reference
 from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.moe import PackedExperts, moe, route
 from tilewright.ops.native import kernels
@@ -58,9 +58,7 @@ def test_route(isa, dtype, tokens, num_experts, k, scoring, renormalize):
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_route_is_the_router_of_qwen3_moe(isa, renormalize):
     modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
-    config = modeling.Qwen3MoeConfig(
-        hidden_size=64, num_experts=128, num_experts_per_tok=8, norm_topk_prob=renormalize
-    )
+    config = modeling.Qwen3MoeConfig(hidden_size=64, num_experts=128, num_experts_per_tok=8, norm_topk_prob=renormalize)
     router = modeling.Qwen3MoeTopKRouter(config)
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -91,7 +89,9 @@ def test_nan_is_chosen_last_and_shows_in_the_weights(isa):
 
 def test_route_takes_strided_logits_and_no_tokens(isa):
     logits = rand(6, 40)
-    assert torch.equal(route(logits[:, 8:24], 3, renormalize=True)[0], reference.route(logits[:, 8:24], 3, renormalize=True)[0])
+    assert torch.equal(
+        route(logits[:, 8:24], 3, renormalize=True)[0], reference.route(logits[:, 8:24], 3, renormalize=True)[0]
+    )
     assert [t.shape for t in route(torch.zeros(0, 4), 2, renormalize=True)] == [(0, 2), (0, 2)]
 
 
@@ -107,7 +107,9 @@ def test_moe(isa, dtype, tokens, num_experts, k, width, inner):
     assert_same(out, reference.moe(x, ids, weights, gate_up, down))
     residual = rand(tokens, width, dtype=dtype, seed=5)
     expected = reference.moe(x, ids, weights, gate_up, down, activation="gelu_tanh", residual=residual)
-    out = moe(x, ids, weights, *packed, activation="gelu_tanh", residual=residual, out=poisoned(tokens, width, dtype=dtype))
+    out = moe(
+        x, ids, weights, *packed, activation="gelu_tanh", residual=residual, out=poisoned(tokens, width, dtype=dtype)
+    )
     assert_same(out, expected)
     # In place on the residual, as a decoder layer does.
     assert torch.equal(moe(x, ids, weights, *packed, activation="gelu_tanh", residual=residual, out=residual), out)
@@ -116,7 +118,9 @@ def test_moe(isa, dtype, tokens, num_experts, k, width, inner):
 def test_fp32_activations_with_bf16_experts(isa):
     gate_up, down = experts_of(4, 64, 48, torch.bfloat16)
     x, (ids, weights) = rand(9, 64), routing(9, 4, 2)
-    assert_same(moe(x, ids, weights, pack(gate_up, True), pack(down, False)), reference.moe(x, ids, weights, gate_up, down))
+    assert_same(
+        moe(x, ids, weights, pack(gate_up, True), pack(down, False)), reference.moe(x, ids, weights, gate_up, down)
+    )
 
 
 @pytest.mark.parametrize("chosen", [[0], [3], [3, 0], [2, 2]], ids=str)
@@ -218,5 +222,5 @@ def test_errors():
         gate_up.pack(4, torch.zeros(6, 8))
     with pytest.raises(ValueError, match=r"weight has shape \[6, 7\], expected \[n=6, k=8\]"):
         gate_up.pack(0, torch.zeros(6, 7))
-    with pytest.raises(ValueError, match="2 experts of 5 x 8, expected 1 or more gate|up experts of an even n"):
+    with pytest.raises(ValueError, match=r"2 experts of 5 x 8, expected 1 or more gate\|up experts of an even n"):
         PackedExperts.empty(2, 5, 8, True, torch.float32)
