@@ -2,7 +2,7 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops import reference
+from tilewright.ops import reference_moe as reference
 from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.moe import PackedExperts, moe, route
 from tilewright.ops.native import kernels
@@ -222,5 +222,5 @@ def test_errors():
         gate_up.pack(4, torch.zeros(6, 8))
     with pytest.raises(ValueError, match=r"weight has shape \[6, 7\], expected \[n=6, k=8\]"):
         gate_up.pack(0, torch.zeros(6, 7))
-    with pytest.raises(ValueError, match="2 experts of 5 x 8, expected 1 or more gate|up experts of an even n"):
+    with pytest.raises(ValueError, match=r"2 experts of 5 x 8, expected 1 or more gate\|up experts of an even n"):
         PackedExperts.empty(2, 5, 8, True, torch.float32)

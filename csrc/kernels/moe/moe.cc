@@ -142,7 +142,8 @@ class Call {
 
     for (Product* product : {&gate_up_, &down_}) {
       const LinearArgs& linear = product->args;
-      product->expert_bytes = packed_elements(linear.n, linear.k, linear.gated) * static_cast<int64_t>(size_of(linear.weight_dtype));
+      product->expert_bytes =
+          packed_elements(linear.n, linear.k, linear.gated) * static_cast<int64_t>(size_of(linear.weight_dtype));
       product->block_bytes = kernels_.block_bytes(linear);
     }
   }
@@ -210,8 +211,8 @@ class Call {
       const int64_t strips = std::min(ceil_div(share, work(groups_[g])) | 1, num_strips);
       product.strips_per_task[g] = strips;
       product.first_tasks[g + 1] =
-          product.first_tasks[g] + ceil_div(num_strips, strips) *
-                                       ceil_div(groups_[g].num_blocks, blocks_at_once(product, groups_[g]));
+          product.first_tasks[g] +
+          ceil_div(num_strips, strips) * ceil_div(groups_[g].num_blocks, blocks_at_once(product, groups_[g]));
     }
   }
 
