@@ -72,10 +72,10 @@ class Worker:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def peak_memory_bytes(self) -> int:
-        """The most memory it had resident at once, files it mapped included."""
+    def resident_bytes(self) -> int:
+        """The memory it has resident now, files it mapped included."""
         try:
-            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{self._process.pid}/status").read_text())
+            found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self._process.pid}/status").read_text())
         except OSError:
             return 0
         return int(found[1]) * 1024 if found else 0

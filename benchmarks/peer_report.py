@@ -79,7 +79,7 @@ def as_table(document: Mapping) -> str:
         values = [row["probe"][side][key] for row in document["rows"] for side in ("before", "after")]
         text.append(f"{what}: {statistics.median(values):.3g} {unit} ({min(values):.3g} - {max(values):.3g})")
     for name, system in document["systems"].items():
-        memory = f"{system['peak_memory_bytes'] / 2**30:.1f} GiB at most" if system["peak_memory_bytes"] else "it died"
+        memory = f"{system['resident_bytes'] / 2**30:.1f} GiB resident after a call, at most"
         versions = ", ".join(f"{package} {version}" for package, version in system["versions"].items())
         text.append(f"{name}: {versions}; loaded in {system['load_s']:.1f} s; {memory}")
     return "\n".join(text)
@@ -99,7 +99,7 @@ def write_plot(path: Path, document: Mapping) -> None:
             place = systems.index(entry["system"])
             errors = [[spread["median"] - spread["min"]], [spread["max"] - spread["median"]]]
             bars = axes.bar(place, spread["median"], yerr=errors, capsize=4, color=f"C{place}")
-            axes.bar_label(bars, fmt="%.3g", label_type="center", color="white")
+            axes.bar_label(bars, labels=[f"{spread['median']:.4g}"], padding=3)
         axes.set_xticks(range(len(systems)), systems, rotation=20)
         better = "more" if work["is_rate"] else "less"
         axes.set(title=f"{name}: {work['title']}".replace(", ", ",\n"), ylabel=f"{work['unit']} ({better} is better)")

@@ -135,7 +135,13 @@ class Session:
         idle_share = (sum(other.cpu_seconds() for other in idle) - cpu_before) / (perf_counter() - begin)
         if idle_share > MAX_IDLE_SHARE and full:
             print(f"peers: while {worker.name} ran {work.name}, others used {idle_share:.0%} of a CPU", file=sys.stderr)
-        return {"work": work.name, "system": worker.name, **figures, "idle_share": idle_share}
+        return {
+            "work": work.name,
+            "system": worker.name,
+            **figures,
+            "idle_share": idle_share,
+            "resident_bytes": worker.resident_bytes(),
+        }
 
     def _same_as_first(self, worker: Worker) -> dict | None:
         """W4's figures for a system that keeps nothing: a second time takes it as long as the first."""
@@ -221,7 +227,11 @@ def _document(options: argparse.Namespace, session: Session, works: list[Workloa
     costs, machine = session.ours.details["costs"], session.ours.details["machine"]
     described = {
         worker.name: {key: value for key, value in worker.details.items() if key not in ("costs", "machine")}
-        | {"peak_memory_bytes": worker.peak_memory_bytes()}
+        | {
+            "resident_bytes": max(
+                (row["resident_bytes"] for row in session.rows if row["system"] == worker.name), default=0
+            )
+        }
         for worker in systems
     }
     titles = {work.name: {"title": work.title, "unit": work.unit, "is_rate": work.is_rate} for work in works}
