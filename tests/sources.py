@@ -22,9 +22,9 @@ def parse(path: Path) -> ast.Module:
 
 
 def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, also those inside functions; `from a import b` gives a.b."""
+    """(line, module) of every import that runs, also inside functions; `from a import b` gives a.b."""
     package = ("tilewright", *path.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(parse(path)):
+    for node in _running_nodes(parse(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -33,3 +33,12 @@ def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
                 yield node.lineno, f"{module}.{alias.name}"
+
+
+def _running_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below, without what only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _running_nodes(child)

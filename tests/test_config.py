@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,7 @@ def test_as_many_threads_as_cpus_to_pin_to():
         ({"NUM_THREADS": "two"}, "TILEWRIGHT_NUM_THREADS is 'two', expected"),
         ({"BIND": "0-x"}, "TILEWRIGHT_BIND is '0-x', expected CPU numbers and ranges such as 0-7,9"),
         ({"BIND": "1,,2"}, "TILEWRIGHT_BIND is '1,,2', expected"),
+        ({"CACHE_DIR": "here"}, "TILEWRIGHT_CACHE_DIR is 'here', expected a whole path or off"),
         ({"BIND": "5-3"}, "TILEWRIGHT_BIND is '5-3', which names no CPU; this process may use 0-15"),
         ({"BIND": "14-16"}, "TILEWRIGHT_BIND is '14-16', but this process may not use CPU 16, only 0-15"),
     ],
@@ -49,6 +51,23 @@ def test_as_many_threads_as_cpus_to_pin_to():
 def test_errors_name_the_value_and_what_is_allowed(variables, message):
     with pytest.raises(config.ConfigError, match=re.escape(message)):
         resolve(**variables)
+
+
+@pytest.mark.parametrize(
+    "environment,expected",
+    [
+        ({"HOME": "/home/a"}, "/home/a/.cache/tilewright"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "/big"}, "/big/tilewright"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "relative"}, "/home/a/.cache/tilewright"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "/big", "TILEWRIGHT_CACHE_DIR": ""}, "/big/tilewright"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "/big", "TILEWRIGHT_CACHE_DIR": "/other"}, "/other"),
+        ({"HOME": "/home/a", "TILEWRIGHT_CACHE_DIR": "~/packed"}, "/home/a/packed"),
+        ({"HOME": "/home/a", "TILEWRIGHT_CACHE_DIR": "off"}, None),
+        ({}, None),
+    ],
+)
+def test_where_packed_weights_are_kept(environment, expected):
+    assert config.resolve(environment, CPUS).cache_dir == (None if expected is None else Path(expected))
 
 
 @given(st.lists(st.sampled_from(CPUS), min_size=1, unique=True))

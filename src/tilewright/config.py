@@ -4,6 +4,8 @@ TILEWRIGHT_MAX_ISA       the highest ISA level the kernels may use: scalar, avx2
 TILEWRIGHT_NUM_THREADS   threads the kernels use, counting the caller; unset: one per CPU of TILEWRIGHT_BIND, or of
                          the process
 TILEWRIGHT_BIND          CPUs the threads are pinned to, such as "0-7,9"; unset: not pinned
+TILEWRIGHT_CACHE_DIR     where packed weights are kept between starts, or "off"; unset: tilewright in XDG_CACHE_HOME or,
+                         without that, in ~/.cache
 """
 
 import functools
@@ -11,6 +13,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 ISA_LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 
@@ -29,6 +32,7 @@ class Config:
     max_isa: str = ISA_LEVELS[-1]
     num_threads: int | None = None  # None: one per CPU of the process
     bind_cpus: tuple[int, ...] = ()  # empty: threads are not pinned
+    cache_dir: Path | None = None  # None: packed weights are not kept
 
 
 @functools.cache
@@ -44,9 +48,32 @@ def resolve(environment: Mapping[str, str], available_cpus: Collection[int]) -> 
     num_threads = _parse_num_threads(environment.get("TILEWRIGHT_NUM_THREADS"))
     if num_threads is None and bind_cpus:
         num_threads = len(bind_cpus)
-    config = Config(tuple(sorted(available_cpus)), max_isa, num_threads, bind_cpus)
-    _log.debug("max_isa %s, num_threads %s, bind_cpus %s", max_isa, num_threads or "all", bind_cpus or "none")
+    cache_dir = _parse_cache_dir(environment)
+    config = Config(tuple(sorted(available_cpus)), max_isa, num_threads, bind_cpus, cache_dir)
+    _log.debug(
+        "max_isa %s, num_threads %s, bind_cpus %s, cache_dir %s",
+        max_isa,
+        num_threads or "all",
+        bind_cpus or "none",
+        cache_dir or "off",
+    )
     return config
+
+
+def _parse_cache_dir(environment: Mapping[str, str]) -> Path | None:
+    text, home = environment.get("TILEWRIGHT_CACHE_DIR"), environment.get("HOME")
+    if text == "off":
+        return None
+    if text:
+        path = Path(home, text[2:]) if text.startswith("~/") and home else Path(text)
+        if not path.is_absolute():
+            raise ConfigError(f"TILEWRIGHT_CACHE_DIR is {text!r}, expected a whole path or off")
+        return path
+    # The XDG rules: a path that is not whole is as none.
+    xdg = environment.get("XDG_CACHE_HOME", "")
+    if Path(xdg).is_absolute():
+        return Path(xdg, "tilewright")
+    return Path(home, ".cache", "tilewright") if home else None
 
 
 def _parse_isa(text: str | None) -> str:

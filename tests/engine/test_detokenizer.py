@@ -1,8 +1,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_model import LetterDecoder
+from mock_model import LetterDecoder, answer, make_core, run_all, text_inputs
 
 from tilewright.engine.detokenizer import Detokenizer
+from tilewright.types import SamplingParams
 
 
 class PieceDecoder:
@@ -74,3 +75,15 @@ def test_min_tokens():
         while not detokenizer.is_stopped:
             detokenizer.push(1)
         assert detokenizer.text == expected
+
+
+def test_a_stop_string_that_only_the_end_completes():
+    pieces = [chr(96 + token_id) for token_id in range(24)]
+    prompt, params = text_inputs([1, 2, 3]), {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+    last = pieces[answer(prompt, SamplingParams(**params))[-1]]
+    core = make_core(make_decoder=lambda: PieceDecoder(pieces))
+    (sequence,) = core.add("a", prompt, SamplingParams(**params, stop=(last,)))
+    results = run_all(core)
+    completion = core.completion(sequence)
+    assert completion.finish_reason == results[-1][1].finish_reason == "stop"
+    assert last not in completion.text

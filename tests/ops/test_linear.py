@@ -1,9 +1,14 @@
+import mmap
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
 from tilewright.ops import reference
 from tilewright.ops.linear import linear, pack_weight
+from tilewright.ops.memory import HUGE_PAGE_BYTES
 
 ACTIVATIONS = ["none", "silu", "gelu_tanh", "gelu_erf", "gelu_quick"]
 SHAPES = [  # M, N, K
@@ -100,3 +105,25 @@ def test_errors():
         pack_weight(torch.zeros(4, 8), torch.zeros(3))
     with pytest.raises(ValueError, match="even number of rows, got 5"):
         pack_weight(torch.zeros(5, 8), gated=True)
+
+
+def mapping_flags(address: int) -> list[str]:
+    """The VmFlags of the mapping that has `address`."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            found = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif found and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no mapping has {address:#x}")
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are not asked for on this system")
+def test_large_weights_can_have_huge_pages():
+    data = pack_weight(torch.zeros(1024, 2100), dtype=torch.bfloat16).data
+    assert data.data_ptr() % HUGE_PAGE_BYTES == 0
+    flags = mapping_flags(data.data_ptr())
+    # hg: asked for; sh: shared memory, to which Linux gives none by default.
+    assert "hg" in flags and "sh" not in flags
+    last = mapping_flags(data.data_ptr() + data.numel() * 2 - 1)
+    assert "hg" not in last  # the rest after the last whole page

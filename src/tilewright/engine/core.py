@@ -52,7 +52,9 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, request_id: str, inputs: ModelInputs, params: SamplingParams) -> list[Sequence]:
+    def add(
+        self, request_id: str, inputs: ModelInputs, params: SamplingParams, submitted_s: float | None = None
+    ) -> list[Sequence]:
         """The sequences of a new request, queued; RequestError if it cannot be answered."""
         for name, ids in (
             ("the prompt", inputs.token_ids),
@@ -63,7 +65,7 @@ class EngineCore:
                 if not 0 <= token_id < self.vocabulary_size:
                     raise RequestError(f"{name} has token {token_id}, expected 0 to {self.vocabulary_size - 1}")
         self.scheduler.check(len(inputs.token_ids))
-        sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids)
+        sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s)
         self.scheduler.add(sequences)
         for sequence in sequences:
             self._detokenizers[sequence] = Detokenizer(self.make_decoder(), params.stop, params.min_tokens)
@@ -127,6 +129,8 @@ class EngineCore:
                 break
         if reason is not None:
             text += detokenizer.flush()
+            if detokenizer.is_stopped:  # perhaps only by what the decoder had kept back
+                reason = sequence.finish_reason = "stop"
         logprobs = None if sequence.params.logprobs is None else tuple(event.logprobs[:num_tokens])
         return Delta(sequence.index, text, tuple(event.token_ids[:num_tokens]), logprobs, reason)
 

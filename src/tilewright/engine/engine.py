@@ -21,6 +21,7 @@ from tilewright.engine.scheduler import Limits, Scheduler
 from tilewright.engine.speculate import Speculator
 from tilewright.engine.stats import Stats
 from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.native import kernels
 from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
 
 PAGE_SIZE = 64
@@ -100,7 +101,7 @@ class Engine:
             vocabulary_size=network.vocab_size,
             eos_token_ids=self.loaded.tokenizer.stop_token_ids,
         )
-        self.loop = EngineLoop(core)
+        self.loop = EngineLoop(core, start_preparing=kernels.work_alone)
 
     def chat(self, messages: Any, **options: Any) -> Any:
         """The answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.
@@ -132,7 +133,7 @@ class Engine:
         if prompts is None or (prompt is not None and prompt_token_ids is not None):
             raise RequestError("give either prompt or prompt_token_ids")
         key = "text" if prompt_token_ids is None else "token_ids"
-        media = {"images": images, "videos": videos, "audios": audios}
+        media: dict[str, Any] = {"images": images, "videos": videos, "audios": audios}
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             return _result(self.submit_prompt(**{key: prompts}, **media, **sampling))
         each = {name: _per_prompt(name, items, len(prompts)) for name, items in media.items()}

@@ -20,7 +20,7 @@ class Handle:
         self.params = params
         self.is_aborted = False
         self._abort = abort
-        self._submitted_s = time.perf_counter()
+        self.submitted_s = time.perf_counter()
         self._changed = threading.Condition()
         self._deltas: list[Delta] = []
         self._completions: list[Completion | None] = [None] * params.n
@@ -98,7 +98,7 @@ class Handle:
 
     def end_unstarted(self) -> None:
         """Ends a request that was aborted before it reached the engine: nothing of it is known but that."""
-        waited_s = time.perf_counter() - self._submitted_s
+        waited_s = time.perf_counter() - self.submitted_s
         for index in range(self.params.n):
             completion = Completion("", (), "abort", 0, 0, Timings(waited_s, waited_s, waited_s))
             self.push(Delta(index, "", (), finish_reason="abort"), completion)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tilewright import config
+from tilewright import config as settings
 from tilewright.inputs.chat import ChatTemplate
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def load_model(
         checkpoint,
         dtype=weight_dtype,
         rename=model.checkpoint_name,
-        cache_dir=None,
+        cache_dir=settings.current().cache_dir if pack_cache else None,
         progress=progress,
     )
     tokenizer = _tokenizer(checkpoint)

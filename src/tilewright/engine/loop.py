@@ -26,11 +26,19 @@ class EngineError(RuntimeError):
 class EngineLoop:
     """Takes requests from any thread, and answers them through their Handles.
 
-    Prompts are prepared by num_prepare_threads of its own, so that reading pictures overlaps with computing. With
-    threaded=False nothing runs by itself: `submit` prepares, and the caller calls `step` until it returns False.
+    Prompts are prepared by num_prepare_threads of its own, so that reading pictures overlaps with computing; each calls
+    start_preparing first. With threaded=False nothing runs by itself: `submit` prepares, and the caller calls `step`
+    until it returns False.
     """
 
-    def __init__(self, core: EngineCore, *, num_prepare_threads: int = 2, threaded: bool = True) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        *,
+        num_prepare_threads: int = 2,
+        start_preparing: Callable[[], None] | None = None,
+        threaded: bool = True,
+    ) -> None:
         self.core = core
         self._handles: dict[str, Handle] = {}  # of all requests that are not done
         self._inbox: deque[Callable[[], None]] = deque()  # what other threads ask for, done between steps
@@ -38,7 +46,7 @@ class EngineLoop:
         self._num_preparing = 0
         self._is_closing = False
         self._tokens = TokenCounter()
-        self._preparers = ThreadPoolExecutor(num_prepare_threads, "prepare") if threaded else None
+        self._preparers = ThreadPoolExecutor(num_prepare_threads, "prepare", start_preparing) if threaded else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True) if threaded else None
         if self._thread:
             self._thread.start()
@@ -151,7 +159,7 @@ class EngineLoop:
             self._forget(handle)
         else:
             try:
-                self.core.add(handle.request_id, prepared, handle.params)
+                self.core.add(handle.request_id, prepared, handle.params, handle.submitted_s)
             except Exception as error:
                 self._end(handle, error)
 
@@ -181,3 +189,4 @@ class EngineLoop:
             max(0, min(chunk.stop, chunk.sequence.num_prompt_tokens) - chunk.start) for chunk in step.chunks
         )
         self._tokens.count(num_prompt_tokens, sum(len(delta.token_ids) for _, delta in results))
+        self.core.step_under_way = None  # with its sequences and their media, which nobody else may need any more

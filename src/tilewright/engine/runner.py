@@ -16,6 +16,7 @@ from tilewright.layers.batch import Batch, MediaRun
 from tilewright.models.protocol import Model
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena, Plan
+from tilewright.types import Medium
 
 # Python's share of a step is some 2 ms whatever its size: above so many tokens a step takes a hundred times that.
 MAX_RECORDED_TOKENS = 64
@@ -107,9 +108,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
         """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
-        if step.encode:
-            for medium, features in zip(step.encode, self.model.encode(step.encode), strict=True):
-                self.features.put(medium.key, features)
+        self.encode(step.encode)
         self._buffers.fill(step.chunks)
         num_tokens, num_sequences = step.num_tokens, len(step.chunks)
         media = self._media_runs(step.chunks)
@@ -117,7 +116,17 @@ class Runner:
         if self.replay and wants_all and not media and num_tokens <= MAX_RECORDED_TOKENS:
             return self._run_recorded(num_tokens, num_sequences)
         logit_rows = None if wants_all else _logit_rows(step.chunks)
-        return self.model.forward(self._buffers.batch(num_tokens, num_sequences, self.kv_caches, logit_rows, media))
+        with self._arena.use():
+            return self.model.forward(self._buffers.batch(num_tokens, num_sequences, self.kv_caches, logit_rows, media))
+
+    @torch.inference_mode()
+    def encode(self, media: Items[Medium]) -> None:
+        """Puts the features of the media into the cache: those of all of them from one pass of the encoder."""
+        if not media:
+            return
+        with self._arena.use():
+            for medium, features in zip(media, self.model.encode(media), strict=True):
+                self.features.put(medium.key, features)
 
     def _run_recorded(self, num_tokens: int, num_sequences: int) -> Tensor:
         shape = num_tokens, num_sequences

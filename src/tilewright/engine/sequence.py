@@ -54,6 +54,7 @@ class Sequence:
         leader: Sequence | None = None,
         seed: int | None = None,
         stop_token_ids: Collection[int] = (),
+        submitted_s: float | None = None,
     ) -> None:
         self.id = next(_next_id)  # counts up with arrival
         self.request_id = request_id
@@ -80,23 +81,37 @@ class Sequence:
         self._feature_runs: list[FeatureRun] = _feature_runs(inputs.media) if leader is None else leader._feature_runs
         self._run_stops = [run.stop for run in self._feature_runs]
 
-        self.arrived_s = time.perf_counter()
+        self.submitted_s = time.perf_counter() if submitted_s is None else submitted_s
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
 
     @classmethod
     def for_request(
-        cls, request_id: str, inputs: ModelInputs, params: SamplingParams, eos_token_ids: Collection[int] = ()
+        cls,
+        request_id: str,
+        inputs: ModelInputs,
+        params: SamplingParams,
+        eos_token_ids: Collection[int] = (),
+        submitted_s: float | None = None,
     ) -> list[Sequence]:
         """The params.n sequences of a request. Without a seed they get a random one, common to all n."""
         stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(eos_token_ids))
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        leader = cls(request_id, inputs, params, seed=seed, stop_token_ids=stop_token_ids)
-        return [leader] + [
-            cls(request_id, inputs, params, index=index, leader=leader, seed=seed, stop_token_ids=stop_token_ids)
-            for index in range(1, params.n)
-        ]
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            sequence = cls(
+                request_id,
+                inputs,
+                params,
+                index=index,
+                leader=sequences[0] if sequences else None,
+                seed=seed,
+                stop_token_ids=stop_token_ids,
+                submitted_s=submitted_s,
+            )
+            sequences.append(sequence)
+        return sequences
 
     @property
     def num_tokens(self) -> int:
@@ -167,10 +182,10 @@ class Sequence:
         return runs
 
     def timings(self) -> Timings:
-        """Seconds since arrival; what has not happened yet counts as now."""
+        """Seconds since it was submitted; what has not happened yet counts as now."""
         now = time.perf_counter() if self.finished_s is None else self.finished_s
         queued, first_token = self.started_s or now, self.first_token_s or now
-        return Timings(queued - self.arrived_s, first_token - self.arrived_s, now - self.arrived_s)
+        return Timings(queued - self.submitted_s, first_token - self.submitted_s, now - self.submitted_s)
 
 
 def _feature_runs(media: tuple[Medium, ...]) -> list[FeatureRun]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,11 +58,12 @@ def _decode_data_url(url: str, name: str, limits: Limits) -> bytes:
         # Four characters carry three bytes: the size is known before the decoder makes a copy.
         _check_size(len(body) // 4 * 3, name, limits)
         try:
-            return check_bytes(base64.b64decode(body, validate="\n" not in body), name, limits)
-        except binascii.Error as error:
+            data = base64.b64decode("".join(body.split()), validate=True)
+        except ValueError as error:
             raise RequestError(f"{name}: the data: URL is not base64: {error}") from error
+        return check_bytes(data, name, limits)
     _check_size(len(body), name, limits)  # percent-encoding only shrinks
-    return unquote_to_bytes(body)
+    return check_bytes(unquote_to_bytes(body), name, limits)
 
 
 def read_source(part: MediaPart, limits: Limits, fetch: Fetch | None = None) -> Any:

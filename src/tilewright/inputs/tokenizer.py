@@ -83,6 +83,10 @@ class Tokenizer:
         """The id of a token by its exact text in the vocabulary."""
         return self._backend.token_to_id(token)
 
+    def has_token(self, token_id: int) -> bool:
+        """False of ids past the vocabulary, or in a gap of it."""
+        return self._backend.id_to_token(token_id) is not None
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of the text. Special tokens within it become themselves; `add_special_tokens` adds the beginning's."""
         # A lone surrogate has no UTF-8 form; JSON bodies can carry one.
@@ -165,7 +169,9 @@ class PieceStream:
 
     def push(self, ids: Iterable[int]) -> str:
         """The text these tokens complete."""
-        self._held += [token_id for token_id in ids if token_id not in self._skipped]
+        # An id without a token must not part a run of bytes: the decoder does not see it.
+        has_token = self._tokenizer.has_token
+        self._held += [token_id for token_id in ids if token_id not in self._skipped and has_token(token_id)]
         end = len(self._held)
         while end and self._tokenizer.is_byte_token(self._held[end - 1]):
             end -= 1

@@ -20,8 +20,15 @@ if TYPE_CHECKING:
 
 # For frames that come without a rate; what the models' own processors take.
 DEFAULT_FPS = 24.0
-# A frame off the even grid by more than half a step: the rate varies, and frames go by their times.
-_MAX_JITTER_STEPS = 0.5
+# Containers that hold their frames themselves. FFmpeg also reads playlists: those name other files and addresses, which
+# it would open.
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,gif,ogg,asf"
+_OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
+# Frames further than this from an even rate go by their own times: models read times to a tenth of a second. A frame
+# dropped here and there leaves the rate even.
+_MAX_JITTER_S = 0.1
+# How much longer than its frames a file may say it is: some round up.
+_MAX_MISSING_END_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,7 @@ class _Packet:
     """A coded frame: where it stands in the order of decoding, when it is shown, whether decoding can begin there."""
 
     time: int  # in the stream's time base
+    duration: int  # 0: not known
     is_key: bool
 
 
@@ -131,18 +139,24 @@ def _from_bytes(data: bytes, name: str, limits: Limits) -> Video:
         if stream.duration is not None and stream.time_base is not None:
             _check_duration(float(stream.duration * stream.time_base), name, limits)
         packets = [
-            _Packet(packet.pts if packet.pts is not None else packet.dts, packet.is_keyframe)
+            _Packet(packet.pts if packet.pts is not None else packet.dts, packet.duration or 0, packet.is_keyframe)
             for packet in container.demux(stream)
             if packet.size and (packet.pts is not None or packet.dts is not None)
         ]
-        time_base, rate = float(stream.time_base or 0), stream.average_rate
-    if not packets:
-        raise RequestError(f"{name}: the file has no frames")
+        time_base, rate, num_declared = float(stream.time_base or 0), stream.average_rate, stream.frames
+        # For files that do not count their frames. With sound beside them, the file may go on after the last.
+        is_comparable = container.duration and len(container.streams) == 1 and not num_declared
+        declared_s = container.duration / 1e6 if is_comparable else 0.0
+    if len(packets) < max(num_declared, 1):
+        raise RequestError(f"{name}: the file is cut short: {len(packets)} of {max(num_declared, 1)} frames are there")
     shown = sorted({packet.time for packet in packets})
     times_s = tuple(time * time_base for time in shown)
     duration_s = times_s[-1] - times_s[0]
     _check_duration(duration_s, name, limits)
     fps = float(rate) if rate else (len(shown) - 1) / duration_s if duration_s > 0 else DEFAULT_FPS
+    if declared_s > duration_s + packets[-1].duration * time_base + _MAX_MISSING_END_S:
+        ends = f"it says {declared_s:.1f} seconds, its frames end after {duration_s:.1f}"
+        raise RequestError(f"{name}: the file is cut short: {ends}")
     height, width = _upright_size(data, name, limits)
 
     def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
@@ -155,7 +169,7 @@ def _from_bytes(data: bytes, name: str, limits: Limits) -> Video:
 
 def _rate_varies(times_s: Sequence[float], fps: float) -> bool:
     off = np.asarray(times_s) - times_s[0] - np.arange(len(times_s)) / fps
-    return bool(np.abs(off).max() * fps > _MAX_JITTER_STEPS)
+    return bool(np.abs(off).max() > _MAX_JITTER_S)
 
 
 @contextmanager
@@ -163,14 +177,17 @@ def _opened(data: bytes, name: str) -> Iterator[tuple[Any, Any]]:
     import av
 
     try:
-        with av.open(io.BytesIO(data), mode="r") as container:
+        with av.open(io.BytesIO(data), mode="r", options=dict(_OPTIONS)) as container:
             if not container.streams.video:
                 raise RequestError(f"{name}: the file has no video in it")
+            if container.streams.video[0].codec_context is None:
+                raise RequestError(f"{name}: cannot be decoded: there is no decoder for its kind of video")
             yield container, container.streams.video[0]
     except RequestError:
         raise
     except (av.FFmpegError, OSError, ValueError, EOFError) as error:
-        raise RequestError(f"{name}: cannot be decoded: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"{name}: cannot be decoded: {reason}") from error
 
 
 def _upright_size(data: bytes, name: str, limits: Limits) -> tuple[int, int]:
@@ -194,6 +211,8 @@ def _decode(
         for frame in _decoded_frames(container, stream, needed):
             time = frame.pts if frame.pts is not None else frame.dts
             if time in waiting and time not in held:
+                if frame.is_corrupt:
+                    raise RequestError(f"{name}: the file is damaged at {float(frame.time or 0):.1f} seconds")
                 held[time] = _upright(frame, name, size)
             while waiting and waiting[0] in held:
                 pixels = held[waiting[0]]

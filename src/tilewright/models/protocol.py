@@ -48,11 +48,16 @@ class Model(Protocol):
 
 
 class Processor(Protocol):
-    """Turns what a user sends into what the model reads."""
+    """Turns what a user sends into what the model reads: a conversation, or a prompt with its media.
 
-    def chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> ModelInputs: ...
+    Both take `is_known`, which tells by its key whether a medium's features are at hand: it is not decoded then.
+    """
 
-    def prompt(self, text: str | None = None, token_ids: Sequence[int] | None = None, **media: Any) -> ModelInputs: ...
+    @property
+    def chat(self) -> Callable[..., ModelInputs]: ...
+
+    @property
+    def prompt(self) -> Callable[..., ModelInputs]: ...
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.ops.linear import empty_in_huge_pages
+from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
 from tilewright.ops.plan import empty
-
-HUGE_PAGE_BYTES = 2 << 20
 
 # Rows are packed this much at a time when they come from a file: small beside a model, large enough for all threads.
 PACK_BLOCK_BYTES = 4 << 20
@@ -41,22 +39,6 @@ class PackedWeight:
         weight = torch.empty(self.n, self.k, dtype=self.dtype)
         kernels.unpack_weight(view(self.data), view(weight), self.gated)
         return weight
-
-
-def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor whose memory the OS is asked to back with huge pages: streaming it costs a TLB miss per 2 MB."""
-    size_bytes = num_elements * dtype.itemsize
-    if size_bytes < HUGE_PAGE_BYTES:
-        return torch.empty(num_elements, dtype=dtype)
-    # Private: Linux gives shared memory no huge pages unless told to (shmem_enabled is "never" by default). One page
-    # more than needed, so that the tensor can begin on a boundary; what is not touched takes no memory.
-    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    begin = -whole.data_ptr() % HUGE_PAGE_BYTES
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Not the rest after the last whole page: it would take 2 MB however little it is.
-        memory.madvise(mmap.MADV_HUGEPAGE, begin, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-    return whole[begin : begin + size_bytes].view(dtype)
 
 
 def pack_weight(

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.ops.linear import PackedWeight, empty_in_huge_pages
+from tilewright.ops.linear import PackedWeight
+from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
 from tilewright.ops.plan import empty
 

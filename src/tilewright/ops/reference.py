@@ -378,9 +378,7 @@ def log_probs(logits: Tensor, token_ids: Tensor, top_n: int) -> tuple[Tensor, Te
 # ---- mixture of experts
 
 
-def route(
-    logits: Tensor, top_k: int, *, renormalize: bool, scoring: str = "softmax"
-) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, *, renormalize: bool, scoring: str = "softmax") -> tuple[Tensor, Tensor]:
     """A stable sort, so that the lower id comes first among equals."""
     logits = logits.float()
     scores = torch.softmax(logits, -1) if scoring == "softmax" else torch.sigmoid(logits)

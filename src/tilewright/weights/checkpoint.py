@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.weights.gguf import GgufCheckpoint
+from tilewright.weights.hub import download, is_hub_id
 from tilewright.weights.mapped import CheckpointError
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 
@@ -19,6 +20,7 @@ __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 class Checkpoint(Protocol):
     """What loading asks of a checkpoint. Opening one reads headers only."""
 
+    path: Path  # the folder or the GGUF file
     config: dict  # as config.json
     shapes: Mapping[str, tuple[int, ...]]
     fingerprint: str  # differs when any file's name, size, time or header does
@@ -50,4 +52,6 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         return GgufCheckpoint(path)
     if path.exists():
         raise CheckpointError(f"{path} is no model: expected a folder, a .gguf file or a hub id")
+    if is_hub_id(str(model)):
+        return SafetensorsCheckpoint(download(str(model)))
     raise CheckpointError(f"{model} does not exist: expected a folder, a .gguf file or a hub id")

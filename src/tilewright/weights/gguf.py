@@ -44,6 +44,7 @@ class GgufCheckpoint:
     files: Path | None = None
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = GgufFile(path)
         metadata = self._file.metadata
         mapped = self._file.mapped

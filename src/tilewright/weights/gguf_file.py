@@ -69,6 +69,8 @@ class GgufFile:
         if not 1 <= rank <= MAX_RANK:
             raise CheckpointError(f"{where} has {rank} axes, expected 1 to {MAX_RANK}")
         shape = tuple(cursor.number("u8") for _ in range(rank))[::-1]
+        if 0 in shape:
+            raise CheckpointError(f"{where} has the shape {list(shape)}, which holds nothing")
         number, offset = cursor.number("u4"), cursor.number("u8")
         if number not in FORMATS:
             supported = ", ".join(stored.name for stored in FORMATS.values())

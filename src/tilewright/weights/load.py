@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tilewright.weights.cache import PackedCache
 from tilewright.weights.checkpoint import Checkpoint, CheckpointError
 from tilewright.weights.spec import Weight, walk
 
@@ -28,6 +29,8 @@ class LoadReport:
     num_tensors: int  # of the checkpoint, that the model is made of
     source_bytes: int  # which those take in the checkpoint's files
     ignored: tuple[str, ...]  # tensors of the checkpoint that the rule leaves out
+    cache_path: Path | None  # where the packed weights are, or are to be, on disk; None: no cache
+    from_cache: bool
     seconds: float
 
 
@@ -48,6 +51,8 @@ def load(
 
     `rename` gives the model's name for a tensor of the checkpoint, None for one that is left out. All tensors that are
     missing, that nothing asks for, or that have another shape or type than asked for are one CheckpointError.
+    `cache_dir`: where packed weights are looked for and kept (`weights.cache`); None for neither. `progress` shows a
+    bar on a terminal.
     """
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
@@ -57,8 +62,25 @@ def load(
     _check(weights, checkpoint, stored_names)
     names = {stored_names[source.name] for weight in weights for source in weight.sources}
     source_bytes = sum(checkpoint.size_bytes(name) for name in names)
-    _build(weights, checkpoint, stored_names, dtype, progress)
-    return LoadReport(len(names), source_bytes, ignored, time.perf_counter() - start_s)
+    cache, from_cache = None, False
+    if cache_dir is not None:
+        in_order = [stored_names[source.name] for weight in weights for source in weight.sources]
+        cache = PackedCache(cache_dir, weights, checkpoint.path, checkpoint.fingerprint, f"{dtype} {in_order}")
+        if cache.path.is_file():
+            with _progress_bar(cache.path.stat().st_size, progress) as bar:
+                from_cache = cache.restore(bar.update)
+    if not from_cache:
+        _build(weights, checkpoint, stored_names, dtype, progress)
+        if cache is not None:
+            cache.store()
+    return LoadReport(
+        num_tensors=len(names),
+        source_bytes=source_bytes,
+        ignored=ignored,
+        cache_path=cache.path if cache else None,
+        from_cache=from_cache,
+        seconds=time.perf_counter() - start_s,
+    )
 
 
 def _stored_names(
@@ -137,26 +159,22 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _build(
-    weights: Sequence[Weight],
-    checkpoint: Checkpoint,
-    stored_names: dict[str, str],
-    dtype: torch.dtype,
-    progress: bool,
+    weights: Sequence[Weight], checkpoint: Checkpoint, stored_names: dict[str, str], dtype: torch.dtype, progress: bool
 ) -> None:
+    names_of = [[stored_names[source.name] for source in weight.sources] for weight in weights]
     # A tensor that two weights are made of is read twice, and counts twice.
-    total_bytes = sum(
-        checkpoint.size_bytes(stored_names[source.name]) for weight in weights for source in weight.sources
-    )
-    # disable=None is tqdm's word for: only on a terminal.
-    disable = None if progress else True
-    with tqdm(total=total_bytes, desc="loading", unit="B", unit_scale=True, disable=disable) as progress_bar:
-        for weight in weights:
-            names = [stored_names[source.name] for source in weight.sources]
+    with _progress_bar(sum(checkpoint.size_bytes(name) for names in names_of for name in names), progress) as bar:
+        for weight, names in zip(weights, names_of, strict=True):
             weight.build_from([_TensorReader(checkpoint, name) for name in names], dtype)
             for name in names:
                 checkpoint.release(name)
-                progress_bar.update(checkpoint.size_bytes(name))
+                bar.update(checkpoint.size_bytes(name))
             _trim_heap()
+
+
+def _progress_bar(total_bytes: int, progress: bool) -> tqdm:
+    # disable=None is tqdm's word for: only on a terminal.
+    return tqdm(total=total_bytes, desc="loading", unit="B", unit_scale=True, disable=None if progress else True)
 
 
 def _trim_heap() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ class MappedFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                status = path.stat()
+                status = os.fstat(file.fileno())
                 self.size_bytes, self.modified_ns = status.st_size, status.st_mtime_ns
                 if self.size_bytes == 0:
                     raise CheckpointError(f"{path} is empty: download it again")

@@ -55,6 +55,7 @@ class SafetensorsCheckpoint:
     tokenizer_metadata: Mapping[str, object] | None = None
 
     def __init__(self, folder: Path) -> None:
+        self.path = folder
         self.files: Path | None = folder
         self.config: dict = read_json(folder / "config.json")
         self._entries: dict[str, Entry] = {}

@@ -18,7 +18,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, empty_in_huge_pages, pack_weight_rows
+from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, pack_weight_rows
+from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.patch_embedding import pack_patch_embedding
 

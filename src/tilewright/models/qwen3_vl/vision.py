@@ -17,6 +17,7 @@ from tilewright.models.text_config import Config, integer
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.linear import linear
 from tilewright.ops.norm import layer_norm
+from tilewright.ops.plan import empty, scope
 from tilewright.ops.rope import rope_qk, rope_table, vision_axes
 from tilewright.types import Medium
 from tilewright.weights.spec import Linear, PatchEmbedding, Plain
@@ -151,10 +152,11 @@ class VisionTower:
         features = torch.empty(num_features, config.num_outputs * width, dtype=x_ND.dtype)
         outputs = features.split(width, dim=1)
         for i, block in enumerate(self.blocks):
-            block(x_ND, frame_starts, cos, sin)
-            if i in config.deepstack_layers:
-                index = config.deepstack_layers.index(i)
-                self.deepstack_mergers[index](x_ND, outputs[1 + index])
+            with scope():
+                block(x_ND, frame_starts, cos, sin)
+                if i in config.deepstack_layers:
+                    index = config.deepstack_layers.index(i)
+                    self.deepstack_mergers[index](x_ND, outputs[1 + index])
         self.merger(x_ND, outputs[0])
         return list(features.split([medium.num_features for medium in media]))
 
@@ -162,7 +164,7 @@ class VisionTower:
         """Patch and position embeddings [N, D]: each medium's pixels are read where its preprocessing wrote them."""
         weights = self.patch_embedding.value
         counts = [medium.grid[0] * medium.grid[1] * medium.grid[2] for medium in media]
-        x_ND = torch.empty(sum(counts), self.config.width, dtype=weights.still.dtype)
+        x_ND = empty((sum(counts), self.config.width), weights.still.dtype)
         for medium, rows in zip(media, x_ND.split(counts), strict=True):
             weight = weights.still if medium.kind == "image" else weights.video
             positions = self.position_embedding(*medium.grid[1:])

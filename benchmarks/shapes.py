@@ -1,0 +1,257 @@
+"""A model of a real config with random weights, as fast as it goes: python benchmarks/shapes.py CONFIG.json [...]
+
+Needs no checkpoint: weights are random bits in the packed layout, so that an 8B model is ready in seconds. Steps go
+through the scheduler, the runner and the sampler as always. Beside each figure stands the share of what the machine
+reads per second, or of its bf16 multiply peak, both measured between the rounds.
+
+  python benchmarks/shapes.py Qwen3-VL-8B-Instruct.json
+  python benchmarks/shapes.py Qwen3-VL-30B-A3B-Instruct.json --batch 1 8 --rounds 5 --json 30b.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewright.engine.core import EngineCore
+from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.pages import PagePool
+from tilewright.engine.prefix_cache import PrefixCache
+from tilewright.engine.runner import Runner, StepBuffers
+from tilewright.engine.sampler import Sampler
+from tilewright.engine.scheduler import Limits, Scheduler
+from tilewright.models.registry import family_of
+from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.linear import PackedWeight
+from tilewright.ops.memory import empty_in_huge_pages
+from tilewright.ops.moe import PackedExperts
+from tilewright.ops.native import kernels
+from tilewright.types import Medium, ModelInputs, SamplingParams, Span
+from tilewright.weights.spec import Experts, Linear, PatchEmbedding, PatchWeights, Plain, Weight, walk
+
+PAGE_SIZE = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10**6, ignore_eos=True)
+
+
+class NoText:
+    """A decoder for tokens nobody reads."""
+
+    def push(self, token_ids: list[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def fill(tensor: torch.Tensor, block: torch.Tensor) -> None:
+    """Repeats the block over the tensor: random enough for caches and multipliers, and as fast as memory."""
+    flat = tensor.view(-1)
+    for begin in range(0, flat.numel(), block.numel()):
+        part = flat[begin : begin + block.numel()]
+        part.copy_(block[: part.numel()])
+
+
+def packed(n: int, k: int, gated: bool, bias: bool, block: torch.Tensor) -> PackedWeight:
+    data = empty_in_huge_pages(kernels.packed_elements(n, k, gated), torch.bfloat16)
+    fill(data, block)
+    padded = kernels.packed_elements(n, 1, gated) // 32
+    return PackedWeight(data, n, k, gated, torch.zeros(padded) if bias else None)
+
+
+def random_value(weight: Weight, block: torch.Tensor) -> Any:
+    sources = weight.sources
+    if isinstance(weight, Plain):
+        value = torch.empty(sources[0].shape, dtype=torch.bfloat16)
+        fill(value, block)
+        return value + 1 if value.dim() == 1 else value
+    if isinstance(weight, Linear):
+        rows = sum(source.shape[0] for source in sources[: weight.num_parts])
+        bias = len(sources) > weight.num_parts
+        return packed(rows, sources[0].shape[1], weight.gated, bias, block)
+    if isinstance(weight, PatchEmbedding):
+        width, channels, frames, height, _ = sources[0].shape
+        pixels = channels * height * height
+        return PatchWeights(
+            packed(width, pixels, False, True, block), packed(width, frames * pixels, False, True, block)
+        )
+    assert isinstance(weight, Experts)
+    gated = weight.num_parts == 2
+    value = PackedExperts.empty(weight.num_experts, weight.rows, weight.columns, gated, torch.bfloat16)
+    fill(value.data, block)
+    return value
+
+
+def make_model(config: dict) -> Any:
+    model = family_of(config).build(config, {})
+    block = (torch.randn(1 << 22) * 0.02).bfloat16()
+    for weight in walk(model):
+        weight.restore(random_value(weight, block))
+    return model
+
+
+def weight_bytes(model: Any, num_tokens: int) -> float:
+    """Bytes of weights that a step of so many tokens reads: of the experts, those hit if all are equally likely."""
+    total = 0.0
+    for weight in walk(model.decoder):
+        value = weight.value
+        if isinstance(value, PackedExperts):
+            moe = model.decoder.config.moe
+            hit = 1 - (1 - moe.experts_per_token / moe.num_experts) ** num_tokens
+            total += value.data.nbytes * hit
+        elif isinstance(value, PackedWeight):
+            total += value.data.nbytes
+    return total
+
+
+def multiplications(model: Any) -> float:
+    """Multiplications per token in the layers' linears (the head works on one row only)."""
+    total = 0.0
+    for weight in walk(model.decoder.layers):
+        value = weight.value
+        if isinstance(value, PackedExperts):
+            total += value.n * value.k * model.decoder.config.moe.experts_per_token
+        elif isinstance(value, PackedWeight):
+            total += value.n * value.k
+    return total
+
+
+class Bench:
+    def __init__(self, model: Any, max_sequences: int, max_context: int) -> None:
+        self.model = model
+        spec = model.kv_spec
+        pages_per_sequence = -(-max_context // PAGE_SIZE)
+        num_pages = pages_per_sequence * max_sequences
+        caches = [
+            KvCache.empty(num_pages, PAGE_SIZE, spec.num_heads, spec.head_width, torch.bfloat16)
+            for _ in range(spec.num_layers)
+        ]
+        features = FeatureCache(1 << 30)
+        pool = PagePool(num_pages, PAGE_SIZE)
+        limits = Limits(max_context=max_context)
+        buffers = StepBuffers(model.num_position_axes, 1024, 64, pages_per_sequence, PAGE_SIZE)
+        self.core = EngineCore(
+            Runner(model, caches, features, buffers),
+            Scheduler(pool, PrefixCache(pool, enabled=False), features, limits),
+            Sampler(),
+            make_decoder=NoText,
+            vocabulary_size=model.vocab_size,
+        )
+        self.rng = np.random.default_rng(0)
+
+    def inputs(self, num_tokens: int) -> ModelInputs:
+        ids = tuple(self.rng.integers(0, min(self.model.vocab_size, 40000), num_tokens).tolist())
+        positions = np.broadcast_to(np.arange(num_tokens), (self.model.num_position_axes, num_tokens))
+        return ModelInputs(ids, positions.astype(np.int64), num_tokens)
+
+    def decode(self, batch: int, prompt_tokens: int, steps: int) -> float:
+        """Seconds per step."""
+        for index in range(batch):
+            self.core.add(str(index), self.inputs(prompt_tokens), GREEDY)
+        while any(not item.is_decoding for item in self.core.scheduler.running + self.core.scheduler.waiting):
+            self.core.step()
+        times = [self.step_seconds() for _ in range(steps)]
+        self.finish(batch)
+        return statistics.median(times)
+
+    def prefill(self, prompt_tokens: int, media: tuple[Medium, ...] = ()) -> float:
+        self.core.add("0", replace(self.inputs(prompt_tokens), media=media), GREEDY)
+        begin = perf_counter()
+        while not self.core.step():
+            pass
+        seconds = perf_counter() - begin
+        self.finish(1)
+        self.core.scheduler.features.clear()
+        return seconds
+
+    def encode(self, medium: Medium) -> float:
+        begin = perf_counter()
+        self.core.runner.encode([medium])
+        return perf_counter() - begin
+
+    def step_seconds(self) -> float:
+        begin = perf_counter()
+        self.core.step()
+        return perf_counter() - begin
+
+    def finish(self, batch: int) -> None:
+        for index in range(batch):
+            self.core.abort(str(index))
+
+
+def picture(vision: Any, side: int) -> Medium:
+    patches = side // vision.patch_size
+    pixels = torch.randn(patches**2, 3 * vision.patch_size**2).bfloat16()
+    span = Span(4, patches**2 // vision.merge_size**2)
+    return Medium("image", b"0123456789abcdef", (1, patches, patches), (span,), lambda: pixels)
+
+
+def probes() -> tuple[float, float]:
+    """GB/s read and bf16 TFLOP/s multiplied."""
+    threads = kernels.num_threads()
+    reads = kernels.read_bandwidth(1 << 30, [threads], 0.4)[0]
+    return max(reads) / 1e9, max(kernels.multiply_peak("bf16", threads, 0.2)) / 1e12
+
+
+def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
+    bench = Bench(model, max(batches), 2048)
+    vision = getattr(model, "vision", None)
+    figures: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        figures.setdefault(name, []).append(value)
+
+    for number in range(rounds + 1):
+        read_gb_s, bf16_tflops = probes()
+        row: dict[str, float] = {"read GB/s": read_gb_s, "bf16 TFLOP/s": bf16_tflops}
+        for batch in batches:
+            seconds = bench.decode(batch, 128, 12)
+            row[f"decode {batch}: tokens/s"] = batch / seconds
+            row[f"decode {batch}: GB/s"] = weight_bytes(model, batch) / seconds / 1e9
+            row[f"decode {batch}: share of reads"] = weight_bytes(model, batch) / seconds / 1e9 / read_gb_s
+        seconds = bench.prefill(1024)
+        rate = 2 * multiplications(model) * 1024 / seconds / 1e12
+        row["prefill 1024: tokens/s"], row["prefill 1024: TFLOP/s"] = 1024 / seconds, rate
+        row["prefill 1024: share of peak"] = rate / bf16_tflops
+        if vision:
+            medium = picture(vision.config, 1024)
+            row["picture 1024x1024: encoder s"] = bench.encode(medium)
+            row["picture 1024x1024: first token s"] = bench.prefill(medium.num_features + 24, (medium,))
+        if number:  # the first round records plans and warms up
+            for name, value in row.items():
+                note(name, value)
+    return {name: {"median": statistics.median(v), "min": min(v), "max": max(v)} for name, v in figures.items()}
+
+
+def resident_gb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="+", type=Path, help="config.json files")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="sequences decoding at once (default 1 8)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    results = {}
+    for path in options.configs:
+        model = make_model(json.loads(path.read_text()))
+        results[path.stem] = figures = measure(model, options.batch, options.rounds)
+        print(f"{path.stem}: {kernels.num_threads()} threads, {resident_gb():.1f} GB resident")
+        for name, value in figures.items():
+            print(f"  {name:34} {value['median']:9.3f}   ({value['min']:.3f} to {value['max']:.3f})")
+        del model
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

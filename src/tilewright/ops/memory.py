@@ -1,0 +1,24 @@
+"""Memory for what is streamed every step: weights, keys and values, results of ops."""
+
+import mmap
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor whose memory the OS is asked to back with huge pages: streaming it costs a TLB miss per 2 MB."""
+    size_bytes = num_elements * dtype.itemsize
+    if size_bytes < HUGE_PAGE_BYTES:
+        return torch.empty(num_elements, dtype=dtype)
+    # Private: Linux gives shared memory no huge pages unless told to (shmem_enabled is "never" by default). One page
+    # more than needed, so that the tensor can begin on a boundary; what is not touched takes no memory.
+    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -whole.data_ptr() % HUGE_PAGE_BYTES
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Not the rest after the last whole page: it would take 2 MB however little it is.
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return whole[begin : begin + size_bytes].view(dtype)

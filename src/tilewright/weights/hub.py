@@ -1,0 +1,47 @@
+"""Models of the Hugging Face hub, downloaded to its cache on this machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tilewright.weights.mapped import CheckpointError
+
+# All that is read of a model, and no pickle, which could run code: weights, configs, templates, tokenizers.
+ALLOWED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+# Subfolders hold the same model in other formats; so do the consolidated files beside the shards.
+IGNORED_FILES = ["*/*", "consolidated*"]
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether `model` could be one: "organisation/name"."""
+    return _ID.fullmatch(model) is not None
+
+
+def download(model_id: str) -> Path:
+    """The folder with the model's files. What is there already is not fetched again, a download cut off goes on."""
+    # Imported here: a local folder needs none of it, and it takes a while.
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=ALLOWED_FILES, ignore_patterns=IGNORED_FILES))
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{model_id} is gated: accept its terms on its page at the hub, then run `hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{model_id} is neither a folder here nor a model of the hub; if it is private, run `hf auth login`"
+        ) from error
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, ConnectionError) as error:
+        raise CheckpointError(
+            f"{model_id} is not on this machine, and the hub cannot be reached (no connection, or HF_HUB_OFFLINE is "
+            "set): give the path of a model folder or a .gguf file, or go online once to download it"
+        ) from error
+    except Exception as error:  # of the HTTP library, the disk, the server: the same to whoever wanted a model
+        raise CheckpointError(
+            f"downloading {model_id} failed: {error}; run it again to go on where it stopped, "
+            "or give the path of a model folder or a .gguf file"
+        ) from error

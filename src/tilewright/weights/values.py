@@ -1,0 +1,64 @@
+"""Weights' values as JSON and a file of tensors, and back.
+
+A value is a tensor, a frozen dataclass of this package, a tuple, or a plain number, string, bool or None, nested as it
+may be: what is packed later is kept without a word here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+
+import torch
+from torch import Tensor
+
+from tilewright.weights.mapped import MappedFile
+
+_PAGE_BYTES = 4 << 10
+_PACKAGE = "tilewright."
+
+
+class Encoder:
+    """Gives every tensor a place in a file, and a value's form in JSON."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.tensors: list[tuple[int, Tensor]] = []  # offset in the file, in ascending order
+
+    def encode(self, value: object) -> object:
+        """The value in JSON's types; its tensors join `tensors`."""
+        if isinstance(value, Tensor):
+            return self._encode_tensor(value)
+        if isinstance(value, tuple):
+            return {"tuple": [self.encode(item) for item in value]}
+        if dataclasses.is_dataclass(value) and type(value).__module__.startswith(_PACKAGE):
+            fields = {field.name: self.encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return {"class": type(value).__qualname__, "module": type(value).__module__, "fields": fields}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(f"a weight's value has a {type(value).__name__}, which cannot be kept")
+
+    def _encode_tensor(self, tensor: Tensor) -> object:
+        # Huge pages are of the file, not of a tensor: boundaries of 2 MiB would win nothing, and cost 8 % of the memory
+        # of a model of 135 million parameters.
+        offset = -(-self.size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self.tensors.append((offset, tensor))
+        self.size_bytes = offset + tensor.numel() * tensor.element_size()
+        return {"tensor": offset, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def decode(encoded: object, file: MappedFile) -> object:
+    """The value that `Encoder.encode` was given, its tensors in place in the file."""
+    if not isinstance(encoded, dict):
+        return encoded
+    if "tuple" in encoded:
+        return tuple(decode(item, file) for item in encoded["tuple"])
+    if "tensor" in encoded:
+        dtype = getattr(torch, encoded["dtype"])
+        end = encoded["tensor"] + math.prod(encoded["shape"]) * dtype.itemsize
+        assert isinstance(dtype, torch.dtype) and 0 <= encoded["tensor"] <= end <= file.size_bytes
+        return file.tensor_at(encoded["tensor"], tuple(encoded["shape"]), dtype)
+    assert encoded["module"].startswith(_PACKAGE), encoded["module"]
+    value_class = getattr(importlib.import_module(encoded["module"]), encoded["class"])
+    return value_class(**{name: decode(value, file) for name, value in encoded["fields"].items()})

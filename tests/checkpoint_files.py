@@ -1,0 +1,30 @@
+"""Folders as checkpoints have them, made of the files in tests/data."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+DATA = Path(__file__).parent / "data"
+
+
+def write_qwen3_vl_folder(folder: Path) -> Path:
+    """The folder of a Qwen3-VL checkpoint, all but its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_bytes(gzip.decompress((DATA / "qwen3-tokenizer.json.gz").read_bytes()))
+    for source, target in {
+        "qwen3-tokenizer_config.json": "tokenizer_config.json",
+        "qwen3_vl.jinja": "chat_template.jinja",
+        "qwen3_vl_2b_config.json": "config.json",
+        "qwen3_vl_preprocessor_config.json": "preprocessor_config.json",
+        "qwen3_vl_video_preprocessor_config.json": "video_preprocessor_config.json",
+    }.items():
+        shutil.copyfile(DATA / source, folder / target)
+    generation = {"eos_token_id": [151645, 151643]}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def smollm2_metadata() -> dict:
+    """The tokenizer.* metadata of SmolLM2's GGUF file."""
+    return json.loads(gzip.decompress((DATA / "smollm2_gguf_tokenizer.json.gz").read_bytes()))

@@ -1,0 +1,334 @@
+"""GGUF files written by the format's own library, read as a Hugging Face checkpoint; and broken ones refused."""
+
+import os
+import re
+import struct
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import quants
+
+from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
+from tilewright.weights.load import load
+from tilewright.weights.spec import Linear, Plain
+
+HEADS, KV_HEADS, HEAD_WIDTH, HIDDEN, INTERMEDIATE, VOCABULARY = 4, 2, 32, 256, 512, 96
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TOKENS = ["<s>", "é", "日本"] + [f"t{i}" for i in range(VOCABULARY - 3)]
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def model_tensors(architecture: str) -> dict[str, np.ndarray]:
+    """A model of one layer under Hugging Face's names."""
+    layer = "model.layers.0."
+    tensors = {
+        "model.embed_tokens.weight": random(VOCABULARY, HIDDEN),
+        "model.norm.weight": random(HIDDEN),
+        f"{layer}input_layernorm.weight": random(HIDDEN),
+        f"{layer}post_attention_layernorm.weight": random(HIDDEN),
+        f"{layer}self_attn.q_proj.weight": random(HEADS * HEAD_WIDTH, HIDDEN),
+        f"{layer}self_attn.k_proj.weight": random(KV_HEADS * HEAD_WIDTH, HIDDEN),
+        f"{layer}self_attn.v_proj.weight": random(KV_HEADS * HEAD_WIDTH, HIDDEN),
+        f"{layer}self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_WIDTH * 2)[:, : HEADS * HEAD_WIDTH].copy(),
+        f"{layer}mlp.gate_proj.weight": random(INTERMEDIATE, HIDDEN),
+        f"{layer}mlp.up_proj.weight": random(INTERMEDIATE, HIDDEN) + 1,
+        f"{layer}mlp.down_proj.weight": random(HIDDEN, INTERMEDIATE),
+    }
+    if architecture in ("qwen2", "llama"):
+        for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            tensors[f"{layer}self_attn.{name}_proj.bias"] = random(rows * HEAD_WIDTH)
+    if architecture == "qwen3":
+        tensors[f"{layer}self_attn.q_norm.weight"] = random(HEAD_WIDTH)
+        tensors[f"{layer}self_attn.k_norm.weight"] = random(HEAD_WIDTH) + 1
+    return tensors
+
+
+def gguf_name(name: str) -> str:
+    """The format's own table of names is the oracle of ours."""
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1)
+    return table.get_name(name, try_suffixes=(".weight", ".bias")) or name
+
+
+def permuted(tensor: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows as converters to GGUF store them for llama: of a head's two halves, in turn."""
+    heads = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
+    return heads.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def write(path, architecture: str, tensors: dict[str, np.ndarray], kind: Type = Type.F32, extra=lambda writer: None):
+    """The file, and the values a reader must find, in Hugging Face's order of rows."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(1024)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(INTERMEDIATE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_WIDTH)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(50000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_scores([float(i) for i in range(VOCABULARY)])
+    writer.add_add_bos_token(False)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    extra(writer)
+    expected = {}
+    for name, tensor in tensors.items():
+        stored = tensor
+        heads = HEADS if ".q_proj." in name else KV_HEADS if ".k_proj." in name else None
+        if architecture == "llama" and heads:
+            stored = permuted(tensor, heads)
+        stored_kind = kind if tensor.ndim == 2 else Type.F32
+        data = quants.quantize(stored, stored_kind)
+        values = quants.dequantize(data, stored_kind).reshape(tensor.shape)
+        if architecture == "llama" and heads:
+            values = values.reshape(heads, HEAD_WIDTH // 2, 2, -1).swapaxes(1, 2).reshape(tensor.shape)
+        expected[name] = torch.from_numpy(values.copy())
+        writer.add_tensor(gguf_name(name), data, raw_dtype=stored_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
+
+
+KINDS = [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_tensors(tmp_path, architecture, kind):
+    tensors = model_tensors(architecture)
+    expected = write(tmp_path / "m.gguf", architecture, tensors, kind)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    assert checkpoint.shapes == {name: tensor.shape for name, tensor in tensors.items()}
+    for name, values in expected.items():
+        got = checkpoint.read(name)
+        assert got.dtype == checkpoint.dtype(name) and torch.equal(got.float(), values), name
+        rows = values.shape[0]
+        for begin, end in ((0, 1), (rows // 3, rows // 3 + 5), (rows - 7, rows), (0, rows)):
+            assert torch.equal(checkpoint.rows(name, begin, end).float(), values[begin:end]), (name, begin)
+        checkpoint.release(name)
+    if kind == Type.F32:
+        for name, values in expected.items():
+            assert torch.equal(values, torch.from_numpy(tensors[name])), name
+
+
+def test_config_and_tokenizer(tmp_path):
+    write(tmp_path / "m.gguf", "qwen3", model_tensors("qwen3"))
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    assert checkpoint.files is None and checkpoint.path == tmp_path / "m.gguf"
+    assert checkpoint.config == {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_WIDTH,
+        "hidden_act": "silu",
+        "rms_norm_eps": pytest.approx(1e-5),
+        "max_position_embeddings": 1024,
+        "rope_theta": 50000.0,
+        "rope_scaling": None,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    metadata = checkpoint.tokenizer_metadata
+    assert metadata["tokenizer.ggml.tokens"] == TOKENS and metadata["tokenizer.chat_template"] == TEMPLATE
+    assert metadata["tokenizer.ggml.add_bos_token"] is False
+    assert metadata["tokenizer.ggml.scores"] == [float(i) for i in range(VOCABULARY)]
+    assert not any(key.startswith("general.") for key in metadata)
+
+
+def test_heads_tied_or_not_and_more_ends(tmp_path):
+    tensors = model_tensors("qwen2") | {"lm_head.weight": random(VOCABULARY, HIDDEN)}
+    write(tmp_path / "m.gguf", "qwen2", tensors, extra=lambda writer: writer.add_eot_token_id(5))
+    config = open_checkpoint(tmp_path / "m.gguf").config
+    assert config["tie_word_embeddings"] is False and config["attention_bias"] is True
+    assert config["eos_token_id"] == [2, 5]
+
+
+def llama3_factors(theta: float, factor: float) -> np.ndarray:
+    """As Llama 3.1's converter works them out: a full turn longer than 8192 is stretched, one under 2048 is not."""
+    factors = []
+    for i in range(HEAD_WIDTH // 2):
+        wavelength = 2 * np.pi * theta ** (2 * i / HEAD_WIDTH)
+        smooth = (8192 / wavelength - 1) / 3
+        factors.append(factor if smooth < 0 else 1 if smooth > 1 else 1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+def test_scaled_positions(tmp_path):
+    path = tmp_path / "m.gguf"
+    tensors = model_tensors("llama")
+    write(path, "llama", tensors | {"rope_freqs.weight": llama3_factors(50000.0, 8.0)})
+    checkpoint = open_checkpoint(path)
+    assert "rope_freqs.weight" not in checkpoint.shapes
+    assert checkpoint.config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    write(path, "llama", tensors | {"rope_freqs.weight": llama3_factors(50000.0, 8.0)[::-1].copy()})
+    with pytest.raises(CheckpointError, match="follows no rule that is known"):
+        open_checkpoint(path)
+
+    def yarn(writer) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(256)
+
+    write(path, "qwen3", model_tensors("qwen3"), extra=yarn)
+    expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert open_checkpoint(path).config["rope_scaling"] == expected
+    write(path, "qwen3", model_tensors("qwen3"), extra=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE))
+    with pytest.raises(CheckpointError, match="scales its positions by 'longrope'"):
+        open_checkpoint(path)
+
+
+def test_loading_packs_dequantised_rows(tmp_path):
+    expected = write(tmp_path / "m.gguf", "llama", model_tensors("llama"), Type.Q4_1)
+    attention = "model.layers.0.self_attn."
+    parts = [(f"{attention}{name}_proj", rows * HEAD_WIDTH) for name, rows in (("q", 4), ("k", 2), ("v", 2))]
+    qkv, norm = Linear(parts, HIDDEN, bias=True), Plain("model.norm.weight", HIDDEN)
+    used = {source.name for weight in (qkv, norm) for source in weight.sources}
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    load([qkv, norm], checkpoint, dtype=torch.float32, rename=lambda name: name if name in used else None)
+    assert torch.equal(qkv.value.unpack(), torch.cat([expected[f"{name}.weight"] for name, _ in parts]))
+    assert torch.equal(norm.value, expected["model.norm.weight"])
+
+
+def test_tensors_it_has_no_name_for_are_listed(tmp_path):
+    write(tmp_path / "m.gguf", "llama", model_tensors("llama") | {"blk.0.odd.weight": random(3)})
+    with pytest.raises(CheckpointError, match=r"of no use to the model:[\s\S]*blk\.0\.odd\.weight \[3\]"):
+        load([], open_checkpoint(tmp_path / "m.gguf"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "architecture,extra,message",
+    [
+        ("gemma3", lambda w: None, "has the architecture 'gemma3'; those supported are llama, qwen2, qwen3"),
+        ("llama", lambda w: w.add_expert_count(8), "is a mixture of experts"),
+        ("llama", lambda w: w.add_uint16("split.count", 3), "is one of 3 parts"),
+        ("llama", lambda w: w.add_string("llama.attention.layer_norm_rms_epsilon", "x"), "is 'x', expected float"),
+        ("llama", lambda w: w.add_uint32("llama.block_count", 0), "llama.block_count is 0, expected 1 or more"),
+        ("llama", lambda w: w.add_uint32("llama.attention.head_count_kv", 5), "has 64 rows for 5 heads"),
+        ("llama", lambda w: w.add_uint32("general.alignment", 0), "impossible general.alignment 0"),
+    ],
+)
+def test_models_it_cannot_run(tmp_path, architecture, extra, message):
+    def overriding(writer) -> None:
+        before = [dict(shard) for shard in writer.kv_data]
+        for shard in writer.kv_data:
+            shard.clear()
+        extra(writer)
+        for shard, old in zip(writer.kv_data, before, strict=True):
+            new = dict(shard)
+            shard.clear()
+            shard.update(old | new)
+
+    write(tmp_path / "m.gguf", architecture, model_tensors("llama"), extra=overriding)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_a_type_it_cannot_read_is_named(tmp_path):
+    path = tmp_path / "m.gguf"
+    write(path, "llama", model_tensors("llama"), Type.Q4_0)
+    data = path.read_bytes()
+    name = b"token_embd.weight"
+    at = data.index(name) + len(name) + 4 + 16  # rank, two sizes
+    assert struct.unpack_from("<I", data, at) == (2,)
+    path.write_bytes(data[:at] + struct.pack("<I", 10) + data[at + 4 :])
+    with pytest.raises(
+        CheckpointError, match=r"token_embd\.weight has the type Q2_K; those supported are F32, F16, BF16"
+    ):
+        open_checkpoint(path)
+
+
+def small_file(path) -> bytes:
+    write(path, "qwen3", {"model.embed_tokens.weight": random(4, 32), "model.norm.weight": random(8)}, Type.Q8_0)
+    return path.read_bytes()
+
+
+def test_every_cut_of_a_file_is_found(tmp_path):
+    path = tmp_path / "m.gguf"
+    whole = small_file(path)
+    for size in [*range(0, len(whole), 7), len(whole) - 40]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError):
+            open_checkpoint(path)
+
+
+def test_no_damage_does_more_than_an_error(tmp_path):
+    path = tmp_path / "m.gguf"
+    whole = small_file(path)
+    generator = np.random.default_rng(0)
+    refused = 0
+    for _ in range(400):
+        data = bytearray(whole)
+        for at in generator.integers(0, len(data), 3):
+            data[at] = generator.integers(0, 256)
+        path.write_bytes(data)
+        try:
+            checkpoint = open_checkpoint(path)
+            for name in checkpoint.shapes:
+                checkpoint.read(name)
+        except CheckpointError:
+            refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize(
+    "data,message",
+    [
+        (b"PK\x03\x04" + bytes(60), "is no GGUF file: it begins with b'PK"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "is GGUF version 1, expected 2 or 3"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "expected 2 or 3, little-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), "is truncated or damaged"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 8, 2**60), "k claims"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 5, 2**62), "k claims"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 99), "k has a value of the unknown type 99"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 1), "k is an array of arrays"),
+    ],
+)
+def test_lying_headers(tmp_path, data, message):
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_version_2_is_read(tmp_path):
+    path = tmp_path / "m.gguf"
+    expected = write(path, "qwen3", model_tensors("qwen3"))
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + struct.pack("<I", 2) + data[8:])
+    checkpoint = open_checkpoint(path)
+    assert torch.equal(checkpoint.read("model.norm.weight"), expected["model.norm.weight"])
+
+
+def test_the_fingerprint_tells_files_apart(tmp_path):
+    path = tmp_path / "m.gguf"
+    write(path, "qwen3", model_tensors("qwen3"))
+    first = open_checkpoint(path).fingerprint
+    assert open_checkpoint(path).fingerprint == first
+    os.utime(path, (1e9, 1e9))
+    assert open_checkpoint(path).fingerprint != first

@@ -1,0 +1,273 @@
+"""Packed weights on disk: the same values the second time, and no file that is not whole, current and this model's."""
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tilewright.weights import cache, values
+from tilewright.weights.checkpoint import open_checkpoint
+from tilewright.weights.load import load
+from tilewright.weights.mapped import MappedFile
+from tilewright.weights.spec import Linear, PatchEmbedding, Plain, Weight
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+TENSORS = {
+    "embed.weight": random(300, 2048),
+    "norm": random(64),
+    "scalar": random(),
+    "q.weight": random(64, 32),
+    "q.bias": random(64),
+    "gate.weight": random(48, 32),
+    "up.weight": random(48, 32),
+    "proj.weight": random(32, 3, 2, 4, 4),
+    "proj.bias": random(32),
+}
+
+
+def make_model() -> list[Weight]:
+    return [
+        Linear([("embed", 300)], 2048),
+        Plain("norm", 64),
+        Plain("scalar"),
+        Linear([("q", 64)], 32, bias=True),
+        Linear([("gate", 48), ("up", 48)], 32, gated=True),
+        PatchEmbedding("proj", (32, 3, 2, 4, 4)),
+    ]
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        return [t for field in dataclasses.fields(value) for t in tensors_in(getattr(value, field.name))]
+    return []
+
+
+def plain_fields(value: object) -> list[object]:
+    if dataclasses.is_dataclass(value):
+        return [x for field in dataclasses.fields(value) for x in plain_fields(getattr(value, field.name))]
+    return [] if isinstance(value, torch.Tensor) else [value]
+
+
+def same_values(first: list[Weight], second: list[Weight]) -> bool:
+    for a, b in zip(first, second, strict=True):
+        if type(a.value) is not type(b.value) or plain_fields(a.value) != plain_fields(b.value):
+            return False
+        pairs = zip(tensors_in(a.value), tensors_in(b.value), strict=True)
+        if not all(x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y) for x, y in pairs):
+            return False
+    return True
+
+
+@pytest.fixture
+def start(make_checkpoint, tmp_path):
+    """Loads a fresh model as a new process would; the model and the report."""
+    make_checkpoint(TENSORS)
+
+    def run(model: list[Weight] | None = None, dtype: torch.dtype = torch.float32, rename=lambda name: name):
+        model = model or make_model()
+        checkpoint = open_checkpoint(tmp_path / "checkpoint")
+        return model, load(model, checkpoint, dtype=dtype, rename=rename, cache_dir=tmp_path / "cache")
+
+    return run
+
+
+def entries(tmp_path) -> set[str]:
+    return {path.name for path in (tmp_path / "cache").iterdir()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_second_start_has_the_same_values(start, tmp_path, dtype):
+    first, report = start(dtype=dtype)
+    assert not report.from_cache and entries(tmp_path) == {report.cache_path.name}
+    second, report = start(dtype=dtype)
+    assert report.from_cache and same_values(first, second)
+    # Writing to a value changes this process's copy alone.
+    second[1].value.zero_()
+    third, report = start(dtype=dtype)
+    assert report.from_cache and same_values(first, third)
+
+
+def test_tensors_begin_on_pages(start):
+    start()
+    model, report = start()
+    assert report.from_cache
+    tensors = [tensor for weight in model for tensor in tensors_in(weight.value)]
+    assert len(tensors) == 10 and all(tensor.data_ptr() % 4096 == 0 for tensor in tensors)
+
+
+def test_off(make_checkpoint, tmp_path):
+    report = load(make_model(), make_checkpoint(TENSORS), dtype=torch.float32)
+    assert report.cache_path is None and not report.from_cache
+
+
+def cut(data: bytes) -> bytes:
+    return data[:-1]
+
+
+def cut_in_the_middle(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def emptied(data: bytes) -> bytes:
+    return b""
+
+
+def longer(data: bytes) -> bytes:
+    return data + b"\0"
+
+
+def header_changed(data: bytes) -> bytes:
+    at = data.rindex(b'"gated": true')
+    return data[:at] + b'"gated":false' + data[at + 13 :]
+
+
+def header_place_changed(data: bytes) -> bytes:
+    return data[:-40] + (len(data) * 2).to_bytes(8, "little") + data[-32:]
+
+
+def middle_removed(data: bytes) -> bytes:
+    return data[4096:]
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, cut_in_the_middle, emptied, longer, header_changed, header_place_changed, middle_removed]
+)
+def test_a_damaged_entry_is_replaced(start, caplog, damage):
+    first, report = start()
+    path = report.cache_path
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    with caplog.at_level(logging.WARNING):
+        second, report = start()
+    assert not report.from_cache and same_values(first, second)
+    assert "is not used" in caplog.text and str(path) in caplog.text
+    assert path.read_bytes() == whole
+    assert start()[1].from_cache
+
+
+def test_an_entry_of_another_model_under_this_name(start, tmp_path):
+    _, other = start(dtype=torch.bfloat16)
+    _, report = start()
+    os.replace(other.cache_path, report.cache_path)
+    assert not start()[1].from_cache
+
+
+def test_every_thing_that_matters_is_in_the_name(start):
+    paths = [start()[1].cache_path, start(dtype=torch.bfloat16)[1].cache_path]
+    other_gate = make_model()
+    other_gate[4] = Linear([("gate", 48), ("up", 48)], 32, gated=False)
+    paths.append(start(other_gate)[1].cache_path)
+    swapped = {"gate.weight": "up.weight", "up.weight": "gate.weight"}
+    paths.append(start(rename=lambda name: swapped.get(name, name))[1].cache_path)
+    assert len(set(paths)) == 4
+
+
+def test_a_changed_checkpoint_is_packed_again_and_its_old_entry_removed(start, tmp_path):
+    _, old = start()
+    changed = TENSORS | {"norm": random(64) + 1}
+    save_file(changed, tmp_path / "checkpoint" / "model.safetensors")
+    model, new = start()
+    assert not new.from_cache and torch.equal(model[1].value, changed["norm"])
+    assert entries(tmp_path) == {new.cache_path.name} and new.cache_path != old.cache_path
+
+
+def test_another_layout_is_not_used(start, tmp_path, monkeypatch):
+    start()
+    monkeypatch.setattr(cache, "LAYOUT_VERSION", cache.LAYOUT_VERSION + 1)
+    _, report = start()
+    assert not report.from_cache and entries(tmp_path) == {report.cache_path.name}
+
+
+def test_the_entries_used_last_stay(tmp_path, make_checkpoint):
+    def start(number: int):
+        path = tmp_path / str(number)
+        checkpoint = open_checkpoint(path) if path.exists() else make_checkpoint({"t": random(8)}, str(number))
+        return load([Plain("t", 8)], checkpoint, dtype=torch.float32, cache_dir=tmp_path / "cache")
+
+    reports = [start(number) for number in range(cache.MAX_ENTRIES)]
+    for age_s, report in enumerate(reversed(reports)):
+        os.utime(report.cache_path, (1e9 - age_s, 1e9 - age_s))
+    assert start(0).from_cache  # now the youngest
+    start(100)
+    kept = [report.cache_path.exists() for report in reports]
+    assert kept == [True, False] + [True] * (cache.MAX_ENTRIES - 2)
+    assert len(entries(tmp_path)) == cache.MAX_ENTRIES
+
+
+def test_what_a_dead_process_left_is_removed(start, tmp_path):
+    (tmp_path / "cache").mkdir()
+    for name, age_s in (("old.partial", 2 * cache.ABANDONED_S), ("young.partial", 1.0)):
+        (tmp_path / "cache" / name).write_bytes(b"x")
+        at_s = (tmp_path / "cache" / name).stat().st_mtime - age_s
+        os.utime(tmp_path / "cache" / name, (at_s, at_s))
+    _, report = start()
+    assert entries(tmp_path) == {"young.partial", report.cache_path.name}
+
+
+def test_a_full_disk_is_a_warning(start, tmp_path, monkeypatch, caplog):
+    def fail(file, tensor) -> None:
+        file.write(b"some of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cache, "_write_tensor", fail)
+    with caplog.at_level(logging.WARNING):
+        model, _ = start()
+    assert torch.equal(model[1].value, TENSORS["norm"])
+    assert "No space left on device" in caplog.text and len(caplog.records) == 1
+    assert entries(tmp_path) == set()
+
+
+def test_room_is_left_on_the_disk(start, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(cache, "MIN_FREE_BYTES", 1 << 60)
+    with caplog.at_level(logging.WARNING):
+        start()
+    assert "leaves" in caplog.text and entries(tmp_path) == set()
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(start, tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        model, report = start()
+    assert not report.from_cache and torch.equal(model[1].value, TENSORS["norm"])
+    assert "are not kept in" in caplog.text
+
+
+def test_a_writer_that_dies_leaves_no_entry(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert entries(tmp_path) == set()
+
+
+def test_values_of_any_nesting(tmp_path):
+    value = (random(3, 5), None, True, 7, 0.5, "text", (random(0), random().bfloat16()))
+    encoder = values.Encoder()
+    encoded = json.loads(json.dumps(encoder.encode(value)))
+    with (tmp_path / "file").open("wb") as file:
+        for offset, tensor in encoder.tensors:
+            file.seek(offset)
+            cache._write_tensor(file, tensor)
+    back = values.decode(encoded, MappedFile(tmp_path / "file"))
+    assert back[1:6] == value[1:6]
+    for a, b in ((back[0], value[0]), (back[6][0], value[6][0]), (back[6][1], value[6][1])):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    with pytest.raises(TypeError, match="a weight's value has a list, which cannot be kept"):
+        encoder.encode([1])
+
+
+def test_recipes_are_made_of_plain_settings():
+    weight = Plain("t", 8)
+    weight.rule = lambda tensor: tensor
+    with pytest.raises(TypeError, match=r"Plain\.rule is .*expected numbers, strings or tuples"):
+        _ = weight.recipe
