@@ -1,0 +1,303 @@
+"""Ours beside other systems on the same checkpoint, in turns: python benchmarks/peers.py MODEL --transformers PYTHON
+
+Each system is a process of its own that loads the checkpoint once and then waits to be called (peer_workers/). In every
+round each workload is run by one after the other, in changing order, while the rest sleep; between them ours measures
+how fast the machine is at that moment. Ratios are taken within a round, so that a machine that drifts hits both sides.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from time import perf_counter, sleep
+
+from peer_process import Worker, WorkerError
+from peer_report import as_table, summary, write_plot
+
+WORKERS = Path(__file__).parent / "peer_workers"
+DECODED = 64  # tokens of W1
+# libgomp's threads spin for a few milliseconds after their last region, libiomp's for 200.
+SETTLE_S = 0.3
+MAX_IDLE_SHARE = 0.05  # of a processor, by all that should sleep
+Call = Callable[..., dict]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is measured: `run(call, seed, full)` gives the figures of one run; not `full`: as little as warms up."""
+
+    name: str
+    title: str
+    unit: str
+    run: Callable[[Call, int, bool], dict[str, float]]
+    needs_vision: bool | None = None  # None: both kinds of model
+    is_rate: bool = False  # more is better
+
+
+def _decode(call: Call, seed: int, full: bool) -> dict[str, float]:
+    # Two prompts of equal length: the second must not find the first one's keys and values.
+    first_s = call(call="text", count=1, prompt_tokens=128, new_tokens=1, seed=seed)["seconds"]
+    new_tokens = 1 + (DECODED if full else 4)
+    all_s = call(call="text", count=1, prompt_tokens=128, new_tokens=new_tokens, seed=seed + 1)["seconds"]
+    if all_s <= first_s:
+        raise WorkerError(f"{new_tokens} tokens took {all_s:.4f} s and one {first_s:.4f} s: nothing can be told")
+    return {"figure": (new_tokens - 1) / (all_s - first_s), "first_s": first_s, "all_s": all_s}
+
+
+def _prefill(call: Call, seed: int, full: bool) -> dict[str, float]:
+    seconds = call(call="text", count=1, prompt_tokens=1024, new_tokens=1, seed=seed)["seconds"]
+    return {"figure": 1024 / seconds, "all_s": seconds}
+
+
+def _picture(call: Call, seed: int, full: bool) -> dict[str, float]:
+    sizes = {"width": 1024, "height": 1024}
+    answer = call(call="picture", count=1, prompt_tokens=16, new_tokens=1, seed=seed, **sizes)
+    return {"figure": answer["seconds"], "prompt_tokens": answer["prompt_tokens"]}
+
+
+def _eight_pictures(call: Call, seed: int, full: bool) -> dict[str, float]:
+    sizes = {"width": 448, "height": 448}
+    new_tokens = 32 if full else 2
+    answer = call(call="picture", count=8, prompt_tokens=64, new_tokens=new_tokens, seed=seed, **sizes)
+    return {"figure": answer["seconds"], "prompt_tokens": answer["prompt_tokens"]}
+
+
+def _eight_texts(call: Call, seed: int, full: bool) -> dict[str, float]:
+    answer = call(call="text", count=8, prompt_tokens=128, new_tokens=32 if full else 2, seed=seed)
+    return {"figure": answer["seconds"]}
+
+
+WORKLOADS = {
+    work.name: work
+    for work in (
+        Workload("W1", "decode, 128-token prompt, 64 new", "tokens/s", _decode, is_rate=True),
+        Workload("W2", "prefill of 1,024 tokens", "tokens/s", _prefill, is_rate=True),
+        Workload("W3", "first token, 1024x1024 picture + 16 tokens", "s", _picture, needs_vision=True),
+        Workload("W4", "8 requests, 448x448 picture + 64 tokens, 32 new", "s", _eight_pictures, needs_vision=True),
+        Workload("W4c", "the same 8 requests again", "s", _eight_pictures, needs_vision=True),
+        Workload("W4t", "8 requests, 128 tokens, 32 new", "s", _eight_texts, needs_vision=False),
+    )
+}
+
+
+@dataclass
+class Session:
+    """The workers that are alive, and all that was measured."""
+
+    ours: Worker
+    rivals: list[Worker]
+    rows: list[dict] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [self.ours, *self.rivals]
+
+    def run_round(self, number: int, works: list[Workload], full: bool) -> None:
+        """Every workload by every system; what is not `full` warms up and leaves no rows."""
+        before = self.ours.call(call="probe")
+        for index, work in enumerate(works):
+            order = self.workers if number % 2 else self.workers[::-1]
+            # W4c comes again with what W4 had.
+            seed = 10 * (number * len(WORKLOADS) + list(WORKLOADS).index("W4" if work.name == "W4c" else work.name))
+            rows = [row for worker in order if (row := self._run(work, worker, seed, full))]
+            sleep(SETTLE_S)
+            after = self.ours.call(call="probe")
+            if full:
+                self.rows += [{"round": number, **row, "probe": {"before": before, "after": after}} for row in rows]
+                done = ", ".join(f"{row['system']} {row['figure']:.4g}" for row in rows)
+                print(f"round {number}, {work.name} ({index + 1} of {len(works)}): {done} {work.unit}", file=sys.stderr)
+            before = after
+
+    def _run(self, work: Workload, worker: Worker, seed: int, full: bool) -> dict | None:
+        """One system's figures; None for one that failed, which is then left out of the rest."""
+        if work.name == "W4c" and not worker.details["keeps_prefixes"]:
+            return self._same_as_first(worker) if full else None
+        idle = [other for other in self.workers if other is not worker]
+        sleep(SETTLE_S)
+        begin, cpu_before = perf_counter(), sum(other.cpu_seconds() for other in idle)
+        try:
+            figures = work.run(worker.call, seed, full)
+        except WorkerError as error:
+            if worker is self.ours:
+                raise
+            print(f"peers: {error}", file=sys.stderr)
+            self.failures.append(str(error))
+            self.rivals.remove(worker)
+            worker.close()
+            return None
+        idle_share = (sum(other.cpu_seconds() for other in idle) - cpu_before) / (perf_counter() - begin)
+        if idle_share > MAX_IDLE_SHARE and full:
+            print(f"peers: while {worker.name} ran {work.name}, others used {idle_share:.0%} of a CPU", file=sys.stderr)
+        return {
+            "work": work.name,
+            "system": worker.name,
+            **figures,
+            "idle_share": idle_share,
+            "resident_bytes": worker.resident_bytes(),
+        }
+
+    def _same_as_first(self, worker: Worker) -> dict | None:
+        """W4's figures for a system that keeps nothing: a second time takes it as long as the first."""
+        for row in reversed(self.rows):
+            if row["work"] == "W4" and row["system"] == worker.name:
+                return {key: value for key, value in row.items() if key not in ("round", "probe")} | {"work": "W4c"}
+        return None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/peers.py",
+        description="Measures Tilewright beside other systems on one checkpoint, call by call in turns.",
+        epilog="workloads:\n"
+        + "\n".join(f"  {work.name:<4} {work.title}, {work.unit}" for work in WORKLOADS.values())
+        + """
+
+examples:
+  python benchmarks/peers.py CHECKPOINT --transformers .peers/hf/bin/python
+  python benchmarks/peers.py CHECKPOINT --transformers PY --vllm PY --rounds 7 --json peers.json --plot peers.png
+  python benchmarks/peers.py CHECKPOINT --works W1,W2 --rounds 1      ours alone, once
+  python benchmarks/peers.py CHECKPOINT --rival "PY other_worker.py"   any program that obeys peer_workers/worker.py""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, help="folder of a checkpoint")
+    parser.add_argument("--transformers", metavar="PYTHON", help="Python of an environment with transformers")
+    parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM's CPU build")
+    parser.add_argument("--rival", action="append", default=[], metavar="COMMAND", help="another worker's command line")
+    parser.add_argument("--works", type=_works, metavar="W1,W2,...", help="default: all the model can do")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="runs of each workload by each (default 5)")
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="NAME=VALUE", help="an option of ours, such as speculate=4"
+    )
+    parser.add_argument("--timeout", type=float, default=900, metavar="S", help="seconds a call may take (default 900)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured, after every round")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
+    return parser
+
+
+def _works(text: str) -> list[Workload]:
+    unknown = [name for name in text.split(",") if name not in WORKLOADS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(WORKLOADS)}")
+    return [work for name, work in WORKLOADS.items() if name in text.split(",")]
+
+
+def _engine_options(pairs: list[str]) -> dict[str, object]:
+    options: dict[str, object] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def _commands(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """Name and command line of each system, ours first."""
+    folder = str(options.model)
+    engine = json.dumps(_engine_options(options.engine))
+    commands = [("ours", [sys.executable, str(WORKERS / "ours.py"), folder, engine])]
+    for name, python in (("transformers", options.transformers), ("vllm", options.vllm)):
+        if python:
+            commands.append((name, [python, str(WORKERS / f"{name}_worker.py"), folder]))
+    for number, line in enumerate(options.rival, 1):
+        commands.append((f"rival {number}", [*shlex.split(line), folder]))
+    return commands
+
+
+def _start(options: argparse.Namespace, logs: Path, started: list[Worker]) -> Session:
+    """All systems, loaded one after the other; one that cannot be loaded is an error."""
+    for name, command in _commands(options):
+        print(f"loading {name}", file=sys.stderr)
+        worker = Worker(name, command, logs / f"{name}.log", options.timeout)
+        started.append(worker)
+        worker.wait_until_ready()
+        print(f"{name} is ready after {worker.details['load_s']:.1f} s: {worker.details['versions']}", file=sys.stderr)
+    return Session(started[0], started[1:])
+
+
+def _document(options: argparse.Namespace, session: Session, works: list[Workload], systems: list[Worker]) -> dict:
+    costs, machine = session.ours.details["costs"], session.ours.details["machine"]
+    described = {
+        worker.name: {key: value for key, value in worker.details.items() if key not in ("costs", "machine")}
+        | {
+            "resident_bytes": max(
+                (row["resident_bytes"] for row in session.rows if row["system"] == worker.name), default=0
+            )
+        }
+        for worker in systems
+    }
+    titles = {work.name: {"title": work.title, "unit": work.unit, "is_rate": work.is_rate} for work in works}
+    return {
+        "model": options.model.resolve().name,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "rounds": options.rounds,
+        "engine_options": _engine_options(options.engine),
+        "load_average": os.getloadavg()[0],
+        "machine": machine,
+        "costs": costs,
+        "systems": described,
+        "works": titles,
+        "summary": summary(session.rows, titles, costs),
+        "failures": session.failures,
+        "rows": session.rows,
+    }
+
+
+def _measure(options: argparse.Namespace, session: Session) -> dict:
+    systems = session.workers
+    has_vision = session.ours.details["has_vision"]
+    works = options.works or [work for work in WORKLOADS.values() if work.needs_vision in (None, has_vision)]
+    unfit = [work.name for work in works if work.needs_vision and not has_vision]
+    if unfit:
+        raise WorkerError(f"{unfit[0]} needs a model that sees, which {options.model.name} does not")
+    if any(work.name == "W4c" for work in works) and all(work.name != "W4" for work in works):
+        raise WorkerError("W4c is W4 a second time: ask for both")
+    print("warming up", file=sys.stderr)
+    session.run_round(0, works, full=False)
+    document = {}
+    for number in range(1, options.rounds + 1):
+        session.run_round(number, works, full=True)
+        document = _document(options, session, works, systems)
+        if options.json:
+            options.json.write_text(json.dumps(document, indent=2) + "\n")
+    return document
+
+
+def main() -> int:
+    """The exit status: 0, 1 if a system failed on the way, 2 if nothing could be measured."""
+    options = _parser().parse_args()
+    if options.plot:
+        import matplotlib  # noqa: F401  before minutes of measuring, not after
+    if not (options.model / "config.json").is_file():
+        print(f"peers: {options.model} is no folder of a checkpoint: it has no config.json", file=sys.stderr)
+        return 2
+    started: list[Worker] = []
+    with tempfile.TemporaryDirectory() as logs:
+        try:
+            session = _start(options, Path(logs), started)
+            document = _measure(options, session)
+        except WorkerError as error:
+            print(f"peers: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("peers: interrupted", file=sys.stderr)
+            return 130
+        finally:
+            for worker in started:
+                worker.close()
+    print(as_table(document))
+    if options.plot:
+        write_plot(options.plot, document)
+    return 1 if session.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What a model must read and compute at least, by its sizes: the limit its speed is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilewright.layers.decoder import Decoder
+from tilewright.layers.moe import SparseMlp
+from tilewright.models.protocol import KvSpec
+from tilewright.ops.linear import PackedWeight
+from tilewright.weights.spec import Linear, walk
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of the text side of a model; a vision tower is no part of it."""
+
+    weight_bytes_per_step: int  # of one token: each packed weight once, of experts only those a token is sent to
+    kv_bytes_per_token: int
+    linear_flops_per_token: int  # without the head, which only the tokens that are sampled from need
+    head_flops: int
+    attention_flops_per_pair: int  # of one query and one key, over all layers
+
+    def decode_bytes(self, context: int) -> int:
+        """What a step of one sequence reads that has `context` tokens."""
+        return self.weight_bytes_per_step + context * self.kv_bytes_per_token
+
+    def prefill_flops(self, num_tokens: int) -> int:
+        """Of all linears over a prompt, and the head once. Attention comes on top: see `attention_flops`."""
+        return num_tokens * self.linear_flops_per_token + self.head_flops
+
+    def attention_flops(self, num_tokens: int) -> int:
+        """Of a prompt's causal attention."""
+        return self.attention_flops_per_pair * num_tokens * (num_tokens + 1) // 2
+
+
+def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int) -> Costs:
+    """The costs of a loaded decoder."""
+    config = decoder.config
+    head = decoder.head.value
+    weights = list(_weights_of_a_token(decoder))
+    return Costs(
+        weight_bytes_per_step=_size_bytes(head) + sum(size_bytes for size_bytes, _ in weights),
+        kv_bytes_per_token=kv_spec.bytes_per_token(kv_itemsize),
+        linear_flops_per_token=2 * sum(multiplies for _, multiplies in weights),
+        head_flops=2 * head.n * head.k,
+        attention_flops_per_pair=4 * config.num_layers * config.attention.num_heads * config.attention.head_width,
+    )
+
+
+def _weights_of_a_token(decoder: Decoder) -> Iterator[tuple[int, int]]:
+    """(bytes, multiply-adds) of everything in the layers that one token goes through. Norms are some KB: left out."""
+    for layer in decoder.layers:
+        for weight in walk(layer):
+            if isinstance(weight, Linear):
+                yield _size_bytes(weight.value), weight.value.n * weight.value.k
+        if isinstance(layer.mlp, SparseMlp):
+            for experts in (layer.mlp.gate_up.value, layer.mlp.down.value):
+                chosen = layer.mlp.config.experts_per_token
+                yield chosen * experts.data[0].nbytes, chosen * experts.n * experts.k
+
+
+def _size_bytes(weight: PackedWeight) -> int:
+    return weight.data.nbytes + (0 if weight.bias is None else weight.bias.nbytes)

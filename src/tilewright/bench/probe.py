@@ -1,0 +1,58 @@
+"""How fast the machine is at this moment: short enough to take between measurements, which drift with it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from tilewright import machine
+
+GEMM_SHAPE = (2048, 4096, 4096)  # rows, inputs, outputs: 69 GFLOP, 80 MB, over any cache but far from memory-bound
+NUM_GEMMS = 4
+SECONDS = 0.5  # of the kernels that read and that multiply, beside the matrix products
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The best of several short passes."""
+
+    read_gb_s: float
+    gemm_tflops: float  # torch's bf16 matrix product
+    peak_tflops: float  # bf16 multiply-adds with everything in registers
+
+
+def probe() -> Probe:
+    """A Probe, in a second or two."""
+    measured = machine.measure(SECONDS)
+    rows, inputs, outputs = GEMM_SHAPE
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    least_s = float("inf")
+    with torch.inference_mode():
+        for _ in range(1 + NUM_GEMMS):  # the first one makes oneDNN's kernel and is never the least
+            begin = perf_counter()
+            torch.nn.functional.linear(x, weight)
+            least_s = min(least_s, perf_counter() - begin)
+    return Probe(measured.read_gb_s, 2 * rows * inputs * outputs / least_s / 1e12, measured.bf16_tflops)
+
+
+def between(before: Probe, after: Probe) -> Probe:
+    """The machine while something ran between two probes: their mean."""
+    return Probe(
+        (before.read_gb_s + after.read_gb_s) / 2,
+        (before.gemm_tflops + after.gemm_tflops) / 2,
+        (before.peak_tflops + after.peak_tflops) / 2,
+    )
+
+
+def median(probes: Sequence[Probe]) -> Probe:
+    return Probe(
+        statistics.median(probe.read_gb_s for probe in probes),
+        statistics.median(probe.gemm_tflops for probe in probes),
+        statistics.median(probe.peak_tflops for probe in probes),
+    )
