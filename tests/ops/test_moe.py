@@ -19,9 +19,10 @@ SHAPES = [  # T, E, k, D, I
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor):
-    """As assert_close, twice as wide in bf16: act(gate) * up, rounded between the products, may fall the other way."""
+    """As assert_close, four times as wide in bf16: where act(gate) * up, rounded between the products, falls the other
+    way, a large one moves an output by a rounding step of its own."""
     scale = expected.float().abs().mean().item()
-    assert_close(actual, expected, atol=scale * 2**-7 if expected.dtype == torch.bfloat16 else None)
+    assert_close(actual, expected, atol=scale * 2**-6 if expected.dtype == torch.bfloat16 else None)
 
 
 def pack(weights: torch.Tensor, gated: bool) -> PackedExperts:

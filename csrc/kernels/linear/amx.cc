@@ -76,7 +76,8 @@ void run_batch(const LinearArgs& args, const bf16* packed_x, int64_t block_begin
       for (int64_t block = block_begin; block < block_end; ++block, c += kRowBlock * kStripColumns) {
         const int rows = rows_in_block(args, block);
         tiles.set_rows(rows);
-        const NextStrip next = {strip + strip_elements + (block - block_begin) * 2 * depth_tiles * lines * 32, lines};
+        const int64_t steps_before = ((block - block_begin) * depth_tiles + begin) * 2;
+        const NextStrip next = {strip + strip_elements + steps_before * lines * 32, lines};
         multiply_depths(packed_x + block * strip_elements, rows, depth_tiles, strip, begin, count, next, c);
         if (begin + count == depth_tiles) finish_block(args, c, block * kRowBlock, rows, s);
       }
