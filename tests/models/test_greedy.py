@@ -1,0 +1,149 @@
+"""A greedy answer depends on its own prompt alone: not on the batch, chunks, caches, preemption, drafts or replays."""
+
+import numpy as np
+import pytest
+import tiny
+
+from tilewright.engine.core import EngineCore
+from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.pages import PagePool
+from tilewright.engine.prefix_cache import PrefixCache
+from tilewright.engine.runner import Runner, StepBuffers
+from tilewright.engine.sampler import Sampler
+from tilewright.engine.scheduler import Limits, Scheduler
+from tilewright.engine.speculate import Speculator
+from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.native import kernels
+from tilewright.types import ModelInputs, SamplingParams
+
+PAGE_SIZE = 32
+NUM_TOKENS = 48
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
+PARAMS = {"greedy": GREEDY, "drawn": DRAWN}
+
+
+class NoText:
+    def push(self, token_ids):
+        return ""
+
+    def flush(self):
+        return ""
+
+
+class Answers:
+    """Requests through the real scheduler, runner and sampler."""
+
+    def __init__(self, model, dtype, *, num_pages=64, tokens_per_step=1024, prefix_cache=False, drafts=0, replay=True):
+        spec = model.kv_spec
+        caches = [
+            KvCache.empty(num_pages, PAGE_SIZE, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)
+        ]
+        for cache in caches:
+            cache.data.fill_(float("nan"))  # what was never written must not be read
+        self.features = FeatureCache(1 << 24)
+        pool = PagePool(num_pages, PAGE_SIZE)
+        limits = Limits(max_context=512, max_tokens_per_step=tokens_per_step, max_sequences=min(16, tokens_per_step))
+        buffers = StepBuffers(model.num_position_axes, tokens_per_step, 16, num_pages, PAGE_SIZE)
+        self.scheduler = Scheduler(
+            pool,
+            PrefixCache(pool, enabled=prefix_cache),
+            self.features,
+            limits,
+            Speculator(drafts) if drafts else None,
+        )
+        self.core = EngineCore(
+            Runner(model, caches, self.features, buffers, replay=replay),
+            self.scheduler,
+            Sampler(),
+            make_decoder=NoText,
+            vocabulary_size=model.vocab_size,
+        )
+
+    def to(self, prompts, params=GREEDY):
+        """The tokens of each prompt's answer, all asked for at once."""
+        sequences = [self.core.add(str(i), inputs, params)[0] for i, inputs in enumerate(prompts)]
+        while self.core.has_work:
+            self.core.step()
+        assert self.scheduler.pool.num_used == 0
+        return [sequence.output_token_ids for sequence in sequences]
+
+
+@pytest.fixture(params=["qwen3_vl", "qwen3_moe"])
+def case(request, networks, models, dtype):
+    """A model and prompts for it, of which two share a beginning and one repeats itself."""
+    hf, _ = networks(request.param)
+    num_axes = 3 if request.param in tiny.VISION_FAMILIES else 1
+    prompts = [tiny.text_prompt(length, seed, num_axes) for length, seed in ((5, 1), (70, 2), (33, 3))]
+    repeating = np.tile(np.arange(11), 8)
+    positions = np.broadcast_to(np.arange(len(repeating)), (num_axes, len(repeating))).astype(np.int64)
+    inputs = [prompt.inputs for prompt in prompts] + [ModelInputs(tuple(repeating.tolist()), positions, len(repeating))]
+    longer = (*prompts[1].inputs.token_ids, 1, 2, 3)
+    positions = np.broadcast_to(np.arange(len(longer)), (num_axes, len(longer))).astype(np.int64)
+    inputs.append(ModelInputs(longer, positions, len(longer)))
+    if num_axes == 3:
+        for media, seed in (
+            ([("image", (1, 6, 8))], 4),
+            ([("image", (1, 4, 4)), ("image", (1, 10, 6))], 5),
+            ([("video", (3, 4, 6))], 6),
+        ):
+            inputs.append(tiny.in_dtype(tiny.media_prompt(hf, media, seed).inputs, dtype))
+    return models(request.param, dtype), dtype, inputs
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """So little is computed that a second thread would only be waited for."""
+    kernels.set_num_threads(1)
+    yield
+    kernels.set_num_threads(0)
+
+
+@pytest.fixture(scope="module")
+def known_answers():
+    return {}
+
+
+@pytest.fixture
+def alone(case, known_answers):
+    """The answers, each computed by itself, op by op, in one piece."""
+    model, dtype, prompts = case
+    if id(model) not in known_answers:
+        known_answers[id(model)] = {
+            name: [Answers(model, dtype, replay=False).to([inputs], params)[0] for inputs in prompts]
+            for name, params in PARAMS.items()
+        }
+    return known_answers[id(model)]
+
+
+@pytest.mark.parametrize("how", PARAMS)
+def test_answers_do_not_depend_on_how_they_are_computed(case, alone, how):
+    model, dtype, prompts = case
+    assert len({tuple(answer) for answer in alone[how]}) > 1
+    ways = {
+        "together": Answers(model, dtype),
+        "op by op": Answers(model, dtype, replay=False),
+        "chunks of 7": Answers(model, dtype, tokens_per_step=7),
+        "chunks of 32": Answers(model, dtype, tokens_per_step=32),
+        "with drafts": Answers(model, dtype, drafts=4),
+        "few pages": Answers(model, dtype, num_pages=8),
+        "few pages, cached": Answers(model, dtype, num_pages=9, prefix_cache=True, drafts=3, tokens_per_step=40),
+    }
+    for name, answers in ways.items():
+        assert answers.to(prompts, PARAMS[how]) == alone[how], name
+    assert ways["few pages"].scheduler.num_preemptions > 0
+    assert ways["with drafts"].scheduler.speculator.num_accepted > 0 or how == "drawn"
+
+
+def test_answers_do_not_depend_on_what_is_cached(case, alone):
+    model, dtype, prompts = case
+    answers = Answers(model, dtype, prefix_cache=True)
+    for _ in range(2):
+        assert answers.to(prompts) == alone["greedy"]
+    prefix = answers.scheduler.prefix_cache
+    assert prefix.num_tokens_hit > 0
+    if any(inputs.media for inputs in prompts):
+        prefix.pool.clear()  # the pictures' tokens are computed again, from features that are still there
+        hits = answers.features.num_hits
+        assert answers.to(prompts) == alone["greedy"]
+        assert answers.features.num_hits > hits
