@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from clips import write_clip
 from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
@@ -48,6 +49,14 @@ def test_the_answer_alone_is_on_stdout(vision_model, engine, photo, capsys):
     parts = [{"type": "image", "image": photo}, {"type": "text", "text": "What is it?"}]
     assert captured.out == expected(engine, parts) + "\n"
     assert "8 tokens, TTFT" in captured.err and "tokens/s" in captured.err
+
+
+def test_a_video(vision_model, engine, tmp_path, capsys):
+    clip = tmp_path / "clip.mp4"
+    write_clip(clip, 25)
+    assert cli.main(["chat", "What happens?", "-m", vision_model, "--video", str(clip), *FLAGS]) == 0
+    parts = [{"type": "video", "video": str(clip)}, {"type": "text", "text": "What happens?"}]
+    assert capsys.readouterr().out == expected(engine, parts) + "\n"
 
 
 def test_quiet_says_nothing_else(text_model, capsys):

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def text_model(tmp_path_factory):
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs the command without waiting for the machine's probes: (exit status, standard output, standard error)."""
-    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 1.5, 2.0))
+    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 18.0, 1.5, 2.0))
     monkeypatch.setattr(machine, "measure", lambda: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
 
     def run_command(*arguments):
@@ -56,7 +57,7 @@ def test_every_benchmark_has_its_figures(what, run, vision_model, tmp_path):
     assert len(document["rounds"]) == 2 and document["bench"] == what
     for name, figure in document["figures"].items():
         assert name in text and figure["min"] <= figure["median"] <= figure["max"]
-    assert document["limits"] == {"read_gb_s": 20.0, "gemm_tflops": 1.5, "peak_tflops": 2.0}
+    assert document["limits"] == asdict(probe.probe())
     assert document["machine"]["measured"]["bf16_tflops"] == 2.0
     assert document["settings"]["speculate"] == 0 and document["costs"]["weight_bytes_per_step"] > 0
 
@@ -113,8 +114,10 @@ def test_costs_by_hand(tmp_path, text_model):
 
 
 def test_shares_are_of_the_probe_between():
-    before, after = probe.Probe(10.0, 1.0, 2.0), probe.Probe(30.0, 2.0, 2.0)
+    before, after = probe.Probe(10.0, 9.0, 1.0, 2.0), probe.Probe(30.0, 9.0, 2.0, 2.0)
     between = probe.between(before, after)
+    assert between == probe.Probe(20.0, 9.0, 1.5, 2.0)
+    assert probe.median([before, after, after]) == after
     made = Round.of({"read": Amount(10.0, "GB/s", "read_gb_s"), "first token": Amount(1.0, "s")}, between)
     assert made.amounts["read, of read_gb_s"] == Amount(50.0, "%")
     assert set(made.amounts) == {"read", "read, of read_gb_s", "first token"}
@@ -124,7 +127,7 @@ def test_probe(monkeypatch):
     monkeypatch.setattr(probe, "GEMM_SHAPE", (64, 64, 64))
     monkeypatch.setattr(machine, "measure", lambda seconds: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
     taken = probe.probe()
-    assert taken.read_gb_s == 20.0 and taken.peak_tflops == 2.0 and 0 < taken.gemm_tflops < 10
+    assert taken.read_gb_s == 20.0 and taken.read_gb_s_median == 19.0 and taken.peak_tflops == 2.0 and 0 < taken.gemm_tflops < 10
     assert torch.is_inference_mode_enabled() is False
 
 

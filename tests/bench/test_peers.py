@@ -27,7 +27,7 @@ class Fake(System):
             print({name!r}, len(prompts), prompts[0][:3], pictures and pictures[0].size, new_tokens, file=file)
         time.sleep(0.002 * new_tokens)
         return len(prompts[0])
-    def probe(self): return {{"read_gb_s": 10.0, "gemm_tflops": 1.0, "peak_tflops": 2.0}}
+    def probe(self): return {{"read_gb_s": 10.0, "read_gb_s_median": 9.0, "gemm_tflops": 1.0, "peak_tflops": 2.0}}
 
 serve(Fake, sys.argv[1], take_stdout())
 """
@@ -160,7 +160,7 @@ def test_ours_for_real(peers, tmp_path, monkeypatch, capsys):
 
 
 def _calls_only(self, number, works, full):
-    probe = {"read_gb_s": 10.0, "gemm_tflops": 1.0, "peak_tflops": 2.0}
+    probe = {"read_gb_s": 10.0, "read_gb_s_median": 9.0, "gemm_tflops": 1.0, "peak_tflops": 2.0}
     for work in works:
         row = self._run(work, self.ours, number, full)
         if full:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from time import perf_counter
 
 import torch
@@ -19,9 +19,10 @@ SECONDS = 0.5  # of the kernels that read and that multiply, beside the matrix p
 
 @dataclass(frozen=True)
 class Probe:
-    """The best of several short passes."""
+    """The best of several short passes, and the median of those that read, for how steady they are."""
 
     read_gb_s: float
+    read_gb_s_median: float
     gemm_tflops: float  # torch's bf16 matrix product
     peak_tflops: float  # bf16 multiply-adds with everything in registers
 
@@ -39,21 +40,15 @@ def probe() -> Probe:
             begin = perf_counter()
             torch.nn.functional.linear(x, weight)
             times_s.append(perf_counter() - begin)
-    return Probe(measured.read_gb_s, 2 * rows * inputs * outputs / min(times_s) / 1e12, measured.bf16_tflops)
+    gemm_tflops = 2 * rows * inputs * outputs / min(times_s) / 1e12
+    return Probe(measured.read_gb_s, measured.read_gb_s_median, gemm_tflops, measured.bf16_tflops)
 
 
 def between(before: Probe, after: Probe) -> Probe:
     """The machine while something ran between two probes: their mean."""
-    return Probe(
-        (before.read_gb_s + after.read_gb_s) / 2,
-        (before.gemm_tflops + after.gemm_tflops) / 2,
-        (before.peak_tflops + after.peak_tflops) / 2,
-    )
+    return Probe(*map(statistics.mean, zip(astuple(before), astuple(after), strict=True)))
 
 
 def median(probes: Sequence[Probe]) -> Probe:
-    return Probe(
-        statistics.median(probe.read_gb_s for probe in probes),
-        statistics.median(probe.gemm_tflops for probe in probes),
-        statistics.median(probe.peak_tflops for probe in probes),
-    )
+    """The median of each of their figures."""
+    return Probe(*map(statistics.median, zip(*map(astuple, probes), strict=True)))
