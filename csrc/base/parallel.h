@@ -59,8 +59,8 @@ void parallel_for(int64_t count, Fn&& fn) {
   });
 }
 
-// Runs fn(stage, task) for every task in [0, counts[stage]) of each stage in turn, a stage once all of the one before it
-// are done, with one wake-up of the team: a fork and join costs as much as a small op.
+// Runs fn(stage, task) for every task in [0, counts[stage]) of each stage in turn, a stage once all of the one before
+// it are done, with one wake-up of the team: a fork and join costs as much as a small op.
 template <int kStages, class Fn>
 void parallel_stages(const int64_t (&counts)[kStages], Fn&& fn) {
   int64_t total = 0;

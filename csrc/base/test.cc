@@ -146,6 +146,23 @@ TEST(parallel_for_from_several_threads_at_once) {
   set_num_threads(0);
 }
 
+TEST(parallel_stages_start_when_the_one_before_is_done) {
+  for (int threads : {1, 2, 3, 8}) {
+    set_num_threads(threads);
+    for (int round = 0; round < 20; ++round) {
+      const int64_t counts[] = {37, 0, 1, 101};
+      std::atomic<int64_t> done[4] = {};
+      parallel_stages(counts, [&](int stage, int64_t task) {
+        CHECK(task >= 0 && task < counts[stage]);
+        for (int before = 0; before < stage; ++before) CHECK(done[before].load() == counts[before]);
+        ++done[stage];
+      });
+      for (int stage = 0; stage < 4; ++stage) CHECK(done[stage].load() == counts[stage]);
+    }
+  }
+  set_num_threads(0);
+}
+
 struct Nest {
   std::atomic<int> outer[4] = {}, inner[4][3] = {};
 };

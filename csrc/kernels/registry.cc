@@ -45,9 +45,9 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 }
 
 constexpr OpInfo kOps[] = {
-    op("attention", kAttention),   op("kv_cache", kKvCache),    op("linear", kLinear), op("moe", kMoe), op("norm", kNorm),
-    op("activation", kActivation), op("embedding", kEmbedding), op("rope", kRope),     op("probe", kProbe),
-    op("image", kImage),           op("sample", kSample),
+    op("attention", kAttention), op("kv_cache", kKvCache),      op("linear", kLinear),       op("moe", kMoe),
+    op("norm", kNorm),           op("activation", kActivation), op("embedding", kEmbedding), op("rope", kRope),
+    op("probe", kProbe),         op("image", kImage),           op("sample", kSample),
 };
 
 }  // namespace

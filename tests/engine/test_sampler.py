@@ -65,18 +65,14 @@ def test_without_a_seed_every_request_has_its_own():
 
 
 def test_min_tokens_forbid_eos_and_stop_ids():
-    logits = random_logits(2)
-    logits[:, 0] = 50.0
+    logits = random_logits(3)
+    logits[:, 5] = 30.0
     logits[:, 9] = 40.0
+    logits[:, 0] = 50.0
     params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(9,))
-    # One token so far: the next and the one after a right draft may not stop, the one after that may.
-    draft = int(logits[0, [*range(1, 9), *range(10, VOCABULARY_SIZE)]].argmax())
-    draft = draft + 1 if draft < 8 else draft + 2
-    (sampled,) = Sampler().sample(logits, Step([decoding(params, drafts=[draft])]))
-    assert sampled.token_ids[0] == draft and not set(sampled.token_ids) & {0, 9}
-    logits = random_logits(1) + 50 * torch.eye(1, VOCABULARY_SIZE)
-    (sampled,) = Sampler().sample(logits, Step([decoding(params, output=[4] * 3)]))
-    assert sampled.token_ids == [0]
+    # One token so far: neither the next nor the one after a right draft may stop, but the one after two may.
+    (sampled,) = Sampler().sample(logits, Step([decoding(params, drafts=[5, 5])]))
+    assert sampled.token_ids == [5, 5, 0]
 
 
 def test_logit_bias_and_the_rows_beside_it():

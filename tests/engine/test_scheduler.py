@@ -99,6 +99,19 @@ def test_the_latest_is_preempted_and_resumes():
     assert first.output_token_ids == second.output_token_ids == answer(first.inputs, first.params)
 
 
+def test_pages_computed_again_are_found_again():
+    core = make_core(num_pages=6, page_size=4)
+    core.add("a", prompt(7), greedy(10))
+    core.add("b", prompt(7, first=8), greedy(10))
+    while not core.scheduler.num_preemptions:
+        core.step()
+    core.scheduler.pool.clear()  # as if others had needed the pages in the meantime
+    run_all(core)
+    (third,) = core.add("c", prompt(7, first=8), greedy(1))
+    run_all(core)
+    assert core.scheduler.num_preemptions == 1 and third.num_cached_tokens == 4
+
+
 def test_a_sequence_waiting_for_pages_is_not_overtaken():
     core = make_core(num_pages=10, page_size=4)
     core.add("a", prompt(20), greedy(16))

@@ -2,7 +2,7 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops import reference
+from tilewright.ops import reference_moe as reference
 from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.moe import PackedExperts, moe, route
 from tilewright.ops.native import kernels
@@ -19,9 +19,10 @@ SHAPES = [  # T, E, k, D, I
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor):
-    """As assert_close, twice as wide in bf16: act(gate) * up, rounded between the products, may fall the other way."""
+    """As assert_close, four times as wide in bf16: where act(gate) * up, rounded between the products, falls the other
+    way, a large one moves an output by a rounding step of its own."""
     scale = expected.float().abs().mean().item()
-    assert_close(actual, expected, atol=scale * 2**-7 if expected.dtype == torch.bfloat16 else None)
+    assert_close(actual, expected, atol=scale * 2**-6 if expected.dtype == torch.bfloat16 else None)
 
 
 def pack(weights: torch.Tensor, gated: bool) -> PackedExperts:
@@ -222,5 +223,5 @@ def test_errors():
         gate_up.pack(4, torch.zeros(6, 8))
     with pytest.raises(ValueError, match=r"weight has shape \[6, 7\], expected \[n=6, k=8\]"):
         gate_up.pack(0, torch.zeros(6, 7))
-    with pytest.raises(ValueError, match="2 experts of 5 x 8, expected 1 or more gate|up experts of an even n"):
+    with pytest.raises(ValueError, match=r"2 experts of 5 x 8, expected 1 or more gate\|up experts of an even n"):
         PackedExperts.empty(2, 5, 8, True, torch.float32)

@@ -15,13 +15,16 @@
 namespace tilewright {
 namespace {
 
+// Rows of scores are a cache line more than a block apart: at 2 KB apart, 32 rows would share two sets of the L1 cache.
+inline constexpr int kScoreStride = kKeyBlock + 16;
+
 // One item's working memory, carved out of the thread's scratch.
 template <class T>
 struct Workspace {
   using Left = typename Products<T>::Left;
   int64_t key_depth, value_width;  // padded head widths
   Left* queries;                   // [kQueryRows, key_depth]
-  float* scores[2];                // [kQueryRows, kKeyBlock] of this block and the next; weights take their place
+  float* scores[2];                // [kQueryRows, kScoreStride] of this block and the next; weights take their place
   float* block_output;             // [kQueryRows, value_width]
   float* output;                   // [kQueryRows, value_width]
   T* last_values;                  // one row of value tiles, for the tokens that do not fill a tile
@@ -29,17 +32,17 @@ struct Workspace {
   explicit Workspace(const KvLayout& layout)
       : key_depth(layout.key_depth_tiles() * kTileDepth), value_width(layout.value_column_tiles() * kTileColumns) {
     char* p = static_cast<char*>(
-        thread_scratch(kQueryRows * (key_depth * 4 + kKeyBlock * 8 + value_width * 8) + kTileDepth * value_width * 4));
+        thread_scratch(kQueryRows * (key_depth * 4 + kScoreStride * 8 + value_width * 8) + kTileDepth * value_width * 4));
     auto take = [&](int64_t bytes) { return p += bytes, p - bytes; };
     queries = reinterpret_cast<Left*>(take(kQueryRows * key_depth * 4));
-    for (float*& block : scores) block = reinterpret_cast<float*>(take(kQueryRows * kKeyBlock * 4));
+    for (float*& block : scores) block = reinterpret_cast<float*>(take(kQueryRows * kScoreStride * 4));
     block_output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
     output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
     last_values = reinterpret_cast<T*>(take(kTileDepth * value_width * 4));
   }
 
-  // Softmax weights, [kQueryRows, kKeyBlock] of Left, lie in the scores they came from, at the stride of the scores.
-  static constexpr int64_t kWeightStride = kKeyBlock * sizeof(float) / sizeof(Left);
+  // Softmax weights, of Left, lie in the scores they came from, at the stride of the scores.
+  static constexpr int64_t kWeightStride = kScoreStride * sizeof(float) / sizeof(Left);
 };
 
 // Where a row's query and output are.
@@ -222,7 +225,7 @@ class ItemRun {
     products_.multiply(
         work_.queries, work_.key_depth, item_.rows,
         [&](int d, int j) { return tiles.keys[first + j] + d * kTileElements; }, (end - begin) / kTileColumns,
-        static_cast<int>(work_.key_depth / kTileDepth), scores + begin, kKeyBlock);
+        static_cast<int>(work_.key_depth / kTileDepth), scores + begin, kScoreStride);
   }
 
   void softmax(const BlockTiles<T>& tiles, int64_t block, int row, float* block_scores, const Partial& partial) {
@@ -232,7 +235,7 @@ class ItemRun {
     rules.begin = static_cast<int>(seen.begin <= begin ? 0 : seen.begin - begin);
     rules.end = static_cast<int>(seen.end - begin < tiles.keys_present ? seen.end - begin : tiles.keys_present);
     rules.scale = (args_.scale < 0 ? -args_.scale : args_.scale) * kLog2E;
-    float* scores = block_scores + row * kKeyBlock;
+    float* scores = block_scores + row * kScoreStride;
     auto* weights = reinterpret_cast<typename Workspace<T>::Left*>(scores);
     const bool plain = !args_.mask.data && args_.soft_cap <= 0 && rules.begin == 0 && rules.end == tiles.num_columns;
     if (plain)

@@ -30,13 +30,24 @@ void pack_block(const LinearArgs& args, int64_t block, void* packed) {
     linear_pack_block(args, block, packed);
 }
 
+// Lines of the strip that comes next, asked for while this one is multiplied: by each tile step as many, on from
+// `line`.
+struct NextStrip {
+  const bf16* line;
+  int lines_per_step;
+};
+
 // One block of rows against one strip, over `count` tiles of depth from `begin`; adds to c but for the first ones.
-void multiply_depths(const bf16* x, int rows, int64_t depth_tiles, const bf16* strip, int begin, int count, float* c) {
+void multiply_depths(const bf16* x, int rows, int64_t depth_tiles, const bf16* strip, int begin, int count,
+                     NextStrip next, float* c) {
   const LeftTiles left = {x + begin * kTileElements, kTileDepth, kTileElements, depth_tiles * kTileElements, true};
   auto tile_at = [&](int d, int j) { return strip + ((begin + d) * 2 + j) * kTileElements; };
   if (rows > 16) {
     // Past the strip's end this reaches the next strip, which is next.
-    auto fetch = [&](int d, int j) { prefetch_tile(tile_at(d + 2, j)); };
+    auto fetch = [&](int d, int j) {
+      prefetch_tile(tile_at(d + 2, j));
+      for (int line = 0; line < next.lines_per_step; ++line, next.line += 32) __builtin_prefetch(next.line, 0, 2);
+    };
     begin ? multiply_columns<2, true>(left, rows, count, tile_at, fetch, c, kStripColumns)
           : multiply_columns<2, false>(left, rows, count, tile_at, fetch, c, kStripColumns);
   } else {
@@ -52,9 +63,11 @@ constexpr int64_t kStripBatch = 8;
 
 // All blocks of rows against a few strips, chunk by chunk of depth: the chunk of x stays in L2 while the strips pass.
 void run_batch(const LinearArgs& args, const bf16* packed_x, int64_t block_begin, int64_t block_end,
-               int64_t strip_begin, int64_t strip_end, float* sums, TileScope& tiles) {
+               int64_t strip_begin, int64_t strip_end, bool fetch_next, float* sums, TileScope& tiles) {
   const int depth_tiles = static_cast<int>(args.num_depth_tiles());
   const int64_t strip_elements = int64_t{depth_tiles} * 2 * kTileElements;  // also of a block of x
+  // A strip is 16 lines for each of its tile steps: the blocks of rows share in asking for the next one.
+  const int lines = fetch_next ? static_cast<int>(ceil_div(16, block_end - block_begin)) : 0;
   for (int begin = 0; begin < depth_tiles; begin += kDepthChunk) {
     const int count = depth_tiles - begin < kDepthChunk ? depth_tiles - begin : kDepthChunk;
     float* c = sums;
@@ -63,7 +76,9 @@ void run_batch(const LinearArgs& args, const bf16* packed_x, int64_t block_begin
       for (int64_t block = block_begin; block < block_end; ++block, c += kRowBlock * kStripColumns) {
         const int rows = rows_in_block(args, block);
         tiles.set_rows(rows);
-        multiply_depths(packed_x + block * strip_elements, rows, depth_tiles, strip, begin, count, c);
+        const int64_t steps_before = ((block - block_begin) * depth_tiles + begin) * 2;
+        const NextStrip next = {strip + strip_elements + steps_before * lines * 32, lines};
+        multiply_depths(packed_x + block * strip_elements, rows, depth_tiles, strip, begin, count, next, c);
         if (begin + count == depth_tiles) finish_block(args, c, block * kRowBlock, rows, s);
       }
     }
@@ -81,7 +96,7 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
   TileScope tiles(rows_in_block(args, block_begin));
   for (int64_t s = strip_begin; s < strip_end; s += batch)
     run_batch(args, static_cast<const bf16*>(packed_x), block_begin, block_end, s,
-              s + batch < strip_end ? s + batch : strip_end, sums, tiles);
+              s + batch < strip_end ? s + batch : strip_end, batch == 1 && s + 1 < strip_end, sums, tiles);
 }
 
 }  // namespace

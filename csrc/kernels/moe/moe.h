@@ -41,10 +41,10 @@ struct MoeArgs {
   const void* x = nullptr;
   int64_t x_stride = 0;
   DType x_dtype;
-  const int32_t* ids = nullptr;      // [T, k], each in [0, num_experts): the caller has looked
-  const float* weights = nullptr;    // [T, k]
-  const void* gate_up = nullptr;     // [E] packed, gated
-  const void* down = nullptr;        // [E] packed
+  const int32_t* ids = nullptr;    // [T, k], each in [0, num_experts): the caller has looked
+  const float* weights = nullptr;  // [T, k]
+  const void* gate_up = nullptr;   // [E] packed, gated
+  const void* down = nullptr;      // [E] packed
   DType gate_up_dtype, down_dtype;
   const void* residual = nullptr;  // dtype of y; may be y; or null
   int64_t residual_stride = 0;

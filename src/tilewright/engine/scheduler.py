@@ -310,7 +310,6 @@ class Scheduler:
         sequence.pages = []
         sequence.pinned_keys = []
         sequence.draft_token_ids = []
-        sequence.num_stored_pages = 0
         sequence.num_computed_tokens = 0
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, random
 from tilewright.bench.shapes import SPARSE_MODELS, Experts
-from tilewright.ops import reference
+from tilewright.ops import reference_moe as reference
 from tilewright.ops.moe import PackedExperts, moe, route
 
 TOKENS = (1, 8, 64, 1024)
@@ -99,7 +99,7 @@ def _experts(model: Experts) -> tuple[Tensor, Tensor, tuple[PackedExperts, Packe
         # Rolled, so that no two experts are the same and a wrong one shows.
         for expert in range(count):
             weights[expert] = weights[expert].roll(expert, 0)
-        experts = PackedExperts.empty(*weights.shape, gated, weights.dtype)
+        experts = PackedExperts.empty(count, weights.shape[1], weights.shape[2], gated, weights.dtype)
         for expert in range(count):
             experts.pack(expert, weights[expert])
         packed.append(experts)
