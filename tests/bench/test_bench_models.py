@@ -127,7 +127,12 @@ def test_probe(monkeypatch):
     monkeypatch.setattr(probe, "GEMM_SHAPE", (64, 64, 64))
     monkeypatch.setattr(machine, "measure", lambda seconds: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
     taken = probe.probe()
-    assert taken.read_gb_s == 20.0 and taken.read_gb_s_median == 19.0 and taken.peak_tflops == 2.0 and 0 < taken.gemm_tflops < 10
+    assert (
+        taken.read_gb_s == 20.0
+        and taken.read_gb_s_median == 19.0
+        and taken.peak_tflops == 2.0
+        and 0 < taken.gemm_tflops < 10
+    )
     assert torch.is_inference_mode_enabled() is False
 
 
