@@ -1,3 +1,4 @@
+import contextlib
 import io
 import os
 import subprocess
@@ -9,7 +10,7 @@ from clips import write_clip
 from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
-from tilewright import Engine, cli
+from tilewright import Engine, cli, engine_flags
 from tilewright.chat import Conversation, converse, speeds
 from tilewright.types import Completion, Timings
 
@@ -196,6 +197,13 @@ def test_control_c_stops_the_answer_and_not_the_program(capsys):
     assert converse(conversation, said(["Tell me", "More"])) == 0
     assert [turn["content"] for turn in conversation.turns] == ["Tell me", "Once", "More", "Once"]
     assert capsys.readouterr().out == "Once\nOnce\n"
+
+
+def test_control_c_ends_a_single_answer(monkeypatch, capsys):
+    engine = SimpleNamespace(submit_chat=lambda messages, **sampling: InterruptedHandle(), sampling_params=dict)
+    monkeypatch.setattr(engine_flags, "open_engine", lambda options, progress: contextlib.nullcontext(engine))
+    assert cli.main(["chat", "Tell me", "-m", "model"]) == 130
+    assert capsys.readouterr().out == "Once\n"
 
 
 def test_speeds():

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
-INTERRUPTED = 130  # the exit status shells give a program that Ctrl-C ended
 HELP = """/image FILE   show it a picture with the next message
 /video FILE   and a video
 /clear        forget the conversation
@@ -142,7 +141,9 @@ def answer_once(conversation: Conversation, prompt: str) -> int:
         # Python writes what is left when it ends, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    return INTERRUPTED if completion.finish_reason == "abort" else 0
+    if completion.finish_reason == "abort":
+        raise KeyboardInterrupt  # what was said stays on standard output; the exit status tells
+    return 0
 
 
 def _ask() -> str:

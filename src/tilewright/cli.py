@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from tilewright import __version__, config
 from tilewright.types import RequestError
 
+INTERRUPTED = 130  # the exit status shells give a program that Ctrl-C ended
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `tilewright ARGUMENTS`."""
@@ -17,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (config.ConfigError, RequestError) as error:
         print(f"tilewright: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
