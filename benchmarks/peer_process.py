@@ -80,12 +80,12 @@ class Worker:
             return 0
         return int(found[1]) * 1024 if found else 0
 
-    def close(self) -> None:
-        """Ends it: by the end of its input, or by force if that does not do."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends it: by the end of its input, or, if that does not do or `at_once`, by force."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        for sign, patience_s in ((None, 15), (signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        for sign, patience_s in ((None, 0 if at_once else 15), (signal.SIGTERM, 10), (signal.SIGKILL, 10)):
             if sign is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, sign)

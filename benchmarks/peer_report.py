@@ -73,6 +73,7 @@ def as_table(document: Mapping) -> str:
     text += ["", "of limit: W1 of the read bandwidth, W2 of torch's matrix product, as probed in turns with the work"]
     for key, unit, what in (
         ("read_gb_s", "GB/s", "read bandwidth"),
+        ("read_gb_s_median", "GB/s", "its median over each probe"),
         ("gemm_tflops", "TFLOP/s", "torch bf16 2048x4096x4096"),
         ("peak_tflops", "TFLOP/s", "bf16 multiply peak"),
     ):

@@ -45,6 +45,8 @@ def _decode(call: Call, seed: int, full: bool) -> dict[str, float]:
     first_s = call(call="text", count=1, prompt_tokens=128, new_tokens=1, seed=seed)["seconds"]
     new_tokens = 1 + (DECODED if full else 4)
     all_s = call(call="text", count=1, prompt_tokens=128, new_tokens=new_tokens, seed=seed + 1)["seconds"]
+    if not full:
+        return {}
     if all_s <= first_s:
         raise WorkerError(f"{new_tokens} tokens took {all_s:.4f} s and one {first_s:.4f} s: nothing can be told")
     return {"figure": (new_tokens - 1) / (all_s - first_s), "first_s": first_s, "all_s": all_s}
@@ -130,7 +132,7 @@ class Session:
             print(f"peers: {error}", file=sys.stderr)
             self.failures.append(str(error))
             self.rivals.remove(worker)
-            worker.close()
+            worker.close(at_once=True)
             return None
         idle_share = (sum(other.cpu_seconds() for other in idle) - cpu_before) / (perf_counter() - begin)
         if idle_share > MAX_IDLE_SHARE and full:

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import TextIO
@@ -81,7 +82,7 @@ def take_stdout() -> TextIO:
     return answers
 
 
-def serve(make_system: "type[System] | object", folder: str, answers: TextIO) -> None:
+def serve(make_system: Callable[[Checkpoint], System], folder: str, answers: TextIO) -> None:
     """Loads the system and answers until standard input ends."""
     begin = perf_counter()
     checkpoint = Checkpoint(folder)

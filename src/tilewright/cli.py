@@ -6,6 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from tilewright import __version__, config
+from tilewright.types import RequestError
+
+INTERRUPTED = 130  # the exit status shells give a program that Ctrl-C ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,9 +16,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except config.ConfigError as error:
+    except (config.ConfigError, RequestError) as error:
         print(f"tilewright: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,16 +31,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tilewright {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_chat(commands)
     _add_info(commands)
     _add_bench(commands)
     return parser
 
 
-def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from tilewright.bench import kernels
+def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright import chat
 
-    parser = commands.add_parser("bench", help="measure kernels", description="Measures parts of Tilewright.")
-    kernels.add_arguments(parser.add_subparsers(metavar="WHAT", required=True))
+    chat.add_arguments(commands)
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright.bench import kernels, models
+
+    parser = commands.add_parser(
+        "bench",
+        help="measure a model, or the kernels",
+        description="Measures a model at decoding, prefill, pictures and many requests at once, or each kernel.",
+        epilog="Each has its own help: tilewright bench decode --help",
+    )
+    what = parser.add_subparsers(metavar="WHAT", required=True)
+    models.add_arguments(what)
+    kernels.add_arguments(what)
 
 
 def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,1 +1,1 @@
-"""Measurements: `tilewright bench kernels` holds every kernel against torch and against the machine's limit."""
+"""Measurements: every kernel beside torch, and whole models beside what the machine allows."""

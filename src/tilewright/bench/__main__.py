@@ -1,14 +1,16 @@
-"""`python -m tilewright.bench kernels`, the same as `tilewright bench kernels`."""
+"""`python -m tilewright.bench WHAT`, the same as `tilewright bench WHAT`."""
 
 import argparse
 import sys
 
-from tilewright.bench import kernels
+from tilewright.bench import kernels, models
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tilewright.bench")
-    kernels.add_arguments(parser.add_subparsers(metavar="COMMAND", required=True))
+    what = parser.add_subparsers(metavar="WHAT", required=True)
+    models.add_arguments(what)
+    kernels.add_arguments(what)
     options = parser.parse_args()
     return options.run(options)
 

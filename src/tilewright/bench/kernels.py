@@ -1,11 +1,11 @@
 """`tilewright bench kernels`: every kernel at the shapes of real models, beside torch and the machine's limit."""
 
 import argparse
-import os
-import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tilewright.engine_flags import positive
 
 if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help answers at once
     from tilewright.bench.report import Limits, Result
@@ -28,28 +28,19 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument(
         "--filter", default="", metavar="TEXT", help="only rows whose name and shape have all these words"
     )
-    parser.add_argument("--rounds", type=_positive, default=15, metavar="N", help="samples of each side (default 15)")
-    parser.add_argument("--threads", type=_positive, metavar="N", help="threads of both sides (default: all)")
+    parser.add_argument("--rounds", type=positive, default=15, metavar="N", help="samples of each side (default 15)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="threads of both sides (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine, to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a roofline to FILE (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return number
-
-
 def run(options: argparse.Namespace) -> int:
     """The exit status: 0, 1 where a check failed, 2 where the request cannot be met."""
-    if options.plot:
-        try:
-            import matplotlib  # noqa: F401  before minutes of measuring, not after
-        except ImportError:
-            print("tilewright: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
-            return 2
+    from tilewright.bench import common
+
+    if options.plot and not common.can_plot():
+        return 2
     import torch
 
     from tilewright import machine
@@ -65,11 +56,7 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         kernels.set_num_threads(options.threads)
     torch.set_num_threads(kernels.num_threads())
-    load = os.getloadavg()[0]
-    if load > 0.5 * (os.cpu_count() or 1):
-        print(
-            f"tilewright: the load average is {load:.1f}: others are running, the figures will suffer", file=sys.stderr
-        )
+    load = common.load_average()
     measured = machine.measure()
     limits = report.Limits(measured.read_gb_s, measured.bf16_tflops)
     results = _measure(rows, options.rounds, limits)
@@ -77,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         about = {
             "machine": machine.as_dict(machine.describe(), measured),
-            "versions": _versions(),
+            "versions": common.versions(),
             "rounds": options.rounds,
             "load_average": load,
         }
@@ -102,11 +89,3 @@ def _measure(rows: "list[Row]", rounds: int, limits: "Limits") -> "list[Result]"
         limit_s = limits.seconds(row.bytes_moved, row.flops)
         results.append(Result(row.name, row.shape, row.group, row.bytes_moved, row.flops, limit_s, times))
     return results
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    from tilewright import __version__
-
-    return {"tilewright": __version__, "torch": torch.__version__, "python": platform.python_version()}

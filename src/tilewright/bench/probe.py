@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from time import perf_counter
 
 import torch
@@ -13,14 +13,16 @@ from tilewright import machine
 
 GEMM_SHAPE = (2048, 4096, 4096)  # rows, inputs, outputs: 69 GFLOP, 80 MB, over any cache but far from memory-bound
 NUM_GEMMS = 4
+MAX_GEMM_S = 1.0  # in all: a machine without bf16 in hardware takes seconds for one, and one tells enough
 SECONDS = 0.5  # of the kernels that read and that multiply, beside the matrix products
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The best of several short passes."""
+    """The best of several short passes, and the median of those that read, for how steady they are."""
 
     read_gb_s: float
+    read_gb_s_median: float
     gemm_tflops: float  # torch's bf16 matrix product
     peak_tflops: float  # bf16 multiply-adds with everything in registers
 
@@ -32,27 +34,21 @@ def probe() -> Probe:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, inputs, generator=generator).bfloat16()
     weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
-    least_s = float("inf")
+    times_s: list[float] = []
     with torch.inference_mode():
-        for _ in range(1 + NUM_GEMMS):  # the first one makes oneDNN's kernel and is never the least
+        while len(times_s) <= NUM_GEMMS and sum(times_s) < MAX_GEMM_S:  # the first one makes oneDNN's kernel
             begin = perf_counter()
             torch.nn.functional.linear(x, weight)
-            least_s = min(least_s, perf_counter() - begin)
-    return Probe(measured.read_gb_s, 2 * rows * inputs * outputs / least_s / 1e12, measured.bf16_tflops)
+            times_s.append(perf_counter() - begin)
+    gemm_tflops = 2 * rows * inputs * outputs / min(times_s) / 1e12
+    return Probe(measured.read_gb_s, measured.read_gb_s_median, gemm_tflops, measured.bf16_tflops)
 
 
 def between(before: Probe, after: Probe) -> Probe:
     """The machine while something ran between two probes: their mean."""
-    return Probe(
-        (before.read_gb_s + after.read_gb_s) / 2,
-        (before.gemm_tflops + after.gemm_tflops) / 2,
-        (before.peak_tflops + after.peak_tflops) / 2,
-    )
+    return Probe(*map(statistics.mean, zip(astuple(before), astuple(after), strict=True)))
 
 
 def median(probes: Sequence[Probe]) -> Probe:
-    return Probe(
-        statistics.median(probe.read_gb_s for probe in probes),
-        statistics.median(probe.gemm_tflops for probe in probes),
-        statistics.median(probe.peak_tflops for probe in probes),
-    )
+    """The median of each of their figures."""
+    return Probe(*map(statistics.median, zip(*map(astuple, probes), strict=True)))

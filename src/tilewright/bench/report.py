@@ -77,8 +77,7 @@ def as_table(results: Sequence[Result], limits: Limits) -> str:
     """The rows for people to read, the means of the groups below them."""
     head = ("kernel", "shape", "ours us", "torch us", "x torch", "GB/s", "TFLOP/s", "of limit")
     lines = [head, *(_cells(result) for result in results)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = ["  ".join(_aligned(line, widths)).rstrip() for line in lines]
+    text = aligned(lines, left=(0, 1))
     group_means = [
         f"{m.group}: {m.speedup:.2f} x torch, {m.of_limit:.0%} of the limit, {m.num_rows} rows (geometric means)"
         for m in means(results)
@@ -107,18 +106,26 @@ def _cells(result: Result) -> tuple[str, ...]:
     )
 
 
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """The lines with cells in columns; those of `left` begin together, the others end together."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return [
-        cell.ljust(width) if i < 2 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
     ]
+
+
+def write_document(path: Path, document: dict[str, object]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def write_json(path: Path, results: Sequence[Result], about: dict[str, object]) -> None:
     """The rows and their means beside what the machine is and what it reached."""
     rows = [asdict(r) | {"speedup": _number(r.speedup), "of_limit": _number(r.of_limit)} for r in results]
-    document = about | {"rows": rows, "geometric_means": [asdict(mean) for mean in means(results)]}
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    write_document(path, about | {"rows": rows, "geometric_means": [asdict(mean) for mean in means(results)]})
 
 
 def _number(value: float) -> float | None:

@@ -1,0 +1,204 @@
+"""The four measurements of a model, each a call per round that asks for something never asked before."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tilewright.bench.costs import Costs, costs_of
+from tilewright.bench.probe import Probe
+from tilewright.engine.engine import Engine
+from tilewright.models.qwen3_vl.model import Qwen3Vl
+from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
+from tilewright.models.text import TextModel
+from tilewright.types import Completion, RequestError
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number with its unit. Where it is a rate the machine has a limit for, `limited_by` names that in Probe."""
+
+    value: float
+    unit: str
+    limited_by: str = ""
+
+
+Amounts = dict[str, Amount]
+Measure = Callable[[int], Amounts]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round gave, and how fast the machine was meanwhile."""
+
+    amounts: Amounts
+    probe: Probe
+
+    @classmethod
+    def of(cls, amounts: Amounts, probe: Probe) -> Round:
+        """With the share of the machine's limit beside every rate that has one."""
+        with_shares: Amounts = {}
+        for name, amount in amounts.items():
+            with_shares[name] = amount
+            if amount.limited_by:
+                share = amount.value / getattr(probe, amount.limited_by)
+                with_shares[f"{name}, of {amount.limited_by}"] = Amount(100 * share, "%")
+        return cls(with_shares, probe)
+
+
+def costs(engine: Engine) -> Costs:
+    model = engine.loaded.model
+    assert isinstance(model, TextModel | Qwen3Vl), f"{type(model).__name__} has costs that are not known here"
+    return costs_of(model.decoder, model.kv_spec, engine.loaded.dtype.itemsize)
+
+
+class Prompts:
+    """Prompts and pictures that differ in every round, so that no cache has them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        processor = engine.loaded.processor
+        self.placeholders = processor.placeholders if isinstance(processor, Qwen3VlProcessor) else None
+        vocabulary_size = engine.loaded.model.vocab_size
+        # Special tokens are the first or the last of a vocabulary.
+        self.id_range = vocabulary_size // 8, vocabulary_size * 7 // 8
+
+    def ids(self, count: int, *seed: int) -> list[int]:
+        return np.random.default_rng(seed).integers(*self.id_range, count).tolist()
+
+    def ids_with_picture(self, count: int, *seed: int) -> list[int]:
+        if self.placeholders is None:
+            raise RequestError(f"{self.engine.loaded.name} takes text alone, expected a model that takes pictures")
+        places = self.placeholders
+        return [places.start, places.image, places.end, *self.ids(count, *seed)]
+
+    def picture(self, size: tuple[int, int], *seed: int) -> Image.Image:
+        """Gradients under noise."""
+        width, height = size
+        random = np.random.default_rng(seed)
+        corners = random.uniform(0, 255, (2, 2, 3)).astype(np.uint8)
+        smooth = np.asarray(Image.fromarray(corners).resize(size, Image.Resampling.BICUBIC), dtype=np.float32)
+        return Image.fromarray((smooth + random.normal(0, 10, (height, width, 3))).clip(0, 255).astype(np.uint8))
+
+    def answers(self, prompts: list[list[int]], new_tokens: int, images: list[Any] | None = None) -> list[Completion]:
+        """The answers to all prompts at once, each of exactly `new_tokens` tokens."""
+        return self.engine.generate(
+            prompt_token_ids=prompts,
+            images=[[image] for image in images or ()],
+            max_tokens=new_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+        )
+
+
+def decode(engine: Engine, options: argparse.Namespace) -> Measure:
+    """Tokens per second after the first one; bytes are those of the weights and of the keys and values read."""
+    prompts, costs_of_model = Prompts(engine), costs(engine)
+    num_steps = options.new_tokens - 1
+    bytes_per_step = costs_of_model.decode_bytes(options.prompt_tokens + options.new_tokens // 2)
+
+    def measure(number: int) -> Amounts:
+        (answer,) = prompts.answers([prompts.ids(options.prompt_tokens, number)], options.new_tokens)
+        seconds = answer.timings.total_s - answer.timings.first_token_s
+        return {
+            "decode": Amount(num_steps / seconds, "tokens/s"),
+            "read": Amount(num_steps * bytes_per_step / seconds / 1e9, "GB/s", "read_gb_s"),
+            "read per token": Amount(bytes_per_step / 1e9, "GB"),
+            "first token": Amount(answer.timings.first_token_s, "s"),
+        }
+
+    return measure
+
+
+def prefill(engine: Engine, options: argparse.Namespace) -> Measure:
+    """Tokens per second up to the first token. The share counts the linears alone, as the probe is one."""
+    prompts, costs_of_model = Prompts(engine), costs(engine)
+    num_tokens = options.prompt_tokens
+    linear_flops = costs_of_model.prefill_flops(num_tokens)
+    all_flops = linear_flops + costs_of_model.attention_flops(num_tokens)
+
+    def measure(number: int) -> Amounts:
+        (answer,) = prompts.answers([prompts.ids(num_tokens, number)], 1)
+        seconds = answer.timings.first_token_s
+        return {
+            "prefill": Amount(num_tokens / seconds, "tokens/s"),
+            "linears": Amount(linear_flops / seconds / 1e12, "TFLOP/s", "gemm_tflops"),
+            "with attention": Amount(all_flops / seconds / 1e12, "TFLOP/s"),
+        }
+
+    return measure
+
+
+def picture(engine: Engine, options: argparse.Namespace) -> Measure:
+    """Seconds to the first token. Preprocessing and vision are timed alone, on another picture; prefill is the rest."""
+    prompts = Prompts(engine)
+    prompts.ids_with_picture(1, 0)  # says at once where the model takes none
+    loaded, count = engine.loaded, options.prompt_tokens
+
+    @torch.inference_mode()
+    def parts(number: int) -> tuple[float, float]:
+        image, ids = prompts.picture(options.size, number, 1), prompts.ids_with_picture(count, number, 1)
+        begin = perf_counter()
+        inputs = loaded.processor.prompt(token_ids=ids, images=[image])
+        prepared = perf_counter()
+        loaded.model.encode(inputs.media)
+        return prepared - begin, perf_counter() - prepared
+
+    def measure(number: int) -> Amounts:
+        image, ids = prompts.picture(options.size, number, 0), prompts.ids_with_picture(count, number, 0)
+        (answer,) = prompts.answers([ids], 1, [image])
+        first_token_s = answer.timings.first_token_s
+        preprocess_s, vision_s = parts(number)
+        return {
+            "first token": Amount(first_token_s, "s"),
+            "preprocess": Amount(preprocess_s, "s"),
+            "vision": Amount(vision_s, "s"),
+            "prefill": Amount(first_token_s - preprocess_s - vision_s, "s"),
+            "prompt": Amount(answer.num_prompt_tokens, "tokens"),
+        }
+
+    return measure
+
+
+def batch(engine: Engine, options: argparse.Namespace) -> Measure:
+    """Seconds of many requests at once, each with a picture where the model takes one; then the same ones again."""
+    prompts = Prompts(engine)
+    num_tokens = options.batch * options.new_tokens
+
+    def measure(number: int) -> Amounts:
+        each = range(options.batch)
+        images = None
+        if prompts.placeholders is not None:
+            images = [prompts.picture(options.size, number, i) for i in each]
+            ids = [prompts.ids_with_picture(options.prompt_tokens, number, i) for i in each]
+        else:
+            ids = [prompts.ids(options.prompt_tokens, number, i) for i in each]
+        times_s = []
+        for _ in range(2):
+            begin = perf_counter()
+            answers = prompts.answers(ids, options.new_tokens, images)
+            times_s.append(perf_counter() - begin)
+        return {
+            "all answers": Amount(times_s[0], "s"),
+            "tokens": Amount(num_tokens / times_s[0], "tokens/s"),
+            "again": Amount(times_s[1], "s"),
+            "again, tokens": Amount(num_tokens / times_s[1], "tokens/s"),
+            "again, cached": Amount(sum(answer.num_cached_tokens for answer in answers), "tokens"),
+        }
+
+    return measure
+
+
+MEASURES: dict[str, Callable[[Engine, argparse.Namespace], Measure]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "picture": picture,
+    "batch": batch,
+}

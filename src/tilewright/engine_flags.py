@@ -1,0 +1,70 @@
+"""The Engine's options as flags, for every command that runs a model. Imports the engine when one is opened."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from tilewright.types import RequestError
+
+if TYPE_CHECKING:
+    from tilewright.engine.engine import Engine
+
+_NAMES = (
+    "dtype",
+    "kv_memory",
+    "max_context",
+    "max_sequences",
+    "max_tokens_per_step",
+    "speculate",
+    "prefix_cache",
+    "replay",
+    "pack_cache",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Adds -m and the engine's options; `defaults` are those of this command where they are not the Engine's."""
+    parser.add_argument("-m", "--model", metavar="MODEL", help="a folder, a GGUF file or a hub id")
+    group = parser.add_argument_group("engine")
+    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: as the checkpoint")
+    group.add_argument("--kv-memory", metavar="SIZE", help='for keys and values, such as "4GB" (default: half of free)')
+    group.add_argument("--max-context", type=positive, metavar="N", help="tokens of a prompt and its answer")
+    group.add_argument("--max-sequences", type=positive, metavar="N", help="answers computed together")
+    group.add_argument("--max-tokens-per-step", type=positive, metavar="N", help="tokens computed in one step")
+    group.add_argument("--speculate", type=natural, metavar="N", help="tokens guessed ahead; 0: none")
+    for name, what in (
+        ("prefix_cache", "compute every prompt from its first token on"),
+        ("replay", "run steps op by op"),
+        ("pack_cache", "do not keep packed weights on disk for the next start"),
+    ):
+        flag = f"--no-{name.replace('_', '-')}"
+        group.add_argument(flag, dest=name, action="store_const", const=False, help=what)
+    parser.set_defaults(**defaults)
+
+
+def positive(text: str) -> int:
+    return _number(text, 1)
+
+
+def natural(text: str) -> int:
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    return int(text)
+
+
+def open_engine(options: argparse.Namespace, *, progress: bool) -> Engine:
+    """The Engine of the flags. A model that cannot be loaded is a RequestError."""
+    from tilewright.engine.engine import Engine
+    from tilewright.layers.rope import UnsupportedConfig
+    from tilewright.weights.checkpoint import CheckpointError
+
+    given = {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
+    try:
+        return Engine(options.model, progress=progress, **given)
+    except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
+        raise RequestError(str(error)) from error

@@ -1,0 +1,213 @@
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from clips import write_clip
+from PIL import Image
+from tiny_checkpoint import write_text_model, write_vision_model
+
+from tilewright import Engine, cli, engine_flags
+from tilewright.chat import Conversation, converse, speeds
+from tilewright.types import Completion, Timings
+
+FLAGS = ["--no-pack-cache", "--max-tokens", "8", "--max-context", "512", "--temperature", "0"]
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory):
+    return str(write_text_model(tmp_path_factory.mktemp("text")))
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory):
+    return str(write_vision_model(tmp_path_factory.mktemp("vision")))
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory):
+    path = tmp_path_factory.mktemp("photos") / "my photo.png"
+    Image.effect_noise((32, 24), 90).convert("RGB").save(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def engine(vision_model):
+    with Engine(vision_model, pack_cache=False, max_context=512, max_sequences=1) as engine:
+        yield engine
+
+
+def expected(engine, content, **more):
+    return engine.chat([{"role": "user", "content": content}], max_tokens=8, temperature=0.0, **more).text
+
+
+def test_the_answer_alone_is_on_stdout(vision_model, engine, photo, capsys):
+    assert cli.main(["chat", "What is it?", "-m", vision_model, "--image", photo, *FLAGS]) == 0
+    captured = capsys.readouterr()
+    parts = [{"type": "image", "image": photo}, {"type": "text", "text": "What is it?"}]
+    assert captured.out == expected(engine, parts) + "\n"
+    assert "8 tokens, TTFT" in captured.err and "tokens/s" in captured.err
+
+
+def test_a_video(vision_model, engine, tmp_path, capsys):
+    clip = tmp_path / "clip.mp4"
+    write_clip(clip, 25)
+    assert cli.main(["chat", "What happens?", "-m", vision_model, "--video", str(clip), *FLAGS]) == 0
+    parts = [{"type": "video", "video": str(clip)}, {"type": "text", "text": "What happens?"}]
+    assert capsys.readouterr().out == expected(engine, parts) + "\n"
+
+
+def test_quiet_says_nothing_else(text_model, capsys):
+    assert cli.main(["chat", "Hello", "-m", text_model, "--quiet", *FLAGS]) == 0
+    captured = capsys.readouterr()
+    assert captured.out and not captured.err
+
+
+def test_dash_reads_standard_input(text_model, capsys, monkeypatch):
+    assert cli.main(["chat", "Hello", "-m", text_model, *FLAGS]) == 0
+    told = capsys.readouterr().out
+    for arguments in (["-"], []):  # asked to, or because it is no terminal
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+        assert cli.main(["chat", *arguments, "-m", text_model, *FLAGS]) == 0
+        assert capsys.readouterr().out == told
+
+
+def test_as_a_program(text_model):
+    command = [sys.executable, "-m", "tilewright.cli", "chat", "-", "-m", text_model, *FLAGS]
+    done = subprocess.run(command, input=b"Hello", capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.endswith(b"\n"), done.stderr
+    assert b"8 tokens" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error(text_model):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "tilewright.cli", "chat", "Hello", "-m", text_model, *FLAGS]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
+    os.close(write)
+    assert done.returncode == 0 and b"Error" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["Hello", "-m", "MODEL", "--temperature", "3"], "temperature is 3.0"),
+        (["Hello", "-m", "MODEL", "--image", "nowhere.png"], "nowhere.png: there is no such file"),
+        (["Hello", "-m", "MODEL", "--image", "PHOTO"], "takes text alone"),
+        (["Hello", "-m", "./nothing/here/now"], "does not exist"),
+        (["Hello"], "model is None"),
+        (["", "-m", "MODEL"], "the prompt is empty"),
+        (["x" * 600, "-m", "MODEL", "--max-context", "512"], "512"),
+    ],
+)
+def test_users_errors_are_a_line(arguments, words, text_model, photo, capsys):
+    named = [{"MODEL": text_model, "PHOTO": photo}.get(argument, argument) for argument in arguments]
+    assert cli.main(["chat", "--no-pack-cache", *named]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err.startswith("tilewright: ") and words in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_config_that_is_not_built_is_a_line(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "mystery"}')
+    assert cli.main(["chat", "Hello", "-m", str(tmp_path), "--no-pack-cache"]) == 2
+    assert capsys.readouterr().err.startswith("tilewright: ")
+
+
+def said(lines):
+    """What a terminal would give: the lines, then Ctrl-D. An exception among them is raised."""
+    waiting = list(lines)
+
+    def ask():
+        if not waiting:
+            raise EOFError
+        line = waiting.pop(0)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    return ask
+
+
+@pytest.fixture
+def conversation(engine):
+    return Conversation(engine, {"max_tokens": 8, "temperature": 0.0})
+
+
+def test_a_conversation_has_history(conversation, engine, capsys):
+    conversation.system = "Be brief."
+    assert converse(conversation, said(["One", "Two"])) == 0
+    first, second = (turn["content"] for turn in conversation.turns if turn["role"] == "assistant")
+    system, one = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "One"}
+    answered = {"role": "assistant", "content": first}
+    messages = [system, one, answered, {"role": "user", "content": "Two"}]
+    assert engine.chat(messages, max_tokens=8, temperature=0.0).text == second
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+
+
+def test_pictures_go_with_the_next_message(conversation, engine, photo, capsys):
+    assert converse(conversation, said([f"/image '{photo}'", "What?", "And?"])) == 0
+    parts = [{"type": "image", "image": photo}, {"type": "text", "text": "What?"}]
+    assert conversation.turns[0]["content"] == parts
+    assert conversation.turns[2]["content"] == "And?"
+    assert conversation.turns[1]["content"] == expected(engine, parts)
+
+
+def test_commands(conversation, capsys):
+    lines = ["One", "/clear", "/help", "/image nowhere.png", "/dance", "", KeyboardInterrupt(), "Two", "/exit", "Three"]
+    assert converse(conversation, said(lines)) == 0
+    assert [turn["content"] for turn in conversation.turns if turn["role"] == "user"] == ["Two"]
+    errors = capsys.readouterr().err
+    for words in ("forgotten", "/video FILE", "image nowhere.png: there is no such file", "/dance is no command"):
+        assert words in errors
+
+
+def test_what_cannot_be_answered_is_not_kept(conversation, tmp_path, capsys):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"not a picture")
+    assert converse(conversation, said([f"/image {broken}", "What?", "One"])) == 0
+    assert [turn["content"] for turn in conversation.turns if turn["role"] == "user"] == ["One"]
+    assert "tilewright: image 1" in capsys.readouterr().err
+
+
+class InterruptedHandle:
+    """A request whose reader presses Ctrl-C after the first word."""
+
+    def __init__(self):
+        self.is_aborted = False
+
+    def __iter__(self):
+        yield SimpleNamespace(text="Once")
+        raise KeyboardInterrupt
+
+    def abort(self):
+        self.is_aborted = True
+
+    def result(self):
+        assert self.is_aborted
+        return [Completion("Once", (1,), "abort", 3, 0, Timings(0.0, 0.1, 0.2))]
+
+
+def test_control_c_stops_the_answer_and_not_the_program(capsys):
+    engine = SimpleNamespace(submit_chat=lambda messages, **sampling: InterruptedHandle())
+    conversation = Conversation(engine, {})
+    assert converse(conversation, said(["Tell me", "More"])) == 0
+    assert [turn["content"] for turn in conversation.turns] == ["Tell me", "Once", "More", "Once"]
+    assert capsys.readouterr().out == "Once\nOnce\n"
+
+
+def test_control_c_ends_a_single_answer(monkeypatch, capsys):
+    engine = SimpleNamespace(submit_chat=lambda messages, **sampling: InterruptedHandle(), sampling_params=dict)
+    monkeypatch.setattr(engine_flags, "open_engine", lambda options, progress: contextlib.nullcontext(engine))
+    assert cli.main(["chat", "Tell me", "-m", "model"]) == 130
+    assert capsys.readouterr().out == "Once\n"
+
+
+def test_speeds():
+    assert speeds(Completion("", (), "abort", 1, 0, Timings(0, 0, 0))) == "0 tokens"
+    assert speeds(Completion("a", (1,), "stop", 1, 0, Timings(0, 0.5, 0.5))) == "1 token, TTFT 0.50 s"
+    many = Completion("a", tuple(range(11)), "stop", 1, 0, Timings(0, 0.5, 1.5))
+    assert speeds(many) == "11 tokens, TTFT 0.50 s, 10.0 tokens/s"

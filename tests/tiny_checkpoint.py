@@ -1,0 +1,86 @@
+"""Folders of whole checkpoints with random weights and a tokenizer of single bytes: small enough to load in a test."""
+
+import json
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+from tiny import MROPE, TEXT, VISION
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+SPECIAL = ["<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+FIRST_SPECIAL = 256
+VOCAB = 272  # some rows more than there are tokens, as real ones have
+TEMPLATE = """{%- for message in messages -%}
+[{{ message.role }}]
+{%- if message.content is string %}{{ message.content }}{% else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == 'video' %}<|video_pad|>
+{%- else %}{{ part.text }}{% endif -%}
+{%- endfor -%}
+{%- endif -%}
+<|end|>
+{%- endfor -%}
+[assistant]"""
+
+
+def _write_tokenizer(folder: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    assert tokenizer.token_to_id(SPECIAL[0]) == FIRST_SPECIAL
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL[0]}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": FIRST_SPECIAL, "do_sample": False}))
+
+
+def write_text_model(folder: Path) -> Path:
+    """A Qwen3 that takes text alone."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**{**TEXT, "vocab_size": VOCAB}, head_dim=32, tie_word_embeddings=True)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    _write_tokenizer(folder)
+    return folder
+
+
+def write_experts_model(folder: Path) -> Path:
+    """A Qwen3-MoE: 3 of 8 experts for each token in two of its three layers."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        **{**TEXT, "vocab_size": VOCAB},
+        head_dim=32,
+        moe_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+        mlp_only_layers=[1],
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    _write_tokenizer(folder)
+    return folder
+
+
+def write_vision_model(folder: Path) -> Path:
+    """A Qwen3-VL for pictures of 16x16 to 64x64 pixels, in patches of 4."""
+    torch.manual_seed(0)
+    ids = {token: FIRST_SPECIAL + i for i, token in enumerate(SPECIAL)}
+    config = transformers.Qwen3VLConfig(
+        text_config={**TEXT, "vocab_size": VOCAB, "head_dim": 32, "rope_parameters": MROPE},
+        vision_config=VISION,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    _write_tokenizer(folder)
+    settings = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
+    settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (folder / name).write_text(json.dumps(settings))
+    return folder
