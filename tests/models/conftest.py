@@ -6,8 +6,17 @@ from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.runner import Runner, StepBuffers
 from tilewright.models.registry import family_of
 from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.native import kernels
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """So little is computed that a second thread would only be waited for."""
+    kernels.set_num_threads(1)
+    yield
+    kernels.set_num_threads(0)
 
 
 @pytest.fixture(scope="session")

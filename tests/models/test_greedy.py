@@ -13,7 +13,6 @@ from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Limits, Scheduler
 from tilewright.engine.speculate import Speculator
 from tilewright.ops.kv_cache import KvCache
-from tilewright.ops.native import kernels
 from tilewright.types import ModelInputs, SamplingParams
 
 PAGE_SIZE = 32
@@ -89,14 +88,6 @@ def case(request, networks, models, dtype):
         ):
             inputs.append(tiny.in_dtype(tiny.media_prompt(hf, media, seed).inputs, dtype))
     return models(request.param, dtype), dtype, inputs
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """So little is computed that a second thread would only be waited for."""
-    kernels.set_num_threads(1)
-    yield
-    kernels.set_num_threads(0)
 
 
 @pytest.fixture(scope="module")
