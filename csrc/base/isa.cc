@@ -39,7 +39,8 @@ Isa detect() {
   constexpr uint32_t kAvx512 = (1u << 16) | (1u << 17) | (1u << 28) | (1u << 30) | (1u << 31);  // F DQ CD BW VL
   if ((b & kAvx512) != kAvx512 || (state & kZmmState) != kZmmState) return Isa::avx2;
 
-  const bool amx = (d & (1u << 24)) && (d & (1u << 22)) && (d & (1u << 25));  // tile, bf16, int8
+  // Tile, bf16, int8; and VBMI, which every CPU with tiles has.
+  const bool amx = (d & (1u << 24)) && (d & (1u << 22)) && (d & (1u << 25)) && (c & (1u << 1));
   uint32_t a1, b1, c1, d1;
   const bool bf16 = __get_cpuid_count(7, 1, &a1, &b1, &c1, &d1) && (a1 & (1u << 5));
   if (!bf16) return Isa::avx512;

@@ -21,7 +21,8 @@ def qkv(num_queries, num_keys, heads, kv_heads, width, dtype):
 def assert_attention(out, expected, values):
     """fp32 as ever; in bf16 the softmax weights are rounded to 8 bits too, an error that scales with the values."""
     bf16 = torch.bfloat16 in (out.dtype, values.dtype)
-    assert_close(out, expected, atol=5e-3 * values.float().abs().mean().item() if bf16 and values.numel() else None)
+    atol = 8e-3 * values.float().abs().mean().item() if bf16 and values.numel() else None
+    assert_close(out, expected, atol=atol, rtol=2**-7 if bf16 else None)
 
 
 def check_varlen(dtype, lengths, heads, kv_heads, width, key_lengths=None, **options):

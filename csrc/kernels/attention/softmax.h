@@ -63,62 +63,123 @@ inline float reduce_chains_add(const Vec (&chains)[kChains]) {
   return reduce_add(all);
 }
 
+// Weights 2^(score * scale - maximum) of a row, a value tile's depth of keys at a time, and their sum.
+template <class P>
+class Weigher {
+ public:
+  Weigher(float scale, float maximum) : scale_(Vec::set1(scale)), offset_(Vec::set1(-maximum)) {
+    for (Vec& total : totals_) total = Vec::zero();
+  }
+
+  void weigh(const float* scores, P* weights) {
+    Vec p[kChains];
+    for (int c = 0; c < kChains; ++c) {
+      p[c] = exp2_nonpositive<kPrecise>(fma(Vec::load(scores + c * Vec::kLanes), scale_, offset_));
+      totals_[c] = totals_[c] + p[c];
+    }
+    for (int c = 0; c < kChains; ++c) p[c].store(weights + c * Vec::kLanes);
+  }
+
+  // The same for keys of which some are hidden: their scores are -inf, and only those in [begin, end) weigh.
+  void weigh_seen(const float* scores, P* weights, int64_t begin, int64_t end) {
+    for (int c = 0; c < kChains; ++c) {
+      const int at = c * Vec::kLanes;
+      // -inf becomes a finite power that underflows: -inf - round(-inf) would be NaN.
+      const Vec t = max(Vec::set1(-1000.0f), fma(Vec::load(scores + at), scale_, offset_));
+      const Vec p = keep_lanes(exp2_nonpositive<kPrecise>(t), begin - at, end - at, Vec::zero());
+      p.store(weights + at);
+      totals_[c] = totals_[c] + p;
+    }
+  }
+
+  float sum() const { return reduce_chains_add(totals_); }
+
+ private:
+  static constexpr bool kPrecise = sizeof(P) == 4;
+  Vec scale_, offset_;
+  Vec totals_[kChains];
+};
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+// bf16 weights without an exponential. The bits of a bf16 are its logarithm, 128 (log2 + 127), but for a bulge of up to
+// 11 between powers of two: so 128 times the exponent, rounded to a whole number, less the bulge from a table of 64, is
+// the weight. 12 instructions for 32 keys instead of 22, and the softmax was half of attention's time. The exponent is
+// rounded to 1/128 before and the bulge to whole steps: the error of a weight is 1.5 times (in the mean) that of
+// rounding to bf16 alone. The weights that are summed are those that multiply the values.
+template <>
+class Weigher<bf16> {
+ public:
+  Weigher(float scale, float maximum)
+      : scale_(_mm512_set1_ps(128 * scale)), offset_(_mm512_set1_ps(-128 * maximum)), total_(_mm512_setzero_ps()) {}
+
+  void weigh(const float* scores, bf16* weights) {
+    auto scaled = [&](const float* at) {
+      return _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at), scale_, offset_));
+    };
+    // Packing goes by 128 bits: quarters of both halves in turn, which the permutation sorts. -inf saturates.
+    const __m512i in_turn = _mm512_packs_epi32(scaled(scores), scaled(scores + 16));
+    const __m512i steps = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), in_turn);
+    const __m512i straight =
+        _mm512_max_epi16(_mm512_adds_epi16(steps, _mm512_set1_epi16(127 * 128)), _mm512_setzero_si512());
+    const __m512i bulge =
+        _mm512_maskz_permutexvar_epi8(0x5555555555555555, _mm512_srli_epi16(straight, 1), _mm512_loadu_si512(kBulge));
+    const __m512i bits = _mm512_sub_epi16(straight, bulge);
+    _mm512_storeu_si512(weights, bits);
+    total_ = _mm512_dpbf16_ps(total_, reinterpret_cast<__m512bh>(bits),
+                              reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80)));
+  }
+
+  // Hidden keys have scores of -inf, which weigh nothing.
+  void weigh_seen(const float* scores, bf16* weights, int64_t, int64_t) { weigh(scores, weights); }
+
+  float sum() const { return _mm512_reduce_add_ps(total_); }
+
+ private:
+  // 128 (f - (2^f - 1)) for f = (2 i + 1/2) / 128.
+  static constexpr uint8_t kBulge[64] = {0,  1,  1,  2,  2,  3,  4,  4,  5,  5,  5,  6,  6,  7,  7,  8,
+                                         8,  8,  9,  9,  9,  9,  10, 10, 10, 10, 10, 11, 11, 11, 11, 11,
+                                         11, 11, 11, 11, 11, 11, 11, 11, 11, 10, 10, 10, 10, 10, 9,  9,
+                                         9,  8,  8,  8,  7,  7,  6,  6,  5,  5,  4,  3,  3,  2,  1,  1};
+  __m512 scale_, offset_, total_;
+};
+#endif
+
 // scores [width] become weights 2^(score - maximum), with every rule applied, in place: weights are no wider than
 // scores and are written behind the place that is read.
 template <class P>
 inline void softmax_row_with_rules(float* scores, int width, const RowRules& rules, P* weights, float* maximum,
                                    float* sum) {
-  constexpr bool kPrecise = sizeof(P) == 4;
   // Without a cap or a mask the scale waits for the subtraction, as in softmax_row: a row gives the same bits by
   // either.
   const bool scale_first = rules.soft_cap > 0 || rules.mask;
-  const Vec early = Vec::set1(scale_first ? rules.scale : 1.0f), late = Vec::set1(scale_first ? 1.0f : rules.scale);
+  const float early = scale_first ? rules.scale : 1.0f, late = scale_first ? 1.0f : rules.scale;
   Vec highest = Vec::set1(kMinusInfinity);
   for (int i = 0; i < width; i += Vec::kLanes) {
-    const Vec t = masked_score(Vec::load(scores + i) * early, rules, i);
+    const Vec t = masked_score(Vec::load(scores + i) * Vec::set1(early), rules, i);
     t.store(scores + i);
     highest = max(highest, t);
   }
   const float best = reduce_max(highest);
   const bool none = best == kMinusInfinity;
-  *maximum = none ? best : best * (scale_first ? 1.0f : rules.scale);
-  const Vec offset = Vec::set1(none ? 0.0f : -*maximum);
+  *maximum = none ? best : best * late;
   const int64_t begin = none ? 0 : rules.begin, end = none ? 0 : rules.end;
-  Vec totals[kChains];
-  for (Vec& total : totals) total = Vec::zero();
-  for (int i = 0; i < width; i += kTileDepth) {
-    for (int c = 0; c < kChains; ++c) {
-      const int at = i + c * Vec::kLanes;
-      // -inf (hidden) becomes a finite power that underflows: -inf - round(-inf) would be NaN.
-      const Vec t = max(Vec::set1(-1000.0f), fma(Vec::load(scores + at), late, offset));
-      const Vec p = keep_lanes(exp2_nonpositive<kPrecise>(t), begin - at, end - at, Vec::zero());
-      p.store(weights + at);
-      totals[c] = totals[c] + p;
-    }
-  }
-  *sum = reduce_chains_add(totals);
+  Weigher<P> weigher(late, none ? 0.0f : *maximum);
+  for (int i = 0; i < width; i += kTileDepth) weigher.weigh_seen(scores + i, weights + i, begin - i, end - i);
+  *sum = weigher.sum();
 }
 
 // The same for a row that sees the whole block and has no rules but the scale: what nearly every row is.
 template <class P>
 inline void softmax_row(const float* scores, int width, float scale, P* weights, float* maximum, float* sum) {
-  constexpr bool kPrecise = sizeof(P) == 4;
-  Vec highest[kChains], totals[kChains];
-  for (int c = 0; c < kChains; ++c) highest[c] = Vec::load(scores + c * Vec::kLanes), totals[c] = Vec::zero();
+  Vec highest[kChains];
+  for (int c = 0; c < kChains; ++c) highest[c] = Vec::load(scores + c * Vec::kLanes);
   for (int i = kTileDepth; i < width; i += kTileDepth)
     for (int c = 0; c < kChains; ++c) highest[c] = max(highest[c], Vec::load(scores + i + c * Vec::kLanes));
   *maximum = reduce_chains_max(highest) * scale;
-  const Vec factor = Vec::set1(scale), offset = Vec::set1(-*maximum);
+  Weigher<P> weigher(scale, *maximum);
 #pragma GCC unroll 4
-  for (int i = 0; i < width; i += kTileDepth) {
-    Vec p[kChains];
-    for (int c = 0; c < kChains; ++c) {
-      p[c] = exp2_nonpositive<kPrecise>(fma(Vec::load(scores + i + c * Vec::kLanes), factor, offset));
-      totals[c] = totals[c] + p[c];
-    }
-    for (int c = 0; c < kChains; ++c) p[c].store(weights + i + c * Vec::kLanes);
-  }
-  *sum = reduce_chains_add(totals);
+  for (int i = 0; i < width; i += kTileDepth) weigher.weigh(scores + i, weights + i);
+  *sum = weigher.sum();
 }
 
 // What a block of keys gives: for each row the highest score and the sum of weights, and weights times values.

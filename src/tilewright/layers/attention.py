@@ -28,7 +28,7 @@ class AttentionConfig:
 
 
 class Attention:
-    """x + o(attention(qkv(h))), updating x."""
+    """What each token's heads attend to, side by side; `output` projects it back to the model's width."""
 
     def __init__(self, name: str, config: AttentionConfig, layer: int) -> None:
         self.config, self.layer = config, layer
@@ -41,7 +41,7 @@ class Attention:
             self.q_norm = Plain(f"{name}.q_norm.weight", config.head_width)
             self.k_norm = Plain(f"{name}.k_norm.weight", config.head_width)
 
-    def __call__(self, x_TD: Tensor, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> None:
+    def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         config = self.config
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         qkv = linear(h_TD, self.qkv.value).view(h_TD.shape[0], -1, config.head_width)
@@ -55,4 +55,4 @@ class Attention:
         attended = paged_attention(
             q_THK, cache, batch.block_table, batch.query_starts, batch.kv_lengths, window=config.window
         )
-        linear(attended.view(h_TD.shape[0], -1), self.output.value, residual=x_TD, out=x_TD)
+        return attended.view(h_TD.shape[0], -1)

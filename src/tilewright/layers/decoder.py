@@ -54,9 +54,14 @@ class DecoderLayer:
             activation, bias = config.activation, config.mlp_bias
             self.mlp = GatedMlp(f"{name}.mlp", config.width, config.mlp_width, activation=activation, bias=bias)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> None:
-        self.attention(x_TD, rms_norm(x_TD, self.attention_norm.value, self.eps), batch, cos, sin)
+    def __call__(self, x_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
+        """x, updated in place; with `rows`, only those of its tokens, though the keys and values of all are stored."""
+        attended = self.attention(rms_norm(x_TD, self.attention_norm.value, self.eps), batch, cos, sin)
+        if rows is not None:
+            x_TD, attended = x_TD[rows], attended[rows]
+        linear(attended, self.attention.output.value, residual=x_TD, out=x_TD)
         self.mlp(x_TD, rms_norm(x_TD, self.mlp_norm.value, self.eps))
+        return x_TD
 
 
 class Decoder:
@@ -86,14 +91,14 @@ class Decoder:
         for run in batch.media:
             scatter_rows(x_TD, run.rows_M, run.embeddings_MD)
         cos, sin = self.rope.tables(batch.positions_AT)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.layers[:-1]):
             with scope():
                 layer(x_TD, batch, cos, sin)
                 for run in batch.media:
                     if i < len(run.deepstack):
                         scatter_add_rows(x_TD, run.rows_M, run.deepstack[i])
-        if batch.logit_rows is not None:
-            x_TD = x_TD[batch.logit_rows]
+        with scope():
+            x_TD = self.layers[-1](x_TD, batch, cos, sin, batch.logit_rows)
         return self.logits(x_TD)
 
     def logits(self, x_TD: Tensor) -> Tensor:

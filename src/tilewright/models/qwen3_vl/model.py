@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.layers.rope import UnsupportedConfig
 from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
@@ -22,6 +23,11 @@ class Qwen3Vl:
     num_position_axes = 3
 
     def __init__(self, text: DecoderConfig, vision: VisionConfig) -> None:
+        if len(vision.deepstack_layers) >= text.num_layers:
+            raise UnsupportedConfig(
+                f"deepstack_visual_indexes has {len(vision.deepstack_layers)} entries, expected fewer than the "
+                f"{text.num_layers} layers of the text model"
+            )
         self.vocab_size, self.max_context = text.vocab_size, text.max_context
         self.kv_spec = KvSpec(text.num_layers, text.attention.num_kv_heads, text.attention.head_width)
         self.decoder = Decoder(TEXT, text)
