@@ -80,6 +80,7 @@ class MockRunner:
         num_patches = sum(int(np.prod(medium.grid)) for medium in media)
         assert len(media) <= 1 or num_patches <= self.limits.max_encode_patches
         for medium in media:
+            medium.load()
             assert not self.features.has(medium.key)
             self.features.put(medium.key, features_of(medium.key, medium.num_features))
             self.num_encoded += 1

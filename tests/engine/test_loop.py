@@ -105,6 +105,25 @@ def test_a_failed_step_fails_its_requests_and_no_others():
     assert loop.stats().num_pages_used == 0 and not loop.core.scheduler.features._pins
 
 
+def test_a_medium_that_cannot_be_read_any_more_fails_its_request_alone():
+    loop = EngineLoop(make_core(max_tokens_per_step=100), threaded=False)
+    inputs = media_inputs([1, (b"k" * 16, [5]), 2])
+
+    def gone():
+        raise OSError("the file is gone")
+
+    broken = dataclasses.replace(inputs, media=tuple(dataclasses.replace(item, load=gone) for item in inputs.media))
+    other = media_inputs([3, (b"m" * 16, [4]), 2])
+    handles = [loop.submit(lambda ready=ready: ready, params()) for ready in (prompt(2), broken, other)]
+    while loop.step():
+        pass
+    with pytest.raises(EngineError, match="the file is gone"):
+        handles[1].result(TIMEOUT_S)
+    assert list(handles[0].result()[0].token_ids) == answer(prompt(2), params())
+    assert list(handles[2].result()[0].token_ids) == answer(other, params())
+    assert loop.stats().num_pages_used == 0 and not loop.core.scheduler.features._pins
+
+
 def test_a_step_that_cannot_be_scheduled_fails_all():
     loop = EngineLoop(make_core(), threaded=False)
     handles = [loop.submit(lambda: prompt(1), params()) for _ in range(2)]

@@ -165,13 +165,16 @@ def test_paged_cross_attention(isa, dtype):
     assert (out[-2:] == 0).all()  # no encoder tokens
 
 
-@pytest.mark.parametrize("kv_heads,width", [(1, 16), (2, 72), (3, 128)])
-def test_kv_store_round_trip(dtype, kv_heads, width):
+@pytest.mark.parametrize("order", ["shuffled", "whole tiles", "across tiles"])
+@pytest.mark.parametrize("kv_heads,width", [(1, 16), (2, 72), (2, 32), (3, 128)])
+def test_kv_store_round_trip(dtype, kv_heads, width, order):
     cache = KvCache.empty(4, 64, kv_heads, width, dtype)
     cache.data.fill_(float("nan"))
     packed = rand(100, 3 * kv_heads * width, dtype=dtype).view(100, 3, kv_heads, width)
     k, v = packed[:, 1], packed[:, 2]
     slots = torch.randperm(256, generator=torch.Generator().manual_seed(1))[:100]
+    if order != "shuffled":
+        slots = torch.arange(100) + (64 if order == "whole tiles" else 85)
     slots[7] = -1
     kv_store(k, v, cache, slots)
     kept = torch.arange(100) != 7

@@ -13,7 +13,7 @@ from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.step import Event, Step
-from tilewright.types import Completion, Delta, ModelInputs, RequestError, SamplingParams
+from tilewright.types import Completion, Delta, Medium, ModelInputs, RequestError, SamplingParams
 
 
 class Runner(Protocol):
@@ -90,9 +90,16 @@ class EngineCore:
         ]
 
     def abandon_step(self) -> set[str]:
-        """The requests of a step that raised, all dropped; of all requests if it could not even be scheduled."""
+        """The requests dropped because their step raised: those whose media cannot be read, if that was why.
+
+        Otherwise all that were part of it, or all there are if it could not even be scheduled. Those that stay go on
+        from where they were.
+        """
         step, scheduler = self.step_under_way, self.scheduler
         sequences = [chunk.sequence for chunk in step.chunks] if step else scheduler.running + scheduler.waiting
+        unreadable = {medium.key for medium in step.encode if not _is_readable(medium)} if step else set()
+        if unreadable:
+            sequences = [item for item in sequences if any(medium.key in unreadable for medium in item.inputs.media)]
         request_ids = {sequence.request_id for sequence in sequences}
         for request_id in request_ids:
             scheduler.abort(request_id)
@@ -143,3 +150,11 @@ class EngineCore:
         if num_surplus:
             del sequence.token_ids[-num_surplus:]
             del sequence.logprobs[-num_surplus:]
+
+
+def _is_readable(medium: Medium) -> bool:
+    try:
+        medium.load()
+    except Exception:
+        return False
+    return True

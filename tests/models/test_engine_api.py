@@ -1,0 +1,167 @@
+"""`tilewright.Engine` as people use it, on a tiny checkpoint that sees."""
+
+import io
+import threading
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+from PIL import Image
+
+import tilewright
+from tilewright.types import RequestError
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tiny_checkpoint.write_vision_model(tmp_path_factory.mktemp("vision"))
+    with tilewright.Engine(folder, dtype="float32", kv_memory="20MB", max_context=512, pack_cache=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def picture():
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 56, 3), dtype=np.uint8))
+
+
+def about(picture, text="What is it?"):
+    return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": text}]}]
+
+
+def say(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_a_picture_by_any_way_in_is_the_same_picture(engine, picture, tmp_path):
+    picture.save(tmp_path / "picture.png")
+    encoded = io.BytesIO()
+    picture.save(encoded, "png")
+    ways = [picture, tmp_path / "picture.png", str(tmp_path / "picture.png"), encoded.getvalue(), np.asarray(picture)]
+    answers = [engine.chat(about(way), max_tokens=8).token_ids for way in ways]
+    assert len(set(answers)) == 1
+    other = Image.fromarray(255 - np.asarray(picture))
+    assert engine.chat(about(other), max_tokens=8).token_ids != answers[0]
+
+
+def test_a_second_turn_finds_the_first_in_the_cache(engine, picture):
+    question = about(picture, "Tell me all about it. " * 4)
+    first = engine.chat(question, max_tokens=8)
+    again = engine.chat(question, max_tokens=8)
+    assert again.token_ids == first.token_ids
+    assert again.num_cached_tokens >= 64
+    assert engine.stats().feature_hit_rate > 0
+
+
+def test_lists_and_n(engine):
+    one, two = engine.chat([say("one"), say("two")], max_tokens=5)
+    assert one.token_ids == engine.chat(say("one"), max_tokens=5).token_ids
+    assert two.token_ids == engine.chat(say("two"), max_tokens=5).token_ids
+    several = engine.chat(say("one"), max_tokens=5, n=3, temperature=1.0, seed=1)
+    assert len(several) == 3 and len({answer.token_ids for answer in several}) > 1
+    texts = engine.generate(["a", "bb"], max_tokens=4)
+    ids = engine.generate(prompt_token_ids=[engine.loaded.tokenizer.encode(text) for text in ("a", "bb")], max_tokens=4)
+    assert [answer.token_ids for answer in texts] == [answer.token_ids for answer in ids]
+
+
+def test_generate_with_pictures(engine, picture):
+    text = "<|vision_start|><|image_pad|><|vision_end|>?"
+    alone = engine.generate(text, images=[picture], max_tokens=6)
+    first, second = engine.generate([text, "no picture"], images=[[picture], []], max_tokens=6)
+    assert first.token_ids == alone.token_ids
+    assert second.token_ids == engine.generate("no picture", max_tokens=6).token_ids
+
+
+def test_a_stream_is_the_answer_in_pieces(engine):
+    whole = engine.chat(say("stream"), max_tokens=12)
+    deltas = list(engine.stream(say("stream"), max_tokens=12))
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert sum((delta.token_ids for delta in deltas), ()) == whole.token_ids
+    assert deltas[-1].finish_reason == whole.finish_reason == "length"
+    assert len(deltas) > 3
+
+
+def test_leaving_a_stream_frees_its_place(engine):
+    for _ in engine.stream(prompt="go on", max_tokens=400, ignore_eos=True):
+        break
+    assert engine.chat(say("next"), max_tokens=2).finish_reason == "length"
+    assert engine.stats().num_running == 0
+
+
+def test_log_probabilities(engine):
+    answer = engine.generate("abc", max_tokens=3, logprobs=4, prompt_logprobs=2)
+    assert [item.token_id for item in answer.logprobs] == list(answer.token_ids)
+    for item in answer.logprobs:
+        assert item.rank == 1 and len(item.top) == 4 and item.top[0] == (item.token_id, item.logprob)
+    assert answer.prompt_logprobs[0] is None
+    prompt = engine.loaded.tokenizer.encode("abc")
+    assert [item.token_id for item in answer.prompt_logprobs[1:]] == prompt[1:]
+
+
+def test_stops(engine):
+    whole = engine.generate("where to stop", max_tokens=30, ignore_eos=True, stop_token_ids=[])
+    place = whole.token_ids[10]
+    cut = engine.generate("where to stop", max_tokens=30, ignore_eos=True, stop_token_ids=[place])
+    assert cut.finish_reason == "stop" and cut.token_ids == whole.token_ids[: whole.token_ids.index(place) + 1]
+
+
+def test_timings_and_counts(engine):
+    answer = engine.generate("time", max_tokens=4)
+    timings = answer.timings
+    assert 0 <= timings.queued_s <= timings.first_token_s <= timings.total_s
+    assert answer.num_prompt_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"surprise": 1}, "unknown sampling parameter 'surprise'"),
+        ({"logit_bias": {100000: 1.0}}, "token 100000"),
+    ],
+)
+def test_bad_parameters_are_named(engine, options, words):
+    with pytest.raises(RequestError, match=words):
+        engine.generate("x", **options)
+
+
+def test_bad_requests_hurt_no_others(engine, picture):
+    expected = engine.chat(say("good"), max_tokens=6).token_ids
+    failures = []
+
+    def bad(messages):
+        try:
+            engine.chat(messages, max_tokens=6)
+        except RequestError as error:
+            failures.append(str(error))
+
+    threads = [
+        threading.Thread(target=bad, args=(messages,))
+        for messages in (about(b"no picture at all"), say("x" * 2000), about("missing.png"))
+    ]
+    for thread in threads:
+        thread.start()
+    assert engine.chat(say("good"), max_tokens=6).token_ids == expected
+    for thread in threads:
+        thread.join()
+    assert len(failures) == 3
+    assert any("image 1" in failure for failure in failures)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tp": 2}, "tp is 2"),
+        ({"quantize": "int4"}, "quantize is 'int4'"),
+        ({"device": "cuda"}, "device is 'cuda'"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"kv_memory": "lots"}, "'lots'"),
+    ],
+)
+def test_options_that_cannot_be(engine, tmp_path_factory, options, words):
+    folder = tiny_checkpoint.write_text_model(tmp_path_factory.mktemp("text"))
+    with pytest.raises(RequestError, match=words):
+        tilewright.Engine(folder, pack_cache=False, **options)
+    with pytest.raises(RequestError, match="model is None"):
+        tilewright.Engine()
