@@ -26,7 +26,7 @@ from tilewright.engine.core import EngineCore
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.runner import Runner, StepBuffers
+from tilewright.engine.runner import Runner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Limits, Scheduler
 from tilewright.models.registry import family_of
@@ -137,9 +137,8 @@ class Bench:
         features = FeatureCache(1 << 30)
         pool = PagePool(num_pages, PAGE_SIZE)
         limits = Limits(max_context=max_context)
-        buffers = StepBuffers(model.num_position_axes, 1024, 64, pages_per_sequence, PAGE_SIZE)
         self.core = EngineCore(
-            Runner(model, caches, features, buffers),
+            Runner(model, caches, features, limits),
             Scheduler(pool, PrefixCache(pool, enabled=False), features, limits),
             Sampler(),
             make_decoder=NoText,

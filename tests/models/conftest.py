@@ -3,7 +3,8 @@ import tiny
 import torch
 
 from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.runner import Runner, StepBuffers
+from tilewright.engine.runner import Runner
+from tilewright.engine.scheduler import Limits
 from tilewright.models.registry import family_of
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.native import kernels
@@ -56,7 +57,7 @@ def make_runner():
     def make(model, *, num_pages=64, replay=False, dtype=torch.float32):
         spec = model.kv_spec
         caches = [KvCache.empty(num_pages, 32, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)]
-        buffers = StepBuffers(model.num_position_axes, 2048, 16, num_pages, 32)
-        return Runner(model, caches, FeatureCache(1 << 30), buffers, replay=replay)
+        limits = Limits(max_context=32 * num_pages, max_tokens_per_step=2048, max_sequences=16)
+        return Runner(model, caches, FeatureCache(1 << 30), limits, replay=replay)
 
     return make

@@ -8,7 +8,7 @@ from tilewright.engine.core import EngineCore
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.runner import Runner, StepBuffers
+from tilewright.engine.runner import Runner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Limits, Scheduler
 from tilewright.engine.speculate import Speculator
@@ -43,7 +43,6 @@ class Answers:
         self.features = FeatureCache(1 << 24)
         pool = PagePool(num_pages, PAGE_SIZE)
         limits = Limits(max_context=512, max_tokens_per_step=tokens_per_step, max_sequences=min(16, tokens_per_step))
-        buffers = StepBuffers(model.num_position_axes, tokens_per_step, 16, num_pages, PAGE_SIZE)
         self.scheduler = Scheduler(
             pool,
             PrefixCache(pool, enabled=prefix_cache),
@@ -52,7 +51,7 @@ class Answers:
             Speculator(drafts) if drafts else None,
         )
         self.core = EngineCore(
-            Runner(model, caches, self.features, buffers, replay=replay),
+            Runner(model, caches, self.features, limits, replay=replay),
             self.scheduler,
             Sampler(),
             make_decoder=NoText,

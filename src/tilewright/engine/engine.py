@@ -15,7 +15,7 @@ from tilewright.engine.loop import EngineLoop
 from tilewright.engine.memory import num_kv_pages
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.runner import Runner, StepBuffers
+from tilewright.engine.runner import Runner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Limits, Scheduler
 from tilewright.engine.speculate import Speculator
@@ -69,36 +69,22 @@ class Engine:
         _require_supported(model=model, tp=tp, quantize=quantize, device=device)
         assert model is not None
         self.loaded: LoadedModel = load_model(model, dtype=dtype, pack_cache=pack_cache, progress=progress)
-        network = self.loaded.model
+        longest = self.loaded.model.max_context
         limits = Limits(
-            max_context=min(max_context or network.max_context, network.max_context),
+            max_context=min(max_context or longest, longest),
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
         )
-        kv_spec, kv_dtype = network.kv_spec, self.loaded.dtype
-        pages_per_sequence = -(-limits.max_context // PAGE_SIZE)
-        page_bytes = kv_spec.bytes_per_token(kv_dtype.itemsize) * PAGE_SIZE
-        num_pages = num_kv_pages(page_bytes, pages_per_sequence * max_sequences, kv_memory)
-        kv_caches = [
-            KvCache.empty(num_pages, PAGE_SIZE, kv_spec.num_heads, kv_spec.head_width, kv_dtype)
-            for _ in range(kv_spec.num_layers)
-        ]
         self.features = FeatureCache(FEATURE_CACHE_BYTES)
-        pool = PagePool(num_pages, PAGE_SIZE)
-        buffers = StepBuffers(
-            network.num_position_axes,
-            max_tokens_per_step,
-            max_sequences,
-            min(pages_per_sequence, num_pages),
-            PAGE_SIZE,
-        )
+        kv_caches = _make_kv_caches(self.loaded, limits, kv_memory)
+        pool = PagePool(kv_caches[0].num_pages, PAGE_SIZE)
         speculator = Speculator(speculate) if speculate else None
         core = EngineCore(
-            Runner(network, kv_caches, self.features, buffers, replay=replay),
+            Runner(self.loaded.model, kv_caches, self.features, limits, replay=replay),
             Scheduler(pool, PrefixCache(pool, enabled=prefix_cache), self.features, limits, speculator),
             Sampler(),
             make_decoder=self.loaded.tokenizer.stream,
-            vocabulary_size=network.vocab_size,
+            vocabulary_size=self.loaded.model.vocab_size,
             eos_token_ids=self.loaded.tokenizer.stop_token_ids,
         )
         self.loop = EngineLoop(core, start_preparing=kernels.work_alone)
@@ -226,6 +212,14 @@ def _require_supported(*, model: str | Path | None, tp: int, quantize: str | Non
         raise RequestError(f"quantize is {quantize!r}, expected None: quantised weights are not built yet")
     if device != "cpu":
         raise RequestError(f"device is {device!r}, expected cpu")
+
+
+def _make_kv_caches(loaded: LoadedModel, limits: Limits, kv_memory: int | str | None) -> list[KvCache]:
+    """Pages for keys and values, one cache per layer, as many as fit the memory."""
+    spec, dtype = loaded.model.kv_spec, loaded.dtype
+    most_pages = -(-limits.max_context // PAGE_SIZE) * limits.max_sequences
+    num_pages = num_kv_pages(spec.bytes_per_token(dtype.itemsize) * PAGE_SIZE, most_pages, kv_memory)
+    return [KvCache.empty(num_pages, PAGE_SIZE, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)]
 
 
 def _per_prompt(name: str, items: Sequence[Any], num_prompts: int) -> Sequence[Any]:

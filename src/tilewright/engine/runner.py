@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.scheduler import Limits
 from tilewright.engine.step import Chunk, Step
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.models.protocol import Model
@@ -27,14 +28,16 @@ MAX_PLANS = 128
 class StepBuffers:
     """The inputs of every step, at fixed places: a recorded step reads them again. Filled through numpy."""
 
-    def __init__(self, num_axes: int, max_tokens: int, max_sequences: int, max_pages: int, page_size: int) -> None:
+    def __init__(self, num_axes: int, limits: Limits, page_size: int, num_pages: int) -> None:
         self.page_size = page_size
+        max_tokens, max_sequences = limits.max_tokens_per_step, limits.max_sequences
+        pages_per_sequence = min(num_pages, -(-limits.max_context // page_size))
         self.token_ids = torch.zeros(max_tokens, dtype=torch.int64)
         self.positions = torch.zeros(num_axes, max_tokens, dtype=torch.int64)
         self.slots = torch.zeros(max_tokens, dtype=torch.int64)
         self.query_starts = torch.zeros(max_sequences + 1, dtype=torch.int32)
         self.kv_lengths = torch.zeros(max_sequences, dtype=torch.int32)
-        self.block_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32)
+        self.block_table = torch.zeros(max_sequences, pages_per_sequence, dtype=torch.int32)
         self._token_ids, self._positions, self._slots = (
             self.token_ids.numpy(),
             self.positions.numpy(),
@@ -93,7 +96,7 @@ class Runner:
         model: Model,
         kv_caches: Items[KvCache],
         features: FeatureCache,
-        buffers: StepBuffers,
+        limits: Limits,
         *,
         replay: bool = True,
     ) -> None:
@@ -101,7 +104,8 @@ class Runner:
         self.kv_caches = kv_caches
         self.features = features
         self.replay = replay
-        self._buffers = buffers
+        page_size, num_pages = kv_caches[0].page_size, kv_caches[0].num_pages
+        self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages)
         self._arena = Arena()
         self._recorded: OrderedDict[tuple[int, int], RecordedStep] = OrderedDict()
 
