@@ -31,8 +31,8 @@ struct Workspace {
 
   explicit Workspace(const KvLayout& layout)
       : key_depth(layout.key_depth_tiles() * kTileDepth), value_width(layout.value_column_tiles() * kTileColumns) {
-    char* p = static_cast<char*>(
-        thread_scratch(kQueryRows * (key_depth * 4 + kScoreStride * 8 + value_width * 8) + kTileDepth * value_width * 4));
+    char* p = static_cast<char*>(thread_scratch(kQueryRows * (key_depth * 4 + kScoreStride * 8 + value_width * 8) +
+                                                kTileDepth * value_width * 4));
     auto take = [&](int64_t bytes) { return p += bytes, p - bytes; };
     queries = reinterpret_cast<Left*>(take(kQueryRows * key_depth * 4));
     for (float*& block : scores) block = reinterpret_cast<float*>(take(kQueryRows * kScoreStride * 4));
