@@ -40,6 +40,8 @@ nb::dict manifest() {
 
 NB_MODULE(_kernels, m) {
   using namespace tilewright;
+  // A program may end while engines are alive, and with them their plans: that is no leak worth a page of warnings.
+  nb::set_leak_warnings(false);
   m.def("isa_levels", [] {
     std::vector<std::string> names;
     for (int level = 0; level <= static_cast<int>(detected_isa()); ++level)
