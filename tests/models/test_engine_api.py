@@ -1,6 +1,9 @@
 """`tilewright.Engine` as people use it, on a tiny checkpoint that sees."""
 
 import io
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -147,6 +150,25 @@ def test_bad_requests_hurt_no_others(engine, picture):
         thread.join()
     assert len(failures) == 3
     assert any("image 1" in failure for failure in failures)
+
+
+PLACES = """
+import os, sys, tilewright
+everywhere = os.sched_getaffinity(0)
+with tilewright.Engine(sys.argv[1], kv_memory="5MB", max_context=128, pack_cache=False) as engine:
+    engine.generate("x", max_tokens=2)
+    stepping = os.sched_getaffinity(engine.loop._thread.native_id)
+    preparing = engine.loop._preparers.submit(os.sched_getaffinity, 0).result()
+assert stepping == {min(everywhere)}, stepping
+assert preparing == everywhere, preparing
+"""
+
+
+def test_pinning_reaches_the_thread_that_computes(tmp_path):
+    """The engine's thread, with a team of its own, is pinned as TILEWRIGHT_BIND says; those that prepare are free."""
+    folder = tiny_checkpoint.write_text_model(tmp_path)
+    environment = {**os.environ, "TILEWRIGHT_BIND": str(min(os.sched_getaffinity(0)))}
+    subprocess.run([sys.executable, "-c", PLACES, folder], env=environment, check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tilewright.engine.scheduler import Limits, Scheduler
 from tilewright.engine.speculate import Speculator
 from tilewright.engine.stats import Stats
 from tilewright.ops.kv_cache import KvCache
-from tilewright.ops.native import kernels
+from tilewright.ops.native import bind_team, work_alone
 from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
 
 PAGE_SIZE = 64
@@ -87,7 +87,7 @@ class Engine:
             vocabulary_size=self.loaded.model.vocab_size,
             eos_token_ids=self.loaded.tokenizer.stop_token_ids,
         )
-        self.loop = EngineLoop(core, start_preparing=kernels.work_alone)
+        self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team)
 
     def chat(self, messages: Any, **options: Any) -> Any:
         """The answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.

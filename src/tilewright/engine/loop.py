@@ -27,8 +27,8 @@ class EngineLoop:
     """Takes requests from any thread, and answers them through their Handles.
 
     Prompts are prepared by num_prepare_threads of its own, so that reading pictures overlaps with computing; each calls
-    start_preparing first. With threaded=False nothing runs by itself: `submit` prepares, and the caller calls `step`
-    until it returns False.
+    start_preparing first, as the thread that steps calls start_stepping. With threaded=False nothing runs by itself:
+    `submit` prepares, and the caller calls `step` until it returns False.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class EngineLoop:
         *,
         num_prepare_threads: int = 2,
         start_preparing: Callable[[], None] | None = None,
+        start_stepping: Callable[[], None] = lambda: None,
         threaded: bool = True,
     ) -> None:
         self.core = core
@@ -46,6 +47,7 @@ class EngineLoop:
         self._num_preparing = 0
         self._is_closing = False
         self._tokens = TokenCounter()
+        self._start_stepping = start_stepping
         self._preparers = ThreadPoolExecutor(num_prepare_threads, "prepare", start_preparing) if threaded else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True) if threaded else None
         if self._thread:
@@ -124,6 +126,7 @@ class EngineLoop:
                 pass
 
     def _run(self) -> None:
+        self._start_stepping()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._inbox or self.core.has_work or self._can_stop)
