@@ -24,20 +24,21 @@ class Handle:
         self._changed = threading.Condition()
         self._deltas: list[Delta] = []
         self._completions: list[Completion | None] = [None] * params.n
-        self._is_done = False
+        # Apart from `_changed`: whoever waits for the end is not woken by every token, on a core that computes.
+        self._done = threading.Event()
         self._error: BaseException | None = None
         self._subscribers: list[tuple[Callable[[Delta], None], Callable[[BaseException | None], None]]] = []
 
     @property
     def is_done(self) -> bool:
-        return self._is_done
+        return self._done.is_set()
 
     def __iter__(self) -> Iterator[Delta]:
         """Every Delta from the first on, as they come; then raises what went wrong, if something did."""
         index = 0
         while True:
             with self._changed:
-                while len(self._deltas) == index and not self._is_done:
+                while len(self._deltas) == index and not self.is_done:
                     self._changed.wait()
                 deltas = self._deltas[index:]
             yield from deltas
@@ -55,19 +56,18 @@ class Handle:
         with self._changed:
             for delta in self._deltas:
                 _call(on_delta, delta)
-            if self._is_done:
+            if self.is_done:
                 _call(on_end, self._error)
             else:
                 self._subscribers.append((on_delta, on_end))
 
     def result(self, timeout_s: float | None = None) -> list[Completion]:
         """The n answers, when all are finished; raises what went wrong, or TimeoutError."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._is_done, timeout_s):
-                raise TimeoutError(f"request {self.request_id} is not finished after {timeout_s} s")
-            if self._error is not None:
-                raise self._error
-            return [completion for completion in self._completions if completion is not None]
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"request {self.request_id} is not finished after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        return [completion for completion in self._completions if completion is not None]
 
     def abort(self) -> None:
         """Ends the request as soon as the step under way is done; its answers end as "abort"."""
@@ -88,9 +88,10 @@ class Handle:
 
     def end(self, error: BaseException | None) -> None:
         with self._changed:
-            if self._is_done:
+            if self.is_done:
                 return
-            self._is_done, self._error = True, error
+            self._error = error
+            self._done.set()
             for _, on_end in self._subscribers:
                 _call(on_end, error)
             self._subscribers.clear()
