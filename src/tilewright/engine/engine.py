@@ -59,7 +59,7 @@ class Engine:
         max_context: int | None = None,
         device: str = "cpu",
         max_sequences: int = 64,
-        max_tokens_per_step: int = 1024,
+        max_tokens_per_step: int = Limits.max_tokens_per_step,
         speculate: int = 4,
         prefix_cache: bool = True,
         replay: bool = True,
