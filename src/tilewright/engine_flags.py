@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from tilewright.types import RequestError
+from tilewright.types import RequestError, UnsupportedConfig
 
 if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
@@ -60,7 +60,6 @@ def _number(text: str, least: int) -> int:
 def open_engine(options: argparse.Namespace, *, progress: bool) -> Engine:
     """The Engine of the flags. A model that cannot be loaded is a RequestError."""
     from tilewright.engine.engine import Engine
-    from tilewright.layers.rope import UnsupportedConfig
     from tilewright.weights.checkpoint import CheckpointError
 
     given = {name: value for name in _NAMES if (value := getattr(options, name)) is not None}

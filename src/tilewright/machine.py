@@ -8,16 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tilewright import __version__, config
+from tilewright.engine.memory import available_bytes, total_bytes
 from tilewright.ops.native import kernels
 
 SYS_CPU = Path("/sys/devices/system/cpu")
 SYS_NODE = Path("/sys/devices/system/node")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # Version 2 first; version 1 says "no limit" with a number larger than any memory.
-CGROUP_MEMORY_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 NUM_TURNS = 5  # of each multiply type, when measuring
 
 
@@ -91,7 +88,6 @@ def describe() -> Machine:
     """The Machine this process runs on, with the settings it was started with."""
     settings = config.current()
     cpuinfo = _read(Path("/proc/cpuinfo"))
-    memory = _memory_info()
     return Machine(
         version=__version__,
         cpu_model=_first_match(r"^model name\s*:\s*(.+)$", cpuinfo) or platform.processor() or "unknown",
@@ -105,8 +101,8 @@ def describe() -> Machine:
         num_threads=kernels.num_threads(),
         bind_cpus=config.format_cpus(settings.bind_cpus),
         numa_nodes=_numa_nodes(),
-        memory_bytes=memory["MemTotal"],
-        memory_available_bytes=memory["MemAvailable"],
+        memory_bytes=total_bytes(),
+        memory_available_bytes=available_bytes(),
         transparent_huge_pages=_first_match(r"\[(\w+)\]", _read(HUGE_PAGES)) or "unknown",
         caches=_caches(),
         kernels=chosen_kernels(),
@@ -128,7 +124,7 @@ def measure(seconds: float = 2.0) -> Measured:
     """Read bandwidth and multiply peaks, measured for about `seconds` after the buffer is filled."""
     num_threads = kernels.num_threads()
     # Far over the caches where memory allows; a quarter of what is free leaves room for whoever else runs.
-    size_bytes = min(1 << 30, _memory_info()["MemAvailable"] // 4)
+    size_bytes = min(1 << 30, available_bytes() // 4)
     reads, reads_one_thread = kernels.read_bandwidth(size_bytes, [num_threads, 1], seconds * 0.4)
 
     # Types take turns, so that a busy neighbour's burst falls on all of them and not on one alone.
@@ -195,14 +191,6 @@ def _read(path: Path) -> str:
 def _first_match(pattern: str, text: str) -> str:
     match = re.search(pattern, text, re.MULTILINE)
     return match[1].strip() if match else ""
-
-
-def _memory_info() -> dict[str, int]:
-    """MemTotal and MemAvailable in bytes, no more than the container's limit."""
-    text = _read(Path("/proc/meminfo"))
-    limits = [int(limit) for limit in map(_read, CGROUP_MEMORY_LIMITS) if limit.isdecimal()]
-    names = ("MemTotal", "MemAvailable")
-    return {name: min([int(_first_match(rf"^{name}:\s*(\d+)", text) or 0) * 1024, *limits]) for name in names}
 
 
 def _cpu_topology(*names: str) -> set[tuple[str, ...]]:

@@ -18,6 +18,10 @@ class RequestError(ValueError):
     """A request that cannot be served as asked; the message names the value and what is allowed."""
 
 
+class UnsupportedConfig(ValueError):
+    """A model config that asks for something not built here; names the key, its value and what is there."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen and when to stop, by OpenAI's names. Checked when made."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from tilewright.types import RequestError
 
 # Of what is free once the weights are loaded; the rest is for activations, pictures and other programs.
 KV_SHARE = 0.5
+
+GROUP_FILES = [
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -23,16 +30,28 @@ def parse_bytes(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def total_bytes() -> int:
+    """The memory of the machine, or of its control group where that is less."""
+    return min([_system_bytes("MemTotal"), *(limit for limit, _ in _group_bytes())])
+
+
 def available_bytes() -> int:
     """What this process may still take: free memory of the machine, or of its control group where that is less."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    available = int(found[1]) * 1024 if found else 0
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
-    except OSError:
-        return available
-    return available if limit.strip() == "max" else min(available, int(limit) - int(used))
+    return min([_system_bytes("MemAvailable"), *(limit - used for limit, used in _group_bytes())])
+
+
+def _system_bytes(name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def _group_bytes() -> Iterator[tuple[int, int]]:
+    """(limit, used) of the control group, in the files of either version, where it has a limit."""
+    for limit_file, used_file in GROUP_FILES:
+        with contextlib.suppress(OSError):
+            limit, used = limit_file.read_text().strip(), used_file.read_text().strip()
+            if limit.isdecimal() and used.isdecimal():
+                yield int(limit), int(used)
 
 
 def num_kv_pages(page_bytes: int, max_pages: int, kv_memory: int | str | None) -> int:

@@ -50,18 +50,21 @@ class TextProcessor:
         is_known: Callable[[bytes], bool] | None = None,
     ) -> ModelInputs:
         """The inputs of a text, which gets the tokenizer's beginning-of-text, or of token ids as they are."""
-        if (text is None) == (token_ids is None):
-            raise RequestError("give either a text or token ids")
         if images or videos:
             raise RequestError(f"{'image' if images else 'video'} 1: {self.name} takes text alone")
-        if text is not None:
-            return _inputs(self.tokenizer.encode(text, add_special_tokens=True))
-        return _inputs(check_ids(token_ids or ()))
+        return _inputs(prompt_ids(self.tokenizer, text, token_ids))
 
 
-def check_ids(token_ids: Sequence[int]) -> list[int]:
-    """The ids as a list, none below 0; whether the model has them all is the engine's to check."""
-    ids = [index(token_id) for token_id in token_ids]
+def prompt_ids(tokenizer: Tokenizer, text: str | None, token_ids: Sequence[int] | None) -> list[int]:
+    """The ids of a text, with the tokenizer's beginning-of-text, or those given; one of the two must be.
+
+    None is below 0; whether the model has them all is the engine's to check.
+    """
+    if (text is None) == (token_ids is None):
+        raise RequestError("give either a text or token ids")
+    if text is not None:
+        return tokenizer.encode(text, add_special_tokens=True)
+    ids = [index(token_id) for token_id in token_ids or ()]
     if any(token_id < 0 for token_id in ids):
         raise RequestError(f"token id {min(ids)}, expected 0 or more")
     return ids

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tilewright.layers.rope import UnsupportedConfig
 from tilewright.ops.linear import linear
+from tilewright.types import UnsupportedConfig
 from tilewright.weights.spec import Linear
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf", "quick_gelu": "gelu_quick"}

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops import rope as ops
-
-
-class UnsupportedConfig(ValueError):
-    """A model config that asks for something not built here; names the key, its value and what is there."""
+from tilewright.types import UnsupportedConfig
 
 
 @dataclass(frozen=True)

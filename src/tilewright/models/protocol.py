@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
+from tilewright.ops.kv_cache import elements_per_token
 from tilewright.types import Medium, ModelInputs
 
 
@@ -21,9 +22,7 @@ class KvSpec:
     head_width: int
 
     def bytes_per_token(self, itemsize: int) -> int:
-        # Heads are padded to whole tiles: keys to 32 deep, values to 16 columns (csrc/base/kv_layout.h).
-        padded = -(-self.head_width // 32) * 32 + -(-self.head_width // 16) * 16
-        return self.num_layers * self.num_heads * padded * itemsize
+        return self.num_layers * self.num_heads * elements_per_token(self.head_width) * itemsize
 
 
 class Model(Protocol):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tilewright.layers.rope import UnsupportedConfig
 from tilewright.models import text
 from tilewright.models.protocol import Family
 from tilewright.models.qwen3_vl import model as qwen3_vl
+from tilewright.types import UnsupportedConfig
 
 FAMILIES: Mapping[str, Family] = {**text.FAMILIES, **qwen3_vl.FAMILIES}
 

@@ -8,7 +8,8 @@ from tilewright.layers.attention import AttentionConfig
 from tilewright.layers.decoder import DecoderConfig
 from tilewright.layers.mlp import activation_named
 from tilewright.layers.moe import MoeConfig
-from tilewright.layers.rope import RopeConfig, UnsupportedConfig
+from tilewright.layers.rope import RopeConfig
+from tilewright.types import UnsupportedConfig
 from tilewright.weights.spec import ExpertFormat
 
 Config = Mapping[str, object]

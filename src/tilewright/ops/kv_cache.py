@@ -10,6 +10,13 @@ from torch import Tensor
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view
 
+TILE_DEPTH = 32  # tokens in a tile of values: pages are whole ones
+
+
+def elements_per_token(head_width: int) -> int:
+    """What the key and the value of one token take in one head, padded to whole tiles."""
+    return kernels.kv_head_elements(TILE_DEPTH, head_width) // TILE_DEPTH
+
 
 @dataclass(frozen=True)
 class KvCache:
@@ -21,8 +28,8 @@ class KvCache:
 
     @classmethod
     def empty(cls, num_pages: int, page_size: int, num_heads: int, head_width: int, dtype: torch.dtype) -> KvCache:
-        if page_size < 32 or page_size % 32:
-            raise ValueError(f"page_size is {page_size}, expected a multiple of 32")
+        if page_size < TILE_DEPTH or page_size % TILE_DEPTH:
+            raise ValueError(f"page_size is {page_size}, expected a multiple of {TILE_DEPTH}")
         per_head = kernels.kv_head_elements(page_size, head_width)
         data = empty_in_huge_pages(num_pages * num_heads * per_head, dtype)
         return cls(data.view(num_pages, num_heads, per_head), page_size, head_width)

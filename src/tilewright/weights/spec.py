@@ -63,12 +63,12 @@ class Weight(ABC, Generic[Value]):
         return self._value
 
     @abstractmethod
-    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Makes the value from the sources' tensors, in their order. The value keeps none of their memory."""
-
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
-        """Makes the value from the sources. Overridden where blocks of rows will do."""
-        self.build([reader.read() for reader in readers], dtype)
+        """Makes the value from the sources, in their order. The value keeps none of their memory."""
+
+    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """The same from tensors in memory."""
+        self.build_from([_InMemory(tensor) for tensor in tensors], dtype)
 
     def restore(self, value: Value) -> None:
         """Takes a value that a weight of the same recipe had."""
@@ -111,9 +111,6 @@ class Plain(Weight[Tensor]):
     def __init__(self, name: str, *shape: int) -> None:
         super().__init__([Source(name, shape)])
 
-    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.build_from([_InMemory(tensor) for tensor in tensors], dtype)
-
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         (reader,) = readers
         value = empty_in_huge_pages(math.prod(reader.shape), dtype).view(reader.shape)
@@ -139,9 +136,6 @@ class Linear(Weight[PackedWeight]):
         super().__init__(weights + biases)
         self.num_parts = len(parts)
         self.gated = gated
-
-    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.build_from([_InMemory(tensor) for tensor in tensors], dtype)
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         weights, biases = readers[: self.num_parts], readers[self.num_parts :]
@@ -180,8 +174,8 @@ class PatchEmbedding(Weight[PatchWeights]):
     def __init__(self, name: str, shape: tuple[int, int, int, int, int]) -> None:
         super().__init__([Source(f"{name}.weight", shape), Source(f"{name}.bias", shape[:1])])
 
-    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-        weight, bias = tensors
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        weight, bias = (reader.read() for reader in readers)
         self._value = PatchWeights(
             still=pack_patch_embedding(weight, bias, still=True, dtype=dtype),
             video=pack_patch_embedding(weight, bias, still=False, dtype=dtype),
@@ -222,9 +216,6 @@ class Experts(Weight[PackedExperts]):
         super().__init__(sources)
         self.num_experts, self.rows, self.columns = num_experts, rows, columns
         self.num_parts, self.stored = len(parts), stored
-
-    def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.build_from([_InMemory(tensor) for tensor in tensors], dtype)
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         packed = PackedExperts.empty(self.num_experts, self.rows, self.columns, self.num_parts == 2, dtype)

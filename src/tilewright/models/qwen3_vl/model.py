@@ -8,12 +8,11 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
-from tilewright.layers.rope import UnsupportedConfig
 from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
 from tilewright.models.text_config import Config, decoder_config, integer, moe_config, table
-from tilewright.types import Medium
+from tilewright.types import Medium, UnsupportedConfig
 from tilewright.weights.spec import ExpertFormat
 
 TEXT, VISION = "model.language_model", "model.visual"

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewright.inputs.chat import ChatTemplate, normalize
 from tilewright.inputs.image import open_picture
 from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, content_key
-from tilewright.inputs.processor import check_ids
+from tilewright.inputs.processor import prompt_ids
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.inputs.video import open_video
 from tilewright.models.qwen3_vl.preprocessing import (
@@ -91,11 +91,9 @@ class Qwen3VlProcessor:
         A placeholder in `token_ids` may also be expanded already, to exactly as many tokens as its medium has features.
         A video is a file, frames, or {"video": frames, "fps": of the frames}.
         """
-        if (text is None) == (token_ids is None):
-            raise RequestError("give either a text or token ids")
+        ids = prompt_ids(self.tokenizer, text, token_ids)
         content = [_as_part("image", item) for item in images] + [_as_part("video", item) for item in videos]
         _, parts = normalize([{"role": "user", "content": content}], limits=self.limits, accepts=_ACCEPTS)
-        ids = self.tokenizer.encode(text, add_special_tokens=True) if text is not None else check_ids(token_ids or ())
         return self._place(ids, [self._prepare(part, None, is_known) for part in parts])
 
     def _place(self, ids: Sequence[int], media: Sequence[Prepared]) -> ModelInputs:

@@ -76,10 +76,10 @@ class VisionBlock:
     def __init__(self, name: str, config: VisionConfig) -> None:
         self.config = config
         width = config.width
-        self.norm1 = _layer_norm(f"{name}.norm1", width)
+        self.norm1 = LayerNorm(f"{name}.norm1", width)
         self.qkv = Linear([(f"{name}.attn.qkv", 3 * width)], width, bias=True)
         self.output = Linear([(f"{name}.attn.proj", width)], width, bias=True)
-        self.norm2 = _layer_norm(f"{name}.norm2", width)
+        self.norm2 = LayerNorm(f"{name}.norm2", width)
         self.mlp_in = Linear([(f"{name}.mlp.linear_fc1", config.mlp_width)], width, bias=True)
         self.mlp_out = Linear([(f"{name}.mlp.linear_fc2", width)], config.mlp_width, bias=True)
 
@@ -100,7 +100,7 @@ class PatchMerger:
     def __init__(self, name: str, config: VisionConfig, *, norm_merged: bool) -> None:
         self.merged_width = config.width * config.merge_size**2
         self.norm_merged = norm_merged
-        self.norm = _layer_norm(f"{name}.norm", self.merged_width if norm_merged else config.width)
+        self.norm = LayerNorm(f"{name}.norm", self.merged_width if norm_merged else config.width)
         self.fc1 = Linear([(f"{name}.linear_fc1", self.merged_width)], self.merged_width, bias=True)
         self.fc2 = Linear([(f"{name}.linear_fc2", config.output_width)], self.merged_width, bias=True)
 
@@ -111,15 +111,11 @@ class PatchMerger:
 
 
 class LayerNorm:
-    def __init__(self, weight: Plain, bias: Plain) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, name: str, width: int) -> None:
+        self.weight, self.bias = Plain(f"{name}.weight", width), Plain(f"{name}.bias", width)
 
     def __call__(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight.value, self.bias.value, EPS)
-
-
-def _layer_norm(name: str, width: int) -> LayerNorm:
-    return LayerNorm(Plain(f"{name}.weight", width), Plain(f"{name}.bias", width))
 
 
 class VisionTower:
