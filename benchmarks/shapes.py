@@ -21,16 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tilewright.bench.costs import costs_of
 from tilewright.bench.probe import probe
-from tilewright.engine.core import EngineCore
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.pages import PagePool
-from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.runner import Runner
-from tilewright.engine.sampler import Sampler
-from tilewright.engine.scheduler import Limits, Scheduler
+from tilewright.engine.assembly import PAGE_SIZE, build_core
+from tilewright.engine.scheduler import Limits
 from tilewright.models.registry import family_of
-from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.moe import PackedExperts
@@ -38,7 +33,6 @@ from tilewright.ops.native import kernels
 from tilewright.types import Medium, ModelInputs, SamplingParams, Span
 from tilewright.weights.spec import Experts, Linear, PatchEmbedding, PatchWeights, Plain, Weight, walk
 
-PAGE_SIZE = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10**6, ignore_eos=True)
 
 
@@ -98,52 +92,12 @@ def make_model(config: dict) -> Any:
     return model
 
 
-def weight_bytes(model: Any, num_tokens: int) -> float:
-    """Bytes of weights that a step of so many tokens reads: of the experts, those hit if all are equally likely."""
-    total = 0.0
-    for weight in walk(model.decoder):
-        value = weight.value
-        if isinstance(value, PackedExperts):
-            moe = model.decoder.config.moe
-            hit = 1 - (1 - moe.experts_per_token / moe.num_experts) ** num_tokens
-            total += value.data.nbytes * hit
-        elif isinstance(value, PackedWeight):
-            total += value.data.nbytes
-    return total
-
-
-def multiplications(model: Any) -> float:
-    """Multiplications per token in the layers' linears (the head works on one row only)."""
-    total = 0.0
-    for weight in walk(model.decoder.layers):
-        value = weight.value
-        if isinstance(value, PackedExperts):
-            total += value.n * value.k * model.decoder.config.moe.experts_per_token
-        elif isinstance(value, PackedWeight):
-            total += value.n * value.k
-    return total
-
-
 class Bench:
     def __init__(self, model: Any, max_sequences: int, max_context: int) -> None:
         self.model = model
-        spec = model.kv_spec
-        pages_per_sequence = -(-max_context // PAGE_SIZE)
-        num_pages = pages_per_sequence * max_sequences
-        caches = [
-            KvCache.empty(num_pages, PAGE_SIZE, spec.num_heads, spec.head_width, torch.bfloat16)
-            for _ in range(spec.num_layers)
-        ]
-        features = FeatureCache(1 << 30)
-        pool = PagePool(num_pages, PAGE_SIZE)
         limits = Limits(max_context=max_context)
-        self.core = EngineCore(
-            Runner(model, caches, features, limits),
-            Scheduler(pool, PrefixCache(pool, enabled=False), features, limits),
-            Sampler(),
-            make_decoder=NoText,
-            vocabulary_size=model.vocab_size,
-        )
+        num_pages = -(-max_context // PAGE_SIZE) * max_sequences
+        self.core = build_core(model, torch.bfloat16, limits, num_pages, make_decoder=NoText, prefix_cache=False)
         self.rng = np.random.default_rng(0)
 
     def inputs(self, num_tokens: int) -> ModelInputs:
@@ -197,6 +151,7 @@ def picture(vision: Any, side: int) -> Medium:
 
 def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
     bench = Bench(model, max(batches), 2048)
+    costs = costs_of(model.decoder, model.kv_spec, torch.bfloat16.itemsize)
     vision = getattr(model, "vision", None)
     figures: dict[str, list[float]] = {}
 
@@ -214,10 +169,11 @@ def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
         for batch in batches:
             seconds = bench.decode(batch, 128, 12)
             row[f"decode {batch}: tokens/s"] = batch / seconds
-            row[f"decode {batch}: GB/s"] = weight_bytes(model, batch) / seconds / 1e9
-            row[f"decode {batch}: share of best pass"] = row[f"decode {batch}: GB/s"] / limits.read_gb_s
+            if batch == 1:  # of several, nobody knows how many experts they share
+                row["decode 1: GB/s"] = costs.weight_bytes_per_step / seconds / 1e9
+                row["decode 1: share of best pass"] = row["decode 1: GB/s"] / limits.read_gb_s
         seconds = bench.prefill(1024)
-        rate = 2 * multiplications(model) * 1024 / seconds / 1e12
+        rate = costs.prefill_flops(1024) / seconds / 1e12
         row["prefill 1024: tokens/s"], row["prefill 1024: TFLOP/s"] = 1024 / seconds, rate
         row["prefill 1024: share of torch's product"] = rate / limits.gemm_tflops
         if vision:

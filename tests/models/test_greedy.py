@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 import tiny
 
-from tilewright.engine.core import EngineCore
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.pages import PagePool
-from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.runner import Runner
-from tilewright.engine.sampler import Sampler
-from tilewright.engine.scheduler import Limits, Scheduler
-from tilewright.engine.speculate import Speculator
-from tilewright.ops.kv_cache import KvCache
+from tilewright.engine.assembly import build_core
+from tilewright.engine.scheduler import Limits
 from tilewright.types import ModelInputs, SamplingParams
 
 PAGE_SIZE = 32
@@ -34,29 +27,22 @@ class Answers:
     """Requests through the real scheduler, runner and sampler."""
 
     def __init__(self, model, dtype, *, num_pages=64, tokens_per_step=1024, prefix_cache=False, drafts=0, replay=True):
-        spec = model.kv_spec
-        caches = [
-            KvCache.empty(num_pages, PAGE_SIZE, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)
-        ]
-        for cache in caches:
-            cache.data.fill_(float("nan"))  # what was never written must not be read
-        self.features = FeatureCache(1 << 24)
-        pool = PagePool(num_pages, PAGE_SIZE)
         limits = Limits(max_context=512, max_tokens_per_step=tokens_per_step, max_sequences=min(16, tokens_per_step))
-        self.scheduler = Scheduler(
-            pool,
-            PrefixCache(pool, enabled=prefix_cache),
-            self.features,
+        self.core = build_core(
+            model,
+            dtype,
             limits,
-            Speculator(drafts) if drafts else None,
-        )
-        self.core = EngineCore(
-            Runner(model, caches, self.features, limits, replay=replay),
-            self.scheduler,
-            Sampler(),
+            num_pages,
             make_decoder=NoText,
-            vocabulary_size=model.vocab_size,
+            page_size=PAGE_SIZE,
+            speculate=drafts,
+            prefix_cache=prefix_cache,
+            replay=replay,
         )
+        self.scheduler = self.core.scheduler
+        self.features = self.scheduler.features
+        for cache in self.core.runner.kv_caches:
+            cache.data.fill_(float("nan"))  # what was never written must not be read
 
     def to(self, prompts, params=GREEDY):
         """The tokens of each prompt's answer, all asked for at once."""

@@ -7,25 +7,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tilewright.engine.core import EngineCore
-from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.assembly import PAGE_SIZE, build_core
 from tilewright.engine.handle import Handle
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
 from tilewright.engine.memory import num_kv_pages
-from tilewright.engine.pages import PagePool
-from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.runner import Runner
-from tilewright.engine.sampler import Sampler
-from tilewright.engine.scheduler import Limits, Scheduler
-from tilewright.engine.speculate import Speculator
+from tilewright.engine.scheduler import Limits
 from tilewright.engine.stats import Stats
-from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
-
-PAGE_SIZE = 64
-FEATURE_CACHE_BYTES = 512 << 20
 
 
 class Engine:
@@ -75,18 +65,18 @@ class Engine:
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
         )
-        self.features = FeatureCache(FEATURE_CACHE_BYTES)
-        kv_caches = _make_kv_caches(self.loaded, limits, kv_memory)
-        pool = PagePool(kv_caches[0].num_pages, PAGE_SIZE)
-        speculator = Speculator(speculate) if speculate else None
-        core = EngineCore(
-            Runner(self.loaded.model, kv_caches, self.features, limits, replay=replay),
-            Scheduler(pool, PrefixCache(pool, enabled=prefix_cache), self.features, limits, speculator),
-            Sampler(),
+        core = build_core(
+            self.loaded.model,
+            self.loaded.dtype,
+            limits,
+            _num_pages(self.loaded, limits, kv_memory),
             make_decoder=self.loaded.tokenizer.stream,
-            vocabulary_size=self.loaded.model.vocab_size,
             eos_token_ids=self.loaded.tokenizer.stop_token_ids,
+            speculate=speculate,
+            prefix_cache=prefix_cache,
+            replay=replay,
         )
+        self._features = core.scheduler.features
         self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team)
 
     def chat(self, messages: Any, **options: Any) -> Any:
@@ -145,7 +135,8 @@ class Engine:
     def submit_chat(self, messages: Messages, **options: Any) -> Handle:
         """The Handle of a conversation's answer. What is no sampling parameter goes to the template."""
         sampling = {name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}
-        return self._submit(lambda: self._prepare("chat", messages, **options), sampling)
+        processor, is_known = self.loaded.processor, self._features.has
+        return self._submit(lambda: processor.chat(messages, is_known=is_known, **options), sampling)
 
     def submit_prompt(
         self,
@@ -160,8 +151,9 @@ class Engine:
         """The Handle of what follows a prompt."""
         if audios:
             raise RequestError(f"{self.loaded.name} does not take sound")
+        processor, is_known = self.loaded.processor, self._features.has
         return self._submit(
-            lambda: self._prepare("prompt", text=text, token_ids=token_ids, images=images, videos=videos), sampling
+            lambda: processor.prompt(text, token_ids, images=images, videos=videos, is_known=is_known), sampling
         )
 
     def stats(self) -> Stats:
@@ -199,9 +191,6 @@ class Engine:
     def _submit(self, prepare: Callable[[], ModelInputs], sampling: Mapping[str, Any]) -> Handle:
         return self.loop.submit(prepare, self.sampling_params(**sampling))
 
-    def _prepare(self, method: str, *arguments: Any, **options: Any) -> ModelInputs:
-        return getattr(self.loaded.processor, method)(*arguments, is_known=self.features.has, **options)
-
 
 def _require_supported(*, model: str | Path | None, tp: int, quantize: str | None, device: str) -> None:
     if model is None:
@@ -214,12 +203,11 @@ def _require_supported(*, model: str | Path | None, tp: int, quantize: str | Non
         raise RequestError(f"device is {device!r}, expected cpu")
 
 
-def _make_kv_caches(loaded: LoadedModel, limits: Limits, kv_memory: int | str | None) -> list[KvCache]:
-    """Pages for keys and values, one cache per layer, as many as fit the memory."""
-    spec, dtype = loaded.model.kv_spec, loaded.dtype
+def _num_pages(loaded: LoadedModel, limits: Limits, kv_memory: int | str | None) -> int:
+    """Pages for keys and values, as many as fit the memory."""
     most_pages = -(-limits.max_context // PAGE_SIZE) * limits.max_sequences
-    num_pages = num_kv_pages(spec.bytes_per_token(dtype.itemsize) * PAGE_SIZE, most_pages, kv_memory)
-    return [KvCache.empty(num_pages, PAGE_SIZE, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)]
+    page_bytes = loaded.model.kv_spec.bytes_per_token(loaded.dtype.itemsize) * PAGE_SIZE
+    return num_kv_pages(page_bytes, most_pages, kv_memory)
 
 
 def _per_prompt(name: str, items: Sequence[Any], num_prompts: int) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.scheduler import Limits
-from tilewright.engine.step import Chunk, Step
+from tilewright.engine.step import Chunk, Step, last_rows
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.models.protocol import Model
 from tilewright.ops.kv_cache import KvCache
@@ -161,9 +161,5 @@ class Runner:
 
 
 def _logit_rows(chunks: Items[Chunk]) -> Tensor:
-    rows: list[int] = []
-    end = 0
-    for chunk in chunks:
-        end += chunk.num_tokens
-        rows.extend(range(end - chunk.num_logits, end))
+    rows = last_rows((chunk.num_tokens for chunk in chunks), (chunk.num_logits for chunk in chunks))
     return torch.tensor(rows, dtype=torch.int64)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewright.engine.occurrences import Occurrences
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.speculate import num_right_drafts
-from tilewright.engine.step import Chunk, Sampled, Step
+from tilewright.engine.step import Chunk, Sampled, Step, last_rows
 from tilewright.ops import sample as ops
 from tilewright.types import SamplingParams, TokenLogprob
 
@@ -52,7 +52,8 @@ class Sampler:
         if not num_rows:
             return []
         if num_rows < logits.shape[0]:
-            logits = logits[torch.tensor(_sampled_rows(chunks))]
+            rows = last_rows((chunk.num_logits for chunk in chunks), (chunk.num_sampled for chunk in chunks))
+            logits = logits[torch.tensor(rows)]
             keep_raw = False  # a copy already
         if any(_is_adjusted(chunk.sequence) for chunk in sampled):
             logits = self._adjust(logits.clone() if keep_raw else logits, sampled)
@@ -147,16 +148,6 @@ def _is_adjusted(sequence: Sequence) -> bool:
 
 def _has_logprobs(chunk: Chunk) -> bool:
     return chunk.sequence.params.logprobs is not None or chunk.num_prompt_rows > 0
-
-
-def _sampled_rows(chunks: list[Chunk]) -> list[int]:
-    """The numbers of the logits rows that tokens are drawn from."""
-    rows: list[int] = []
-    first = 0
-    for chunk in chunks:
-        first += chunk.num_logits
-        rows.extend(range(first - chunk.num_sampled, first))
-    return rows
 
 
 def _with_logprobs(logits: Tensor, chunks: list[Chunk], token_ids: list[list[int]]) -> list[Sampled]:

@@ -41,9 +41,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:
-                raise ValueError(f"{name} is {value}, expected at least 1")
+                raise RequestError(f"{name} is {value}, expected at least 1")
         if self.max_sequences > self.max_tokens_per_step:
-            raise ValueError(
+            raise RequestError(
                 f"max_sequences is {self.max_sequences}, more than max_tokens_per_step, {self.max_tokens_per_step}: "
                 "each running sequence decodes one token per step"
             )

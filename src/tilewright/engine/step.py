@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tilewright.engine.sequence import Sequence
@@ -45,6 +46,16 @@ class Chunk:
     @property
     def num_logits(self) -> int:
         return self.num_prompt_rows + self.num_sampled
+
+
+def last_rows(sizes: Iterable[int], counts: Iterable[int]) -> list[int]:
+    """The numbers of the last counts[i] rows of each run of sizes[i] rows, the runs one after the other."""
+    rows: list[int] = []
+    end = 0
+    for size, count in zip(sizes, counts, strict=True):
+        end += size
+        rows.extend(range(end - count, end))
+    return rows
 
 
 @dataclass(frozen=True)

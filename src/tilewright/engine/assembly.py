@@ -1,0 +1,53 @@
+"""The engine put together around a model: pages, caches, scheduler, runner and sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+
+from tilewright.engine.core import EngineCore
+from tilewright.engine.detokenizer import Decoder
+from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.pages import PagePool
+from tilewright.engine.prefix_cache import PrefixCache
+from tilewright.engine.runner import Runner
+from tilewright.engine.sampler import Sampler
+from tilewright.engine.scheduler import Limits, Scheduler
+from tilewright.engine.speculate import Speculator
+from tilewright.models.protocol import Model
+from tilewright.ops.kv_cache import KvCache
+
+PAGE_SIZE = 64
+FEATURE_CACHE_BYTES = 512 << 20
+
+
+def build_core(
+    model: Model,
+    dtype: torch.dtype,
+    limits: Limits,
+    num_pages: int,
+    *,
+    make_decoder: Callable[[], Decoder],
+    eos_token_ids: Collection[int] = (),
+    page_size: int = PAGE_SIZE,
+    speculate: int = 0,
+    prefix_cache: bool = True,
+    replay: bool = True,
+) -> EngineCore:
+    """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`."""
+    spec = model.kv_spec
+    kv_caches = [
+        KvCache.empty(num_pages, page_size, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)
+    ]
+    features = FeatureCache(FEATURE_CACHE_BYTES)
+    pool = PagePool(num_pages, page_size)
+    speculator = Speculator(speculate) if speculate else None
+    return EngineCore(
+        Runner(model, kv_caches, features, limits, replay=replay),
+        Scheduler(pool, PrefixCache(pool, enabled=prefix_cache), features, limits, speculator),
+        Sampler(),
+        make_decoder=make_decoder,
+        vocabulary_size=model.vocab_size,
+        eos_token_ids=eos_token_ids,
+    )
