@@ -41,6 +41,17 @@ void check_starts(const Op& op, const Tensor& starts, int64_t num_tokens, const 
                  " tokens of " + of_what);
 }
 
+// Keys and values [T, G, K], of the ops that read both.
+template <class Args>
+void set_keys_and_values(Args& args, const Tensor& k, const Tensor& v) {
+  args.k = k.data;
+  args.k_token_stride = k.stride(0);
+  args.k_head_stride = k.stride(1);
+  args.v = v.data;
+  args.v_token_stride = v.stride(0);
+  args.v_head_stride = v.stride(1);
+}
+
 // q and out are [T, H, K].
 AttentionArgs query_args(Op& op, const Tensor& q, const Tensor& out, int64_t kv_heads, const Tensor& starts,
                          float scale, bool causal, int64_t window, float soft_cap) {
@@ -135,12 +146,7 @@ void bind_paged(nb::module_& m) {
           op.same_dtype(k, v);
           KvStoreArgs args = {};
           args.layout = layout_of(op, cache, page_size, op["K"]);
-          args.k = k.data;
-          args.k_token_stride = k.stride(0);
-          args.k_head_stride = k.stride(1);
-          args.v = v.data;
-          args.v_token_stride = v.stride(0);
-          args.v_head_stride = v.stride(1);
+          set_keys_and_values(args, k, v);
           args.dtype = k.dtype;
           args.pages = cache.data;
           args.kv_dtype = cache.dtype;
@@ -177,12 +183,7 @@ void bind_varlen(nb::module_& m) {
         check_starts(op, key_starts, op["S"], "k");
         args.attention.kv_dtype = k.dtype;
         args.attention.layout = {0, op["G"], op["K"]};
-        args.k = k.data;
-        args.k_token_stride = k.stride(0);
-        args.k_head_stride = k.stride(1);
-        args.v = v.data;
-        args.v_token_stride = v.stride(0);
-        args.v_head_stride = v.stride(1);
+        set_keys_and_values(args, k, v);
         args.key_starts = static_cast<const int32_t*>(key_starts.data);
         if (mask) {
           const int32_t *qs = args.attention.query_starts, *ks = args.key_starts;

@@ -20,14 +20,24 @@ Scoring scoring_named(const Op& op, const std::string& name) {
   op.fail("scoring is '" + name + "', expected one of " + known);
 }
 
+// The experts of each token and their weights.
+struct Choice {
+  Tensor ids, weights;
+};
+
+Choice choice_of(Op& op, nb::handle ids_arg, nb::handle weights_arg) {
+  const Choice choice = {op.tensor(ids_arg, "ids", {"T", "k"}, kInt32),
+                         op.tensor(weights_arg, "weights", {"T", "k"}, kFloat32)};
+  op.contiguous(choice.ids);
+  op.contiguous(choice.weights);
+  return choice;
+}
+
 void route_entry(nb::handle logits_arg, nb::handle ids_arg, nb::handle weights_arg, bool renormalize,
                  const std::string& scoring) {
   Op op("route");
   const Tensor logits = op.tensor(logits_arg, "logits", {"T", "E"}, kFloats);
-  const Tensor ids = op.tensor(ids_arg, "ids", {"T", "k"}, kInt32);
-  const Tensor weights = op.tensor(weights_arg, "weights", {"T", "k"}, kFloat32);
-  op.contiguous(ids);
-  op.contiguous(weights);
+  const auto [ids, weights] = choice_of(op, ids_arg, weights_arg);
   OP_REQUIRE(
       op, op["k"] >= 1 && op["k"] <= op["E"],
       "top_k is " + std::to_string(op["k"]) + ", expected 1 to the number of experts, " + std::to_string(op["E"]));
@@ -72,14 +82,11 @@ void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, nb:
              "experts of " + std::to_string(width) + " x " + std::to_string(inner) + " have no elements");
   op.bind("D", width);
   const Tensor x = op.tensor(x_arg, "x", {"T", "D"}, kFloats);
-  const Tensor ids = op.tensor(ids_arg, "ids", {"T", "k"}, kInt32);
-  const Tensor weights = op.tensor(weights_arg, "weights", {"T", "k"}, kFloat32);
+  const auto [ids, weights] = choice_of(op, ids_arg, weights_arg);
   const Tensor gate_up = experts_of(op, gate_up_arg, "gate_up", 2 * inner, width, true);
   const Tensor down = experts_of(op, down_arg, "down", width, inner, false);
   const Tensor residual = op.optional(residual_arg, "residual", {"T", "D"}, kFloats);
   const Tensor y = op.tensor(y_arg, "out", {"T", "D"}, kFloats);
-  op.contiguous(ids);
-  op.contiguous(weights);
   OP_REQUIRE(op, op["k"] >= 1, "ids is " + to_string(ids) + ", expected at least one expert per token");
   if (residual) op.same_dtype(y, residual);
   ids_in_range(op, ids, op["E"]);

@@ -9,6 +9,9 @@
 //   };
 #pragma once
 
+#include <type_traits>
+
+#include "base/kv_tiles.h"
 #include "base/scratch.h"
 #include "kernels/attention/softmax.h"
 
@@ -325,6 +328,14 @@ void pack_keys_as(const VarlenArgs& args, int64_t token, int64_t count, int64_t 
   const int64_t width = layout.head_width, depth_tiles = layout.key_depth_tiles();
   if (count < kTileDepth || width % kTileDepth) __builtin_memset(tiles, 0, 2 * depth_tiles * kTileElements * sizeof(T));
   const T* k = static_cast<const T*>(args.k) + token * args.k_token_stride + head * args.k_head_stride;
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (count == kTileDepth && width % 8 == 0) {
+      for (int half = 0; half < kTileDepth; half += kTileColumns)
+        pack_key_tiles(k + half * args.k_token_stride, args.k_token_stride, width,
+                       tiles + half / kTileColumns * depth_tiles * kTileElements);
+      return;
+    }
+  }
   for (int64_t column = 0; column < count; ++column, k += args.k_token_stride) {
     T* tile = tiles + column / kTileColumns * depth_tiles * kTileElements;
     T* at = tile + tile_offset<T>(0, static_cast<int>(column % kTileColumns));
@@ -342,6 +353,9 @@ void pack_values_as(const VarlenArgs& args, int64_t token, int64_t count, int64_
   const int64_t width = layout.head_width;
   if (count < kTileDepth) __builtin_memset(tiles, 0, layout.value_column_tiles() * kTileElements * sizeof(T));
   const T* v = static_cast<const T*>(args.v) + token * args.v_token_stride + head * args.v_head_stride;
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (count == kTileDepth && width % 8 == 0) return pack_value_tiles(v, args.v_token_stride, width, tiles);
+  }
   static constexpr T kZeros[kTileColumns] = {};
   for (int64_t depth = 0; depth < count; depth += 2, v += 2 * args.v_token_stride) {
     T* row = tiles + depth / 2 * 32;
