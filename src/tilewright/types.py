@@ -22,6 +22,18 @@ class UnsupportedConfig(ValueError):
     """A model config that asks for something not built here; names the key, its value and what is there."""
 
 
+REASONING_TAGS = ("<think>", "</think>")  # what a model that thinks puts around its thoughts
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What the text of an answer must be. Thoughts before it are free where the model thinks."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str  # the schema as JSON, the regular expression, or the grammar as llguidance reads Lark's form
+    allows_reasoning: bool = False  # whether thoughts within REASONING_TAGS may come before
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen and when to stop, by OpenAI's names. Checked when made."""
@@ -43,6 +55,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # how many of the best tokens to list beside the chosen one; None: no log-probabilities
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         _require("temperature", self.temperature, 0.0, 2.0)
@@ -105,6 +118,7 @@ class ModelInputs:
     positions: np.ndarray  # [A, T] int64: rope positions on each of the model's axes
     next_position: int  # of the first token after the prompt, on every axis; later ones count on from it
     media: tuple[Medium, ...] = ()
+    opens_reasoning: bool = False  # whether it ends within the thoughts that the answer goes on with
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, open_url
-from tilewright.types import Messages, RequestError
+from tilewright.types import REASONING_TAGS, Messages, RequestError
 
 if TYPE_CHECKING:
     import jinja2
@@ -73,6 +73,11 @@ class ChatTemplate:
             except TemplateSyntaxError as error:
                 raise ValueError(f"the chat template {name!r}, line {error.lineno}: {error.message}") from error
         return compiled
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether the model, asked this, begins within its thoughts: some templates open them."""
+    return prompt.rstrip().endswith(REASONING_TAGS[0])
 
 
 def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

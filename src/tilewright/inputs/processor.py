@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.inputs.chat import ChatTemplate, normalize
+from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
 from tilewright.inputs.media import Fetch
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Messages, ModelInputs, RequestError
@@ -38,7 +38,8 @@ class TextProcessor:
         for message in normalized:
             if isinstance(message["content"], list):
                 message["content"] = "".join(_text_of(part) for part in message["content"])
-        return _inputs(self.tokenizer.encode(self.template.render(normalized, tools=tools, **template_args)))
+        text = self.template.render(normalized, tools=tools, **template_args)
+        return _inputs(self.tokenizer.encode(text), opens_reasoning(text))
 
     def prompt(
         self,
@@ -76,5 +77,6 @@ def _text_of(part: Mapping[str, Any]) -> str:
     return part["text"]
 
 
-def _inputs(ids: Sequence[int]) -> ModelInputs:
-    return ModelInputs(tuple(ids), np.arange(len(ids), dtype=np.int64)[None], len(ids))
+def _inputs(ids: Sequence[int], is_reasoning: bool = False) -> ModelInputs:
+    positions = np.arange(len(ids), dtype=np.int64)[None]
+    return ModelInputs(tuple(ids), positions, len(ids), opens_reasoning=is_reasoning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.inputs.chat import ChatTemplate, normalize
+from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
 from tilewright.inputs.image import open_picture
 from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, content_key
 from tilewright.inputs.processor import prompt_ids
@@ -75,7 +76,8 @@ class Qwen3VlProcessor:
         normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=_ACCEPTS)
         text = self.template.render(normalized, tools=tools, **template_args)
         media = [self._prepare(part, fetch, is_known) for part in parts]
-        return self._place(self.tokenizer.encode(text), media)
+        inputs = self._place(self.tokenizer.encode(text), media)
+        return dataclasses.replace(inputs, opens_reasoning=opens_reasoning(text))
 
     def prompt(
         self,
