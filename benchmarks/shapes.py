@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.bench.costs import costs_of
+from tilewright.engine.costs import costs_of
 from tilewright.bench.probe import probe
 from tilewright.engine.assembly import PAGE_SIZE, build_core
 from tilewright.engine.scheduler import Limits

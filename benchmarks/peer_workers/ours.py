@@ -29,7 +29,7 @@ class Tilewright(System):
 
     def details(self) -> dict[str, object]:
         from tilewright import machine
-        from tilewright.bench.costs import costs_of
+        from tilewright.engine.costs import costs_of
 
         loaded = self.engine.loaded
         costs = costs_of(loaded.model.decoder, loaded.model.kv_spec, loaded.dtype.itemsize)

@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tilewright {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_chat(commands)
+    _add_serve(commands)
     _add_info(commands)
     _add_bench(commands)
     return parser
@@ -41,6 +42,12 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     from tilewright import chat
 
     chat.add_arguments(commands)
+
+
+def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright import serve
+
+    serve.add_arguments(commands)
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

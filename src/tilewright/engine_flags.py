@@ -10,6 +10,7 @@ from tilewright.types import RequestError, UnsupportedConfig
 if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
 
+MODEL_HELP = "a folder, a GGUF file or a hub id"
 _NAMES = (
     "dtype",
     "kv_memory",
@@ -25,7 +26,13 @@ _NAMES = (
 
 def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Adds -m and the engine's options; `defaults` are those of this command where they are not the Engine's."""
-    parser.add_argument("-m", "--model", metavar="MODEL", help="a folder, a GGUF file or a hub id")
+    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
+    add_engine_arguments(parser)
+    parser.set_defaults(**defaults)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the engine's options, for a command that has its own way of naming the model."""
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: as the checkpoint")
     group.add_argument("--kv-memory", metavar="SIZE", help='for keys and values, such as "4GB" (default: half of free)')
@@ -40,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     ):
         flag = f"--no-{name.replace('_', '-')}"
         group.add_argument(flag, dest=name, action="store_const", const=False, help=what)
-    parser.set_defaults(**defaults)
 
 
 def positive(text: str) -> int:
@@ -57,13 +63,18 @@ def _number(text: str, least: int) -> int:
     return int(text)
 
 
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of the Engine that the flags give."""
+    given = {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
+    return {"model": options.model, **given}
+
+
 def open_engine(options: argparse.Namespace, *, progress: bool) -> Engine:
     """The Engine of the flags. A model that cannot be loaded is a RequestError."""
     from tilewright.engine.engine import Engine
     from tilewright.weights.checkpoint import CheckpointError
 
-    given = {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
     try:
-        return Engine(options.model, progress=progress, **given)
+        return Engine(progress=progress, **engine_options(options))
     except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
         raise RequestError(str(error)) from error

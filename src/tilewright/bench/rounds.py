@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tilewright.bench.costs import Costs, costs_of
 from tilewright.bench.probe import Probe
+from tilewright.engine.costs import Costs, costs_of
 from tilewright.engine.engine import Engine
-from tilewright.models.qwen3_vl.model import Qwen3Vl
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
-from tilewright.models.text import TextModel
 from tilewright.types import Completion, RequestError
 
 
@@ -55,7 +53,6 @@ class Round:
 
 def costs(engine: Engine) -> Costs:
     model = engine.loaded.model
-    assert isinstance(model, TextModel | Qwen3Vl), f"{type(model).__name__} has costs that are not known here"
     return costs_of(model.decoder, model.kv_spec, engine.loaded.dtype.itemsize)
 
 

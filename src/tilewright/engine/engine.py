@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from tilewright.engine.assembly import PAGE_SIZE, build_core
+from tilewright.engine.costs import costs_of
 from tilewright.engine.handle import Handle
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
@@ -60,7 +61,7 @@ class Engine:
         assert model is not None
         self.loaded: LoadedModel = load_model(model, dtype=dtype, pack_cache=pack_cache, progress=progress)
         longest = self.loaded.model.max_context
-        limits = Limits(
+        self.limits = limits = Limits(
             max_context=min(max_context or longest, longest),
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
@@ -77,7 +78,8 @@ class Engine:
             replay=replay,
         )
         self._features = core.scheduler.features
-        self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team)
+        costs = costs_of(self.loaded.model.decoder, self.loaded.model.kv_spec, self.loaded.dtype.itemsize)
+        self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
 
     def chat(self, messages: Any, **options: Any) -> Any:
         """The answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.

@@ -19,6 +19,8 @@ class Handle:
         self.request_id = request_id
         self.params = params
         self.is_aborted = False
+        self.prompt_token_ids: tuple[int, ...] = ()  # once the prompt is prepared; its media are not held here
+        self.opens_reasoning = False
         self._abort = abort
         self.submitted_s = time.perf_counter()
         self._changed = threading.Condition()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from tilewright.engine.core import EngineCore
+from tilewright.engine.costs import Costs
 from tilewright.engine.handle import Handle
 from tilewright.engine.sequence import Sequence
-from tilewright.engine.stats import Stats, TokenCounter
+from tilewright.engine.stats import Stats, StepCount, StepCounter
 from tilewright.types import Delta, ModelInputs, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class EngineLoop:
         num_prepare_threads: int = 2,
         start_preparing: Callable[[], None] | None = None,
         start_stepping: Callable[[], None] = lambda: None,
+        costs: Costs | None = None,
         threaded: bool = True,
     ) -> None:
         self.core = core
@@ -46,7 +49,10 @@ class EngineLoop:
         self._changed = threading.Condition()  # guards what is above and below
         self._num_preparing = 0
         self._is_closing = False
-        self._tokens = TokenCounter()
+        self._counter = StepCounter()
+        self._costs = costs  # None: what steps read and compute is not counted
+        self._step_began_s: float | None = None
+        self.after_step: Callable[[], None] = lambda: None  # called on the engine's thread when all Handles were told
         self._start_stepping = start_stepping
         self._preparers = ThreadPoolExecutor(num_prepare_threads, "prepare", start_preparing) if threaded else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True) if threaded else None
@@ -73,6 +79,7 @@ class EngineLoop:
             self._inbox.popleft()()
         if not self.core.has_work:
             return False
+        self._step_began_s = time.perf_counter()
         try:
             results = self.core.step()
         except Exception as error:
@@ -82,7 +89,9 @@ class EngineLoop:
                 failure.__cause__ = error
                 self._end(self._handles[request_id], failure)
             return True
-        self._count(results)
+        finally:
+            took_s, self._step_began_s = time.perf_counter() - self._step_began_s, None
+        self._count(results, took_s)
         self._deliver(results)
         return True
 
@@ -90,7 +99,7 @@ class EngineLoop:
         """How it is doing now."""
         scheduler = self.core.scheduler
         pool, speculator = scheduler.pool, scheduler.speculator
-        prompt_tokens_per_s, output_tokens_per_s = self._tokens.speeds()
+        counter, began_s = self._counter, self._step_began_s
         return Stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -103,10 +112,12 @@ class EngineLoop:
             num_preemptions=scheduler.num_preemptions,
             num_drafts_proposed=speculator.num_proposed if speculator else 0,
             num_drafts_accepted=speculator.num_accepted if speculator else 0,
-            num_prompt_tokens=self._tokens.num_prompt_tokens,
-            num_output_tokens=self._tokens.num_output_tokens,
-            prompt_tokens_per_s=prompt_tokens_per_s,
-            output_tokens_per_s=output_tokens_per_s,
+            num_prompt_tokens=counter.num_prompt_tokens,
+            num_output_tokens=counter.num_output_tokens,
+            num_steps=counter.num_steps,
+            busy_s=counter.busy_s,
+            step_age_s=0.0 if began_s is None else time.perf_counter() - began_s,
+            **vars(counter.speeds()),
         )
 
     def close(self, *, drain: bool = True) -> None:
@@ -133,6 +144,7 @@ class EngineLoop:
                 if self._can_stop:
                     return
             self.step()
+            self.after_step()
 
     @property
     def _can_stop(self) -> bool:
@@ -161,6 +173,7 @@ class EngineLoop:
             handle.end_unstarted()
             self._forget(handle)
         else:
+            handle.prompt_token_ids, handle.opens_reasoning = prepared.token_ids, prepared.opens_reasoning
             try:
                 self.core.add(handle.request_id, prepared, handle.params, handle.submitted_s)
             except Exception as error:
@@ -185,11 +198,25 @@ class EngineLoop:
             del self._handles[handle.request_id]
             self._changed.notify_all()
 
-    def _count(self, results: list[tuple[Sequence, Delta]]) -> None:
+    def _count(self, results: list[tuple[Sequence, Delta]], took_s: float) -> None:
         step = self.core.step_under_way
         assert step is not None
-        num_prompt_tokens = sum(
-            max(0, min(chunk.stop, chunk.sequence.num_prompt_tokens) - chunk.start) for chunk in step.chunks
+        chunks = step.chunks
+        read_bytes = flops = 0
+        if self._costs is not None:
+            # A query sees the keys before it and itself; a chunk's queries are its last tokens.
+            num_pairs = sum(chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2 for chunk in chunks)
+            read_bytes = self._costs.step_bytes(step.num_tokens, sum(chunk.stop for chunk in chunks))
+            flops = self._costs.step_flops(step.num_tokens, len(results), num_pairs)
+        count = StepCount(
+            ended_s=time.perf_counter(),
+            took_s=took_s,
+            num_prompt_tokens=sum(
+                max(0, min(chunk.stop, chunk.sequence.num_prompt_tokens) - chunk.start) for chunk in chunks
+            ),
+            num_output_tokens=sum(len(delta.token_ids) for _, delta in results),
+            read_bytes=read_bytes,
+            flops=flops,
         )
-        self._tokens.count(num_prompt_tokens, sum(len(delta.token_ids) for _, delta in results))
+        self._counter.count(count)
         self.core.step_under_way = None  # with its sequences and their media, which nobody else may need any more

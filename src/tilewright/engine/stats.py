@@ -29,33 +29,68 @@ class Stats:
     num_output_tokens: int
     prompt_tokens_per_s: float
     output_tokens_per_s: float
+    num_steps: int
+    busy_s: float  # spent in steps
+    step_age_s: float  # how long the step under way has been; 0 between steps
+    read_bytes_per_s: float  # weights, keys and values that the steps of the last 10 seconds read, per second in them
+    flops_per_s: float  # and what they multiplied and added
 
     @property
     def draft_acceptance(self) -> float:
         return self.num_drafts_accepted / max(1, self.num_drafts_proposed)
 
 
-class TokenCounter:
-    """Tokens computed and generated, in all and per second. One thread counts, any reads."""
+@dataclass(frozen=True)
+class StepCount:
+    """What one step did."""
+
+    ended_s: float
+    took_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    read_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Over the window; tokens per second of it, bytes and operations per second spent in steps."""
+
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    read_bytes_per_s: float
+    flops_per_s: float
+
+
+class StepCounter:
+    """What steps did, in all and of late. One thread counts, any reads."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        self.num_steps = 0
+        self.busy_s = 0.0
         self._lock = threading.Lock()
-        self._steps: deque[tuple[float, int, int]] = deque()  # when it ended, prompt tokens, output tokens
+        self._steps: deque[StepCount] = deque()
 
-    def count(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        now = time.perf_counter()
+    def count(self, step: StepCount) -> None:
         with self._lock:
-            self.num_prompt_tokens += num_prompt_tokens
-            self.num_output_tokens += num_output_tokens
-            self._steps.append((now, num_prompt_tokens, num_output_tokens))
-            while self._steps[0][0] < now - WINDOW_S:
+            self.num_prompt_tokens += step.num_prompt_tokens
+            self.num_output_tokens += step.num_output_tokens
+            self.num_steps += 1
+            self.busy_s += step.took_s
+            self._steps.append(step)
+            while self._steps[0].ended_s < step.ended_s - WINDOW_S:
                 self._steps.popleft()
 
-    def speeds(self) -> tuple[float, float]:
-        """Prompt and output tokens per second, over the window."""
+    def speeds(self) -> Speeds:
         now = time.perf_counter()
         with self._lock:
-            recent = [step for step in self._steps if step[0] >= now - WINDOW_S]
-        return sum(step[1] for step in recent) / WINDOW_S, sum(step[2] for step in recent) / WINDOW_S
+            recent = [step for step in self._steps if step.ended_s >= now - WINDOW_S]
+        busy_s = sum(step.took_s for step in recent) or 1.0
+        return Speeds(
+            prompt_tokens_per_s=sum(step.num_prompt_tokens for step in recent) / WINDOW_S,
+            output_tokens_per_s=sum(step.num_output_tokens for step in recent) / WINDOW_S,
+            read_bytes_per_s=sum(step.read_bytes for step in recent) / busy_s,
+            flops_per_s=sum(step.flops for step in recent) / busy_s,
+        )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
+from tilewright.layers.decoder import Decoder
 from tilewright.ops.kv_cache import elements_per_token
 from tilewright.types import Medium, ModelInputs
 
@@ -32,6 +33,7 @@ class Model(Protocol):
     max_context: int
     num_position_axes: int
     kv_spec: KvSpec
+    decoder: Decoder  # its text side
 
     def checkpoint_name(self, name: str) -> str | None:
         """The model's name for a tensor of the checkpoint; None for one that by rule is not used."""

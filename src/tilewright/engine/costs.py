@@ -17,6 +17,8 @@ class Costs:
     """Of the text side of a model; a vision tower is no part of it."""
 
     weight_bytes_per_step: int  # of one token: each packed weight once, of experts only those a token is sent to
+    expert_bytes_per_token: int  # the part of these that another token, sent elsewhere, reads anew
+    expert_bytes: int  # of all experts of all layers
     kv_bytes_per_token: int
     linear_flops_per_token: int  # without the head, which only the tokens that are sampled from need
     head_flops: int
@@ -25,6 +27,17 @@ class Costs:
     def decode_bytes(self, context: int) -> int:
         """What a step of one sequence reads that has `context` tokens."""
         return self.weight_bytes_per_step + context * self.kv_bytes_per_token
+
+    def step_bytes(self, num_tokens: int, num_keys: int) -> int:
+        """What a step of many tokens reads at least, with `num_keys` tokens in the pages of its sequences."""
+        experts = min(self.expert_bytes, num_tokens * self.expert_bytes_per_token)
+        dense = self.weight_bytes_per_step - self.expert_bytes_per_token
+        return dense + experts + num_keys * self.kv_bytes_per_token
+
+    def step_flops(self, num_tokens: int, num_logits: int, num_pairs: int) -> int:
+        """What a step multiplies and adds, with `num_pairs` of a query and a key."""
+        linears = num_tokens * self.linear_flops_per_token + num_logits * self.head_flops
+        return linears + num_pairs * self.attention_flops_per_pair
 
     def prefill_flops(self, num_tokens: int) -> int:
         """Of all linears over a prompt, and the head once. Attention comes on top: see `attention_flops`."""
@@ -40,8 +53,11 @@ def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int) -> Costs:
     config = decoder.config
     head = decoder.head.value
     weights = list(_weights_of_a_token(decoder))
+    experts = list(_expert_sizes(decoder))
     return Costs(
         weight_bytes_per_step=_size_bytes(head) + sum(size_bytes for size_bytes, _ in weights),
+        expert_bytes_per_token=sum(size_bytes * chosen for size_bytes, chosen, _ in experts),
+        expert_bytes=sum(size_bytes * count for size_bytes, _, count in experts),
         kv_bytes_per_token=kv_spec.bytes_per_token(kv_itemsize),
         linear_flops_per_token=2 * sum(multiplies for _, multiplies in weights),
         head_flops=2 * head.n * head.k,
@@ -59,6 +75,14 @@ def _weights_of_a_token(decoder: Decoder) -> Iterator[tuple[int, int]]:
             for experts in (layer.mlp.gate_up.value, layer.mlp.down.value):
                 chosen = layer.mlp.config.experts_per_token
                 yield chosen * experts.data[0].nbytes, chosen * experts.n * experts.k
+
+
+def _expert_sizes(decoder: Decoder) -> Iterator[tuple[int, int, int]]:
+    """(bytes of one, how many a token is sent to, how many there are) of the experts' weights, layer by layer."""
+    for layer in decoder.layers:
+        if isinstance(layer.mlp, SparseMlp):
+            for experts in (layer.mlp.gate_up.value, layer.mlp.down.value):
+                yield experts.data[0].nbytes, layer.mlp.config.experts_per_token, len(experts.data)
 
 
 def _size_bytes(weight: PackedWeight) -> int:

@@ -1,0 +1,55 @@
+"""How many requests may be under way at once."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from tilewright.server.errors import ApiError
+from tilewright.server.metrics import Metrics
+
+_SMOOTHING = 0.2  # of the newest request in the mean of how long they take
+
+
+class Slot:
+    """The room that a request takes; given back once, however often it is asked to."""
+
+    def __init__(self, admission: Admission, num_answers: int) -> None:
+        self._admission: Admission | None = admission
+        self._num_answers = num_answers
+        self._began_s = time.perf_counter()
+
+    def release(self) -> None:
+        if self._admission is not None:
+            self._admission.leave(self._num_answers, time.perf_counter() - self._began_s)
+            self._admission = None
+
+
+class Admission:
+    """Counts answers under way; sends away who comes when as many as may wait do."""
+
+    def __init__(self, max_queue: int, metrics: Metrics) -> None:
+        self._max_queue = max_queue
+        self._metrics = metrics
+        self._mean_s = 1.0
+        self.num_answers = 0
+
+    def enter(self, num_answers: int, max_sequences: int) -> Slot:
+        """A Slot for so many answers, where the engine computes max_sequences together; 429 if there is no room."""
+        limit = max_sequences + self._max_queue
+        if num_answers > limit:
+            raise ApiError(400, f"the request wants {num_answers} answers, this server takes at most {limit} at once")
+        if self.num_answers + num_answers > limit:
+            self._metrics.refused.inc()
+            wait_s = max(1, math.ceil(self._mean_s * self.num_answers / max_sequences))
+            message = f"{self.num_answers} answers are under way, the limit is {limit}; try again in {wait_s} s"
+            headers = {"Retry-After": str(wait_s)}
+            raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
+        self.num_answers += num_answers
+        self._metrics.in_flight.inc()
+        return Slot(self, num_answers)
+
+    def leave(self, num_answers: int, took_s: float) -> None:
+        self.num_answers -= num_answers
+        self._metrics.in_flight.dec()
+        self._mean_s += _SMOOTHING * (took_s - self._mean_s)

@@ -1,0 +1,273 @@
+"""The application: which address does what."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from tilewright import __version__
+from tilewright.server.admission import Admission
+from tilewright.server.answers import Answer
+from tilewright.server.asks import chat_ask, completion_asks
+from tilewright.server.backend import Ask, Backend, EngineFailure, EngineUnavailable, ModelInfo
+from tilewright.server.bodies import ChatBody, CompletionBody, SamplingBody
+from tilewright.server.chat import ChatWriter, plain_messages
+from tilewright.server.completions import CompletionWriter
+from tilewright.server.errors import ApiError, as_api_error
+from tilewright.server.guard import Guard
+from tilewright.server.media import MediaGate
+from tilewright.server.metrics import Metrics
+from tilewright.server.request_log import RequestLog
+from tilewright.server.respond import AnswerResponse, Writer
+from tilewright.server.settings import ServerSettings
+from tilewright.types import RequestError
+
+# What Pydantic puts into the path of an error for the member of a union it tried.
+_TYPE_NAME = re.compile(r"str|int|float|bool|constrained-str|list\[.*\]|literal\[.*\]|dict\[.*\]|[A-Z]\w*")
+# A step of this long is a hang, not a long prompt: the largest take seconds.
+MAX_STEP_S = 300.0
+MAX_LOGGED = 10_000  # characters of a body, where bodies are logged: pictures are longer
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": description,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    for status, description in {
+        400: "The request cannot be served as asked",
+        401: "The API key is missing or wrong",
+        404: "There is no such model",
+        413: "The body is too large",
+        429: "Too many requests wait already",
+        503: "The engine is being started",
+        504: "The answer took too long",
+    }.items()
+}
+
+
+class Desk:
+    """Takes requests in: from a checked body to a response that is being written."""
+
+    def __init__(self, settings: ServerSettings, backend: Backend) -> None:
+        self.settings = settings
+        self.backend = backend
+        self.metrics = metrics = Metrics()
+        self.gate = MediaGate(settings.media)
+        self._admission = Admission(settings.max_queue, metrics)
+        self.started_s = int(time.time())
+
+    @property
+    def model(self) -> ModelInfo:
+        model = self.backend.model
+        return replace(model, name=self.settings.served_name or model.name)
+
+    def check_model(self, name: str | None) -> ModelInfo:
+        """The model, if `name` means it."""
+        model = self.model
+        if name and name not in (model.name, self.backend.model.name) and name.split("/")[-1] != model.name:
+            message = f"there is no model {name[:200]!r} here, only {model.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return model
+
+    async def chat(self, body: ChatBody, log: RequestLog) -> Response:
+        model = self.check_model(body.model)
+        self._log_content(body, log)
+        slot = self._admission.enter(body.n or 1, model.max_sequences)
+        try:
+            messages = await self.gate.bring(plain_messages(body))
+            asks = [chat_ask(body, messages, model)]
+            return self._respond(asks, ChatWriter(body, model), log, body.stream, slot.release)
+        except BaseException:
+            slot.release()
+            raise
+
+    async def complete(self, body: CompletionBody, log: RequestLog) -> Response:
+        model = self.check_model(body.model)
+        self._log_content(body, log)
+        asks = completion_asks(body)
+        slot = self._admission.enter((body.n or 1) * len(asks), model.max_sequences)
+        try:
+            return self._respond(asks, CompletionWriter(body, model), log, body.stream, slot.release)
+        except BaseException:
+            slot.release()
+            raise
+
+    def _log_content(self, body: SamplingBody, log: RequestLog) -> None:
+        if self.settings.logs_content:
+            text = body.model_dump_json(exclude_unset=True)
+            log.fields["content"] = (
+                text if len(text) <= MAX_LOGGED else f"{text[:MAX_LOGGED]}... {len(text)} characters"
+            )
+
+    def _respond(self, asks: list[Ask], writer: Writer, log: RequestLog, is_stream: bool, release: Any) -> Response:
+        log.fields["stream"] = is_stream
+        return AnswerResponse(
+            Answer(self.backend, asks),
+            writer,
+            log,
+            is_stream=is_stream,
+            timeout_s=self.settings.request_timeout_s,
+            on_close=release,
+        )
+
+    async def health(self) -> Response:
+        """200 when a request would be answered now."""
+        try:
+            stats = await self.backend.stats()
+        except EngineUnavailable as error:
+            return JSONResponse({"status": "unavailable", "reason": str(error)}, 503)
+        if stats["step_age_s"] > MAX_STEP_S:
+            reason = f"a step has been under way for {stats['step_age_s']:.0f} s"
+            return JSONResponse({"status": "unavailable", "reason": reason}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics_text(self) -> Response:
+        stats: Mapping[str, float] | None
+        try:
+            stats = await self.backend.stats()
+        except EngineUnavailable:
+            stats = None
+        text = self.metrics.text(stats, getattr(self.backend, "num_restarts", 0))
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+def create_app(desk: Desk) -> Guard:
+    """The ASGI application."""
+    app = FastAPI(
+        title="Tilewright",
+        version=__version__,
+        docs_url=None,  # their page loads scripts from elsewhere
+        redoc_url=None,
+        responses=_ERRORS,
+    )
+    settings = desk.settings
+    _add_routes(app, desk)
+    _add_error_handlers(app)
+    _describe(app)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+        )  # fmt: skip
+    paths = [route.path for route in app.routes if isinstance(route, Route)]
+    return Guard(app, settings, desk.metrics, paths)
+
+
+def _add_routes(app: FastAPI, desk: Desk) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """The answer to a conversation, as one object or, with `stream`, as events."""
+        return await desk.chat(body, request.state.log)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """What follows a prompt: a text, token ids, or several of them."""
+        return await desk.complete(body, request.state.log)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The model this server has."""
+        return JSONResponse({"object": "list", "data": [_model_object(desk)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One model."""
+        desk.check_model(name)
+        return JSONResponse(_model_object(desk))
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 when a request would be answered now, 503 otherwise."""
+        return await desk.health()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Figures in Prometheus' form."""
+        return await desk.metrics_text()
+
+    @app.get("/version")
+    async def version() -> Response:
+        """The version of this server."""
+        return JSONResponse({"version": __version__})
+
+
+def _model_object(desk: Desk) -> dict[str, Any]:
+    model = desk.model
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": desk.started_s,
+        "owned_by": "tilewright",
+        "max_model_len": model.max_context,
+    }
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        known = as_api_error(error)
+        request.state.log.fail(known, error)
+        return JSONResponse(known.body(), known.status, known.headers)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return await answer(request, _validation_error(error))
+
+    async def plain_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no {request.url.path[:200]} here"
+        known = ApiError(error.status_code, message, headers=error.headers)
+        return await answer(request, known)
+
+    for kind in (ApiError, RequestError, EngineUnavailable, EngineFailure, Exception):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, plain_http)
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first of what is wrong with a body, by name. Pydantic lists every member of a union that did not fit."""
+    first = error.errors()[0]
+    path = [str(name) for name in first["loc"] if name != "body" and not _TYPE_NAME.fullmatch(str(name))]
+    name = ".".join(path)
+    given = first.get("input")
+    shown = f" is {given!r:.60}" if isinstance(given, str | int | float | bool) else ""
+    message = f"{name}{shown}: {first['msg']}" if name else f"the body: {first['msg']}"
+    return ApiError(400, message, param=path[0] if path else None)
+
+
+def _describe(app: FastAPI) -> None:
+    """Makes the OpenAPI document tell errors as they are: in OpenAI's shape, and none with status 422."""
+    fields: dict[str, Any] = {
+        "message": {"type": "string"},
+        "type": {"type": "string"},
+        "param": {"type": ["string", "null"]},
+        "code": {"type": ["string", "null"]},
+    }
+    error = {"type": "object", "properties": fields, "required": list(fields)}
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = original()
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            for unused in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(unused, None)
+            schemas["Error"] = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,158 @@
+"""From the body of a request to what the engine is asked, checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilewright.server.backend import Ask, ModelInfo
+from tilewright.server.bodies import ChatBody, CompletionBody, SamplingBody
+from tilewright.server.errors import ApiError
+from tilewright.server.output import check_tools, thinks, tool_constraint, tool_format_of
+from tilewright.types import Constraint, RequestError, SamplingParams
+
+# Names the template gets from elsewhere, or that mean something to the processor.
+_RESERVED_ARGUMENTS = {
+    "messages", "tools", "fetch", "is_known", "add_generation_prompt", "self", *SamplingParams.__dataclass_fields__,
+}  # fmt: skip
+_SAMPLING = (
+    "n", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "stop_token_ids", "min_tokens", "ignore_eos",
+)  # fmt: skip
+
+
+def chat_ask(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> Ask:
+    """What the engine is asked by a chat request, whose messages have their media brought in."""
+    if body.modalities is not None and set(body.modalities) != {"text"}:
+        raise ApiError(400, f"modalities is {body.modalities}, expected text alone", param="modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs is given, expected logprobs: true with it", param="top_logprobs")
+    sampling = _sampling(body)
+    sampling["max_tokens"] = body.max_completion_tokens or body.max_tokens
+    sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    check_tools(tools)
+    sampling["constraint"] = _chat_constraint(body, tools, model)
+    return Ask(
+        messages=messages,
+        tools=tools if tools and body.tool_choice != "none" else None,
+        template_args=_template_args(body),
+        sampling={name: value for name, value in sampling.items() if value is not None},
+    )
+
+
+def completion_asks(body: CompletionBody) -> list[Ask]:
+    """What the engine is asked by a completion request: one Ask per prompt."""
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported: the model does not fill in the middle", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(400, f"best_of is {body.best_of}, expected n, {body.n or 1}, or nothing", param="best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens is 0, expected 1 or more without echo", param="max_tokens")
+    sampling = _sampling(body)
+    # The engine gives at least one token; without any asked for, it is left out of the answer.
+    sampling["max_tokens"] = max(1, body.max_tokens)
+    sampling["logprobs"] = body.logprobs
+    sampling["prompt_logprobs"] = body.logprobs if body.echo else None
+    sampling["constraint"] = _structured_outputs(body, allows_reasoning=False)
+    chosen = {name: value for name, value in sampling.items() if value is not None}
+    prompt: Any = body.prompt
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    return [
+        Ask(text=one, sampling=chosen, wants_prompt=body.echo)
+        if isinstance(one, str)
+        else Ask(token_ids=one, sampling=chosen, wants_prompt=body.echo)
+        for one in prompts
+    ]
+
+
+def _sampling(body: SamplingBody) -> dict[str, Any]:
+    sampling = {name: getattr(body, name) for name in _SAMPLING}
+    sampling["top_k"] = 0 if body.top_k == -1 else body.top_k
+    sampling["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    if body.stop == "" or (sampling["stop"] and "" in sampling["stop"]):
+        raise ApiError(400, "stop has an empty string, expected at least one character", param="stop")
+    if body.logit_bias:
+        try:
+            sampling["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
+        except ValueError:
+            raise ApiError(400, "logit_bias has a name that is no token id", param="logit_bias") from None
+    return sampling
+
+
+def _template_args(body: ChatBody) -> dict[str, Any]:
+    given = dict(body.chat_template_kwargs or {})
+    for name in given:
+        if name in _RESERVED_ARGUMENTS or not re.fullmatch(r"[A-Za-z]\w{0,63}", name):
+            message = f"chat_template_kwargs has {name[:64]!r}, which is no argument of a chat template"
+            raise ApiError(400, message, param="chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        given.setdefault("reasoning_effort", body.reasoning_effort)
+        given.setdefault("enable_thinking", body.reasoning_effort != "none")
+    return given
+
+
+def _chat_constraint(body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ModelInfo) -> Constraint | None:
+    """The one constraint a chat request asks for: a forced tool call, a response format, or structured outputs."""
+    allows_reasoning = model.template is not None and thinks(model.template)
+    found = [
+        constraint
+        for constraint in (
+            _forced_call(body, tools, model, allows_reasoning),
+            _response_format(body, allows_reasoning),
+            _structured_outputs(body, allows_reasoning),
+        )
+        if constraint is not None
+    ]
+    if len(found) > 1:
+        raise ApiError(400, "more than one of tool_choice, response_format and structured_outputs binds the answer")
+    return found[0] if found else None
+
+
+def _forced_call(
+    body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ModelInfo, allows_reasoning: bool
+) -> Constraint | None:
+    choice = body.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return None
+    if not tools:
+        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
+    tool_format = None if model.template is None else tool_format_of(model.template)
+    if tool_format is None:
+        raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tool_choice")
+    named = choice if isinstance(choice, str) else choice.model_dump()
+    return tool_constraint(
+        tool_format, tools, named, parallel=body.parallel_tool_calls, allows_reasoning=allows_reasoning
+    )
+
+
+def _response_format(body: ChatBody, allows_reasoning: bool) -> Constraint | None:
+    asked = body.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return Constraint("json_schema", '{"type":"object"}', allows_reasoning)
+    if asked.json_schema is None:
+        raise ApiError(400, "response_format has no json_schema", param="response_format")
+    return Constraint("json_schema", json.dumps(asked.json_schema.json_schema), allows_reasoning)
+
+
+def _structured_outputs(body: SamplingBody, allows_reasoning: bool) -> Constraint | None:
+    asked = body.structured_outputs
+    if asked is None:
+        return None
+    given = {name: value for name, value in vars(asked).items() if value is not None}
+    if len(given) != 1:
+        names = ", ".join(given) or "none"
+        raise RequestError(f"structured_outputs has {names}, expected one of json, regex, choice and grammar")
+    if asked.json_schema is not None:
+        return Constraint("json_schema", json.dumps(asked.json_schema), allows_reasoning)
+    if asked.regex is not None:
+        return Constraint("regex", asked.regex, allows_reasoning)
+    if asked.choice is not None:
+        if not asked.choice or "" in asked.choice:
+            raise RequestError("structured_outputs.choice is empty or has an empty text")
+        return Constraint("regex", "|".join(re.escape(text) for text in asked.choice), allows_reasoning)
+    return Constraint("lark", asked.grammar or "", allows_reasoning)

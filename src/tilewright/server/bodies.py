@@ -1,0 +1,128 @@
+"""The bodies of requests, by OpenAI's names, with what other servers of open models added where it is common.
+
+Fields that are not listed are ignored: clients send many that mean nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_STOPS = 32
+MAX_STOP_CHARACTERS = 1024
+MAX_PROMPTS = 256
+
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class JsonSchema(Body):
+    name: str = "answer"
+    # `schema` would hide a method of BaseModel's.
+    json_schema: dict[str, Any] = Field(alias="schema", default_factory=dict)
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """A constraint on the answer's text; one of these."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_schema: dict[str, Any] | None = Field(alias="json", default=None)
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(default=None, description="in Lark's form")
+
+
+class Message(Body):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedToolChoice(Body):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class SamplingBody(Body):
+    """What chat and plain completions have in common."""
+
+    model: str | None = Field(default=None, description="as /v1/models tells; may be left out")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=128)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1, description="0 or -1: all tokens")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOPS)
+    min_tokens: int | None = Field(default=None, ge=0)
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    user: str | None = None
+
+
+class ChatBody(SamplingBody):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, description="the older name of max_completion_tokens")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = Field(default=None, description='"none": answers without thinking')
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="for the model's chat template, such as enable_thinking"
+    )
+    modalities: list[str] | None = None
+
+
+class CompletionBody(SamplingBody):
+    prompt: (
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[list[int]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: int = Field(default=16, ge=0, description="0: with echo, the prompt's log-probabilities alone")
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = Field(default=None, description="refused: no model here fills in the middle")

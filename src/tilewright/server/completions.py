@@ -1,0 +1,115 @@
+"""Plain completions: from the engine's events to OpenAI's objects and chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.server.backend import Chunk, Ended, ModelInfo, SpelledLogprob, Started
+from tilewright.server.bodies import CompletionBody
+from tilewright.server.chat import finite, usage
+
+
+@dataclass
+class _Choice:
+    """One answer to one prompt, as far as it has come."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[SpelledLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class CompletionWriter:
+    """Writes the answers to one completion request: n for each prompt, numbered through.
+
+    A streamed echo waits for the end of its prompt's answers, since only then all that is known of the prompt is.
+    """
+
+    def __init__(self, body: CompletionBody, model: ModelInfo) -> None:
+        self._body = body
+        self._model = model
+        self._n = body.n or 1
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._choices: dict[int, _Choice] = {}
+        self._ended: dict[int, Ended] = {}
+
+    def add(self, prompt_index: int, event: Started | Chunk | Ended) -> Iterator[dict[str, Any]]:
+        """The chunks that an event makes; for who does not stream, they are thrown away."""
+        if isinstance(event, Ended):
+            self._ended[prompt_index] = event
+            if self._body.echo:
+                yield from (self._chunk([self._whole(index)]) for index in self._indices_of(prompt_index))
+        elif isinstance(event, Chunk):
+            index = prompt_index * self._n + event.index
+            choice = self._choices.setdefault(index, _Choice())
+            choice.texts.append(event.text)
+            choice.logprobs.extend(event.logprobs or ())
+            choice.finish_reason = event.finish_reason
+            if not self._body.echo:
+                offset = sum(map(len, choice.texts[:-1]))
+                logprobs = None if event.logprobs is None else _logprobs(event.logprobs, offset)
+                yield self._chunk([_choice(index, event.text, logprobs, event.finish_reason)])
+
+    def closing_chunks(self) -> Iterator[dict[str, Any]]:
+        """What comes after the last chunk of the answers."""
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield self._chunk([], usage=self._usage())
+
+    def result(self) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [self._whole(index) for index in sorted(self._choices)]
+        return {**self._chunk(choices), "usage": self._usage()}
+
+    def _whole(self, index: int) -> dict[str, Any]:
+        choice, ended = self._choices[index], self._ended[index // self._n]
+        text, logprobs = "".join(choice.texts), choice.logprobs
+        if self._body.max_tokens == 0:
+            text, logprobs = "", []
+        if self._body.echo:
+            text = (ended.prompt or "") + text
+            logprobs = [*(ended.prompt_logprobs or ()), *logprobs]
+        spelled = None if self._body.logprobs is None else _logprobs(logprobs, 0)
+        reason = "length" if self._body.max_tokens == 0 else choice.finish_reason
+        return _choice(index, text, spelled, reason)
+
+    def _indices_of(self, prompt_index: int) -> range:
+        return range(prompt_index * self._n, (prompt_index + 1) * self._n)
+
+    def _chunk(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        head = {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model.name}
+        return {**head, "choices": choices, **more}
+
+    def _usage(self) -> dict[str, Any]:
+        counted = usage(list(self._ended.values()))
+        if self._body.max_tokens == 0:
+            counted |= {"completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
+        return counted
+
+
+def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _logprobs(items: Sequence[SpelledLogprob], offset: int) -> dict[str, Any]:
+    """Parallel lists, as plain completions have them. `offset`: characters of the text before the first of them."""
+    tokens = [item.token.decode("utf-8", "replace") for item in items]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(item.logprob) for item in items],
+        "top_logprobs": [
+            None
+            if item.logprob is None
+            else {token.decode("utf-8", "replace"): finite(logprob) for token, logprob in item.top}
+            for item in items
+        ],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,51 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tilewright.server.backend import EngineFailure, EngineUnavailable
+from tilewright.types import RequestError
+
+RETRY_AFTER_S = 5  # while an engine is being started
+
+
+class ApiError(Exception):
+    """An answer that is an error: a status, and what OpenAI's clients read beside it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The ApiError that tells of what went wrong with a request."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineUnavailable):
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return ApiError(503, str(error), kind="server_error", code="engine_unavailable", headers=headers)
+    if isinstance(error, EngineFailure):
+        return ApiError(500, str(error), kind="server_error", code="engine_failed")
+    # What is not foreseen tells nothing of the inside; the log has it.
+    return ApiError(500, "the server ran into an error of its own", kind="server_error", code="internal_error")

@@ -1,0 +1,118 @@
+"""What every request passes first: names and keys are checked, bodies are bounded, and a line is logged at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tilewright.server.errors import ApiError, as_api_error
+from tilewright.server.metrics import Metrics
+from tilewright.server.request_log import RequestLog
+from tilewright.server.settings import ServerSettings
+
+_OPEN_PATHS = ("/health", "/version")  # for those who watch over it, and have no key
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+
+
+class Guard:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, paths: Collection[str]) -> None:
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._paths = frozenset(paths)  # those that exist; others are counted together
+        # Digests have one length, so that comparing them takes one time whatever was sent.
+        self._key_digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given_id = headers.get("x-request-id", "")
+        request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        log = RequestLog(self._metrics, request_id, path, (scope.get("client") or ("", 0))[0])
+        scope.setdefault("state", {})["log"] = log
+        status = 499  # the client left before there was one; nginx' number for it
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            await self._app(scope, self._bounded(receive), noting_send)
+        except ApiError as error:
+            log.fail(error, error)
+            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
+        except Exception as error:  # told to the client by the application already
+            log.fail(as_api_error(error), error)
+        finally:
+            log.close(status)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        settings = self._settings
+        host = re.sub(r":\d+$", "", headers.get("host", "")).lower()
+        if settings.allowed_hosts and host not in settings.allowed_hosts:
+            # A page elsewhere whose name was made to point here would otherwise be the same origin to a browser.
+            message = f"the server does not answer to the name {host[:100]!r}; --allowed-host allows it"
+            raise ApiError(403, message, code="host_not_allowed")
+        if self._key_digests and scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+            self._check_key(headers)
+        declared = headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > settings.max_body_bytes:
+            raise _too_large(int(declared), settings.max_body_bytes)
+
+    def _check_key(self, headers: Headers) -> None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+            raise ApiError(
+                401, message, code="invalid_api_key", kind="authentication_error",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """`receive`, as long as the body is neither too long nor too slow."""
+        size_bytes, is_complete = 0, False
+        settings = self._settings
+
+        async def bounded() -> Message:
+            nonlocal size_bytes, is_complete
+            if is_complete:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), settings.body_timeout_s)
+            except asyncio.TimeoutError:
+                detail = f"no more of the body came for {settings.body_timeout_s:g} s"
+                raise HTTPException(408, detail, {"Connection": "close"}) from None
+            size_bytes += len(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
+            if size_bytes > settings.max_body_bytes:
+                error = _too_large(size_bytes, settings.max_body_bytes)
+                raise HTTPException(error.status, error.message, error.headers)
+            return message
+
+        return bounded
+
+
+def _too_large(size_bytes: int, limit: int) -> ApiError:
+    message = f"the body has {size_bytes} bytes or more, the limit is {limit}"
+    # The rest of the body is not read: the connection cannot be used again.
+    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})

@@ -1,0 +1,106 @@
+"""The figures of /metrics, in Prometheus' form. deploy/grafana.json draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tilewright.server.backend import Ended
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+# Of `engine.stats.Stats`: the name there, the metric's name, and what it says.
+_ENGINE_GAUGES = (
+    ("num_running", "requests_running", "Answers being computed."),
+    ("num_waiting", "requests_waiting", "Answers that wait for their first step."),
+    ("num_preparing", "requests_preparing", "Requests whose prompt is being prepared."),
+    ("num_pages", "kv_pages", "Pages for keys and values."),
+    ("num_pages_used", "kv_pages_used", "Pages that running answers hold."),
+    ("feature_bytes", "feature_cache_bytes", "Features of pictures and videos that are kept."),
+    ("prefix_hit_rate", "prefix_cache_hit_ratio", "Share of prompt tokens found in the prefix cache, since the start."),
+    ("feature_hit_rate", "feature_cache_hit_ratio", "Share of media whose features were kept, since the start."),
+    ("prompt_tokens_per_s", "prompt_tokens_per_second", "Prompt tokens computed, over the last 10 s."),
+    ("output_tokens_per_s", "output_tokens_per_second", "Tokens generated, over the last 10 s."),
+    ("read_share", "bandwidth_ratio", "Share of the machine's read bandwidth reached in the steps of the last 10 s."),
+    ("gemm_share", "gemm_ratio", "Share of the machine's bf16 GEMM peak reached in the steps of the last 10 s."),
+    ("read_limit_bytes_per_s", "bandwidth_bytes_per_second", "The machine's read bandwidth, measured at the start."),
+    ("gemm_limit_flops_per_s", "gemm_flops_per_second", "The machine's bf16 GEMM peak, measured at the start."),
+)
+_ENGINE_COUNTERS = (
+    ("num_prompt_tokens", "computed_prompt_tokens", "Prompt tokens computed, those found in a cache left out."),
+    ("num_steps", "steps", "Steps of the engine."),
+    ("busy_s", "step_seconds", "Seconds spent in steps."),
+    ("num_preemptions", "preemptions", "Answers sent back to wait because pages ran out."),
+    ("num_drafts_proposed", "draft_tokens", "Tokens guessed ahead."),
+    ("num_drafts_accepted", "accepted_draft_tokens", "Tokens guessed ahead that were right."),
+)
+
+
+class Metrics:
+    """Counts of this server; the engine's own are asked of it when they are wanted."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # a second series for each counter, which nobody reads
+        self._registry = registry = CollectorRegistry()
+
+        def histogram(name: str, says: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(f"tilewright_{name}", says, labels, buckets=buckets, registry=registry)
+
+        def counter(name: str, says: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"tilewright_{name}", says, labels, registry=registry)
+
+        self._requests = counter("requests", "Requests by path and status.", ("path", "status"))
+        self._seconds = histogram("request_seconds", "From the request to its last byte.", _SECONDS, ("path",))
+        self.first_token = histogram("time_to_first_token_seconds", "From the request to its first token.", _SECONDS)
+        self.between_tokens = histogram("inter_token_seconds", "Between two tokens of an answer.", _SECONDS)
+        self._prompt_tokens = histogram("prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._output_tokens = histogram("output_tokens", "Tokens of a request's answers.", _TOKENS)
+        self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.")
+        self.refused = counter("requests_refused", "Requests sent away because too many wait.")
+        self.in_flight = Gauge("tilewright_requests_in_flight", "Requests being answered.", registry=registry)
+        self._ready = Gauge("tilewright_engine_ready", "1 while the engine answers.", registry=registry)
+        self._engine = _EngineCollector()
+        registry.register(self._engine)
+
+    def count_request(self, path: str, status: int, total_s: float) -> None:
+        self._requests.labels(path, status).inc()
+        self._seconds.labels(path).observe(total_s)
+
+    def count_tokens(self, ended: Ended) -> None:
+        self._prompt_tokens.observe(ended.num_prompt_tokens)
+        self._output_tokens.observe(ended.num_output_tokens)
+        self._cached_tokens.inc(ended.num_cached_tokens)
+
+    def text(self, engine: Mapping[str, float] | None, num_restarts: int) -> bytes:
+        """All figures; those of the engine only while there is one."""
+        self._ready.set(engine is not None)
+        self._engine.stats = dict(engine or {})
+        self._engine.num_restarts = num_restarts
+        return generate_latest(self._registry)
+
+
+class _EngineCollector:
+    """The engine's figures as they were told last."""
+
+    def __init__(self) -> None:
+        self.stats: dict[str, float] = {}
+        self.num_restarts = 0
+
+    def collect(self) -> Iterator[Metric]:
+        for name, metric, help_text in _ENGINE_GAUGES:
+            if self.stats.get(name) is not None:
+                yield GaugeMetricFamily(f"tilewright_{metric}", help_text, self.stats[name])
+        for name, metric, help_text in _ENGINE_COUNTERS:
+            if self.stats.get(name) is not None:
+                yield CounterMetricFamily(f"tilewright_{metric}", help_text, self.stats[name])
+        yield CounterMetricFamily("tilewright_engine_restarts", "Engines started anew.", self.num_restarts)

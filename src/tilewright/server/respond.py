@@ -1,0 +1,158 @@
+"""The answer as an HTTP response: a stream of events, or one object; ended early when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from tilewright.server.answers import Answer, Gone, Quiet, TimedOut
+from tilewright.server.backend import Chunk, Ended, Started
+from tilewright.server.errors import ApiError, as_api_error
+from tilewright.server.request_log import RequestLog
+
+# Reading a long prompt takes minutes on a small machine; proxies commonly give up on a silent connection after 60 s.
+KEEP_ALIVE_S = 15.0
+# For a client that does not read what was sent to it, after its time is up.
+GRACE_S = 30.0
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
+]
+
+
+class Writer(Protocol):
+    """Makes the objects of one interface from the engine's events."""
+
+    def add(self, prompt_index: int, event: Started | Chunk | Ended) -> Iterator[Mapping[str, Any]]: ...
+
+    def closing_chunks(self) -> Iterator[Mapping[str, Any]]: ...
+
+    def result(self) -> Mapping[str, Any]: ...
+
+
+class AnswerResponse(Response):
+    """Waits for an Answer and sends what its Writer makes of it. Whatever happens, the Answer is freed at the end."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        writer: Writer,
+        log: RequestLog,
+        *,
+        is_stream: bool,
+        timeout_s: float,
+        names_events: bool = False,
+        on_close: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._answer = answer
+        self._writer = writer
+        self._log = log
+        self._is_stream = is_stream
+        self._timeout_s = timeout_s
+        self._names_events = names_events  # whether a chunk's "type" is sent as the name of its event
+        self._on_close = on_close
+        self._has_head = False  # sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        leaving = loop.create_task(self._watch(receive))
+        timer = loop.call_later(self._timeout_s, self._answer.tell, TimedOut())
+        try:
+            await asyncio.wait_for(self._respond(scope, receive, send), self._timeout_s + GRACE_S)
+        except asyncio.TimeoutError:
+            self._log.outcome = "the client did not read its answer"
+        finally:
+            timer.cancel()
+            leaving.cancel()
+            self._answer.abort()
+            self._on_close()
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await (self._stream(send) if self._is_stream else self._send_whole(scope, receive, send))
+        except _ClientGone:
+            self._log.outcome = "the client left"
+        except Exception as error:
+            known = as_api_error(error)
+            self._log.fail(known, error)
+            if self._has_head:
+                await _send_event(send, known.body(), "error" if self._names_events else None)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            else:
+                await JSONResponse(known.body(), known.status, known.headers)(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        async for prompt_index, event in self._events(send):
+            for chunk in self._writer.add(prompt_index, event):
+                await self._begin(send)
+                await _send_event(send, chunk, self._name(chunk))
+        await self._begin(send)
+        for chunk in self._writer.closing_chunks():
+            await _send_event(send, chunk, self._name(chunk))
+        if not self._names_events:
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async for prompt_index, event in self._events(None):
+            for _ in self._writer.add(prompt_index, event):
+                pass
+        await JSONResponse(self._writer.result())(scope, receive, send)
+
+    async def _events(self, send: Send | None) -> Any:
+        """The engine's events until all prompts are answered. With `send`, silence is filled with comments."""
+        num_left = self._answer.num_prompts
+        loop = asyncio.get_running_loop()
+        quiet = loop.call_later(KEEP_ALIVE_S, self._answer.tell, Quiet()) if send else None
+        try:
+            while num_left:
+                prompt_index, event = await self._answer.next()
+                if isinstance(event, Gone):
+                    raise _ClientGone
+                if isinstance(event, TimedOut):
+                    message = f"the answer took longer than {self._timeout_s:g} s, the limit of this server"
+                    raise ApiError(504, message, kind="server_error", code="timeout")
+                if isinstance(event, Quiet):
+                    # Only before the first token, while the prompt is read: nothing else takes so long.
+                    if send and not self._log.has_started:
+                        await self._begin(send)
+                        await send({"type": "http.response.body", "body": b": reading\n\n", "more_body": True})
+                        quiet = loop.call_later(KEEP_ALIVE_S, self._answer.tell, Quiet())
+                    continue
+                self._log.see(event)
+                num_left -= isinstance(event, Ended)
+                yield prompt_index, event
+        finally:
+            if quiet:
+                quiet.cancel()
+
+    async def _begin(self, send: Send) -> None:
+        if not self._has_head:
+            self._has_head = True
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+
+    def _name(self, chunk: Mapping[str, Any]) -> str | None:
+        return chunk["type"] if self._names_events else None
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._answer.tell(Gone())
+
+
+class _ClientGone(Exception):
+    pass
+
+
+async def _send_event(send: Send, data: Mapping[str, Any], name: str | None) -> None:
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    # A lone surrogate cannot be written as UTF-8; escaped it can.
+    body = f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+    await send({"type": "http.response.body", "body": body.encode("utf-8", "backslashreplace"), "more_body": True})
