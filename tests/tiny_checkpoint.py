@@ -1,6 +1,7 @@
 """Folders of whole checkpoints with random weights and a tokenizer of single bytes: small enough to load in a test."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -26,16 +27,21 @@ TEMPLATE = """{%- for message in messages -%}
 [assistant]"""
 
 
-def _write_tokenizer(folder: Path) -> None:
+QWEN_SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
+QWEN_TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+
+def _write_tokenizer(folder: Path, special: list[str] = SPECIAL, tags: Sequence[str] = (), template=TEMPLATE) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    assert tokenizer.token_to_id(SPECIAL[0]) == FIRST_SPECIAL
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in tags])
+    assert tokenizer.token_to_id(special[0]) == FIRST_SPECIAL
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL[0]}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": special[0]}))
+    (folder / "chat_template.jinja").write_text(template)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": FIRST_SPECIAL, "do_sample": False}))
 
 
@@ -45,6 +51,16 @@ def write_text_model(folder: Path) -> Path:
     config = transformers.Qwen3Config(**{**TEXT, "vocab_size": VOCAB}, head_dim=32, tie_word_embeddings=True)
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     _write_tokenizer(folder)
+    return folder
+
+
+def write_chat_model(folder: Path) -> Path:
+    """A Qwen3 with Qwen3's own chat template, which knows tools and thoughts."""
+    torch.manual_seed(0)
+    sizes = {**TEXT, "vocab_size": VOCAB, "max_position_embeddings": 8192}
+    config = transformers.Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    _write_tokenizer(folder, QWEN_SPECIAL, QWEN_TAGS, (Path(__file__).parent / "data" / "qwen3.jinja").read_text())
     return folder
 
 

@@ -144,9 +144,12 @@ def make_settings(options: argparse.Namespace) -> ServerSettings:
     hosts = tuple(name.lower() for name in options.allowed_host or ())
     if options.allowed_host is None:
         hosts = LOOPBACK_HOSTS if options.host in LOOPBACK_HOSTS else ()
+    api_keys = tuple(options.api_key or config.current().api_keys)
+    if not all(key.isascii() and key.isprintable() and key.strip() == key and key for key in api_keys):
+        raise RequestError("an API key has other characters than printable ASCII, or spaces around it")
     return ServerSettings(
         served_name=options.name,
-        api_keys=tuple(options.api_key or config.current().api_keys),
+        api_keys=api_keys,
         cors_origins=tuple(options.cors_origin),
         allowed_hosts=() if "*" in hosts else hosts,
         max_body_bytes=parse_bytes(options.max_body),

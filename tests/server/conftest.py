@@ -1,0 +1,147 @@
+"""A server on a port of its own, in a thread of the test, in front of a tiny model or of a script."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import openai
+import pytest
+import uvicorn
+from tiny_checkpoint import write_chat_model, write_vision_model
+
+from tilewright.engine.engine import Engine
+from tilewright.ops.native import kernels
+from tilewright.server.app import Desk, create_app
+from tilewright.server.backend import Chunk, Ended, ModelInfo, Started
+from tilewright.server.local import LocalBackend
+from tilewright.server.settings import ServerSettings
+from tilewright.types import Timings
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """So little is computed that a second thread would only be waited for."""
+    kernels.set_num_threads(1)
+    yield
+    kernels.set_num_threads(0)
+
+
+class Running:
+    """A server that runs: its address, its Desk, and clients for it."""
+
+    def __init__(self, url: str, desk: Desk, loop: asyncio.AbstractEventLoop) -> None:
+        self.url = url
+        self.desk = desk
+        self.loop = loop
+
+    def client(self, **options) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
+
+
+@contextlib.contextmanager
+def serving(make_backend: Callable, settings: ServerSettings | None = None) -> Iterator[Running]:
+    """A Running server whose backend `make_backend` makes on the server's event loop."""
+    started: list[Running] = []
+    ready = threading.Event()
+    server: list[uvicorn.Server] = []
+
+    async def main() -> None:
+        desk = Desk(settings or ServerSettings(), make_backend())
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(create_app(desk), log_config=None, access_log=False, lifespan="off", ws="none")
+        server.append(uvicorn.Server(config))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        started.append(Running(url, desk, asyncio.get_running_loop()))
+        ready.set()
+        await server[0].serve(sockets=[listener])
+        await desk.gate.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield started[0]
+    finally:
+        server[0].should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def chat_engine(tmp_path_factory):
+    folder = write_chat_model(tmp_path_factory.mktemp("chat"))
+    with Engine(folder, pack_cache=False, kv_memory="64MB", max_sequences=8) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def vision_engine(tmp_path_factory):
+    folder = write_vision_model(tmp_path_factory.mktemp("vision"))
+    with Engine(folder, pack_cache=False, kv_memory="64MB", max_sequences=8) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def chat_server(chat_engine):
+    with serving(lambda: LocalBackend(chat_engine)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def vision_server(vision_engine):
+    with serving(lambda: LocalBackend(vision_engine)) as running:
+        yield running
+
+
+class ScriptedBackend:
+    """Answers every request with the same pieces of text, or as slowly as a test wants it."""
+
+    is_ready = True
+
+    def __init__(self, pieces=("Hello", " there"), *, template=None, opens_reasoning=False, holds_back=False) -> None:
+        self.pieces = list(pieces)
+        self.model = ModelInfo("scripted", 4096, 8, template)
+        self.opens_reasoning = opens_reasoning
+        self.holds_back = holds_back  # nothing comes after the first piece
+        self.asked = []
+        self.num_aborted = 0
+        self.error: Exception | None = None
+
+    def submit(self, ask, listener):
+        if self.error is not None:
+            raise self.error
+        self.asked.append(ask)
+        loop = asyncio.get_running_loop()
+        events = [Started(3, self.opens_reasoning)]
+        events += [Chunk(0, piece, 1) for piece in self.pieces[: 1 if self.holds_back else None]]
+        if not self.holds_back:
+            events += [Chunk(0, "", 1, "stop"), Ended(3, 0, len(self.pieces) + 1, Timings(0.0, 0.1, 0.2))]
+        for event in events:
+            loop.call_soon(listener, event)
+
+        def abort() -> None:
+            self.num_aborted += 1
+
+        return abort
+
+    async def stats(self):
+        if self.error is not None:
+            raise self.error
+        return {"step_age_s": 0.0}
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def scripted():
+    """Makes servers that answer from a script: scripted(pieces, settings, **options) -> (Running, ScriptedBackend)."""
+    with contextlib.ExitStack() as stack:
+
+        def make(pieces=("Hello", " there"), settings=None, **options):
+            backend = ScriptedBackend(pieces, **options)
+            return stack.enter_context(serving(lambda: backend, settings)), backend
+
+        yield make

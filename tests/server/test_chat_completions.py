@@ -1,0 +1,254 @@
+"""Chat through the official client: what it asks for is what the engine would answer alone."""
+
+import base64
+import io
+import json
+
+import openai
+import pytest
+from PIL import Image
+
+QUESTION = [{"role": "user", "content": "What is a tile?"}]
+
+
+@pytest.fixture(scope="module")
+def client(chat_server):
+    return chat_server.client()
+
+
+def ask(client, **options):
+    return client.chat.completions.create(**{"model": "", "messages": QUESTION, "max_tokens": 12, **options})
+
+
+def test_an_answer_is_the_engines_own(client, chat_engine):
+    answer = ask(client, temperature=0)
+    alone = chat_engine.chat(QUESTION, max_tokens=12, temperature=0)
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content) == ("assistant", alone.text)
+    assert choice.finish_reason == alone.finish_reason
+    assert answer.usage.prompt_tokens == alone.num_prompt_tokens
+    assert answer.usage.completion_tokens == len(alone.token_ids)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+
+
+def test_a_stream_says_the_same(client):
+    whole = ask(client, temperature=0, max_tokens=20)
+    chunks = list(ask(client, temperature=0, max_tokens=20, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons[-1] == whole.choices[0].finish_reason and set(reasons[:-1]) == {None}
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_without_being_asked_a_stream_tells_no_usage(client):
+    assert all(chunk.usage is None and chunk.choices for chunk in ask(client, stream=True))
+
+
+def test_several_answers(client):
+    answer = ask(client, n=3, temperature=1, seed=5)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) > 1
+    parts: dict[int, str] = {}
+    for chunk in ask(client, n=3, temperature=1, seed=5, stream=True):
+        choice = chunk.choices[0]
+        parts[choice.index] = parts.get(choice.index, "") + (choice.delta.content or "")
+    assert [parts[index] for index in range(3)] == texts
+
+
+def test_a_seed_repeats_an_answer(client):
+    first, again, other = (ask(client, temperature=1, seed=seed).choices[0].message.content for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_logprobs(client, chat_engine):
+    answer = ask(client, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3)
+    alone = chat_engine.chat(QUESTION, max_tokens=6, temperature=0, logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert [item.logprob for item in content] == pytest.approx([item.logprob for item in alone.logprobs], abs=1e-6)
+    assert b"".join(bytes(item.bytes) for item in content).decode("utf-8", "replace") == alone.text
+    assert all(len(item.top_logprobs) == 3 and item.top_logprobs[0].logprob >= item.logprob for item in content)
+    streamed = [
+        item
+        for chunk in ask(client, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3, stream=True)
+        if chunk.choices[0].logprobs
+        for item in chunk.choices[0].logprobs.content
+    ]
+    assert [item.bytes for item in streamed] == [item.bytes for item in content]
+
+
+def test_stop(client):
+    text = ask(client, temperature=0, max_tokens=40).choices[0].message.content
+    stop = text[10:12]
+    answer = ask(client, temperature=0, max_tokens=40, stop=[stop, "never"])
+    assert answer.choices[0].message.content == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_max_completion_tokens_is_the_newer_name(client):
+    answer = client.chat.completions.create(model="", messages=QUESTION, max_completion_tokens=3)
+    assert answer.usage.completion_tokens <= 3
+
+
+@pytest.mark.parametrize("schema", [None, {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"], "additionalProperties": False}])  # fmt: skip
+def test_json(client, schema):
+    response_format = {"type": "json_object"}
+    if schema:
+        response_format = {"type": "json_schema", "json_schema": {"name": "tile", "schema": schema, "strict": True}}
+    answer = ask(client, response_format=response_format, max_tokens=400, temperature=1, seed=3)
+    choice = answer.choices[0]
+    if choice.finish_reason == "stop":
+        document = json.loads(choice.message.content)
+        assert isinstance(document, dict) and (not schema or isinstance(document["size"], int))
+    else:  # a random model may write blanks or digits without end
+        assert choice.message.content.lstrip().startswith("{")
+
+
+def test_structured_outputs(client):
+    answer = ask(client, extra_body={"structured_outputs": {"regex": "(red|green) tile{2,4}"}}, max_tokens=30)
+    assert answer.choices[0].message.content in {
+        f"{colour} til" + "e" * n for colour in ("red", "green") for n in (2, 3, 4)
+    }
+    answer = ask(client, extra_body={"structured_outputs": {"choice": ["yes (or so)", "no.\nnever"]}}, max_tokens=30)
+    assert answer.choices[0].message.content in ("yes (or so)", "no.\nnever")
+    answer = ask(client, extra_body={"structured_outputs": {"grammar": 'start: "a" ("b" | "c") "d"'}}, max_tokens=30)
+    assert answer.choices[0].message.content in ("abd", "acd")
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lay_tile",
+        "description": "Lays a tile",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "blue"]}, "is_large": {"type": "boolean"}},
+            "required": ["colour", "is_large"],
+            "additionalProperties": False,
+        },
+    },
+}
+OTHER_TOOL = {"type": "function", "function": {"name": "stop_work", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lay_tile"}}])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_forced_tool_call(client, choice, is_stream):
+    options = dict(tools=[TOOL, OTHER_TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=300, seed=1)
+    options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+    if is_stream:
+        name, arguments, reasons = "", "", []
+        for chunk in ask(client, stream=True, **options):
+            reasons.append(chunk.choices[0].finish_reason)
+            for call in chunk.choices[0].delta.tool_calls or ():
+                name += call.function.name or ""
+                arguments += call.function.arguments or ""
+        reason = reasons[-1]
+    else:
+        answer = ask(client, **options).choices[0]
+        (call,) = answer.message.tool_calls
+        name, arguments, reason = call.function.name, call.function.arguments, answer.finish_reason
+        assert call.id.startswith("call_") and call.type == "function"
+    assert reason == "tool_calls"
+    assert name == "lay_tile" if choice != "required" else name in ("lay_tile", "stop_work")
+    if name == "lay_tile":
+        document = json.loads(arguments)
+        assert document["colour"] in ("red", "blue") and isinstance(document["is_large"], bool)
+
+
+def test_tool_results_go_back(client):
+    call = {"id": "call_1", "type": "function", "function": {"name": "lay_tile", "arguments": '{"colour": "red"}'}}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+    ]
+    assert ask(client, messages=messages, tools=[TOOL]).usage.prompt_tokens > 0
+
+
+def test_calls_and_thoughts_of_a_script(scripted, chat_engine):
+    text = 'Let me see.</think>\n\nI will.\n<tool_call>\n{"name": "lay_tile", "arguments": {"colour": "red"}}\n</tool_call>'
+    template = chat_engine.loaded.tokenizer.chat_template["default"]
+    running, backend = scripted(list(text), template=template, opens_reasoning=True)
+    answer = ask(running.client(), tools=[TOOL]).choices[0]
+    assert answer.message.reasoning_content == "Let me see."
+    assert answer.message.content.strip() == "I will."
+    (call,) = answer.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("lay_tile", {"colour": "red"})
+    assert answer.finish_reason == "tool_calls"
+    assert backend.asked[0].tools[0]["function"]["name"] == "lay_tile"
+    deltas = [chunk.choices[0].delta for chunk in ask(running.client(), tools=[TOOL], stream=True)]
+    assert "".join(getattr(delta, "reasoning_content", "") or "" for delta in deltas) == "Let me see."
+    pieces = [call.function.arguments for delta in deltas for call in delta.tool_calls or ()]
+    assert json.loads("".join(pieces)) == {"colour": "red"} and len(pieces) > 3
+
+
+def test_no_tools_no_calls(scripted, chat_engine):
+    text = '<tool_call>\n{"name": "lay_tile", "arguments": {}}\n</tool_call>'
+    running, backend = scripted([text], template=chat_engine.loaded.tokenizer.chat_template["default"])
+    assert ask(running.client(), tools=[TOOL], tool_choice="none").choices[0].message.content == text
+    assert backend.asked[0].tools is None
+
+
+def data_url(size=(32, 32), colour="red", form="PNG"):
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def test_pictures(vision_server, vision_engine):
+    parts = [{"type": "image_url", "image_url": {"url": data_url()}}, {"type": "text", "text": "Which colour?"}]
+    messages = [{"role": "user", "content": parts}]
+    answer = ask(vision_server.client(), messages=messages, temperature=0)
+    alone = vision_engine.chat(messages, max_tokens=12, temperature=0)
+    assert answer.choices[0].message.content == alone.text
+    assert answer.usage.prompt_tokens == alone.num_prompt_tokens
+    again = ask(vision_server.client(), messages=messages, temperature=0)
+    assert again.usage.prompt_tokens_details.cached_tokens >= 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_logprobs": 2}, "logprobs: true"),
+        ({"n": 0}, "n"),
+        ({"stop": [""]}, "stop has an empty string"),
+        ({"tool_choice": "required"}, "no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "bad name!"}}]}, "bad name!"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "tile"}}}}, "tile"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "99999"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tiler", "content": "hi"}]}, "tiler"),
+        ({"messages": [{"role": "user", "content": "long " * 9000}]}, "45"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url()}}]}]}, "image 1"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, ""),
+        ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "one of"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked(client, options, message):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **options)
+    assert message in caught.value.message
+    assert caught.value.body["type"] == "invalid_request_error"
+    ask(client)  # and the server goes on
+
+
+def test_unknown_models_are_named(client):
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-99'"):
+        ask(client, model="gpt-99")
+
+
+def test_models(client, chat_server):
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id).id == model.id
+    assert ask(client, model=model.id).model == model.id

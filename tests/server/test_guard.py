@@ -1,0 +1,228 @@
+"""What is refused at the door, and what is told of requests."""
+
+import http.client
+import json
+import logging
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+from conftest import serving
+
+from tilewright.server.backend import EngineUnavailable
+from tilewright.server.local import LocalBackend
+from tilewright.server.settings import ServerSettings
+
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def send(url, body=None, method=None, **headers):
+    """(status, headers, text) of a plain request."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    request = urllib.request.Request(url, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, dict(response.headers), response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read().decode()
+
+
+def error_of(text):
+    error = json.loads(text)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def wait_until(is_true):
+    deadline = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_key_is_asked_for(scripted):
+    running, _ = scripted(settings=ServerSettings(api_keys=("first", "second")))
+    for key in ("first", "second"):
+        client = running.client(api_key=key)
+        assert client.chat.completions.create(model="", **BODY).choices
+    for key in ("", "firs", "firstly", "first second"):
+        status, headers, text = send(f"{running.url}/v1/models", authorization=f"Bearer {key}")
+        assert status == 401 and error_of(text)["code"] == "invalid_api_key"
+        assert headers["www-authenticate"] == "Bearer"
+    assert send(f"{running.url}/v1/models", authorization="Basic first")[0] == 401
+    assert send(f"{running.url}/metrics")[0] == 401
+    assert send(f"{running.url}/health")[0] == 200 and send(f"{running.url}/version")[0] == 200
+
+
+def test_names_it_does_not_answer_to(scripted):
+    running, _ = scripted()
+    status, _, text = send(f"{running.url}/v1/models", host="rebound.example:8000")
+    assert status == 403 and "rebound.example" in error_of(text)["message"]
+    assert send(f"{running.url}/v1/models", host="localhost:1")[0] == 200
+    anywhere, _ = scripted(settings=ServerSettings(allowed_hosts=()))
+    assert send(f"{anywhere.url}/v1/models", host="tiles.example")[0] == 200
+
+
+def test_cors_is_off_unless_asked_for(scripted):
+    running, _ = scripted()
+    origin = {"origin": "https://tiles.example", "access_control_request_method": "POST"}
+    assert "access-control-allow-origin" not in send(f"{running.url}/v1/models", **origin)[1]
+    assert send(f"{running.url}/v1/chat/completions", method="OPTIONS", **origin)[0] == 405
+    allowing, _ = scripted(settings=ServerSettings(cors_origins=("https://tiles.example",), api_keys=("key",)))
+    status, headers, _ = send(f"{allowing.url}/v1/chat/completions", method="OPTIONS", **origin)
+    assert status == 200 and headers["access-control-allow-origin"] == "https://tiles.example"
+    other = {**origin, "origin": "https://else.example"}
+    assert (
+        "access-control-allow-origin" not in send(f"{allowing.url}/v1/models", authorization="Bearer key", **other)[1]
+    )
+
+
+def test_bodies_are_bounded(scripted):
+    running, _ = scripted(settings=ServerSettings(max_body_bytes=1000))
+    status, _, text = send(f"{running.url}/v1/chat/completions", {**BODY, "user": "x" * 2000})
+    assert status == 413 and "the limit is 1000" in error_of(text)["message"]
+    # Without a declared length, it is counted as it comes.
+    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=30)
+    connection.request(
+        "POST",
+        "/v1/chat/completions",
+        iter([b"x" * 600] * 3),
+        {"content-type": "application/json"},
+        encode_chunked=True,
+    )
+    response = connection.getresponse()
+    assert response.status == 413 and "the limit is 1000" in error_of(response.read())["message"]
+    connection.close()
+
+
+def test_a_body_that_does_not_come(scripted):
+    running, _ = scripted(settings=ServerSettings(body_timeout_s=0.1))
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n"
+        connection.sendall(head + b'{"prompt"')
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/nothing/here", None, 404),
+        ("/v1/chat/completions", None, 405),
+        ("/v1/chat/completions", b"{", 400),
+        ("/v1/chat/completions", b"\xff\xfe", 400),
+        ("/v1/chat/completions", [], 400),
+        ("/v1/chat/completions", {}, 400),
+        ("/v1/chat/completions", b"[" * 100_000, 400),
+        ("/v1/chat/completions", {**BODY, "temperature": "warm"}, 400),
+        ("/v1/models/../../etc/passwd", None, 404),
+    ],
+)
+def test_errors_have_one_shape(scripted, path, body, status):
+    running, _ = scripted()
+    found, _, text = send(running.url + path, body)
+    assert found == status and error_of(text)["message"]
+
+
+def test_only_json_is_read_as_json(scripted):
+    """A page elsewhere can send text/plain without asking; it must not be taken for a request."""
+    running, backend = scripted()
+    assert send(f"{running.url}/v1/chat/completions", json.dumps(BODY).encode(), content_type="text/plain")[0] == 400
+    assert not backend.asked
+
+
+def test_request_ids(scripted):
+    running, _ = scripted()
+    assert send(f"{running.url}/version", x_request_id="tile-7")[1]["x-request-id"] == "tile-7"
+    assert send(f"{running.url}/version", x_request_id="bad id\t")[1]["x-request-id"] not in ("", "bad id\t")
+
+
+def test_too_many(scripted):
+    running, backend = scripted(settings=ServerSettings(max_queue=1), holds_back=True)
+    client = running.client()
+    streams = [client.chat.completions.create(model="", stream=True, **BODY) for _ in range(9)]
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(model="", **BODY)
+    assert "9 answers are under way, the limit is 9" in caught.value.message
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    assert "tilewright_requests_refused_total 1.0" in send(f"{running.url}/metrics")[2]
+    with pytest.raises(openai.BadRequestError, match="at most 9 at once"):
+        client.chat.completions.create(model="", n=10, **BODY)
+    streams[0].close()
+    wait_until(lambda: backend.num_aborted == 1)
+    streams[0] = client.chat.completions.create(model="", stream=True, **BODY)
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: backend.num_aborted == 10)
+
+
+def test_who_leaves_frees_their_place(chat_engine):
+    with serving(lambda: LocalBackend(chat_engine)) as running:
+        client = running.client()
+        options = {"model": "", "max_tokens": 8000, "extra_body": {"ignore_eos": True}, **BODY}
+        stream = client.chat.completions.create(stream=True, **options)
+        next(iter(stream))
+        assert chat_engine.stats().num_running == 1
+        stream.close()
+        wait_until(lambda: chat_engine.stats().num_running == 0 and chat_engine.stats().num_pages_used == 0)
+        with pytest.raises(openai.APITimeoutError):  # without a stream it is seen as well
+            client.with_options(timeout=0.3).chat.completions.create(**options)
+        wait_until(lambda: chat_engine.stats().num_running == 0 and chat_engine.stats().num_pages_used == 0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_takes_too_long(scripted, is_stream):
+    running, backend = scripted(settings=ServerSettings(request_timeout_s=0.2), holds_back=True)
+    client = running.client()
+    with pytest.raises(openai.APIError, match=r"longer than 0\.2 s"):
+        answer = client.chat.completions.create(model="", stream=is_stream, **BODY)
+        list(answer)
+    wait_until(lambda: backend.num_aborted == 1)
+
+
+def test_while_there_is_no_engine(scripted):
+    running, backend = scripted()
+    assert json.loads(send(f"{running.url}/health")[2]) == {"status": "ok"}
+    backend.error = EngineUnavailable("it is being started")
+    assert send(f"{running.url}/health")[0] == 503
+    with pytest.raises(openai.InternalServerError) as caught:
+        running.client().chat.completions.create(model="", **BODY)
+    assert caught.value.status_code == 503 and "being started" in caught.value.message
+    assert caught.value.response.headers["retry-after"]
+    assert "tilewright_engine_ready 0.0" in send(f"{running.url}/metrics")[2]
+
+
+@pytest.mark.parametrize("logs_content", [False, True])
+def test_content_is_logged_only_if_asked(scripted, caplog, logs_content):
+    running, _ = scripted(settings=ServerSettings(logs_content=logs_content))
+    with caplog.at_level(logging.DEBUG):
+        secret = {"messages": [{"role": "user", "content": "my secret tile"}], "stop": "my secret stop"}
+        running.client().chat.completions.create(model="", **secret)
+        with pytest.raises(openai.BadRequestError):
+            running.client().chat.completions.create(model="", temperature=9, **secret)
+        with pytest.raises(openai.BadRequestError):
+            running.client().chat.completions.create(model="", messages=[{"role": "my secret role", "content": ""}])
+        wait_until(lambda: len([r for r in caplog.records if r.name == "tilewright.access"]) == 3)
+    lines = [record.fields for record in caplog.records if record.name == "tilewright.access"]
+    assert [line["status"] for line in lines] == [200, 400, 400]
+    assert lines[0]["prompt_tokens"] == 3 and lines[0]["output_tokens"] == 3 and lines[0]["ttft_s"] >= 0
+    told = json.dumps(lines) + caplog.text
+    assert all((secret in told) == logs_content for secret in ("my secret tile", "my secret stop", "my secret role"))
+
+
+def test_metrics(chat_server):
+    client = chat_server.client()
+    client.chat.completions.create(model="", max_tokens=5, **BODY)
+    text = send(f"{chat_server.url}/metrics")[2]
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values['tilewright_requests_total{path="/v1/chat/completions",status="200"}']) >= 1
+    assert float(values["tilewright_time_to_first_token_seconds_count"]) >= 1
+    assert float(values["tilewright_inter_token_seconds_count"]) >= 1
+    assert float(values["tilewright_kv_pages"]) > 0 and float(values["tilewright_steps_total"]) >= 5
+    assert float(values["tilewright_step_seconds_total"]) > 0
+    send(f"{chat_server.url}/secret/path")
+    assert "secret" not in send(f"{chat_server.url}/metrics")[2]

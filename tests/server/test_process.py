@@ -1,0 +1,190 @@
+"""The whole server as users start it: two processes, faults, and a clean end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from tiny_checkpoint import write_chat_model
+
+from tilewright import cli
+
+QUESTION = [{"role": "user", "content": "What is a tile?"}]
+LONG = {"model": "", "messages": QUESTION, "max_tokens": 3000, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+class Process:
+    """`tilewright serve` in a process of its own, on any free port."""
+
+    def __init__(self, model, *flags, **environment):
+        command = [sys.executable, "-m", "tilewright.cli", "serve", str(model), "--port", "0", "--kv-memory", "64MB"]
+        self.process = subprocess.Popen(
+            [*command, "--log-format", "json", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TILEWRIGHT_NUM_THREADS": "1", "TILEWRIGHT_CACHE_DIR": "off", **environment},
+        )
+        self.lines = []
+        self.url = ""
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.wait_for(lambda: self.url)
+
+    def _read(self):
+        for line in self.process.stderr:
+            with self._changed:
+                self.lines.append(line)
+                if "answers at" in line:
+                    self.url = json.loads(line)["message"].split()[-1].removesuffix("/v1")
+                self._changed.notify_all()
+
+    def wait_for(self, is_true, timeout_s=60):
+        with self._changed:
+            assert self._changed.wait_for(lambda: is_true() or self.process.poll() is not None, timeout_s)
+        assert is_true(), "".join(self.lines)
+
+    def client(self):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def status(self, path="/health"):
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def engine_pid(self):
+        """Of the one child that is the engine."""
+        children = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
+        ).stdout
+        (line,) = [line for line in children.splitlines() if "engine_process" in line]
+        return int(line.split()[0])
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+        self._reader.join(10)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def serve(model):
+    started = []
+
+    def start(*flags, **environment):
+        started.append(Process(model, *flags, **environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.end()
+
+
+def test_a_lost_engine_is_replaced(serve):
+    server = serve()
+    client = server.client()
+    before = client.chat.completions.create(**{**LONG, "max_tokens": 10}).choices[0].message.content
+    with ThreadPoolExecutor(4) as pool:
+        streams = [client.chat.completions.create(stream=True, **LONG) for _ in range(3)]
+        for stream in streams:
+            next(iter(stream))
+        waiting = pool.submit(lambda: client.chat.completions.create(**LONG))
+        time.sleep(0.2)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(openai.APIError, match="SIGKILL.*being started again"):
+                list(stream)
+        with pytest.raises(openai.InternalServerError, match="SIGKILL") as caught:
+            waiting.result()
+        assert caught.value.status_code == 503
+    # Until the new one is there, the server says so itself.
+    deadline = time.monotonic() + 60
+    while server.status() != 200:
+        assert server.status() in (200, 503) and time.monotonic() < deadline
+        time.sleep(0.05)
+    after = client.chat.completions.create(**{**LONG, "max_tokens": 10}).choices[0].message.content
+    assert after == before
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        assert "tilewright_engine_restarts_total 1.0" in response.read().decode()
+
+
+def test_told_to_end_it_finishes_what_it_answers(serve):
+    server = serve()
+    client = server.client()
+    options = {**LONG, "max_tokens": 400}
+    stream = client.chat.completions.create(stream=True, **options)
+    next(iter(stream))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: client.chat.completions.create(**options))
+        time.sleep(0.1)
+        engine = server.engine_pid()
+        # As a terminal or a service manager does: the signal goes to both processes.
+        os.kill(server.process.pid, signal.SIGTERM)
+        os.kill(engine, signal.SIGTERM)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert waiting.result().choices[0].message.content == text
+        assert waiting.result().usage.completion_tokens == 400
+    assert server.process.wait(30) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine, 0)
+
+
+def test_a_server_that_is_killed_leaves_no_engine_behind(serve):
+    server = serve()
+    engine = server.engine_pid()
+    server.process.kill()
+    deadline = time.monotonic() + 30
+    while os.path.exists(f"/proc/{engine}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_no_room_for_the_pack_cache(serve, tmp_path):
+    """A full disk, as a file where the folder should be: warned of, and served all the same."""
+    blocked = tmp_path / "cache"
+    blocked.write_text("")
+    server = serve(TILEWRIGHT_CACHE_DIR=str(blocked / "tilewright"))
+    assert server.client().chat.completions.create(**{**LONG, "max_tokens": 2}).usage.completion_tokens == 2
+    server.end()
+    assert any("cache" in line and "not" in line for line in server.lines), server.lines
+
+
+def test_flags_are_obeyed(serve):
+    server = serve("--api-key", "secret", "--name", "tiler", "--max-sequences", "2", "--max-context", "2000")
+    assert server.status("/v1/models") == 401
+    client = server.client().with_options(api_key="secret")
+    (found,) = client.models.list().data
+    assert found.id == "tiler" and found.model_extra["max_model_len"] == 2000
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["/no/such/model"], "/no/such/model"),
+        (["MODEL", "--allow-files", "/no/such/folder"], "no folder"),
+        (["MODEL", "--kv-memory", "1"], "kv_memory"),
+        (["MODEL", "--max-body", "much"], "much"),
+        (["MODEL", "--api-key", "clé"], "ASCII"),
+        (["MODEL", "--host", "256.0.0.1"], "cannot listen"),
+    ],
+)
+def test_what_cannot_be_served_is_told_at_once(model, flags, message, capsys, monkeypatch):
+    assert cli.main(["serve", *[str(model) if flag == "MODEL" else flag for flag in flags], "--port", "0"]) == 2
+    assert message in capsys.readouterr().err
