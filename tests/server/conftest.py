@@ -70,9 +70,13 @@ def serving(make_backend: Callable, settings: ServerSettings | None = None) -> I
 
 
 @pytest.fixture(scope="session")
-def chat_engine(tmp_path_factory):
-    folder = write_chat_model(tmp_path_factory.mktemp("chat"))
-    with Engine(folder, pack_cache=False, kv_memory="64MB", max_sequences=8) as engine:
+def chat_folder(tmp_path_factory):
+    return write_chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="session")
+def chat_engine(chat_folder):
+    with Engine(chat_folder, pack_cache=False, kv_memory="64MB", max_sequences=8) as engine:
         yield engine
 
 

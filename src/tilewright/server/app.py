@@ -13,7 +13,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
 
 from tilewright import __version__
 from tilewright.server.admission import Admission
@@ -158,8 +157,7 @@ def create_app(desk: Desk) -> Guard:
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", "x-request-id"],
         )  # fmt: skip
-    paths = [route.path for route in app.routes if isinstance(route, Route)]
-    return Guard(app, settings, desk.metrics, paths)
+    return Guard(app, settings, desk.metrics)
 
 
 def _add_routes(app: FastAPI, desk: Desk) -> None:

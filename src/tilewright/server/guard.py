@@ -7,12 +7,13 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Collection
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from tilewright.server.errors import ApiError, as_api_error
 from tilewright.server.metrics import Metrics
@@ -26,11 +27,13 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 class Guard:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, paths: Collection[str]) -> None:
+    def __init__(self, app: FastAPI, settings: ServerSettings, metrics: Metrics) -> None:
         self._app = app
+        self.openapi = app.openapi
         self._settings = settings
         self._metrics = metrics
-        self._paths = frozenset(paths)  # those that exist; others are counted together
+        # Those that exist; others are counted together.
+        self._paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
         # Digests have one length, so that comparing them takes one time whatever was sent.
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
