@@ -6,13 +6,14 @@ TILEWRIGHT_NUM_THREADS   threads the kernels use, counting the caller; unset: on
 TILEWRIGHT_BIND          CPUs the threads are pinned to, such as "0-7,9"; unset: not pinned
 TILEWRIGHT_CACHE_DIR     where packed weights are kept between starts, or "off"; unset: tilewright in XDG_CACHE_HOME or,
                          without that, in ~/.cache
+OPENAI_API_KEY           what `tilewright bench serve` shows the server it measures; unset: nothing
 """
 
 import functools
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ISA_LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
@@ -26,13 +27,14 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment asks of the kernels, and the CPUs it found."""
+    """What the environment asks of us, and the CPUs it found."""
 
     available_cpus: tuple[int, ...]  # as the process started: a pinned thread sees only its own
     max_isa: str = ISA_LEVELS[-1]
     num_threads: int | None = None  # None: one per CPU of the process
     bind_cpus: tuple[int, ...] = ()  # empty: threads are not pinned
     cache_dir: Path | None = None  # None: packed weights are not kept
+    openai_api_key: str | None = field(default=None, repr=False)
 
 
 @functools.cache
@@ -49,7 +51,8 @@ def resolve(environment: Mapping[str, str], available_cpus: Collection[int]) -> 
     if num_threads is None and bind_cpus:
         num_threads = len(bind_cpus)
     cache_dir = _parse_cache_dir(environment)
-    config = Config(tuple(sorted(available_cpus)), max_isa, num_threads, bind_cpus, cache_dir)
+    openai_api_key = environment.get("OPENAI_API_KEY") or None
+    config = Config(tuple(sorted(available_cpus)), max_isa, num_threads, bind_cpus, cache_dir, openai_api_key)
     _log.debug(
         "max_isa %s, num_threads %s, bind_cpus %s, cache_dir %s",
         max_isa,
