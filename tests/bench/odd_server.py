@@ -27,8 +27,9 @@ class Asked:
 class OddServer:
     """`with OddServer(answer) as server`: `answer(asked)` gives the bytes of each answer, head and all."""
 
-    def __init__(self, answer: Callable[[Asked], Answer], tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, answer: Callable[[Asked], Answer], tls: ssl.SSLContext | None = None, port: int = 0) -> None:
         self.answer = answer
+        self.port = port  # 0: one that is free
         self.tls = tls
         self.asked: list[Asked] = []
         self.num_connections = 0
@@ -52,7 +53,7 @@ class OddServer:
 
     async def _main(self, started: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.tls)
+        server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
         self.port = server.sockets[0].getsockname()[1]
         started.set()
         await self._stop.wait()
