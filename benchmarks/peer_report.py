@@ -1,4 +1,4 @@
-"""What peers.py measured, in numbers, as a table and as a picture."""
+"""What peers.py and serve_peers.py measured, in numbers, as a table and as a picture."""
 
 import math
 import statistics
@@ -22,8 +22,9 @@ def summary(rows: Sequence[Mapping], works: Mapping[str, Mapping], costs: Mappin
             if not own:
                 continue
             entry = {"work": name, "system": system, "figure": _spread([row["figure"] for row in own])}
-            if system != "ours":
-                entry["ours_to_it"] = _spread([ours[row["round"]] / row["figure"] for row in own])
+            ratios = [ours[row["round"]] / row["figure"] for row in own if row["round"] in ours]
+            if system != "ours" and ratios:
+                entry["ours_to_it"] = _spread(ratios)
             shares = [_share(name, row, costs) for row in own]
             if not any(math.isnan(share) for share in shares):
                 entry["of_limit"] = _spread(shares)
@@ -70,7 +71,11 @@ def as_table(document: Mapping) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     text += ["", *(f"{name}: {work['title']}" for name, work in works.items())]
-    text += ["", "of limit: W1 of the read bandwidth, W2 of torch's matrix product, as probed in turns with the work"]
+    text.append("")
+    if any("of_limit" in entry for entry in document["summary"]):
+        text.append(
+            "of limit: W1 of the read bandwidth, W2 of torch's matrix product, as probed in turns with the work"
+        )
     for key, unit, what in (
         ("read_gb_s", "GB/s", "read bandwidth"),
         ("read_gb_s_median", "GB/s", "its median over each probe"),

@@ -70,6 +70,12 @@ def test_where_packed_weights_are_kept(environment, expected):
     assert config.resolve(environment, CPUS).cache_dir == (None if expected is None else Path(expected))
 
 
+def test_the_key_is_not_shown():
+    settings = config.resolve({"OPENAI_API_KEY": "secret"}, CPUS)
+    assert settings.openai_api_key == "secret" and "secret" not in repr(settings)
+    assert config.resolve({"OPENAI_API_KEY": ""}, CPUS).openai_api_key is None
+
+
 @given(st.lists(st.sampled_from(CPUS), min_size=1, unique=True))
 def test_cpu_lists_survive_the_round_trip(cpus):
     assert resolve(BIND=config.format_cpus(cpus)).bind_cpus == tuple(cpus)

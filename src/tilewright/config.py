@@ -7,6 +7,7 @@ TILEWRIGHT_BIND          CPUs the threads are pinned to, such as "0-7,9"; unset:
 TILEWRIGHT_CACHE_DIR     where packed weights are kept between starts, or "off"; unset: tilewright in XDG_CACHE_HOME or,
                          without that, in ~/.cache
 TILEWRIGHT_API_KEY       the key, or keys with commas between, that `tilewright serve` asks for; unset: none
+OPENAI_API_KEY           what `tilewright bench serve` shows the server it measures; unset: nothing
 """
 
 import functools
@@ -27,7 +28,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment asks of the kernels, and the CPUs it found."""
+    """What the environment asks of us, and the CPUs it found."""
 
     available_cpus: tuple[int, ...]  # as the process started: a pinned thread sees only its own
     max_isa: str = ISA_LEVELS[-1]
@@ -35,6 +36,7 @@ class Config:
     bind_cpus: tuple[int, ...] = ()  # empty: threads are not pinned
     cache_dir: Path | None = None  # None: packed weights are not kept
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    openai_api_key: str | None = field(default=None, repr=False)
 
 
 @functools.cache
@@ -52,7 +54,10 @@ def resolve(environment: Mapping[str, str], available_cpus: Collection[int]) -> 
         num_threads = len(bind_cpus)
     cache_dir = _parse_cache_dir(environment)
     api_keys = tuple(key for text in environment.get("TILEWRIGHT_API_KEY", "").split(",") if (key := text.strip()))
-    config = Config(tuple(sorted(available_cpus)), max_isa, num_threads, bind_cpus, cache_dir, api_keys)
+    openai_api_key = environment.get("OPENAI_API_KEY") or None
+    config = Config(
+        tuple(sorted(available_cpus)), max_isa, num_threads, bind_cpus, cache_dir, api_keys, openai_api_key
+    )
     _log.debug(
         "max_isa %s, num_threads %s, bind_cpus %s, cache_dir %s",
         max_isa,

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from tilewright.bench import kernels, models
+from tilewright.bench.serve import command as serve
 
 
 def main() -> int:
@@ -11,6 +12,7 @@ def main() -> int:
     what = parser.add_subparsers(metavar="WHAT", required=True)
     models.add_arguments(what)
     kernels.add_arguments(what)
+    serve.add_arguments(what)
     options = parser.parse_args()
     return options.run(options)
 

@@ -1,10 +1,20 @@
-"""What all benchmarks say of themselves, and check before minutes of measuring. Imports no torch."""
+"""What all benchmarks take, say of themselves and check before minutes of measuring. Imports no torch."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
+import re
 import sys
+
+
+def size(text: str) -> tuple[int, int]:
+    """Width and height of a flag such as 1024x768."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match or not all(map(int, match.groups())):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected such as 1024x768")
+    return int(match[1]), int(match[2])
 
 
 def can_plot() -> bool:

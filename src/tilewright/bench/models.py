@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright import engine_flags
+from tilewright.bench import common
 
 if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help answers at once
     from tilewright.bench.rounds import Round
@@ -49,7 +49,7 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
             _number(parser, "--batch", 8, "requests at once")
         if size:
             help_text = f"of the pictures (default {size[0]}x{size[1]})"
-            parser.add_argument("--size", type=_size, default=size, metavar="WxH", help=help_text)
+            parser.add_argument("--size", type=common.size, default=size, metavar="WxH", help=help_text)
         _number(parser, "--rounds", 5, "how often it is measured")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine")
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rounds (needs matplotlib)")
@@ -63,17 +63,8 @@ def _number(parser: argparse.ArgumentParser, flag: str, default: int, what: str)
     )
 
 
-def _size(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if not match or "0" in match.groups():
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected such as 1024x768")
-    return int(match[1]), int(match[2])
-
-
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
-    from tilewright.bench import common
-
     if options.what == "decode" and options.new_tokens < 2:
         print("tilewright: --new-tokens is 1, expected 2 or more: the first is prefill's", file=sys.stderr)
         return 2

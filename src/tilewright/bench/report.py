@@ -1,12 +1,16 @@
 """What was measured, as a table, as JSON and as a picture."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tilewright.bench.timing import Times
+if TYPE_CHECKING:  # timing knows torch, which tables do not need
+    from tilewright.bench.timing import Times
 
 FAILED = "FAILED CHECK"
 

@@ -1,0 +1,1 @@
+"""`tilewright bench serve`: measures any OpenAI-compatible server from outside."""

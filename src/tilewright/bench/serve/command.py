@@ -1,0 +1,246 @@
+"""`tilewright bench serve`: the flags, and the run from the first question to the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import re
+import sys
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.bench import common
+from tilewright.engine_flags import natural, positive
+from tilewright.types import RequestError
+
+if TYPE_CHECKING:  # imported when the benchmark runs: --help answers at once
+    from tilewright.bench.serve.load import ClosedLoop, OpenLoop
+    from tilewright.bench.serve.workload import Request, Workload
+
+URL = "http://127.0.0.1:8000"
+CONCURRENCY = 8
+NUM_REQUESTS = 64
+EXAMPLES = """examples:
+  tilewright bench serve                                        a server on this machine, 8 requests at once
+  tilewright bench serve --pictures 1 --concurrency 4           each with a picture of its own
+  tilewright bench serve http://server:8000 --rate 2 --seconds 60 --goodput ttft:2.0,itl:0.2
+  tilewright bench serve --videos 1 --video-frames 8 --same-media --json serve.json --plot serve.png
+  tilewright bench serve --extra '{"chat_template_kwargs": {"enable_thinking": false}}'
+  OPENAI_API_KEY=... tilewright bench serve https://example.org --model M --plain"""
+
+
+def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `serve`."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="any OpenAI-compatible server: first tokens, gaps between tokens, throughput",
+        description="Measures a server from outside, ours or another. Prompts, pictures and videos are made from a "
+        "seed, the same for every server, before the clock starts; answers are streamed and go on to the last token.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("url", nargs="?", default=URL, metavar="URL", help=f"of the server (default {URL})")
+    parser.add_argument("--model", metavar="NAME", help="default: the first of /v1/models")
+    parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, which does not show in ps")
+    parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat", help="default: chat")
+    _add_load(parser)
+    _add_prompts(parser)
+    _add_media(parser)
+    parser.add_argument("--goodput", metavar="LIMITS", help="such as ttft:2.0,itl:0.1, in s; also of tpot and e2e")
+    parser.add_argument("--no-limits", action="store_true", help="do not measure this machine before and after")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every request's figures, and the machine")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+    parser.set_defaults(run=run)
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    pace = group.add_mutually_exclusive_group()
+    text = f"requests under way at any time (default {CONCURRENCY})"
+    pace.add_argument("--concurrency", type=positive, default=CONCURRENCY, metavar="N", help=text)
+    text = "requests a second instead, at random times, whether or not others are answered"
+    pace.add_argument("--rate", type=_above_zero, metavar="R", help=text)
+    text = "with --rate: 1 is Poisson's process (default), less comes in bursts, more evenly"
+    group.add_argument("--burstiness", type=_above_zero, default=1.0, metavar="B", help=text)
+    text = f"how many (default {NUM_REQUESTS}); with --seconds: at most"
+    group.add_argument("--requests", type=positive, metavar="N", help=text)
+    group.add_argument("--seconds", type=_above_zero, metavar="S", help="begin no request after S seconds")
+    text = "requests before those that count (default: --concurrency; 1 with --rate)"
+    group.add_argument("--warmup", type=natural, metavar="N", help=text)
+    text = "seconds a whole answer may take (default 600)"
+    group.add_argument("--timeout-s", type=_above_zero, default=600.0, metavar="S", help=text)
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts and answers")
+    text = "words of a prompt, about a token each: a number or such as 64-256 (default 128)"
+    group.add_argument("--prompt-tokens", type=_range, default=(128, 128), metavar="N", help=text)
+    text = "tokens of an answer: a number or such as 16-128 (default 64)"
+    group.add_argument("--output-tokens", type=_range, default=(64, 64), metavar="N", help=text)
+    text = "words that all prompts begin with (default 0)"
+    group.add_argument("--shared-prefix-tokens", type=natural, default=0, metavar="N", help=text)
+    group.add_argument("--system", default="", metavar="TEXT", help="a system message")
+    group.add_argument("--temperature", type=_natural_float, default=0.0, metavar="T", help="default 0")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, media and times (default 0)")
+    text = "only OpenAI's own fields: without ignore_eos and min_tokens, so answers may be shorter"
+    group.add_argument("--plain", action="store_true", help=text)
+    text = "fields for every request's body; null takes one out"
+    group.add_argument("--extra", type=_object, default={}, metavar="JSON", help=text)
+
+
+def _add_media(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("media", "Drawn from the seed; in each request others.")
+    group.add_argument("--pictures", type=natural, default=0, metavar="N", help="of each request (default 0)")
+    text = "default 512x512"
+    group.add_argument("--picture-size", type=common.size, default=(512, 512), metavar="WxH", help=text)
+    group.add_argument("--picture-format", choices=("jpeg", "png"), default="jpeg", help="default: jpeg")
+    group.add_argument("--videos", type=natural, default=0, metavar="N", help="of each request (default 0)")
+    text = "default 320x240"
+    group.add_argument("--video-size", type=common.size, default=(320, 240), metavar="WxH", help=text)
+    text = "two for each second (default 16)"
+    group.add_argument("--video-frames", type=positive, default=16, metavar="N", help=text)
+    text = "the same ones in every request, as caches like them"
+    group.add_argument("--same-media", "--same-picture", action="store_true", help=text)
+
+
+def _above_zero(text: str) -> float:
+    value = _natural_float(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _natural_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
+
+
+def _range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, expected such as 128 or 64-256")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"it is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError('it is no JSON object, expected such as {"top_p": 0.9}')
+    return found
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status: 0, or 1 where no request was answered."""
+    from tilewright.bench.http_client import Client, Server
+    from tilewright.bench.serve import limits, report
+    from tilewright.bench.serve.run import first_model, measure, run_loop
+    from tilewright.bench.serve.summary import parse_goodput, summarise
+
+    if options.plot and not common.can_plot():
+        return 2
+    server = Server.parse(options.url)
+    limits_s = parse_goodput(options.goodput) if options.goodput else None
+    client = Client(server, headers(options.api_key))
+    workload = workload_of(options, options.model or run_loop(first_model(client)))
+    pace = pace_of(options)
+    warmup, requests = _make_requests(options, workload, pace)
+    is_here = not options.no_limits and limits.is_here(server.host, server.port)
+    load_average = common.load_average() if is_here else None
+    before = [limits.measure()] if is_here else []
+    measured = run_loop(measure(client, workload.path, warmup, requests, pace, options.timeout_s))
+    after = [limits.measure()] if is_here else []
+    if options.seconds and not options.rate and len(measured.samples) == len(requests):
+        print(f"tilewright: the last of {len(requests)} requests was sent early: give --requests more", file=sys.stderr)
+    summary = summarise(measured.samples, limits_s)
+    probes = [one["probe"] for one in before + after]
+    print(report.as_table(summary, measured.client_cpu_share, probes))
+    if options.json:
+        about = _about(options, workload) | {"client_cpu_share": measured.client_cpu_share}
+        if probes:
+            about |= {"limits": report.mean_probe(probes), "probes": probes}
+            about |= {"machine": before[0]["machine"], "load_average": load_average}
+        report.write_json(options.json, summary, measured.samples, about)
+    if options.plot:
+        report.write_plot(options.plot, measured.samples, f"{server.url}, {workload.model}")
+    return 0 if summary.num_answered else 1
+
+
+def headers(api_key: str | None) -> dict[str, str]:
+    """The header of a key given, or of the environment's, if there is one."""
+    from tilewright import config
+
+    key = api_key or config.current().openai_api_key
+    if key and not re.fullmatch(r"[!-~]+", key):
+        raise RequestError("the API key has characters that no HTTP header may have, expected ASCII without spaces")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def pace_of(options: argparse.Namespace) -> ClosedLoop | OpenLoop:
+    """When requests are sent, as the flags say."""
+    from tilewright.bench.serve.load import ClosedLoop, OpenLoop, arrivals
+
+    if options.rate is None:
+        return ClosedLoop(options.concurrency, options.seconds)
+    count = options.requests or (None if options.seconds else NUM_REQUESTS)
+    return OpenLoop(arrivals(options.rate, options.burstiness, options.seed, count, options.seconds))
+
+
+def num_requests(options: argparse.Namespace, pace: ClosedLoop | OpenLoop) -> int:
+    """How many requests are made ready."""
+    from tilewright.bench.serve.load import OpenLoop
+
+    if isinstance(pace, OpenLoop):
+        return len(pace.due_s)
+    if options.requests or not options.seconds:
+        return options.requests or NUM_REQUESTS
+    return math.ceil(pace.concurrency * (options.seconds + 1))  # enough where an answer takes a second
+
+
+def workload_of(options: argparse.Namespace, model: str) -> Workload:
+    """What is asked, as the flags say."""
+    from tilewright.bench.serve.workload import Workload
+
+    names = Workload.__dataclass_fields__.keys() - {"model", "is_plain"}
+    return Workload(model, is_plain=options.plain, **{name: getattr(options, name) for name in names})
+
+
+def _make_requests(
+    options: argparse.Namespace, workload: Workload, pace: ClosedLoop | OpenLoop
+) -> tuple[list[Request], list[Request]]:
+    """The requests that warm up, and those that count."""
+    from tqdm import tqdm
+
+    num_warmup = options.warmup
+    if num_warmup is None:
+        num_warmup = 1 if options.rate else options.concurrency
+    # Numbers below 0 warm up: nothing that counts is asked twice.
+    numbers = range(-num_warmup, num_requests(options, pace))
+    progress = tqdm(numbers, desc="making requests", file=sys.stderr, leave=False, disable=not sys.stderr.isatty())
+    made = list(workload.requests(progress))
+    return made[:num_warmup], made[num_warmup:]
+
+
+def _about(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+    from tilewright import __version__
+
+    load = ("concurrency", "rate", "burstiness", "requests", "seconds", "warmup", "timeout_s")
+    return {
+        "bench": "serve",
+        "url": options.url,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "workload": asdict(workload),
+        "load": {name: getattr(options, name) for name in load},
+        "versions": {"tilewright": __version__, "python": platform.python_version()},
+    }

@@ -1,0 +1,88 @@
+"""When requests are sent: a fixed number at once, or as they would come from people who do not wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from tilewright.bench.http_client import Client
+from tilewright.bench.serve.sample import Sample, ask
+from tilewright.bench.serve.workload import Request
+
+Ask = Callable[[Request], Awaitable[Sample]]
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """`concurrency` requests at once: each answer makes room for the next. None begins after `seconds`."""
+
+    concurrency: int
+    seconds: float | None = None
+
+    async def send(self, requests: Sequence[Request], ask: Ask, clock: Callable[[], float]) -> list[Sample]:
+        samples: list[Sample] = []
+        waiting = iter(requests)
+        end_s = float("inf") if self.seconds is None else clock() + self.seconds
+
+        async def worker() -> None:
+            for request in waiting:
+                samples.append(await ask(request))
+                if clock() >= end_s:
+                    return
+
+        await asyncio.gather(*(worker() for _ in range(min(self.concurrency, len(requests)))))
+        return samples
+
+
+@dataclass(frozen=True)
+class OpenLoop:
+    """Each request at its own time, however many are under way."""
+
+    due_s: tuple[float, ...]  # after the beginning, ascending
+
+    async def send(self, requests: Sequence[Request], ask: Ask, clock: Callable[[], float]) -> list[Sample]:
+        begin_s = clock()
+        tasks = []
+        for request, due_s in zip(requests, self.due_s, strict=True):
+            await asyncio.sleep(begin_s + due_s - clock())
+            tasks.append(asyncio.ensure_future(ask(request)))
+        return list(await asyncio.gather(*tasks))
+
+
+def arrivals(
+    rate: float, burstiness: float, seed: int, count: int | None = None, seconds: float | None = None
+) -> tuple[float, ...]:
+    """Times of `count` arrivals, or of those within `seconds`, at `rate` a second.
+
+    Gaps are gamma distributed with the shape `burstiness`: 1 is Poisson's process, less comes in bursts, more evenly.
+    """
+    chance = random.Random(f"{seed} arrivals")
+    times: list[float] = []
+    at_s = 0.0
+    while (count is None or len(times) < count) and (seconds is None or at_s < seconds):
+        times.append(at_s)
+        at_s += chance.gammavariate(burstiness, 1 / (rate * burstiness))
+    return tuple(times)
+
+
+async def run(
+    client: Client,
+    path: str,
+    requests: Sequence[Request],
+    pace: ClosedLoop | OpenLoop,
+    timeout_s: float,
+    on_sample: Callable[[Sample], None] = lambda sample: None,
+    clock: Callable[[], float] = perf_counter,
+) -> list[Sample]:
+    """The samples of all requests that were sent, in the order of their numbers."""
+    began_s = clock()
+
+    async def ask_and_tell(request: Request) -> Sample:
+        sample = await ask(client, path, request, timeout_s, began_s, clock)
+        on_sample(sample)
+        return sample
+
+    return sorted(await pace.send(requests, ask_and_tell, clock), key=lambda sample: sample.number)

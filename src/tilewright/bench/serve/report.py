@@ -1,0 +1,111 @@
+"""A run as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tilewright.bench.report import aligned, write_document
+from tilewright.bench.serve.sample import Sample
+from tilewright.bench.serve.summary import METRICS, PERCENTS, Summary
+
+MAX_MESSAGES = 3  # of each kind of failure, in the table
+
+
+def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[str, float]]) -> str:
+    """The run for people to read; `probes` of the machine are those before and after it, if the server is here."""
+    lines = []
+    if summary.num_answered:
+        lines += [*_latencies(summary), ""]
+    lines.append(
+        f"{summary.num_answered} answered, {summary.num_failed} failed in {summary.wall_s:.1f} s: "
+        f"{summary.requests_per_s:.3g} requests/s, {summary.mean_concurrency:.1f} at once on average"
+    )
+    total = summary.total_tokens_per_s
+    with_prompts = "the server tells no prompt's tokens" if total is None else f"{total:.4g} tokens/s with the prompts"
+    lines.append(f"answers: {summary.output_tokens_per_s:.4g} tokens/s; {with_prompts}")
+    if summary.goodput:
+        limits = ", ".join(f"{name} <= {limit_s:g} s" for name, limit_s in summary.goodput.limits_s.items())
+        lines.append(
+            f"goodput: {summary.goodput.share:.1%} of the requests kept {limits}: "
+            f"{summary.goodput.requests_per_s:.3g} requests/s"
+        )
+    lines += _remarks(summary)
+    lines.append(f"the client used {client_cpu_share:.1%} of a CPU")
+    if probes:
+        mean = mean_probe(probes)
+        lines.append(
+            f"the machine before and after, means: read {mean['read_gb_s']:.1f} GB/s at best, "
+            f"{mean['read_gb_s_median']:.1f} as a rule, matrix product {mean['gemm_tflops']:.2f} TFLOP/s, "
+            f"multiply peak {mean['peak_tflops']:.2f} TFLOP/s"
+        )
+    return "\n".join(lines)
+
+
+def mean_probe(probes: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.mean(probe[name] for probe in probes) for name in probes[0]}
+
+
+def _latencies(summary: Summary) -> list[str]:
+    names = ("mean", *(f"p{percent}" for percent in PERCENTS))
+    rows = [("", *names, "unit")]
+    for key, spread in summary.spreads.items():
+        metric = METRICS[key]
+        rows.append((metric.title, *(f"{getattr(spread, name) * metric.scale:.4g}" for name in names), metric.unit))
+    return aligned(rows, left=(0, len(rows[0]) - 1))
+
+
+def _remarks(summary: Summary) -> list[str]:
+    """What the figures leave out or rest upon."""
+    found = []
+    for count, remark in (
+        (summary.num_shorter, "answers had fewer tokens than asked: the server does not keep on after an end"),
+        (summary.num_counted_by_chunks, "answers' tokens were counted by chunks: the server sent no usage"),
+        (summary.num_without_token, "answers had no token"),
+    ):
+        if count:
+            found.append(f"{count} {remark}")
+    for kind, messages in summary.failures.items():
+        found.append(f"{sum(messages.values())} failed, {kind}:")
+        found += [f"  {count} x {message}" for message, count in list(messages.items())[:MAX_MESSAGES]]
+        if len(messages) > MAX_MESSAGES:
+            found.append(f"  and {len(messages) - MAX_MESSAGES} other messages")
+    return found
+
+
+def write_json(path: Path, summary: Summary, samples: Sequence[Sample], about: dict[str, Any]) -> None:
+    """The run, every sample of it, and what `about` says of the server and the machine."""
+    figures = asdict(summary)
+    spreads = figures.pop("spreads")
+    # Seconds and tokens, whatever unit the table has.
+    document = {"figures": spreads, "totals": figures, "samples": [asdict(sample) for sample in samples]}
+    write_document(path, about | document)
+
+
+def write_plot(path: Path, samples: Sequence[Sample], title: str) -> None:
+    """Each request over time, and how first tokens and gaps are spread."""
+    from matplotlib.figure import Figure  # only here: a benchmark without a picture does not need it
+
+    answered = [sample for sample in samples if not sample.failure]
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    requests, first, gaps = figure.subplots(1, 3)
+    for sample in samples:
+        wait_s = sample.total_s if sample.first_token_s is None else sample.first_token_s
+        color = "C3" if sample.failure else "C1"
+        requests.barh(sample.number, wait_s, left=sample.sent_s, color=color)
+        requests.barh(sample.number, sample.total_s - wait_s, left=sample.sent_s + wait_s, color="C0")
+    requests.set(title="until the first token, and to the end", xlabel="s", ylabel="request")
+    requests.invert_yaxis()
+    firsts_s = sorted(sample.first_token_s for sample in answered if sample.first_token_s is not None)
+    gaps_ms = sorted(1000 * gap_s for sample in answered for gap_s in sample.gaps_s)
+    for axes, values, name, unit in ((first, firsts_s, "first token", "s"), (gaps, gaps_ms, "between chunks", "ms")):
+        shares = [100 * (index + 1) / len(values) for index in range(len(values))]
+        axes.step(values, shares, where="post")
+        axes.set(title=name, xlabel=unit, ylabel="% took no longer", ylim=(0, 100))
+        axes.set_xlim(left=0)
+        axes.grid(True, alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,88 @@
+"""A run against a server, from asking for its models to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from time import perf_counter, process_time
+from typing import Any
+
+from tqdm import tqdm
+
+from tilewright.bench.http_client import Client, HttpError
+from tilewright.bench.serve import load
+from tilewright.bench.serve.sample import Sample, StreamError, check
+from tilewright.bench.serve.workload import Request
+from tilewright.types import RequestError
+
+MAX_MODELS_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The samples that count, and the share of a CPU this process used meanwhile."""
+
+    samples: list[Sample]
+    client_cpu_share: float
+
+
+def run_loop(main: Coroutine[Any, Any, Any]) -> Any:
+    """What `main` returns, by uvloop where there is one: it takes less of the machine."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)
+
+
+async def first_model(client: Client) -> str:
+    """The name of the first model the server has; RequestError where it has none or does not tell."""
+    try:
+        async with client.request("GET", "/v1/models") as response:
+            await check(response)
+            body = await response.read(MAX_MODELS_BYTES)
+    except StreamError as error:
+        raise RequestError(f"{client.server.url}/v1/models answers {error.kind}: {error}") from error
+    except HttpError as error:
+        raise RequestError(str(error)) from error
+    finally:
+        client.close()  # its connections belong to this event loop
+    try:
+        return str(json.loads(body)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise RequestError(f"{client.server.url}/v1/models names no model: give --model") from None
+
+
+async def measure(
+    client: Client,
+    path: str,
+    warmup: Sequence[Request],
+    requests: Sequence[Request],
+    pace: load.ClosedLoop | load.OpenLoop,
+    timeout_s: float,
+) -> Measured:
+    """Sends what warms up, then what counts; a bar on standard error tells how far it is."""
+    concurrency = pace.concurrency if isinstance(pace, load.ClosedLoop) else 1
+    try:
+        await _send(client, path, warmup, load.ClosedLoop(concurrency), timeout_s, "warming up")
+        cpu_s, begin_s = process_time(), perf_counter()
+        samples = await _send(client, path, requests, pace, timeout_s, "measuring")
+        return Measured(samples, (process_time() - cpu_s) / (perf_counter() - begin_s))
+    finally:
+        client.close()
+
+
+async def _send(
+    client: Client,
+    path: str,
+    requests: Sequence[Request],
+    pace: load.ClosedLoop | load.OpenLoop,
+    timeout_s: float,
+    what: str,
+) -> list[Sample]:
+    is_quiet = not sys.stderr.isatty()
+    with tqdm(total=len(requests), desc=what, file=sys.stderr, leave=False, disable=is_quiet) as bar:
+        return await load.run(client, path, requests, pace, timeout_s, lambda sample: bar.update())

@@ -1,0 +1,194 @@
+"""One request's measurements: when its tokens came, how many they were, or why they did not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.bench.http_client import Client, HttpError, Response
+from tilewright.bench.serve.events import EventDecoder
+from tilewright.bench.serve.workload import Request
+
+# What a chunk may bring of an answer; its role and empty texts are no tokens.
+DELTA_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call", "refusal", "audio")
+MAX_ERROR_BYTES = 1 << 14
+MAX_MESSAGE_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request got no whole answer: the kind, to count by, and what the server or the connection said."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request, measured. Times are seconds after it was sent, `sent_s` after the run began."""
+
+    number: int
+    wanted_tokens: int
+    sent_s: float
+    total_s: float
+    first_token_s: float | None = None  # None: no token came
+    gaps_s: tuple[float, ...] = ()  # between chunks of the same choice
+    num_chunks: int = 0
+    num_choices: int = 1
+    output_tokens: int = 0  # of all choices
+    is_counted_by_chunks: bool = False  # the server sent no usage
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reasons: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds per token of a choice after its first one; None where there is no second one."""
+        num_later = self.output_tokens / self.num_choices - 1
+        if self.first_token_s is None or num_later <= 0:
+            return None
+        return (self.total_s - self.first_token_s) / num_later
+
+
+class StreamError(Exception):
+    """An answer that began well and went wrong; `kind` as Failure's."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass
+class Answer:
+    """What the events of a stream have told so far."""
+
+    first_s: float | None = None
+    last_s: dict[int, float] = field(default_factory=dict)  # of each choice, when its last chunk came
+    gaps_s: list[float] = field(default_factory=list)
+    num_chunks: int = 0
+    usage: dict[str, Any] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    is_done: bool = False
+
+    def take(self, event: bytes, now_s: float) -> None:
+        """Adds an event that came at `now_s`; StreamError where it tells of an error or is none of an answer's."""
+        if event == b"[DONE]":
+            self.is_done = True
+            return
+        try:
+            chunk = json.loads(event)
+        except ValueError:
+            raise StreamError("malformed", f"an event is {_text(event)!r}, expected JSON") from None
+        if not isinstance(chunk, dict) or chunk.get("error"):
+            raise StreamError("error in stream", error_message(event))
+        if isinstance(usage := chunk.get("usage"), dict):
+            self.usage = usage
+        for choice in chunk.get("choices") or ():
+            index = choice.get("index") or 0
+            if choice.get("finish_reason"):
+                self.finish_reasons[index] = choice["finish_reason"]
+            delta = choice.get("delta") or {}
+            if choice.get("text") or any(delta.get(name) for name in DELTA_FIELDS):
+                self._take_token(index, now_s)
+
+    def _take_token(self, index: int, now_s: float) -> None:
+        self.num_chunks += 1
+        if self.first_s is None:
+            self.first_s = now_s
+        if index in self.last_s:
+            self.gaps_s.append(now_s - self.last_s[index])
+        self.last_s[index] = now_s
+
+    def end(self) -> None:
+        """StreamError if the stream ended in the middle of the answer."""
+        if not self.is_done and not self.finish_reasons:
+            raise StreamError("closed", "the stream ended without a finish_reason and without [DONE]")
+
+    def sample(self, request: Request, sent_s: float, end_s: float, failure: Failure | None) -> Sample:
+        """All of it; times were taken by the clock that began with the run."""
+        counted = self.usage.get("completion_tokens")
+        details = self.usage.get("prompt_tokens_details") or {}
+        return Sample(
+            number=request.number,
+            wanted_tokens=request.output_tokens,
+            sent_s=sent_s,
+            total_s=end_s - sent_s,
+            first_token_s=None if self.first_s is None else self.first_s - sent_s,
+            gaps_s=tuple(self.gaps_s),
+            num_chunks=self.num_chunks,
+            num_choices=max(1, len(self.last_s.keys() | self.finish_reasons.keys())),
+            output_tokens=self.num_chunks if counted is None else counted,
+            is_counted_by_chunks=counted is None,
+            prompt_tokens=self.usage.get("prompt_tokens"),
+            cached_tokens=details.get("cached_tokens"),
+            finish_reasons=tuple(self.finish_reasons[index] for index in sorted(self.finish_reasons)),
+            failure=failure,
+        )
+
+
+async def ask(
+    client: Client, path: str, request: Request, timeout_s: float, began_s: float, clock: Callable[[], float]
+) -> Sample:
+    """Sends a request and gives its Sample, also where it failed."""
+    answer, failure = Answer(), None
+    sent_s = clock() - began_s
+    try:
+        reading = _read(client, path, request.body, lambda event: answer.take(event, clock() - began_s))
+        await asyncio.wait_for(reading, timeout_s)
+        answer.end()
+    except (asyncio.TimeoutError, TimeoutError):
+        failure = Failure("timeout", f"no whole answer within {timeout_s:g} s")
+    except (HttpError, StreamError) as error:
+        failure = Failure(error.kind, _shortened(str(error)))
+    return answer.sample(request, sent_s, clock() - began_s, failure)
+
+
+async def _read(client: Client, path: str, body: bytes, take: Callable[[bytes], None]) -> None:
+    async with client.request("POST", path, body) as response:
+        await check(response)
+        kind = response.headers.get("content-type", "text/event-stream")
+        if not kind.startswith("text/event-stream"):
+            begin = _text(await response.read(MAX_ERROR_BYTES))
+            raise StreamError("no stream", f"the answer is {kind}, expected text/event-stream: {begin}")
+        events = EventDecoder()
+        async for piece in response.pieces():
+            for event in events.feed(piece):
+                take(event)
+        for event in events.end():
+            take(event)
+
+
+async def check(response: Response) -> None:
+    """StreamError with the server's own words where its status is not 200."""
+    if response.status != 200:
+        words = error_message(await response.read(MAX_ERROR_BYTES)) or response.reason
+        if location := response.headers.get("location"):
+            words += f" (Location: {location})"
+        raise StreamError(f"HTTP {response.status}", words)
+
+
+def error_message(body: bytes) -> str:
+    """What an error's body says: OpenAI's error.message, or what others put in its place, or the text as it is."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return _shortened(_text(body))
+    while isinstance(found, dict):
+        inner = next((found[key] for key in ("error", "message", "detail") if found.get(key)), None)
+        if inner is None:
+            break
+        found = inner
+    return _shortened(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
+
+
+def _text(data: bytes) -> str:
+    return _shortened(data.decode("utf-8", "replace"))
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_MESSAGE_CHARACTERS else text[: MAX_MESSAGE_CHARACTERS - 3] + "..."
