@@ -94,7 +94,10 @@ def test_max_completion_tokens_is_the_newer_name(client):
     assert answer.usage.completion_tokens <= 3
 
 
-@pytest.mark.parametrize("schema", [None, {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"], "additionalProperties": False}])  # fmt: skip
+SIZED = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
+
+
+@pytest.mark.parametrize("schema", [None, {**SIZED, "additionalProperties": False}])
 def test_json(client, schema):
     response_format = {"type": "json_object"}
     if schema:
@@ -132,14 +135,15 @@ TOOL = {
         },
     },
 }
-OTHER_TOOL = {"type": "function", "function": {"name": "stop_work", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}}  # fmt: skip
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+OTHER_TOOL = {"type": "function", "function": {"name": "stop_work", "parameters": NOTHING}}
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lay_tile"}}])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_forced_tool_call(client, choice, is_stream):
-    options = dict(tools=[TOOL, OTHER_TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=300, seed=1)
-    options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+    options = {"tools": [TOOL, OTHER_TOOL], "tool_choice": choice, "parallel_tool_calls": False, "seed": 1}
+    options |= {"max_tokens": 300, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
     if is_stream:
         name, arguments, reasons = "", "", []
         for chunk in ask(client, stream=True, **options):
@@ -171,7 +175,8 @@ def test_tool_results_go_back(client):
 
 
 def test_calls_and_thoughts_of_a_script(scripted, chat_engine):
-    text = 'Let me see.</think>\n\nI will.\n<tool_call>\n{"name": "lay_tile", "arguments": {"colour": "red"}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "lay_tile", "arguments": {"colour": "red"}}\n</tool_call>'
+    text = f"Let me see.</think>\n\nI will.\n{call}"
     template = chat_engine.loaded.tokenizer.chat_template["default"]
     running, backend = scripted(list(text), template=template, opens_reasoning=True)
     answer = ask(running.client(), tools=[TOOL]).choices[0]
@@ -200,8 +205,12 @@ def data_url(size=(32, 32), colour="red", form="PNG"):
     return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
+def picture_part():
+    return {"type": "image_url", "image_url": {"url": data_url()}}
+
+
 def test_pictures(vision_server, vision_engine):
-    parts = [{"type": "image_url", "image_url": {"url": data_url()}}, {"type": "text", "text": "Which colour?"}]
+    parts = [picture_part(), {"type": "text", "text": "Which colour?"}]
     messages = [{"role": "user", "content": parts}]
     answer = ask(vision_server.client(), messages=messages, temperature=0)
     alone = vision_engine.chat(messages, max_tokens=12, temperature=0)
@@ -222,14 +231,14 @@ def test_pictures(vision_server, vision_engine):
         ({"tool_choice": "required"}, "no tools"),
         ({"tools": [{"type": "function", "function": {"name": "bad name!"}}]}, "bad name!"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "tile"}}}}, "tile"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "tile"}}}}, "tile"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "99999"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tiler", "content": "hi"}]}, "tiler"),
         ({"messages": [{"role": "user", "content": "long " * 9000}]}, "45"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url()}}]}]}, "image 1"),
+        ({"messages": [{"role": "user", "content": [picture_part()]}]}, "image 1"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, ""),
         ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "one of"),

@@ -103,8 +103,8 @@ def test_a_body_that_does_not_come(scripted):
     running, _ = scripted(settings=ServerSettings(body_timeout_s=0.1))
     host, port = running.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n"
-        connection.sendall(head + b'{"prompt"')
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(f'{head}content-length: 50\r\n\r\n{{"prompt"'.encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 

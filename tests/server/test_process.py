@@ -1,82 +1,20 @@
 """The whole server as users start it: two processes, faults, and a clean end."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from server_process import ServerProcess
 from tiny_checkpoint import write_chat_model
 
 from tilewright import cli
 
 QUESTION = [{"role": "user", "content": "What is a tile?"}]
 LONG = {"model": "", "messages": QUESTION, "max_tokens": 3000, "temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-class Process:
-    """`tilewright serve` in a process of its own, on any free port."""
-
-    def __init__(self, model, *flags, **environment):
-        command = [sys.executable, "-m", "tilewright.cli", "serve", str(model), "--port", "0", "--kv-memory", "64MB"]
-        self.process = subprocess.Popen(
-            [*command, "--log-format", "json", *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TILEWRIGHT_NUM_THREADS": "1", "TILEWRIGHT_CACHE_DIR": "off", **environment},
-        )
-        self.lines = []
-        self.url = ""
-        self._changed = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.wait_for(lambda: self.url)
-
-    def _read(self):
-        for line in self.process.stderr:
-            with self._changed:
-                self.lines.append(line)
-                if "answers at" in line:
-                    self.url = json.loads(line)["message"].split()[-1].removesuffix("/v1")
-                self._changed.notify_all()
-
-    def wait_for(self, is_true, timeout_s=60):
-        with self._changed:
-            assert self._changed.wait_for(lambda: is_true() or self.process.poll() is not None, timeout_s)
-        assert is_true(), "".join(self.lines)
-
-    def client(self):
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def status(self, path="/health"):
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=30) as response:
-                return response.status
-        except urllib.error.HTTPError as error:
-            return error.code
-
-    def engine_pid(self):
-        """Of the one child that is the engine."""
-        children = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
-        ).stdout
-        (line,) = [line for line in children.splitlines() if "engine_process" in line]
-        return int(line.split()[0])
-
-    def end(self):
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            self.process.wait(30)
-        finally:
-            self.process.kill()
-        self._reader.join(10)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +27,7 @@ def serve(model):
     started = []
 
     def start(*flags, **environment):
-        started.append(Process(model, *flags, **environment))
+        started.append(ServerProcess(model, *flags, **environment))
         return started[-1]
 
     yield start
@@ -109,7 +47,7 @@ def test_a_lost_engine_is_replaced(serve):
         time.sleep(0.2)
         os.kill(server.engine_pid(), signal.SIGKILL)
         for stream in streams:
-            with pytest.raises(openai.APIError, match="SIGKILL.*being started again"):
+            with pytest.raises(openai.APIError, match=r"SIGKILL.*being started again"):
                 list(stream)
         with pytest.raises(openai.InternalServerError, match="SIGKILL") as caught:
             waiting.result()

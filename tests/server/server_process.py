@@ -1,0 +1,70 @@
+"""`tilewright serve` as users start it, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import openai
+
+
+class ServerProcess:
+    """`tilewright serve` in a process of its own, on any free port."""
+
+    def __init__(self, model, *flags, **environment):
+        command = [sys.executable, "-m", "tilewright.cli", "serve", str(model), "--port", "0", "--kv-memory", "64MB"]
+        self.process = subprocess.Popen(
+            [*command, "--log-format", "json", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TILEWRIGHT_NUM_THREADS": "1", "TILEWRIGHT_CACHE_DIR": "off", **environment},
+        )
+        self.lines = []
+        self.url = ""
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.wait_for(lambda: self.url)
+
+    def _read(self):
+        for line in self.process.stderr:
+            with self._changed:
+                self.lines.append(line)
+                if "answers at" in line:
+                    self.url = json.loads(line)["message"].split()[-1].removesuffix("/v1")
+                self._changed.notify_all()
+
+    def wait_for(self, is_true, timeout_s=60):
+        with self._changed:
+            assert self._changed.wait_for(lambda: is_true() or self.process.poll() is not None, timeout_s)
+        assert is_true(), "".join(self.lines)
+
+    def client(self):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def status(self, path="/health"):
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def engine_pid(self):
+        """Of the one child that is the engine."""
+        children = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
+        ).stdout
+        (line,) = [line for line in children.splitlines() if "engine_process" in line]
+        return int(line.split()[0])
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+        self._reader.join(10)
