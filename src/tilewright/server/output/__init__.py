@@ -1,0 +1,20 @@
+"""From the text a model streams to what clients get, and the grammars that force a tool call."""
+
+from tilewright.server.output.constraint import tool_constraint
+from tilewright.server.output.detect import tool_format_of
+from tilewright.server.output.format import ToolFormat
+from tilewright.server.output.parser import OutputParser
+from tilewright.server.output.pieces import Piece, ToolCallDelta
+from tilewright.server.output.thoughts import thinks
+from tilewright.server.output.tools import check_tools
+
+__all__ = [
+    "OutputParser",
+    "Piece",
+    "ToolCallDelta",
+    "ToolFormat",
+    "check_tools",
+    "thinks",
+    "tool_constraint",
+    "tool_format_of",
+]

@@ -1,0 +1,60 @@
+"""The grammar that makes an answer a tool call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilewright.server.output.format import ToolFormat
+from tilewright.server.output.grammar import Tool, json_of
+from tilewright.server.output.tools import parameters_by_name
+from tilewright.types import Constraint, RequestError
+
+
+def tool_constraint(
+    format: ToolFormat, tools: Sequence[Mapping], choice: str | Mapping, *, parallel: bool, allows_reasoning: bool
+) -> Constraint:
+    """What holds an answer to calls of the chosen tools, in the format's own form, with arguments that fit.
+
+    `choice` is OpenAI's tool_choice: "required", or {"type": "function", "function": {"name": ...}}. The tools have
+    passed `check_tools`. `parallel` admits several calls.
+    """
+    chosen = _chosen(tools, choice)
+    for tool in chosen:
+        schema = json_of(tool.parameters, is_strict=tool.is_strict)
+        _check(f"start: {schema}", f"the parameters of the tool {tool.name!r}")
+    source = "\n".join(format.grammar(chosen, parallel=parallel)) + "\n"
+    _check(source, f"the tools {', '.join(tool.name for tool in chosen)}")
+    return Constraint("lark", source, allows_reasoning=allows_reasoning)
+
+
+def _chosen(tools: Sequence[Mapping], choice: str | Mapping) -> list[Tool]:
+    strict_names = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
+    known = {
+        name: Tool(name, parameters, is_strict=name in strict_names)
+        for name, parameters in parameters_by_name(tools).items()
+    }
+    if choice == "required":
+        if not known:
+            raise RequestError('tool_choice is "required", expected at least one tool to choose from')
+        return list(known.values())
+    function: Any = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    if not isinstance(function, Mapping):
+        expected = '"required" or {"type": "function", "function": {"name": ...}}'
+        raise RequestError(f"tool_choice is {choice!r:.100}, expected {expected}")
+    name = function.get("name")
+    if not isinstance(name, str) or name not in known:
+        raise RequestError(
+            f"tool_choice names {name!r:.100}, expected one of the tools: {', '.join(known) or 'there are none'}"
+        )
+    return [known[name]]
+
+
+def _check(grammar: str, what: str) -> None:
+    """A `RequestError` that says why the grammar of this is none."""
+    from llguidance import LLMatcher
+
+    if error := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)):
+        reason = re.search(r"failed to compile JSON schema: (.*)", error)
+        raise RequestError(f"{what} cannot be held to: {reason[1] if reason else error:.200}")

@@ -1,0 +1,23 @@
+"""What every way of writing tool calls must tell: how they are read, and which grammar forces them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilewright.server.output.cursor import Cursor, Steps
+from tilewright.server.output.grammar import Tool
+from tilewright.server.output.pieces import Output
+
+
+class ToolFormat(ABC):
+    """How a model writes tool calls."""
+
+    @abstractmethod
+    def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
+        """Reads an answer after its thoughts, to its end. `tools`: schemas of parameters by name."""
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> list[str]:
+        """The rules of an answer that is a call of one of the tools, or several calls, and nothing else."""

@@ -1,0 +1,54 @@
+"""From the text a model streams to thoughts, content and tool calls, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tilewright.server.output.cursor import Cursor, Ends, Steps
+from tilewright.server.output.format import ToolFormat
+from tilewright.server.output.pieces import Output, Piece
+from tilewright.server.output.thoughts import read_thoughts
+from tilewright.server.output.tools import parameters_by_name
+
+
+class OutputParser:
+    """Reads one answer. However its text is cut, the pieces put together are the same.
+
+    `tools` are those the answer may call, and have passed `check_tools`; without any, or without a format, all that is
+    no thought is content. `opens_reasoning`: the prompt ended within the thoughts. `splits_reasoning`: thoughts come
+    out apart; else they are content, and calls still are not looked for in them.
+    """
+
+    def __init__(
+        self, *, tool_format: ToolFormat | None, tools: Sequence[Mapping], opens_reasoning: bool, splits_reasoning: bool
+    ) -> None:
+        self._tool_format = tool_format if tools else None
+        self._tools = parameters_by_name(tools)
+        self._text = Cursor()
+        self._output = Output(expects_calls=self._tool_format is not None)
+        self._steps = self._read(opens_reasoning, splits_reasoning)
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """Whether a call has begun; if so, an answer that was not cut off ended for "tool_calls"."""
+        return self._output.num_calls > 0
+
+    def push(self, text: str) -> list[Piece]:
+        """What this much more of the text makes certain."""
+        self._text.push(text)
+        next(self._steps, None)
+        return self._output.take()
+
+    def finish(self) -> list[Piece]:
+        """What was held back, when the answer has ended."""
+        self._text.end()
+        next(self._steps, None)
+        self._output.end()
+        return self._output.take()
+
+    def _read(self, opens_reasoning: bool, splits_reasoning: bool) -> Steps[None]:
+        yield from read_thoughts(self._text, self._output, is_open=opens_reasoning, splits=splits_reasoning)
+        if self._tool_format is None:
+            yield from self._text.read_until(Ends(), self._output.content)
+        else:
+            yield from self._tool_format.read(self._text, self._output, self._tools)

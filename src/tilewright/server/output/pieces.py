@@ -1,0 +1,93 @@
+"""What an answer comes out as: pieces of content, of thoughts and of tool calls."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from tilewright.server.output.cursor import SPACE, HeldEnd
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of one tool call."""
+
+    index: int
+    arguments: str  # a piece of the JSON text of the arguments
+    id: str | None = None  # on the first delta of a call alone, as is the name
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of an answer. Exactly one of the three is set."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_call: ToolCallDelta | None = None
+
+
+class Output:
+    """Pieces, gathered until they are taken.
+
+    Where calls may come, white space at the end of content is held until it is known what follows: right before a call
+    it is dropped.
+    """
+
+    def __init__(self, *, expects_calls: bool) -> None:
+        self.num_calls = 0
+        self._pieces: list[Piece] = []
+        self._content = HeldEnd(SPACE if expects_calls else "")
+
+    def content(self, text: str) -> None:
+        """More of the answer's text."""
+        if text := self._content.push(text):
+            self._pieces.append(Piece(content=text))
+
+    def reasoning(self, text: str) -> None:
+        """More of the thoughts."""
+        if text:
+            self._pieces.append(Piece(reasoning=text))
+
+    def begin_call(self, name: str) -> None:
+        """A new call; arguments that follow are its own."""
+        self._content.release()
+        call_id = f"call_{secrets.token_hex(12)}"
+        self._pieces.append(Piece(tool_call=ToolCallDelta(self.num_calls, "", id=call_id, name=name)))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the last call's arguments."""
+        if text:
+            self._pieces.append(Piece(tool_call=ToolCallDelta(self.num_calls - 1, text)))
+
+    def end(self) -> None:
+        """No more comes: what was held is content."""
+        if text := self._content.release():
+            self._pieces.append(Piece(content=text))
+
+    def take(self) -> list[Piece]:
+        """The pieces so far; those of a kind that follow each other are one."""
+        pieces, self._pieces = self._pieces, []
+        return _joined(pieces)
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    joined = []
+    for _, group in groupby(pieces, key=_kind):
+        first, *others = group
+        if first.tool_call is not None:
+            texts = [piece.tool_call.arguments for piece in (first, *others) if piece.tool_call is not None]
+            joined.append(Piece(tool_call=replace(first.tool_call, arguments="".join(texts))))
+        else:
+            text = "".join(piece.content or piece.reasoning for piece in (first, *others))
+            joined.append(Piece(content=text) if first.content else Piece(reasoning=text))
+    return joined
+
+
+def _kind(piece: Piece) -> tuple[str, int]:
+    if piece.tool_call is not None:
+        # A call's name goes out alone, as clients know it from OpenAI.
+        return "arguments" if piece.tool_call.name is None else "name", piece.tool_call.index
+    return "content" if piece.content else "reasoning", 0

@@ -1,0 +1,127 @@
+"""The tools of a request, in OpenAI's form: checked, and what their schemas say of a value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilewright.types import RequestError
+
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+KINDS = ("string", "integer", "number", "boolean", "object", "array", "null")
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def check_tools(tools: Sequence[Mapping]) -> None:
+    """A `RequestError` unless each is {"type": "function", "function": {"name", ...}} with a name of its own."""
+    if not isinstance(tools, list | tuple):
+        raise RequestError(f"tools is a {type(tools).__name__}, expected a list")
+    names = set()
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if not isinstance(tool, Mapping):
+            raise RequestError(f"{where} is a {type(tool).__name__}, expected an object")
+        if tool.get("type") != "function":
+            raise RequestError(f'{where}.type is {tool.get("type")!r:.100}, expected "function"')
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            raise RequestError(f"{where}.function is {function!r:.100}, expected an object with a name")
+        _check_function(function, f"{where}.function")
+        if function["name"] in names:
+            raise RequestError(f"{where}.function.name is {function['name']!r}, which an earlier tool has")
+        names.add(function["name"])
+
+
+def parameters_by_name(tools: Sequence[Mapping]) -> dict[str, Mapping[str, Any]]:
+    """The schemas of the tools' parameters, by the tools' names. The tools have passed `check_tools`."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") or NO_PARAMETERS for tool in tools}
+
+
+def kinds_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types a schema's values may have; empty: it does not say. `root` is what its references lead into."""
+    return frozenset(kind for option in options_of(schema, root) for kind in _own_kinds(option))
+
+
+def options_of(schema: object, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The schemas without alternatives or references of their own, of which a value fits one."""
+    options: list[Mapping[str, Any]] = []
+    pending, seen = [schema], set()
+    while pending:
+        schema = pending.pop(0)
+        if not isinstance(schema, Mapping):
+            options.append({})
+        elif isinstance(pointer := schema.get("$ref"), str):
+            if pointer not in seen:
+                seen.add(pointer)
+                pending.append(_resolve(pointer, root))
+        elif isinstance(branches := schema.get("anyOf", schema.get("oneOf")), list):
+            shared = {key: schema[key] for key in ("type",) if key in schema}
+            pending.extend({**shared, **branch} if isinstance(branch, Mapping) else shared for branch in branches)
+        elif isinstance(parts := schema.get("allOf"), list) and len(parts) == 1 and "type" not in schema:
+            pending.extend(parts)
+        else:
+            options.append(schema)
+            if schema.get("nullable") is True:
+                options.append({"type": "null"})
+    return options
+
+
+def listing_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that lists the parameters: this one, or the first it refers to that does."""
+    found = (option for option in options_of(parameters, parameters) if isinstance(option.get("properties"), Mapping))
+    return parameters if "properties" in parameters else next(found, parameters)
+
+
+def kind_of(value: object) -> str:
+    """The JSON type of a value."""
+    if value is None:
+        return "null"
+    by_type = {bool: "boolean", str: "string", int: "integer", float: "number", list: "array"}
+    return by_type.get(type(value), "object")
+
+
+def _check_function(function: Mapping[str, Any], where: str) -> None:
+    name = function.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise RequestError(f"{where}.name is {name!r:.100}, expected 1 to 64 letters, digits, _, - or .")
+    for key, expected in (("description", str), ("strict", bool)):
+        value = function.get(key)
+        if value is not None and not isinstance(value, expected):
+            raise RequestError(f"{where}.{key} is {value!r:.100}, expected a {expected.__name__}")
+    parameters = function.get("parameters")
+    if parameters is None:
+        return
+    if not isinstance(parameters, Mapping):
+        raise RequestError(f"{where}.parameters is {parameters!r:.100}, expected a JSON schema of an object")
+    if parameters.get("type", "object") != "object":
+        raise RequestError(f'{where}.parameters.type is {parameters["type"]!r:.100}, expected "object"')
+    properties = parameters.get("properties", {})
+    if not isinstance(properties, Mapping):
+        raise RequestError(f"{where}.parameters.properties is {properties!r:.100}, expected an object")
+    for key, schema in properties.items():
+        if not isinstance(schema, Mapping | bool):
+            raise RequestError(f"{where}.parameters.properties.{key} is {schema!r:.100}, expected a JSON schema")
+    required = parameters.get("required", [])
+    if not isinstance(required, list | tuple) or not all(isinstance(key, str) for key in required):
+        raise RequestError(f"{where}.parameters.required is {required!r:.100}, expected a list of names")
+
+
+def _own_kinds(schema: Mapping[str, Any]) -> set[str]:
+    if "type" in schema:
+        named = schema["type"] if isinstance(schema["type"], list | tuple) else [schema["type"]]
+        return {kind for kind in named if kind in KINDS}
+    if "const" in schema:
+        return {kind_of(schema["const"])}
+    if isinstance(values := schema.get("enum"), list | tuple):
+        return {kind_of(value) for value in values}
+    return {"object"} if "properties" in schema else {"array"} if "items" in schema else set()
+
+
+def _resolve(pointer: str, root: Mapping[str, Any]) -> object:
+    """What "#/$defs/name" leads to; None if nothing is there."""
+    target: Any = root
+    for name in pointer.removeprefix("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        target = target.get(name) if isinstance(target, Mapping) else None
+    return target
