@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,12 +16,10 @@ from starlette.middleware.cors import CORSMiddleware
 from tilewright import __version__
 from tilewright.server.admission import Admission
 from tilewright.server.answers import Answer
-from tilewright.server.asks import chat_ask, completion_asks
 from tilewright.server.backend import Ask, Backend, EngineFailure, EngineUnavailable, ModelInfo
 from tilewright.server.bodies import ChatBody, CompletionBody, SamplingBody
-from tilewright.server.chat import ChatWriter, plain_messages
-from tilewright.server.completions import CompletionWriter
-from tilewright.server.errors import ApiError, as_api_error
+from tilewright.server.endpoints import prepare_chat, prepare_completion
+from tilewright.server.errors import ApiError, as_api_error, validation_error
 from tilewright.server.guard import Guard
 from tilewright.server.media import MediaGate
 from tilewright.server.metrics import Metrics
@@ -31,8 +28,6 @@ from tilewright.server.respond import AnswerResponse, Writer
 from tilewright.server.settings import ServerSettings
 from tilewright.types import RequestError
 
-# What Pydantic puts into the path of an error for the member of a union it tried.
-_TYPE_NAME = re.compile(r"str|int|float|bool|constrained-str|list\[.*\]|literal\[.*\]|dict\[.*\]|[A-Z]\w*")
 # A step of this long is a hang, not a long prompt: the largest take seconds.
 MAX_STEP_S = 300.0
 MAX_LOGGED = 10_000  # characters of a body, where bodies are logged: pictures are longer
@@ -72,7 +67,7 @@ class Desk:
     def check_model(self, name: str | None) -> ModelInfo:
         """The model, if `name` means it."""
         model = self.model
-        if name and name not in (model.name, self.backend.model.name) and name.split("/")[-1] != model.name:
+        if name and not model.is_meant_by(name) and name != self.backend.model.name:
             message = f"there is no model {name[:200]!r} here, only {model.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
@@ -82,9 +77,8 @@ class Desk:
         self._log_content(body, log)
         slot = self._admission.enter(body.n or 1, model.max_sequences)
         try:
-            messages = await self.gate.bring(plain_messages(body))
-            asks = [chat_ask(body, messages, model)]
-            return self._respond(asks, ChatWriter(body, model), log, body.stream, slot.release)
+            asks, writer = await prepare_chat(body, model, self.gate)
+            return self._respond(asks, writer, log, body.stream, slot.release)
         except BaseException:
             slot.release()
             raise
@@ -92,10 +86,10 @@ class Desk:
     async def complete(self, body: CompletionBody, log: RequestLog) -> Response:
         model = self.check_model(body.model)
         self._log_content(body, log)
-        asks = completion_asks(body)
+        asks, writer = await prepare_completion(body, model, self.gate)
         slot = self._admission.enter((body.n or 1) * len(asks), model.max_sequences)
         try:
-            return self._respond(asks, CompletionWriter(body, model), log, body.stream, slot.release)
+            return self._respond(asks, writer, log, body.stream, slot.release)
         except BaseException:
             slot.release()
             raise
@@ -217,7 +211,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return await answer(request, _validation_error(error))
+        return await answer(request, validation_error(error.errors()))
 
     async def plain_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -231,17 +225,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, plain_http)
-
-
-def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first of what is wrong with a body, by name. Pydantic lists every member of a union that did not fit."""
-    first = error.errors()[0]
-    path = [str(name) for name in first["loc"] if name != "body" and not _TYPE_NAME.fullmatch(str(name))]
-    name = ".".join(path)
-    given = first.get("input")
-    shown = f" is {given!r:.60}" if isinstance(given, str | int | float | bool) else ""
-    message = f"{name}{shown}: {first['msg']}" if name else f"the body: {first['msg']}"
-    return ApiError(400, message, param=path[0] if path else None)
 
 
 def _describe(app: FastAPI) -> None:

@@ -95,6 +95,10 @@ class ModelInfo:
     max_sequences: int
     template: str | None  # the source of its chat template
 
+    def is_meant_by(self, name: str) -> bool:
+        """Whether it is what a client calls `name`: its name, with or without the owner's before it."""
+        return name.split("/")[-1] == self.name or name == self.name
+
 
 Listener = Callable[[Event], None]  # called on the event loop
 Abort = Callable[[], None]  # frees what a request holds; harmless when it has ended
