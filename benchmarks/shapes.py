@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.engine.costs import costs_of
 from tilewright.bench.probe import probe
 from tilewright.engine.assembly import PAGE_SIZE, build_core
+from tilewright.engine.costs import costs_of
 from tilewright.engine.scheduler import Limits
 from tilewright.models.registry import family_of
 from tilewright.ops.linear import PackedWeight
