@@ -15,6 +15,9 @@ from tilewright.engine.loop import EngineLoop
 from tilewright.engine.memory import num_kv_pages
 from tilewright.engine.scheduler import Limits
 from tilewright.engine.stats import Stats
+from tilewright.inputs.isolated import IsolatedOpener
+from tilewright.inputs.media import Limits as MediaLimits
+from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
 
@@ -37,6 +40,8 @@ class Engine:
     replay          whether small steps are recorded and replayed natively; False runs them op by op, with equal results
     pack_cache      whether packed weights are kept on disk for the next start
     progress        whether loading shows a bar
+    media_limits    what pictures, videos and sounds may measure; None: `tilewright.inputs.media.Limits()`
+    isolate_media   whether they are decoded by processes of their own: for media that strangers send
     """
 
     def __init__(
@@ -56,10 +61,20 @@ class Engine:
         replay: bool = True,
         pack_cache: bool = True,
         progress: bool = False,
+        media_limits: MediaLimits | None = None,
+        isolate_media: bool = False,
     ) -> None:
         _require_supported(model=model, tp=tp, quantize=quantize, device=device)
         assert model is not None
-        self.loaded: LoadedModel = load_model(model, dtype=dtype, pack_cache=pack_cache, progress=progress)
+        self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
+        self.loaded: LoadedModel = load_model(
+            model,
+            dtype=dtype,
+            pack_cache=pack_cache,
+            progress=progress,
+            media_limits=media_limits,
+            opener=self._opener,
+        )
         longest = self.loaded.model.max_context
         self.limits = limits = Limits(
             max_context=min(max_context or longest, longest),
@@ -163,6 +178,7 @@ class Engine:
 
     def close(self) -> None:
         """Aborts what is under way and ends the engine's threads."""
+        self._opener.close()
         self.loop.close(drain=False)
 
     def __enter__(self) -> Engine:

@@ -12,6 +12,8 @@ import torch
 
 from tilewright import config as settings
 from tilewright.inputs.chat import ChatTemplate
+from tilewright.inputs.media import Limits
+from tilewright.inputs.opener import Opener
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.protocol import Model, Processor
@@ -35,7 +37,13 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | Path, *, dtype: str = "auto", pack_cache: bool = True, progress: bool = False
+    name: str | Path,
+    *,
+    dtype: str = "auto",
+    pack_cache: bool = True,
+    progress: bool = False,
+    media_limits: Limits | None = None,
+    opener: Opener | None = None,
 ) -> LoadedModel:
     """The model in a folder, a GGUF file or behind a hub id, its weights packed, with its processor and tokenizer."""
     checkpoint = open_checkpoint(name)
@@ -57,7 +65,15 @@ def load_model(
     if family.make_processor is None:
         processor = TextProcessor(Path(name).name, tokenizer, template)
     else:
-        processor = family.make_processor(checkpoint.config, checkpoint.files, tokenizer, template, dtype=weight_dtype)
+        processor = family.make_processor(
+            checkpoint.config,
+            checkpoint.files,
+            tokenizer,
+            template,
+            media_limits,
+            dtype=weight_dtype,
+            opener=opener,
+        )
     defaults = sampling_defaults(checkpoint.files)
     return LoadedModel(Path(name).name, model, processor, tokenizer, weight_dtype, defaults, report)
 

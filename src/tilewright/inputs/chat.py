@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, open_url
+from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, check_count, check_total, open_url
 from tilewright.types import REASONING_TAGS, Messages, RequestError
 
 if TYPE_CHECKING:
@@ -117,23 +117,26 @@ def normalize(
     """
     limits = limits or Limits()
     media: list[MediaPart] = []
+    total_bytes = 0
 
     def take(part: object) -> dict[str, Any]:
+        nonlocal total_bytes
         if isinstance(part, str):
             return {"type": "text", "text": part}
         if not isinstance(part, Mapping):
             raise RequestError(f"a part of a message is a {type(part).__name__}, expected an object with a type")
-        found = _source_of(part)
+        found = source_of(part)
         if found is None:
             return plain(part)
         kind, source, is_url = found
         name = f"{kind} {1 + sum(medium.kind == kind for medium in media)}"
         if kind not in accepts:
             raise RequestError(f"{name}: {model} takes {' and '.join(('text', *accepts)) if accepts else 'text alone'}")
-        if len(media) == limits.max_items:
-            raise RequestError(f"{name}: the request has more than {limits.max_items} pictures, videos and sounds")
+        check_count(len(media) + 1, name, limits)
         if is_url:
             source = open_url(source, name, limits, fetch)
+        total_bytes += len(source) if isinstance(source, bytes) else 0
+        check_total(total_bytes, name, limits)
         fps = part.get("fps")
         if fps is not None and (not isinstance(fps, int | float) or not 0 < fps <= 1000):
             raise RequestError(f"{name}: fps is {fps!r}, expected more than 0, at most 1000")
@@ -156,7 +159,7 @@ def normalize(
     return normalized, media
 
 
-def _source_of(part: Mapping[str, Any]) -> tuple[MediaKind, Any, bool] | None:
+def source_of(part: Mapping[str, Any]) -> tuple[MediaKind, Any, bool] | None:
     """(kind, source, whether it must be a URL) of a part that is a medium."""
     kinds: tuple[MediaKind, ...] = ("image", "video", "audio")
     for kind in kinds:

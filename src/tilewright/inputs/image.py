@@ -22,6 +22,18 @@ _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 
 
 @dataclass(frozen=True)
+class PictureFile:
+    """What the header of an encoded picture says, upright, and how to come by its pixels."""
+
+    height: int
+    width: int
+    decode: Callable[[], np.ndarray]
+
+
+ReadPicture = Callable[[bytes, str, Limits], PictureFile]  # the encoded bytes, the item's name for errors, the limits
+
+
+@dataclass(frozen=True)
 class Picture:
     """A picture whose size is known, upright. `decode` gives [height, width, 3] uint8, or a `RequestError`."""
 
@@ -32,25 +44,8 @@ class Picture:
     decode: Callable[[], np.ndarray]
 
 
-def open_picture(part: MediaPart, limits: Limits, fetch: Fetch | None = None) -> Picture:
-    """The picture of a part: bytes, a file, a PIL image, an array or a tensor."""
-    from PIL import Image
-
-    source = read_source(part, limits, fetch)
-    if isinstance(source, bytes):
-        return _from_bytes(source, part.name, limits)
-    if isinstance(source, Image.Image):
-        check_pixels(source.height, source.width, part.name, limits)
-        return _from_pixels(_decode(lambda: _to_rgb(source), part.name), part.name)
-    if hasattr(source, "__array__"):  # numpy, torch, jax
-        pixels = array_to_rgb(_as_array(source, part.name), part.name)
-        check_pixels(pixels.shape[0], pixels.shape[1], part.name, limits)
-        return _from_pixels(pixels, part.name)
-    expected = "bytes, a path, a PIL image or an array"
-    raise RequestError(f"{part.name}: it is a {type(source).__name__}, expected {expected}")
-
-
-def _from_bytes(data: bytes, name: str, limits: Limits) -> Picture:
+def read_picture(data: bytes, name: str, limits: Limits) -> PictureFile:
+    """The picture that the bytes hold, decoded in this process when it is asked for."""
     image = _open(data, name)
     check_pixels(image.height, image.width, name, limits)
     height, width = image.height, image.width
@@ -63,7 +58,29 @@ def _from_bytes(data: bytes, name: str, limits: Limits) -> Picture:
             raise RequestError(f"{name}: decoded to {pixels.shape[1]} x {pixels.shape[0]}, its header says otherwise")
         return pixels
 
-    return Picture(name, height, width, hashlib.blake2b(data, digest_size=32).digest(), decode)
+    return PictureFile(height, width, decode)
+
+
+def open_picture(
+    part: MediaPart, limits: Limits, fetch: Fetch | None = None, read: ReadPicture = read_picture
+) -> Picture:
+    """The picture of a part: bytes, a file, a PIL image, an array or a tensor. Encoded ones are left to `read`."""
+    from PIL import Image
+
+    source = read_source(part, limits, fetch)
+    if isinstance(source, bytes):
+        file = read(source, part.name, limits)
+        digest = hashlib.blake2b(source, digest_size=32).digest()
+        return Picture(part.name, file.height, file.width, digest, file.decode)
+    if isinstance(source, Image.Image):
+        check_pixels(source.height, source.width, part.name, limits)
+        return _from_pixels(_decode(lambda: _to_rgb(source), part.name), part.name)
+    if hasattr(source, "__array__"):  # numpy, torch, jax
+        pixels = array_to_rgb(_as_array(source, part.name), part.name)
+        check_pixels(pixels.shape[0], pixels.shape[1], part.name, limits)
+        return _from_pixels(pixels, part.name)
+    expected = "bytes, a path, a PIL image or an array"
+    raise RequestError(f"{part.name}: it is a {type(source).__name__}, expected {expected}")
 
 
 def _from_pixels(pixels: np.ndarray, name: str) -> Picture:
@@ -116,7 +133,7 @@ def _to_rgb(image: Image) -> np.ndarray:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         # 16-bit greys. Pillow's own conversion clips at 255, which leaves a white picture.
-        levels = np.asarray(image).astype(np.int64)
+        levels = np.asarray(image).astype(np.int32)
         is_wide = image.mode != "I" or levels.max() > 255
         grey = np.clip(levels >> 8 if is_wide else levels, 0, 255).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)

@@ -23,8 +23,10 @@ class Limits:
     max_bytes: int = 128 * 2**20  # of one item, as it arrives
     max_pixels: int = 2**26  # of one picture or frame: 8192 x 8192, 200 MB once decoded
     max_frames: int = 768  # of one video, after sampling
-    max_duration_s: float = 3600.0  # of one video
+    max_duration_s: float = 3600.0  # of one video or sound
     max_items: int = 64  # pictures, videos and sounds of a request
+    max_total_bytes: int = 512 * 2**20  # of all items of a request, as they arrive
+    max_decode_s: float = 60.0  # for one item, where a process of its own decodes it: only such can be stopped
     allow_paths: bool = True  # a server that takes messages from others turns this off: a path would read its files
 
 
@@ -50,20 +52,27 @@ def open_url(url: str, name: str, limits: Limits, fetch: Fetch | None) -> bytes:
     raise RequestError(f"{name}: the URL begins with {url[:20]!r}, expected data:, http: or https:")
 
 
-def _decode_data_url(url: str, name: str, limits: Limits) -> bytes:
+def check_data_url(url: str, name: str, limits: Limits) -> int:
+    """How many bytes a data: URL may hold at most, known before a decoder makes a copy; RequestError if too many."""
     head, comma, body = url.partition(",")
     if not comma:
         raise RequestError(f"{name}: the data: URL has no comma")
-    if head.lower().endswith(";base64"):
-        # Four characters carry three bytes: the size is known before the decoder makes a copy.
-        _check_size(len(body) // 4 * 3, name, limits)
-        try:
-            data = base64.b64decode("".join(body.split()), validate=True)
-        except ValueError as error:
-            raise RequestError(f"{name}: the data: URL is not base64: {error}") from error
-        return check_bytes(data, name, limits)
-    _check_size(len(body), name, limits)  # percent-encoding only shrinks
-    return check_bytes(unquote_to_bytes(body), name, limits)
+    # Four characters of base64 carry three bytes; percent-encoding only shrinks.
+    size_bytes = len(body) // 4 * 3 if head.lower().endswith(";base64") else len(body)
+    _check_size(size_bytes, name, limits)
+    return size_bytes
+
+
+def _decode_data_url(url: str, name: str, limits: Limits) -> bytes:
+    check_data_url(url, name, limits)
+    head, _, body = url.partition(",")
+    if not head.lower().endswith(";base64"):
+        return check_bytes(unquote_to_bytes(body), name, limits)
+    try:
+        data = base64.b64decode("".join(body.split()), validate=True)
+    except ValueError as error:
+        raise RequestError(f"{name}: the data: URL is not base64: {error}") from error
+    return check_bytes(data, name, limits)
 
 
 def read_source(part: MediaPart, limits: Limits, fetch: Fetch | None = None) -> Any:
@@ -104,6 +113,18 @@ def _check_size(size_bytes: int, name: str, limits: Limits) -> None:
         raise RequestError(f"{name}: {size_bytes} bytes or more, the limit is {limits.max_bytes}")
 
 
+def check_count(num_items: int, name: str, limits: Limits) -> None:
+    """Refuses the item with which a request has too many."""
+    if num_items > limits.max_items:
+        raise RequestError(f"{name}: the request has more than {limits.max_items} pictures, videos and sounds")
+
+
+def check_total(size_bytes: int, name: str, limits: Limits) -> None:
+    """Refuses the item with which a request's media become too many bytes."""
+    if size_bytes > limits.max_total_bytes:
+        raise RequestError(f"{name}: the request's media are more than {limits.max_total_bytes} bytes, the limit")
+
+
 def check_pixels(height: int, width: int, name: str, limits: Limits) -> None:
     """Refuses sizes past the limit, before any pixel is decoded."""
     if height < 1 or width < 1:
@@ -111,6 +132,12 @@ def check_pixels(height: int, width: int, name: str, limits: Limits) -> None:
     if height * width > limits.max_pixels:
         pixels = f"{width} x {height} = {height * width} pixels"
         raise RequestError(f"{name}: {pixels}, the limit is {limits.max_pixels}")
+
+
+def check_duration(duration_s: float, name: str, limits: Limits) -> None:
+    """Refuses videos and sounds that last too long."""
+    if not duration_s <= limits.max_duration_s:  # NaN fails too
+        raise RequestError(f"{name}: {duration_s:.1f} seconds, the limit is {limits.max_duration_s:g}")
 
 
 def content_key(content: bytes, *what: object) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.inputs.image import array_to_rgb, open_picture
-from tilewright.inputs.media import Fetch, Limits, MediaPart, check_pixels, read_source
+from tilewright.inputs.container import opened_container
+from tilewright.inputs.image import ReadPicture, array_to_rgb, open_picture, read_picture
+from tilewright.inputs.media import Fetch, Limits, MediaPart, check_duration, check_pixels, read_source
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 # For frames that come without a rate; what the models' own processors take.
 DEFAULT_FPS = 24.0
-# Containers that hold their frames themselves. FFmpeg also reads playlists: those name other files and addresses, which
-# it would open.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,gif,ogg,asf"
-_OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
+MAX_FILE_FRAMES = 2**20  # an hour at 240 a second is 864,000; each costs a record while the file is open
+_MAX_HELD = 32  # decoded frames that wait for an earlier one; decoders put out at most 16 in another order
 # Frames further than this from an even rate go by their own times: models read times to a tenth of a second. A frame
 # dropped here and there leaves the rate even.
 _MAX_JITTER_S = 0.1
@@ -39,9 +38,27 @@ class Sampled:
     times_s: tuple[float, ...]
 
 
+Frames = Callable[[Sequence[int]], Iterator[np.ndarray]]  # [height, width, 3] uint8 for each of rising indices
+
+
+@dataclass(frozen=True)
+class VideoFile:
+    """What an encoded video holds, found without decoding it, and how to come by its frames."""
+
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+    frames: Frames
+    times_s: tuple[float, ...] | None  # of every frame, where the rate varies
+
+
+ReadVideo = Callable[[bytes, str, Limits], VideoFile]  # the encoded bytes, the item's name for errors, the limits
+
+
 @dataclass(frozen=True)
 class Video:
-    """A video whose size and frames are known. `frames` gives [height, width, 3] uint8 for each of rising indices."""
+    """A video whose size and frames are known."""
 
     name: str
     num_frames: int
@@ -49,8 +66,8 @@ class Video:
     height: int
     width: int
     digest: bytes
-    frames: Callable[[Sequence[int]], Iterator[np.ndarray]]
-    times_s: tuple[float, ...] | None = None  # of every frame, where the rate varies
+    frames: Frames
+    times_s: tuple[float, ...] | None = None
 
     def sample(self, indices: Sequence[int]) -> Sampled:
         """The frames nearest to the times that evenly spread indices stand for."""
@@ -64,13 +81,56 @@ class Video:
         return Sampled(tuple(nearest.tolist()), tuple((times[nearest] - times[0]).tolist()))
 
 
-def open_video(part: MediaPart, limits: Limits, fetch: Fetch | None = None) -> Video:
-    """The video of a part: bytes, a file, an array [F, H, W, 3], or a list of pictures."""
+def read_video(data: bytes, name: str, limits: Limits) -> VideoFile:
+    """The video that the bytes hold, decoded in this process when its frames are asked for."""
+    with _opened(data, name, limits) as (container, stream):
+        check_pixels(stream.codec_context.height, stream.codec_context.width, name, limits)
+        if stream.duration is not None and stream.time_base is not None:
+            check_duration(float(stream.duration * stream.time_base), name, limits)
+        packets = _packets(container, stream, name)
+        time_base, rate, num_declared = float(stream.time_base or 0), stream.average_rate, stream.frames
+        # For files that do not count their frames. With sound beside them, the file may go on after the last.
+        is_comparable = container.duration and len(container.streams) == 1 and not num_declared
+        declared_s = container.duration / 1e6 if is_comparable else 0.0
+    if len(packets) < max(num_declared, 1):
+        raise RequestError(f"{name}: the file is cut short: {len(packets)} of {max(num_declared, 1)} frames are there")
+    shown = sorted({packet.time for packet in packets})
+    times_s = tuple(time * time_base for time in shown)
+    duration_s = times_s[-1] - times_s[0]
+    check_duration(duration_s, name, limits)
+    fps = float(rate) if rate else (len(shown) - 1) / duration_s if duration_s > 0 else DEFAULT_FPS
+    if declared_s > duration_s + packets[-1].duration * time_base + _MAX_MISSING_END_S:
+        ends = f"it says {declared_s:.1f} seconds, its frames end after {duration_s:.1f}"
+        raise RequestError(f"{name}: the file is cut short: {ends}")
+    height, width = _upright_size(data, name, limits)
+
+    def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
+        with _opened(data, name, limits) as (container, stream):
+            yield from _decode(container, stream, name, packets, [shown[index] for index in indices], (height, width))
+
+    return VideoFile(len(shown), fps, height, width, frames, times_s if _rate_varies(times_s, fps) else None)
+
+
+def open_video(
+    part: MediaPart,
+    limits: Limits,
+    fetch: Fetch | None = None,
+    read: ReadVideo = read_video,
+    read_frame: ReadPicture = read_picture,
+) -> Video:
+    """The video of a part: bytes, a file, an array [F, H, W, 3], or a list of pictures.
+
+    Encoded ones are left to `read`, encoded pictures of a list to `read_frame`.
+    """
     if isinstance(part.source, list | tuple):
-        return _from_pictures(part, limits, fetch)
+        return _from_pictures(part, limits, fetch, read_frame)
     source = read_source(part, limits, fetch)
     if isinstance(source, bytes):
-        return _from_bytes(source, part.name, limits)
+        file = read(source, part.name, limits)
+        digest = hashlib.blake2b(source, digest_size=32).digest()
+        return Video(
+            part.name, file.num_frames, file.fps, file.height, file.width, digest, file.frames, file.times_s
+        )  # fmt: skip
     if hasattr(source, "__array__"):
         return _from_array(source, part, limits)
     expected = "bytes, a path, an array of frames or a list of pictures"
@@ -85,7 +145,7 @@ def _from_array(source: Any, part: MediaPart, limits: Limits) -> Video:
     num_frames, height, width = pixels.shape[:3]
     check_pixels(height, width, part.name, limits)
     fps = part.fps or DEFAULT_FPS
-    _check_duration(num_frames / fps, part.name, limits)
+    check_duration(num_frames / fps, part.name, limits)
     digest = hashlib.blake2b(repr((pixels.shape, fps)).encode(), digest_size=32)
     digest.update(pixels.data)
     return Video(
@@ -93,13 +153,13 @@ def _from_array(source: Any, part: MediaPart, limits: Limits) -> Video:
     )
 
 
-def _from_pictures(part: MediaPart, limits: Limits, fetch: Fetch | None) -> Video:
+def _from_pictures(part: MediaPart, limits: Limits, fetch: Fetch | None, read_frame: ReadPicture) -> Video:
     if not part.source:
         raise RequestError(f"{part.name}: it has no frames")
     fps = part.fps or DEFAULT_FPS
-    _check_duration(len(part.source) / fps, part.name, limits)
+    check_duration(len(part.source) / fps, part.name, limits)
     pictures = [
-        open_picture(MediaPart("image", f"{part.name}, frame {index + 1}", frame), limits, fetch)
+        open_picture(MediaPart("image", f"{part.name}, frame {index + 1}", frame), limits, fetch, read_frame)
         for index, frame in enumerate(part.source)
     ]
     first = pictures[0]
@@ -119,11 +179,6 @@ def _from_pictures(part: MediaPart, limits: Limits, fetch: Fetch | None) -> Vide
     )
 
 
-def _check_duration(duration_s: float, name: str, limits: Limits) -> None:
-    if duration_s > limits.max_duration_s:
-        raise RequestError(f"{name}: {duration_s:.1f} seconds, the limit is {limits.max_duration_s:g}")
-
-
 @dataclass(frozen=True)
 class _Packet:
     """A coded frame: where it stands in the order of decoding, when it is shown, whether decoding can begin there."""
@@ -133,38 +188,16 @@ class _Packet:
     is_key: bool
 
 
-def _from_bytes(data: bytes, name: str, limits: Limits) -> Video:
-    with _opened(data, name) as (container, stream):
-        check_pixels(stream.codec_context.height, stream.codec_context.width, name, limits)
-        if stream.duration is not None and stream.time_base is not None:
-            _check_duration(float(stream.duration * stream.time_base), name, limits)
-        packets = [
-            _Packet(packet.pts if packet.pts is not None else packet.dts, packet.duration or 0, packet.is_keyframe)
-            for packet in container.demux(stream)
-            if packet.size and (packet.pts is not None or packet.dts is not None)
-        ]
-        time_base, rate, num_declared = float(stream.time_base or 0), stream.average_rate, stream.frames
-        # For files that do not count their frames. With sound beside them, the file may go on after the last.
-        is_comparable = container.duration and len(container.streams) == 1 and not num_declared
-        declared_s = container.duration / 1e6 if is_comparable else 0.0
-    if len(packets) < max(num_declared, 1):
-        raise RequestError(f"{name}: the file is cut short: {len(packets)} of {max(num_declared, 1)} frames are there")
-    shown = sorted({packet.time for packet in packets})
-    times_s = tuple(time * time_base for time in shown)
-    duration_s = times_s[-1] - times_s[0]
-    _check_duration(duration_s, name, limits)
-    fps = float(rate) if rate else (len(shown) - 1) / duration_s if duration_s > 0 else DEFAULT_FPS
-    if declared_s > duration_s + packets[-1].duration * time_base + _MAX_MISSING_END_S:
-        ends = f"it says {declared_s:.1f} seconds, its frames end after {duration_s:.1f}"
-        raise RequestError(f"{name}: the file is cut short: {ends}")
-    height, width = _upright_size(data, name, limits)
-
-    def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
-        return _decode(data, name, packets, shown, indices, (height, width))
-
-    digest = hashlib.blake2b(data, digest_size=32).digest()
-    varies = _rate_varies(times_s, fps)
-    return Video(name, len(shown), fps, height, width, digest, frames, times_s if varies else None)
+def _packets(container: Any, stream: Any, name: str) -> list[_Packet]:
+    packets: list[_Packet] = []
+    for packet in container.demux(stream):
+        if not packet.size or (packet.pts is None and packet.dts is None):
+            continue
+        if len(packets) == MAX_FILE_FRAMES:
+            raise RequestError(f"{name}: more than {MAX_FILE_FRAMES} frames, which is the limit of a file")
+        time = packet.pts if packet.pts is not None else packet.dts
+        packets.append(_Packet(time, packet.duration or 0, packet.is_keyframe))
+    return packets
 
 
 def _rate_varies(times_s: Sequence[float], fps: float) -> bool:
@@ -173,56 +206,52 @@ def _rate_varies(times_s: Sequence[float], fps: float) -> bool:
 
 
 @contextmanager
-def _opened(data: bytes, name: str) -> Iterator[tuple[Any, Any]]:
-    import av
-
-    try:
-        with av.open(io.BytesIO(data), mode="r", options=dict(_OPTIONS)) as container:
-            if not container.streams.video:
-                raise RequestError(f"{name}: the file has no video in it")
-            if container.streams.video[0].codec_context is None:
-                raise RequestError(f"{name}: cannot be decoded: there is no decoder for its kind of video")
-            yield container, container.streams.video[0]
-    except RequestError:
-        raise
-    except (av.FFmpegError, OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"{name}: cannot be decoded: {reason}") from error
+def _opened(data: bytes, name: str, limits: Limits) -> Iterator[tuple[Any, Any]]:
+    with opened_container(data, name, _CONTAINERS) as container:
+        if not container.streams.video:
+            raise RequestError(f"{name}: the file has no video in it")
+        stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise RequestError(f"{name}: cannot be decoded: there is no decoder for its kind of video")
+        # Each frame may bring a size of its own. Twice the limit: decoders round sizes up to whole blocks.
+        stream.codec_context.options = {"max_pixels": str(min(2 * limits.max_pixels, 2**31 - 1))}
+        stream.codec_context.thread_count = 1  # more would take the cores from the model, and help few files
+        yield container, stream
 
 
 def _upright_size(data: bytes, name: str, limits: Limits) -> tuple[int, int]:
     """Height and width of the first frame as it is shown."""
-    with _opened(data, name) as (container, stream):
+    with _opened(data, name, limits) as (container, stream):
         for frame in container.decode(stream):
             check_pixels(frame.height, frame.width, name, limits)
-            return (frame.width, frame.height) if frame.rotation % 180 else (frame.height, frame.width)
+            return _shown_size(frame)
     raise RequestError(f"{name}: no frame of it can be decoded")
 
 
 def _decode(
-    data: bytes, name: str, packets: Sequence[_Packet], shown: Sequence[int], indices: Sequence[int],
-    size: tuple[int, int],
-) -> Iterator[np.ndarray]:  # fmt: skip
-    """The frames of rising indices; groups of pictures without any of them are skipped."""
-    waiting = [shown[index] for index in indices]
+    container: Any, stream: Any, name: str, packets: Sequence[_Packet], waiting: list[int], size: tuple[int, int]
+) -> Iterator[np.ndarray]:
+    """The frames of the rising times in `waiting`; groups of pictures without any of them are skipped."""
+    num_wanted = len(waiting)
     needed = _needed(packets, set(waiting))
-    with _opened(data, name) as (container, stream):
-        held: dict[int, np.ndarray] = {}
-        for frame in _decoded_frames(container, stream, needed):
-            time = frame.pts if frame.pts is not None else frame.dts
-            if time in waiting and time not in held:
-                if frame.is_corrupt:
-                    raise RequestError(f"{name}: the file is damaged at {float(frame.time or 0):.1f} seconds")
-                held[time] = _upright(frame, name, size)
-            while waiting and waiting[0] in held:
-                pixels = held[waiting[0]]
-                if waiting[1:2] != waiting[:1]:
-                    del held[waiting[0]]
-                waiting.pop(0)
-                yield pixels
-            if not waiting:
-                return
-    at_s = f"{len(indices) - len(waiting)} of {len(indices)} frames could be decoded"
+    held: dict[int, np.ndarray] = {}
+    for frame in _decoded_frames(container, stream, needed):
+        time = frame.pts if frame.pts is not None else frame.dts
+        if time in waiting and time not in held:
+            if frame.is_corrupt:
+                raise RequestError(f"{name}: the file is damaged at {float(frame.time or 0):.1f} seconds")
+            if len(held) == _MAX_HELD:
+                raise RequestError(f"{name}: the file is damaged: its frames do not come in order")
+            held[time] = _upright(frame, name, size)
+        while waiting and waiting[0] in held:
+            pixels = held[waiting[0]]
+            if waiting[1:2] != waiting[:1]:
+                del held[waiting[0]]
+            waiting.pop(0)
+            yield pixels
+        if not waiting:
+            return
+    at_s = f"{num_wanted - len(waiting)} of {num_wanted} frames could be decoded"
     raise RequestError(f"{name}: the file is damaged or cut short: {at_s}")
 
 
@@ -265,9 +294,13 @@ def _decoded_frames(container: Any, stream: Any, needed: Sequence[bool]) -> Iter
         yield from context.decode(None)
 
 
+def _shown_size(frame: Any) -> tuple[int, int]:
+    return (frame.width, frame.height) if frame.rotation % 180 else (frame.height, frame.width)
+
+
 def _upright(frame: Any, name: str, size: tuple[int, int]) -> np.ndarray:
+    height, width = _shown_size(frame)
+    if (height, width) != size:
+        raise RequestError(f"{name}: a frame is {width} x {height}, the first {size[1]} x {size[0]}")
     # The rotation is clockwise for negative degrees; numpy turns counter-clockwise.
-    pixels = np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4))
-    if pixels.shape[:2] != size:
-        raise RequestError(f"{name}: a frame is {pixels.shape[1]} x {pixels.shape[0]}, the first {size[1]} x {size[0]}")
-    return pixels
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4))

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
-from tilewright.inputs.image import open_picture
 from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, content_key
+from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.processor import prompt_ids
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.inputs.video import open_video
 from tilewright.models.qwen3_vl.preprocessing import (
     group_times,
     num_sampled_frames,
@@ -44,10 +43,12 @@ class Qwen3VlProcessor:
         limits: Limits | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        opener: Opener | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits or Limits()
+        self.opener = opener or InProcessOpener()
         self.dtype = dtype
         self.image = read_preprocessing("image", config, folder)
         self.video = read_preprocessing("video", config, folder)
@@ -108,7 +109,7 @@ class Qwen3VlProcessor:
 
     def _prepare_picture(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> Prepared:
         settings = self.image
-        picture = open_picture(part, self.limits, fetch)
+        picture = self.opener.open_picture(part, self.limits, fetch)
         height, width = picture_size(picture.height, picture.width, settings, part.name)
         key = content_key(picture.digest, "image", height, width, settings)
 
@@ -127,7 +128,7 @@ class Qwen3VlProcessor:
 
     def _prepare_video(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> Prepared:
         settings = self.video
-        video = open_video(part, self.limits, fetch)
+        video = self.opener.open_video(part, self.limits, fetch)
         num_sampled = num_sampled_frames(video.num_frames, video.fps, settings)
         if num_sampled > self.limits.max_frames:
             raise RequestError(f"{part.name}: {num_sampled} frames, the limit is {self.limits.max_frames}")

@@ -1,0 +1,163 @@
+"""Sounds to samples: how long a file lasts is found without decoding, the samples when they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tilewright.inputs.container import opened_container
+from tilewright.inputs.media import Fetch, Limits, MediaPart, check_duration, read_source
+from tilewright.types import RequestError
+
+if TYPE_CHECKING:
+    import av
+
+_CONTAINERS = "wav,mp3,flac,ogg,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm"
+# The resampler's table grows with the ratio of the rates: a file that claims 2 GHz would ask for gigabytes.
+_MIN_RATE, _MAX_RATE = 1_000, 768_000
+_MAX_CHANNELS = 64
+# How much longer than its packets say a file may play: the last one of some is padded.
+_MAX_EXTRA_S = 1.0
+
+
+@dataclass(frozen=True)
+class SoundFile:
+    """How long an encoded sound lasts, found without decoding it, and how to come by its samples."""
+
+    duration_s: float
+    decode: Callable[[], np.ndarray]
+
+
+# The encoded bytes, the item's name for errors, the limits, the rate wanted.
+ReadSound = Callable[[bytes, str, Limits, int], SoundFile]
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A sound whose length is known. `decode` gives mono float32 [samples] of -1 to 1, `sample_rate` a second."""
+
+    name: str
+    duration_s: float
+    sample_rate: int
+    digest: bytes  # of the file, or of the samples
+    decode: Callable[[], np.ndarray]
+
+
+def read_sound(data: bytes, name: str, limits: Limits, sample_rate: int) -> SoundFile:
+    """The sound that the bytes hold, decoded in this process when it is asked for."""
+    with _opened(data, name) as (container, stream):
+        if stream.duration is not None and stream.time_base is not None:
+            check_duration(float(stream.duration * stream.time_base), name, limits)
+        duration_s = _duration(container, stream)
+    check_duration(duration_s, name, limits)
+    return SoundFile(duration_s, lambda: _decode(data, name, duration_s, sample_rate))
+
+
+def open_audio(
+    part: MediaPart, limits: Limits, sample_rate: int, fetch: Fetch | None = None, read: ReadSound = read_sound
+) -> Sound:
+    """The sound of a part: bytes, a file, or an array of floats at the rate wanted. Encoded ones are left to `read`."""
+    source = read_source(part, limits, fetch)
+    if isinstance(source, bytes):
+        file = read(source, part.name, limits, sample_rate)
+        digest = hashlib.blake2b(source, digest_size=32).digest()
+        return Sound(part.name, file.duration_s, sample_rate, digest, file.decode)
+    if hasattr(source, "__array__"):
+        samples = _as_samples(source, part.name)
+        check_duration(len(samples) / sample_rate, part.name, limits)
+        digest = hashlib.blake2b(samples.data, digest_size=32).digest()
+        return Sound(part.name, len(samples) / sample_rate, sample_rate, digest, lambda: samples)
+    raise RequestError(f"{part.name}: it is a {type(source).__name__}, expected bytes, a path or an array of samples")
+
+
+def max_samples(duration_s: float, sample_rate: int) -> int:
+    """How many samples a file that says so may give."""
+    return int((duration_s + _MAX_EXTRA_S) * sample_rate)
+
+
+def _as_samples(source: Any, name: str) -> np.ndarray:
+    samples = np.asarray(source.detach().cpu() if hasattr(source, "detach") else source)
+    if samples.ndim != 1 or not len(samples) or not np.issubdtype(samples.dtype, np.floating):
+        shape = f"{samples.dtype} {list(samples.shape)}"
+        raise RequestError(f"{name}: it is an array of {shape}, expected floats [samples], mono")
+    if not np.isfinite(samples).all():
+        raise RequestError(f"{name}: some samples are not finite")
+    return np.ascontiguousarray(samples, dtype=np.float32)
+
+
+@contextmanager
+def _opened(data: bytes, name: str) -> Iterator[tuple[Any, Any]]:
+    with opened_container(data, name, _CONTAINERS) as container:
+        if not container.streams.audio:
+            raise RequestError(f"{name}: the file has no sound in it")
+        stream = container.streams.audio[0]
+        context = stream.codec_context
+        if context is None:
+            raise RequestError(f"{name}: cannot be decoded: there is no decoder for its kind of sound")
+        _check_form(context.sample_rate, context.layout.nb_channels, name)
+        context.thread_count = 1
+        yield container, stream
+
+
+def _check_form(sample_rate: int, num_channels: int, name: str) -> None:
+    if not _MIN_RATE <= sample_rate <= _MAX_RATE:
+        raise RequestError(f"{name}: {sample_rate} samples a second, expected {_MIN_RATE} to {_MAX_RATE}")
+    if not 1 <= num_channels <= _MAX_CHANNELS:
+        raise RequestError(f"{name}: {num_channels} channels, expected 1 to {_MAX_CHANNELS}")
+
+
+def _duration(container: Any, stream: Any) -> float:
+    """Seconds from the first packet's beginning to the last one's end, or all of their lengths, if that is more."""
+    first, last, total = None, 0, 0
+    for packet in container.demux(stream):
+        if not packet.size:
+            continue
+        total += packet.duration or 0
+        if packet.pts is not None:
+            first = packet.pts if first is None else min(first, packet.pts)
+            last = max(last, packet.pts + (packet.duration or 0))
+    span = last - first if first is not None else 0
+    return float(max(span, total) * (stream.time_base or 0))
+
+
+def _decode(data: bytes, name: str, duration_s: float, sample_rate: int) -> np.ndarray:
+    """Mono float32 at the rate wanted: the mean of the channels."""
+    import av
+
+    with _opened(data, name) as (container, stream):
+        to_floats = av.AudioResampler(format="fltp")
+        to_rate = av.AudioResampler(format="fltp", layout="mono", rate=sample_rate)
+        most, blocks, num_samples = max_samples(duration_s, sample_rate), [], 0
+        for mono in _mono_frames(container, stream, to_floats, name):
+            for frame in to_rate.resample(mono):
+                blocks.append(frame.to_ndarray()[0])
+                num_samples += len(blocks[-1])
+            if mono is not None and num_samples > most:
+                raise RequestError(f"{name}: it plays on after the {duration_s:.1f} seconds that it says")
+    if not num_samples:
+        raise RequestError(f"{name}: nothing of it can be decoded")
+    return np.concatenate(blocks)[:most]
+
+
+def _mono_frames(
+    container: Any, stream: Any, to_floats: av.AudioResampler, name: str
+) -> Iterator[av.AudioFrame | None]:
+    """The frames with their channels averaged, then None, which lets out what a resampler still holds.
+
+    FFmpeg's own way to mono adds the channels of floats, and does not divide.
+    """
+    import av
+
+    for coded in container.decode(stream):
+        _check_form(coded.sample_rate, coded.layout.nb_channels, name)
+        for frame in to_floats.resample(coded):
+            samples = frame.to_ndarray()
+            mono = av.AudioFrame.from_ndarray(samples.mean(axis=0, keepdims=True, dtype=np.float32), "fltp", "mono")
+            mono.sample_rate, mono.pts, mono.time_base = frame.sample_rate, frame.pts, frame.time_base
+            yield mono
+    yield None
