@@ -55,9 +55,7 @@ def resolve(environment: Mapping[str, str], available_cpus: Collection[int]) -> 
     cache_dir = _parse_cache_dir(environment)
     api_keys = tuple(key for text in environment.get("TILEWRIGHT_API_KEY", "").split(",") if (key := text.strip()))
     openai_api_key = environment.get("OPENAI_API_KEY") or None
-    config = Config(
-        tuple(sorted(available_cpus)), max_isa, num_threads, bind_cpus, cache_dir, api_keys, openai_api_key
-    )
+    config = Config(tuple(sorted(available_cpus)), max_isa, num_threads, bind_cpus, cache_dir, api_keys, openai_api_key)
     _log.debug(
         "max_isa %s, num_threads %s, bind_cpus %s, cache_dir %s",
         max_isa,

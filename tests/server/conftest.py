@@ -37,7 +37,9 @@ class Running:
         self.loop = loop
 
     def client(self, **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        )
 
 
 @contextlib.contextmanager

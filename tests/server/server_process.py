@@ -27,7 +27,11 @@ class ServerProcess:
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.wait_for(lambda: self.url)
+        try:
+            self.wait_for(lambda: self.url)
+        except BaseException:
+            self.end()
+            raise
 
     def _read(self):
         for line in self.process.stderr:

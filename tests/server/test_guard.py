@@ -10,10 +10,8 @@ import urllib.request
 
 import openai
 import pytest
-from conftest import serving
 
 from tilewright.server.backend import EngineUnavailable
-from tilewright.server.local import LocalBackend
 from tilewright.server.settings import ServerSettings
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -160,18 +158,17 @@ def test_too_many(scripted):
     wait_until(lambda: backend.num_aborted == 10)
 
 
-def test_who_leaves_frees_their_place(chat_engine):
-    with serving(lambda: LocalBackend(chat_engine)) as running:
-        client = running.client()
-        options = {"model": "", "max_tokens": 8000, "extra_body": {"ignore_eos": True}, **BODY}
-        stream = client.chat.completions.create(stream=True, **options)
-        next(iter(stream))
-        assert chat_engine.stats().num_running == 1
-        stream.close()
-        wait_until(lambda: chat_engine.stats().num_running == 0 and chat_engine.stats().num_pages_used == 0)
-        with pytest.raises(openai.APITimeoutError):  # without a stream it is seen as well
-            client.with_options(timeout=0.3).chat.completions.create(**options)
-        wait_until(lambda: chat_engine.stats().num_running == 0 and chat_engine.stats().num_pages_used == 0)
+def test_who_leaves_frees_their_place(chat_server, chat_engine):
+    client = chat_server.client()
+    options = {"model": "", "max_tokens": 8000, "extra_body": {"ignore_eos": True}, **BODY}
+    stream = client.chat.completions.create(stream=True, **options)
+    next(iter(stream))
+    assert chat_engine.stats().num_running == 1
+    stream.close()
+    wait_until(lambda: chat_engine.stats().num_running == 0 and chat_engine.stats().num_pages_used == 0)
+    with pytest.raises(openai.APITimeoutError):  # without a stream it is seen as well
+        client.with_options(timeout=0.3).chat.completions.create(**options)
+    wait_until(lambda: chat_engine.stats().num_running == 0 and chat_engine.stats().num_pages_used == 0)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Gate(Protocol):
     """Brings media in: `media.MediaGate`, or one in front of it."""
 
-    async def bring(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]: ...
+    async def bring(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]: ...
 
 
 class Prepared(NamedTuple):
