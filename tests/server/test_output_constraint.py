@@ -313,3 +313,43 @@ def test_what_is_admitted_is_a_fitting_call(name, drawn, seed):
     assert answer.content == answer.reasoning == ""
     for called, arguments in answer.calls:
         jsonschema_rs.validate(schemas_by_name[called], json.loads(arguments))
+
+
+WORDS = [
+    "type",
+    "properties",
+    "required",
+    "$ref",
+    "$defs",
+    "anyOf",
+    "allOf",
+    "enum",
+    "const",
+    "minLength",
+    "maxLength",
+    "a",
+]
+SCHEMAS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 3)
+    | st.sampled_from(["object", "string", "integer", "#/$defs/a", "#", "a"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(parameters=st.dictionaries(st.sampled_from(WORDS), SCHEMAS, max_size=4), is_strict=st.booleans())
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_schema_is_a_grammar_or_refused(name, parameters, is_strict):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": is_strict}}]
+    try:
+        check_tools(tools)
+    except RequestError:
+        return
+    parse("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", FORMATS[name], tools=tools)
+    try:
+        matcher(FORMATS[name], tools)
+    except RequestError:
+        return

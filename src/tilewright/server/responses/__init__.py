@@ -1,0 +1,7 @@
+"""OpenAI's Responses interface, on top of chat completions."""
+
+from tilewright.server.responses.builder import ResponseBuilder
+from tilewright.server.responses.history import History
+from tilewright.server.responses.request import chat_body
+
+__all__ = ["History", "ResponseBuilder", "chat_body"]

@@ -1,0 +1,144 @@
+"""A Responses request as the body of a chat completion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tilewright.server.responses.items import messages_of
+from tilewright.types import RequestError
+
+MAX_METADATA_ENTRIES = 16
+MAX_METADATA_KEY_CHARACTERS = 64
+MAX_METADATA_VALUE_CHARACTERS = 512
+
+# What means the same in both. The last rows are what servers of open models take beside OpenAI's own.
+_SAME = (
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user",
+    "seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "min_tokens", "ignore_eos", "stop_token_ids", "structured_outputs", "chat_template_kwargs",
+)  # fmt: skip
+# What would change the answer, and is not there.
+_REFUSED = {
+    "background": "answers are given at once",
+    "conversation": "conversations are not kept here; previous_response_id goes on from a response",
+    "prompt": "prompts are not kept here",
+    "top_logprobs": "log-probabilities are given by /v1/chat/completions",
+}
+_CHOICES = ("none", "auto", "required")
+
+
+def chat_body(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of the chat completion that answers a Responses request; `RequestError` for what cannot be asked.
+
+    Its input is all that the model reads: what `previous_response_id` stands for was put before it.
+    """
+    for name, reason in _REFUSED.items():
+        if request.get(name):
+            raise RequestError(f"{name} is {request[name]!r:.100}, expected none: {reason}")
+    include = request.get("include") or []
+    if not isinstance(include, list | tuple):
+        raise RequestError(f"include is {include!r:.100}, expected a list")
+    if "message.output_text.logprobs" in include:
+        raise RequestError(f"include asks for message.output_text.logprobs: {_REFUSED['top_logprobs']}")
+    _check_metadata(request.get("metadata"))
+    body = {name: request[name] for name in _SAME if request.get(name) is not None}
+    body["messages"] = _messages(request)
+    if request.get("max_output_tokens") is not None:
+        body["max_completion_tokens"] = request["max_output_tokens"]
+    if request.get("tools"):
+        body["tools"] = _tools(request["tools"])
+    if request.get("tool_choice") is not None:
+        body["tool_choice"] = _tool_choice(request["tool_choice"])
+    response_format = _response_format(_object(request, "text").get("format"))
+    if response_format is not None:
+        body["response_format"] = response_format
+    effort = _object(request, "reasoning").get("effort")
+    if effort is not None:
+        body["reasoning_effort"] = effort
+    return body
+
+
+def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    given = request.get("input")
+    if isinstance(given, str):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": given}]
+    elif isinstance(given, list | tuple):
+        messages = messages_of(given)
+    else:
+        raise RequestError(f"input is {given!r:.100}, expected text or a list of items")
+    if not messages:
+        raise RequestError("input is empty, expected at least one message")
+    instructions = request.get("instructions")
+    if instructions is not None and not isinstance(instructions, str):
+        raise RequestError(f"instructions is {instructions!r:.100}, expected text")
+    system = [] if instructions is None else [instructions]
+    # Many templates take one system message, and that at the beginning.
+    while messages and messages[0]["role"] == "system" and isinstance(messages[0]["content"], str):
+        system.append(messages.pop(0)["content"])
+    return [{"role": "system", "content": "\n\n".join(system)}, *messages] if system else messages
+
+
+def _tools(tools: object) -> list[dict[str, Any]]:
+    """The tools in chat's form, where what is said of a function stands under "function"."""
+    if not isinstance(tools, list | tuple):
+        raise RequestError(f"tools is a {type(tools).__name__}, expected a list")
+    found = []
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            kind = tool.get("type") if isinstance(tool, Mapping) else tool
+            raise RequestError(
+                f'tools[{index}].type is {kind!r:.100}, expected "function": no other tools are run here'
+            )
+        if "function" in tool:
+            raise RequestError(f"tools[{index}] has function, expected name, description and parameters beside type")
+        keys = ("name", "description", "parameters", "strict")
+        found.append({"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}})
+    return found
+
+
+def _tool_choice(choice: object) -> str | dict[str, Any]:
+    if isinstance(choice, str) and choice in _CHOICES:
+        return choice
+    if isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    expected = f'{", ".join(_CHOICES)} or {{"type": "function", "name": ...}}'
+    raise RequestError(f"tool_choice is {choice!r:.100}, expected {expected}")
+
+
+def _response_format(asked: object) -> dict[str, Any] | None:
+    if asked is None:
+        return None
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if isinstance(asked, Mapping) and kind == "json_schema":
+        if not isinstance(asked.get("schema"), Mapping):
+            raise RequestError(f"text.format.schema is {asked.get('schema')!r:.100}, expected a JSON schema")
+        keys = ("name", "description", "schema", "strict")
+        return {"type": kind, "json_schema": {key: asked[key] for key in keys if asked.get(key) is not None}}
+    if kind not in ("text", "json_object"):
+        raise RequestError(f"text.format is {asked!r:.100}, expected type text, json_object or json_schema")
+    return {"type": kind}
+
+
+def _object(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = request.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} is {value!r:.100}, expected an object")
+    return value
+
+
+def _check_metadata(metadata: object) -> None:
+    if metadata is None:
+        return
+    if not isinstance(metadata, Mapping) or not all(isinstance(value, str) for value in metadata.values()):
+        raise RequestError(f"metadata is {metadata!r:.100}, expected an object of texts")
+    if len(metadata) > MAX_METADATA_ENTRIES:
+        raise RequestError(f"metadata has {len(metadata)} entries, expected at most {MAX_METADATA_ENTRIES}")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY_CHARACTERS or len(value) > MAX_METADATA_VALUE_CHARACTERS:
+            limits = f"{MAX_METADATA_KEY_CHARACTERS} and {MAX_METADATA_VALUE_CHARACTERS}"
+            raise RequestError(
+                f"metadata has a name of {len(key)} and a value of {len(value)} characters, expected at most {limits}"
+            )
