@@ -128,8 +128,8 @@ def test_percentiles_are_numpys(values, percent):
 @given(numbers)
 def test_spreads(values):
     spread = Spread.of(values)
-    expected = [np.mean(values), *np.percentile(values, [50, 90, 95, 99])]
-    found = [spread.mean, spread.p50, spread.p90, spread.p95, spread.p99]
+    expected = [np.mean(values), *np.percentile(values, [50, 90, 95, 99]), max(values)]
+    found = [spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.max]
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-6) and spread.count == len(values)
     assert Spread.of([]) is None
 
