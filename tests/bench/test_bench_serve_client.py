@@ -106,6 +106,7 @@ def test_urls(url, expected):
     server = Server.parse(url)
     assert (server.host, server.port, server.path, server.is_tls) == expected
     assert Server.parse(server.url) == server
+    assert (":" in server.authority.rpartition("]")[2]) == (server.port == 8000)
 
 
 @pytest.mark.parametrize(

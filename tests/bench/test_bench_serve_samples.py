@@ -1,6 +1,8 @@
 """What one answer's events come to, and what many samples do; clocks are virtual."""
 
 import asyncio
+import contextlib
+import json
 import math
 import statistics
 
@@ -82,13 +84,31 @@ def test_an_answer_without_a_token():
     [
         (b"{not json", "malformed", "an event is '{not json'"),
         (b'{"error": {"message": "out of pages", "code": 500}}', "error in stream", "out of pages"),
+        (b'{"object": "error", "message": "out of pages"}', "error in stream", "out of pages"),
         (b"[1]", "error in stream", "[1]"),
+        (b'{"choices": [null]}', "malformed", "expected choices as OpenAI's"),
+        (b'{"choices": [{"index": [1], "delta": {}}]}', "malformed", "expected choices"),
+        (b'{"choices": [{"delta": "text"}]}', "malformed", "expected choices"),
     ],
 )
 def test_streams_that_go_wrong(event, kind, message):
     with pytest.raises(StreamError) as raised:
         Answer().take(event, 1.0)
     assert raised.value.kind == kind and message in str(raised.value)
+
+
+def json_like(leaves):
+    names = st.sampled_from(["choices", "index", "delta", "text", "content", "finish_reason", "usage", "error"])
+    return st.lists(leaves, max_size=3) | st.dictionaries(names | st.just("completion_tokens"), leaves, max_size=4)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers(-2, 2) | st.text(max_size=2), json_like, max_leaves=12))
+def test_whatever_a_server_sends_is_an_answer_or_a_failure(value):
+    answer = Answer()
+    with contextlib.suppress(StreamError):
+        answer.take(json.dumps(value).encode(), 1.0)
+    sample = answer.sample(Request(0, b"", 1), 0.0, 2.0, None)
+    assert summarise([sample]).num_answered == 1
 
 
 def test_a_stream_that_just_ends():
@@ -128,8 +148,8 @@ def test_percentiles_are_numpys(values, percent):
 @given(numbers)
 def test_spreads(values):
     spread = Spread.of(values)
-    expected = [np.mean(values), *np.percentile(values, [50, 90, 95, 99])]
-    found = [spread.mean, spread.p50, spread.p90, spread.p95, spread.p99]
+    expected = [np.mean(values), *np.percentile(values, [50, 90, 95, 99]), max(values)]
+    found = [spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.max]
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-6) and spread.count == len(values)
     assert Spread.of([]) is None
 

@@ -80,8 +80,13 @@ class Server:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
+    def authority(self) -> str:
+        """The address as a URL has it: without the port where that goes without saying."""
+        return self.address.removesuffix(":443" if self.is_tls else ":80")
+
+    @property
     def url(self) -> str:
-        return f"{'https' if self.is_tls else 'http'}://{self.address}{self.path}"
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.path}"
 
 
 class Client:
@@ -133,7 +138,7 @@ class Client:
     def _head(self, method: str, path: str, body: bytes | None) -> bytes:
         length = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return (
-            f"{method} {self.server.path}{path} HTTP/1.1\r\nHost: {self.server.address}\r\n"
+            f"{method} {self.server.path}{path} HTTP/1.1\r\nHost: {self.server.authority}\r\n"
             f"User-Agent: tilewright-bench\r\n{length}{self._headers}\r\n"
         ).encode("latin-1")
 

@@ -168,6 +168,7 @@ def run(options: argparse.Namespace) -> int:
     print(report.as_table(summary, measured.client_cpu_share, probes))
     if options.json:
         about = _about(options, workload) | {"client_cpu_share": measured.client_cpu_share}
+        about["load"] |= {"warmup": len(warmup), "requests": len(requests)}
         if probes:
             about |= {"limits": report.mean_probe(probes), "probes": probes}
             about |= {"machine": before[0]["machine"], "load_average": load_average}
@@ -235,7 +236,7 @@ def _make_requests(
 def _about(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     from tilewright import __version__
 
-    load = ("concurrency", "rate", "burstiness", "requests", "seconds", "warmup", "timeout_s")
+    load = ("concurrency", "rate", "burstiness", "seconds", "timeout_s")
     return {
         "bench": "serve",
         "url": options.url,

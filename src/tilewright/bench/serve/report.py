@@ -24,9 +24,10 @@ def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[st
         f"{summary.num_answered} answered, {summary.num_failed} failed in {summary.wall_s:.1f} s: "
         f"{summary.requests_per_s:.3g} requests/s, {summary.mean_concurrency:.1f} at once on average"
     )
-    total = summary.total_tokens_per_s
-    with_prompts = "the server tells no prompt's tokens" if total is None else f"{total:.4g} tokens/s with the prompts"
-    lines.append(f"answers: {summary.output_tokens_per_s:.4g} tokens/s; {with_prompts}")
+    if summary.num_answered:
+        total = summary.total_tokens_per_s
+        with_prompts = "the server tells no prompt's" if total is None else f"{total:.4g} with the prompts'"
+        lines.append(f"tokens/s: {summary.output_tokens_per_s:.4g} of answers, {with_prompts}")
     if summary.goodput:
         limits = ", ".join(f"{name} <= {limit_s:g} s" for name, limit_s in summary.goodput.limits_s.items())
         lines.append(
@@ -34,7 +35,7 @@ def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[st
             f"{summary.goodput.requests_per_s:.3g} requests/s"
         )
     lines += _remarks(summary)
-    lines.append(f"the client used {client_cpu_share:.1%} of a CPU")
+    lines.append(f"the client used {client_cpu_share:.2%} of a CPU")
     if probes:
         mean = mean_probe(probes)
         lines.append(
@@ -50,12 +51,16 @@ def mean_probe(probes: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _latencies(summary: Summary) -> list[str]:
-    names = ("mean", *(f"p{percent}" for percent in PERCENTS))
+    names = ("mean", *(f"p{percent}" for percent in PERCENTS), "max")
     rows = [("", *names, "unit")]
     for key, spread in summary.spreads.items():
         metric = METRICS[key]
-        rows.append((metric.title, *(f"{getattr(spread, name) * metric.scale:.4g}" for name in names), metric.unit))
+        rows.append((metric.title, *(_number(getattr(spread, name) * metric.scale) for name in names), metric.unit))
     return aligned(rows, left=(0, len(rows[0]) - 1))
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if value < 10_000 else f"{value:.0f}"
 
 
 def _remarks(summary: Summary) -> list[str]:

@@ -83,17 +83,25 @@ class Answer:
             chunk = json.loads(event)
         except ValueError:
             raise StreamError("malformed", f"an event is {_text(event)!r}, expected JSON") from None
-        if not isinstance(chunk, dict) or chunk.get("error"):
+        if not isinstance(chunk, dict) or chunk.get("error") or chunk.get("object") == "error":
             raise StreamError("error in stream", error_message(event))
         if isinstance(usage := chunk.get("usage"), dict):
             self.usage = usage
-        for choice in chunk.get("choices") or ():
-            index = choice.get("index") or 0
-            if choice.get("finish_reason"):
-                self.finish_reasons[index] = choice["finish_reason"]
-            delta = choice.get("delta") or {}
-            if choice.get("text") or any(delta.get(name) for name in DELTA_FIELDS):
-                self._take_token(index, now_s)
+        try:
+            for choice in chunk.get("choices") or ():
+                self._take_choice(choice, now_s)
+        except (AttributeError, TypeError):
+            raise StreamError("malformed", f"an event is {_text(event)!r}, expected choices as OpenAI's") from None
+
+    def _take_choice(self, choice: dict[str, Any], now_s: float) -> None:
+        index = choice.get("index") or 0
+        if not isinstance(index, int):
+            raise TypeError
+        if choice.get("finish_reason"):
+            self.finish_reasons[index] = str(choice["finish_reason"])
+        delta = choice.get("delta") or {}
+        if choice.get("text") or any(delta.get(name) for name in DELTA_FIELDS):
+            self._take_token(index, now_s)
 
     def _take_token(self, index: int, now_s: float) -> None:
         self.num_chunks += 1
@@ -110,8 +118,7 @@ class Answer:
 
     def sample(self, request: Request, sent_s: float, end_s: float, failure: Failure | None) -> Sample:
         """All of it; times were taken by the clock that began with the run."""
-        counted = self.usage.get("completion_tokens")
-        details = self.usage.get("prompt_tokens_details") or {}
+        counted = _count(self.usage, "completion_tokens")
         return Sample(
             number=request.number,
             wanted_tokens=request.output_tokens,
@@ -123,11 +130,17 @@ class Answer:
             num_choices=max(1, len(self.last_s.keys() | self.finish_reasons.keys())),
             output_tokens=self.num_chunks if counted is None else counted,
             is_counted_by_chunks=counted is None,
-            prompt_tokens=self.usage.get("prompt_tokens"),
-            cached_tokens=details.get("cached_tokens"),
+            prompt_tokens=_count(self.usage, "prompt_tokens"),
+            cached_tokens=_count(self.usage.get("prompt_tokens_details"), "cached_tokens"),
             finish_reasons=tuple(self.finish_reasons[index] for index in sorted(self.finish_reasons)),
             failure=failure,
         )
+
+
+def _count(usage: object, name: str) -> int | None:
+    """A number of tokens, None where there is none."""
+    found = usage.get(name) if isinstance(usage, dict) else None
+    return found if isinstance(found, int) else None
 
 
 async def ask(

@@ -24,13 +24,14 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and percentiles of some amounts, and how many they were."""
+    """Mean, percentiles and most of some amounts, and how many they were."""
 
     mean: float
     p50: float
     p90: float
     p95: float
     p99: float
+    max: float
     count: int
 
     @classmethod
@@ -40,7 +41,7 @@ class Spread:
         if not ordered:
             return None
         p50, p90, p95, p99 = (percentile(ordered, percent) for percent in PERCENTS)
-        return cls(math.fsum(ordered) / len(ordered), p50, p90, p95, p99, len(ordered))
+        return cls(math.fsum(ordered) / len(ordered), p50, p90, p95, p99, ordered[-1], len(ordered))
 
 
 @dataclass(frozen=True)
