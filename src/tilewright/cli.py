@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_chat(commands)
     _add_serve(commands)
+    _add_batch(commands)
     _add_info(commands)
     _add_bench(commands)
     return parser
@@ -48,6 +49,12 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     from tilewright import serve
 
     serve.add_arguments(commands)
+
+
+def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright.batch import command
+
+    command.add_arguments(commands)
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

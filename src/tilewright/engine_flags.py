@@ -69,12 +69,12 @@ def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"model": options.model, **given}
 
 
-def open_engine(options: argparse.Namespace, *, progress: bool) -> Engine:
-    """The Engine of the flags. A model that cannot be loaded is a RequestError."""
+def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> Engine:
+    """The Engine of the flags, and of `more` that has none. A model that cannot be loaded is a RequestError."""
     from tilewright.engine.engine import Engine
     from tilewright.weights.checkpoint import CheckpointError
 
     try:
-        return Engine(progress=progress, **engine_options(options))
+        return Engine(progress=progress, **engine_options(options), **more)
     except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
         raise RequestError(str(error)) from error

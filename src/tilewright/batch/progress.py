@@ -1,0 +1,64 @@
+"""How far a batch is: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from tilewright.batch.work import Tally
+
+if TYPE_CHECKING:
+    from tilewright.engine.stats import Stats
+
+BAR_INTERVAL_S = 0.5
+LINE_INTERVAL_S = 60.0
+
+
+class Progress:
+    """Shows, on standard error, a Tally that others change."""
+
+    def __init__(self, tally: Tally, num_requests: int, stats: Callable[[], Stats], *, is_quiet: bool) -> None:
+        self._tally = tally
+        self._num_requests = num_requests
+        self._stats = stats
+        self._is_quiet = is_quiet
+        self._began_s = time.perf_counter()
+
+    async def show(self) -> None:
+        """Until it is cancelled."""
+        if sys.stderr.isatty() and not self._is_quiet:
+            await self._draw()
+        while not self._is_quiet:
+            await asyncio.sleep(LINE_INTERVAL_S)
+            print(f"{self._counts()}, {self._speed()}", file=sys.stderr, flush=True)
+
+    def summary(self) -> str:
+        tally, took_s = self._tally, time.perf_counter() - self._began_s
+        tokens = f"{tally.num_prompt_tokens} prompt and {tally.num_output_tokens} output tokens"
+        return f"{self._counts()}; {tokens} in {took_s:.1f} s, {self._speed()}"
+
+    def _counts(self) -> str:
+        return f"{self._tally.num_done} of {self._num_requests} done, {self._tally.num_failed} failed"
+
+    def _speed(self) -> str:
+        speed = self._stats().num_output_tokens / (time.perf_counter() - self._began_s)
+        return f"{speed:.1f} tokens/s"
+
+    async def _draw(self) -> None:
+        bar = tqdm(total=self._num_requests, initial=self._tally.num_done, unit="request", dynamic_ncols=True)
+        try:
+            while True:
+                self._update(bar)
+                await asyncio.sleep(BAR_INTERVAL_S)
+        finally:
+            self._update(bar)
+            bar.close()
+
+    def _update(self, bar: tqdm) -> None:
+        bar.set_postfix_str(f"{self._tally.num_failed} failed, {self._speed()}", refresh=False)
+        bar.update(self._tally.num_done - bar.n)

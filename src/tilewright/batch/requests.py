@@ -1,0 +1,181 @@
+"""The input of a batch: a request per line, all checked before anything runs, then read as they are needed."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from array import array
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from tilewright.batch.index import IdIndex
+from tilewright.types import RequestError
+
+MAX_ID_CHARACTERS = 512
+MAX_MODELS = 100  # different names in one file
+
+
+@dataclass(frozen=True)
+class Request:
+    """A line of the input."""
+
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+    fingerprint: int  # 64 bits of a hash of all the above
+
+    @property
+    def id(self) -> str:
+        """Its id in the output. The same request has the same, so that answers to another are told apart."""
+        return f"batch_req_{self.fingerprint:016x}"
+
+
+def parse(line: bytes, urls: Collection[str]) -> Request:
+    """The Request of a line; RequestError if it is none."""
+    try:
+        fields = json.loads(line.decode())
+        if not isinstance(fields, dict):
+            raise RequestError("it is no object")
+        custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
+        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARACTERS:
+            raise RequestError(f"custom_id is {custom_id!r:.60}, expected 1 to {MAX_ID_CHARACTERS} characters")
+        if fields.get("method") != "POST":
+            raise RequestError(f"method is {fields.get('method')!r:.60}, expected POST")
+        if not isinstance(url, str) or url not in urls:
+            raise RequestError(f"url is {url!r:.60}, expected {' or '.join(urls)}")
+        if not isinstance(body, dict):
+            raise RequestError(f"body is {body!r:.60}, expected an object")
+        # Written anew, so that neither spaces nor the order of names matter.
+        content = json.dumps([custom_id, url, body], sort_keys=True).encode()
+    except RecursionError:
+        raise RequestError("its values are nested too deep") from None
+    except ValueError as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"it is no JSON: {error}") from error
+    fingerprint = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+    return Request(custom_id, url, body, fingerprint)
+
+
+class RequestFile:
+    """Requests in a file, each with an id of its own. One takes 17 bytes of memory, 24 more until `left` is called."""
+
+    def __init__(self, path: Path, urls: Collection[str], max_line_bytes: int) -> None:
+        """Reads the whole file once; RequestError names the first line that is not as it should be."""
+        self.path = path
+        self._urls = urls
+        self._max_line_bytes = max_line_bytes
+        self._offsets = array("q")
+        self._fingerprints = array("Q")
+        self.models: dict[str, int] = {}  # names of models that are asked for, and the first line of each
+        self._file = _open(path)
+        try:
+            self._index: IdIndex | None = self._scan()
+        except BaseException:
+            self._file.close()
+            raise
+        self._is_done = bytearray(len(self._offsets))
+        self.num_done = 0
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __enter__(self) -> RequestFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def mark_done(self, custom_id: str, request_id: str) -> None:
+        """Takes a request out of those left; RequestError if `request_id` is not what it has here."""
+        assert self._index is not None, "left() was called"
+        number = self._index.find(custom_id)
+        if number is None:
+            raise RequestError(f"custom_id {custom_id!r} is not in {self.path}")
+        if request_id != f"batch_req_{self._fingerprints[number]:016x}":
+            raise RequestError(f"custom_id {custom_id!r} asks something else in {self.path}")
+        if self._is_done[number]:
+            raise RequestError(f"custom_id {custom_id!r} is answered twice")
+        self._is_done[number] = True
+        self.num_done += 1
+
+    def left(self) -> Iterator[Request]:
+        """The requests that are not done, in order."""
+        self._index = None
+        for number, is_done in enumerate(self._is_done):
+            if not is_done:
+                yield self._read(number)
+
+    def _read(self, number: int) -> Request:
+        self._file.seek(self._offsets[number])
+        try:
+            request = parse(self._file.readline(self._max_line_bytes + 2), self._urls)
+        except RequestError:
+            request = None
+        if request is None or request.fingerprint != self._fingerprints[number]:
+            raise RequestError(f"{self.path} has changed since it was checked")
+        return request
+
+    def _scan(self) -> IdIndex:
+        index = IdIndex()
+        for line_number, offset, line in self._lines():
+            try:
+                request = parse(line, self._urls)
+                self._note_model(request, line_number)
+            except RequestError as error:
+                raise RequestError(f"{self.path}, line {line_number}: {error}") from error
+            index.add(request.custom_id)
+            self._offsets.append(offset)
+            self._fingerprints.append(request.fingerprint)
+        twins = index.sort()
+        if twins is not None:
+            first, second = (self._offsets[number] for number in twins)
+            custom_id = self._read(twins[0]).custom_id
+            raise RequestError(
+                f"{self.path}, line {self._line_number(second)}: custom_id {custom_id!r:.60} is that of line "
+                f"{self._line_number(first)} too, expected another for each request"
+            )
+        return index
+
+    def _lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """(line number, offset, line) of every line that is not blank."""
+        offset = line_number = 0
+        while line := self._file.readline(self._max_line_bytes + 2):
+            line_number += 1
+            if len(line.rstrip(b"\r\n")) > self._max_line_bytes:
+                limit = self._max_line_bytes
+                raise RequestError(
+                    f"{self.path}, line {line_number}: more than {limit} bytes; --max-line sets the limit"
+                )
+            mark_bytes = len(codecs.BOM_UTF8) if offset == 0 and line.startswith(codecs.BOM_UTF8) else 0
+            if line[mark_bytes:].strip():
+                yield line_number, offset + mark_bytes, line[mark_bytes:]
+            offset += len(line)
+
+    def _note_model(self, request: Request, line_number: int) -> None:
+        name = request.body.get("model")
+        if isinstance(name, str) and name not in self.models:
+            if len(self.models) == MAX_MODELS:
+                raise RequestError(f"model is {name!r:.60}, one name more than the {MAX_MODELS} a batch may have")
+            self.models[name] = line_number
+
+    def _line_number(self, offset: int) -> int:
+        self._file.seek(0)
+        count = 1
+        while offset and (block := self._file.read(min(offset, 2**20))):
+            count += block.count(b"\n")
+            offset -= len(block)
+        return count
+
+
+def _open(path: Path) -> BufferedReader:
+    try:
+        if not path.is_file() and path.exists():  # asked before it is opened: that of a pipe would wait
+            raise RequestError(f"{path} is no file: it is read twice, which a pipe cannot be")
+        return path.open("rb")
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from error

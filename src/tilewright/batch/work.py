@@ -1,0 +1,100 @@
+"""Requests to results: many under way at once, so that the engine never waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from tilewright.batch.requests import Request
+from tilewright.batch.results import record
+from tilewright.server.answers import Answer
+from tilewright.server.backend import Backend, Chunk, Ended, ModelInfo, Started
+from tilewright.server.endpoints import ENDPOINTS, Gate
+from tilewright.server.errors import as_api_error, validation_error
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Tally:
+    """What has been done."""
+
+    num_answered: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+    @property
+    def num_done(self) -> int:
+        return self.num_answered + self.num_failed
+
+
+class Crew:
+    """Answers requests and hands on each line of the output as it is ready."""
+
+    def __init__(
+        self, backend: Backend, model: ModelInfo, gate: Gate, deliver: Callable[[Mapping[str, Any]], None], tally: Tally
+    ) -> None:
+        self._backend = backend
+        self._model = model
+        self._gate = gate
+        self._deliver = deliver
+        self._tally = tally
+
+    async def work(self, requests: Iterator[Request], concurrency: int) -> None:
+        """Ends when all are done. When it is cancelled, or cannot go on, what is under way is dropped."""
+        workers = [asyncio.create_task(self._work(requests)) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work(self, requests: Iterator[Request]) -> None:
+        for request in requests:
+            status, body = await self._answer(request)
+            self._deliver(record(request.custom_id, request.id, f"req_{uuid.uuid4().hex}", status, body))
+            if status == 200:
+                self._tally.num_answered += 1
+            else:
+                self._tally.num_failed += 1
+            await asyncio.sleep(0)  # requests that fail at once must not keep all others waiting
+
+    async def _answer(self, request: Request) -> tuple[int, Mapping[str, Any]]:
+        try:
+            return 200, await self._result(request)
+        except Exception as error:
+            known = as_api_error(error)
+            if known.code == "internal_error":
+                _log.error("custom_id %r failed", request.custom_id, exc_info=error)
+            return known.status, known.body()
+
+    async def _result(self, request: Request) -> Mapping[str, Any]:
+        endpoint = ENDPOINTS[request.url]
+        try:
+            body = endpoint.body.model_validate(request.body)
+        except ValidationError as error:
+            raise validation_error(error.errors()) from error
+        asks, writer = await endpoint.prepare(body, self._model, self._gate)
+        answer = Answer(self._backend, asks)
+        num_left = answer.num_prompts
+        try:
+            while num_left:
+                prompt_index, event = await answer.next()
+                assert isinstance(event, Started | Chunk | Ended), "nobody tells it of clients"
+                for _ in writer.add(prompt_index, event):
+                    pass
+                if isinstance(event, Ended):
+                    num_left -= 1
+                    self._tally.num_prompt_tokens += event.num_prompt_tokens
+                    self._tally.num_output_tokens += event.num_output_tokens
+        finally:
+            answer.abort()
+        return writer.result()
