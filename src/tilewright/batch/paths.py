@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ class PathGate:
         self._gate = gate
         self._folder = folder
 
-    async def bring(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    async def bring(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return await self._gate.bring([self._in_message(message) for message in messages])
 
-    def _in_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _in_message(self, message: dict[str, Any]) -> dict[str, Any]:
         content = message.get("content")
         if not isinstance(content, list):
             return message

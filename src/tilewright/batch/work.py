@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from tilewright.batch.requests import Request
 from tilewright.batch.results import record
 from tilewright.server.answers import Answer
 from tilewright.server.backend import Backend, Chunk, Ended, ModelInfo, Started
-from tilewright.server.endpoints import ENDPOINTS, Gate
-from tilewright.server.errors import as_api_error, validation_error
+from tilewright.server.endpoints import ENDPOINTS, Context, Gate
+from tilewright.server.errors import as_api_error
+from tilewright.server.responses import History
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +41,7 @@ class Crew:
         self, backend: Backend, model: ModelInfo, gate: Gate, deliver: Callable[[Mapping[str, Any]], None], tally: Tally
     ) -> None:
         self._backend = backend
-        self._model = model
-        self._gate = gate
+        self._context = Context(model, gate, History(max_size_bytes=0))  # nobody goes on from one of these later
         self._deliver = deliver
         self._tally = tally
 
@@ -78,11 +76,8 @@ class Crew:
 
     async def _result(self, request: Request) -> Mapping[str, Any]:
         endpoint = ENDPOINTS[request.url]
-        try:
-            body = endpoint.body.model_validate(request.body)
-        except ValidationError as error:
-            raise validation_error(error.errors()) from error
-        asks, writer = await endpoint.prepare(body, self._model, self._gate)
+        body = endpoint.body.model_validate(request.body)
+        asks, writer = await endpoint.prepare(body, self._context)
         answer = Answer(self._backend, asks)
         num_left = answer.num_prompts
         try:

@@ -16,15 +16,16 @@ from starlette.middleware.cors import CORSMiddleware
 from tilewright import __version__
 from tilewright.server.admission import Admission
 from tilewright.server.answers import Answer
-from tilewright.server.backend import Ask, Backend, EngineFailure, EngineUnavailable, ModelInfo
-from tilewright.server.bodies import ChatBody, CompletionBody, SamplingBody
-from tilewright.server.endpoints import prepare_chat, prepare_completion
+from tilewright.server.backend import Backend, EngineFailure, EngineUnavailable, ModelInfo
+from tilewright.server.bodies import AskingBody, ChatBody, CompletionBody, ResponsesBody
+from tilewright.server.endpoints import ENDPOINTS, Context
 from tilewright.server.errors import ApiError, as_api_error, validation_error
 from tilewright.server.guard import Guard
 from tilewright.server.media import MediaGate
 from tilewright.server.metrics import Metrics
 from tilewright.server.request_log import RequestLog
-from tilewright.server.respond import AnswerResponse, Writer
+from tilewright.server.respond import AnswerResponse
+from tilewright.server.responses import History
 from tilewright.server.settings import ServerSettings
 from tilewright.types import RequestError
 
@@ -57,6 +58,7 @@ class Desk:
         self.metrics = metrics = Metrics()
         self.gate = MediaGate(settings.media)
         self._admission = Admission(settings.max_queue, metrics)
+        self._history = History()
         self.started_s = int(time.time())
 
     @property
@@ -72,45 +74,32 @@ class Desk:
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
-    async def chat(self, body: ChatBody, log: RequestLog) -> Response:
+    async def answer(self, path: str, body: AskingBody, log: RequestLog) -> Response:
+        """The response to a request at one of the ENDPOINTS, which is being computed from here on."""
         model = self.check_model(body.model)
         self._log_content(body, log)
-        slot = self._admission.enter(body.n or 1, model.max_sequences)
+        log.fields["stream"] = body.stream
+        slot = self._admission.enter(body.num_answers, model.max_sequences)
         try:
-            asks, writer = await prepare_chat(body, model, self.gate)
-            return self._respond(asks, writer, log, body.stream, slot.release)
+            asks, writer = await ENDPOINTS[path].prepare(body, Context(model, self.gate, self._history))
+            return AnswerResponse(
+                Answer(self.backend, asks),
+                writer,
+                log,
+                is_stream=body.stream,
+                timeout_s=self.settings.request_timeout_s,
+                on_close=slot.release,
+            )
         except BaseException:
             slot.release()
             raise
 
-    async def complete(self, body: CompletionBody, log: RequestLog) -> Response:
-        model = self.check_model(body.model)
-        self._log_content(body, log)
-        asks, writer = await prepare_completion(body, model, self.gate)
-        slot = self._admission.enter((body.n or 1) * len(asks), model.max_sequences)
-        try:
-            return self._respond(asks, writer, log, body.stream, slot.release)
-        except BaseException:
-            slot.release()
-            raise
-
-    def _log_content(self, body: SamplingBody, log: RequestLog) -> None:
+    def _log_content(self, body: AskingBody, log: RequestLog) -> None:
         if self.settings.logs_content:
             text = body.model_dump_json(exclude_unset=True)
             log.fields["content"] = (
                 text if len(text) <= MAX_LOGGED else f"{text[:MAX_LOGGED]}... {len(text)} characters"
             )
-
-    def _respond(self, asks: list[Ask], writer: Writer, log: RequestLog, is_stream: bool, release: Any) -> Response:
-        log.fields["stream"] = is_stream
-        return AnswerResponse(
-            Answer(self.backend, asks),
-            writer,
-            log,
-            is_stream=is_stream,
-            timeout_s=self.settings.request_timeout_s,
-            on_close=release,
-        )
 
     async def health(self) -> Response:
         """200 when a request would be answered now."""
@@ -158,12 +147,17 @@ def _add_routes(app: FastAPI, desk: Desk) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The answer to a conversation, as one object or, with `stream`, as events."""
-        return await desk.chat(body, request.state.log)
+        return await desk.answer(request.url.path, body, request.state.log)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         """What follows a prompt: a text, token ids, or several of them."""
-        return await desk.complete(body, request.state.log)
+        return await desk.answer(request.url.path, body, request.state.log)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """The answer to a conversation by the newer interface."""
+        return await desk.answer(request.url.path, body, request.state.log)
 
     @app.get("/v1/models")
     async def models() -> Response:

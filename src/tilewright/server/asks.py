@@ -58,13 +58,11 @@ def completion_asks(body: CompletionBody) -> list[Ask]:
     sampling["prompt_logprobs"] = body.logprobs if body.echo else None
     sampling["constraint"] = _structured_outputs(body, allows_reasoning=False)
     chosen = {name: value for name, value in sampling.items() if value is not None}
-    prompt: Any = body.prompt
-    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     return [
         Ask(text=one, sampling=chosen, wants_prompt=body.echo)
         if isinstance(one, str)
         else Ask(token_ids=one, sampling=chosen, wants_prompt=body.echo)
-        for one in prompts
+        for one in body.prompts
     ]
 
 

@@ -73,11 +73,21 @@ class NamedToolChoice(Body):
     function: FunctionName
 
 
-class SamplingBody(Body):
-    """What chat and plain completions have in common."""
+class AskingBody(Body):
+    """What every request for an answer has."""
 
     model: str | None = Field(default=None, description="as /v1/models tells; may be left out")
     stream: bool = False
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers are computed for it."""
+        raise NotImplementedError
+
+
+class SamplingBody(AskingBody):
+    """What chat and plain completions have in common."""
+
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=128)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -113,6 +123,10 @@ class ChatBody(SamplingBody):
     )
     modalities: list[str] | None = None
 
+    @property
+    def num_answers(self) -> int:
+        return self.n or 1
+
 
 class CompletionBody(SamplingBody):
     prompt: (
@@ -126,3 +140,34 @@ class CompletionBody(SamplingBody):
     echo: bool = False
     best_of: int | None = None
     suffix: str | None = Field(default=None, description="refused: no model here fills in the middle")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts one by one; given alone, a list of it."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+    @property
+    def num_answers(self) -> int:
+        return (self.n or 1) * len(self.prompts)
+
+
+class ResponsesBody(AskingBody):
+    """A request of the Responses interface: `responses/request.py` makes a ChatBody of it, which is checked in turn."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+    @property
+    def num_answers(self) -> int:
+        return 1

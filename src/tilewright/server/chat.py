@@ -9,12 +9,15 @@ from typing import Any
 
 from tilewright.server.backend import Chunk, Ended, ModelInfo, SpelledLogprob, Started
 from tilewright.server.bodies import ChatBody
+from tilewright.server.errors import ApiError
 from tilewright.server.output import OutputParser, Piece, thinks, tool_format_of
 from tilewright.types import RequestError
 
 
 class ChatWriter:
     """Writes the answer to one chat request."""
+
+    names_events = False
 
     def __init__(self, body: ChatBody, model: ModelInfo) -> None:
         self._body = body
@@ -40,6 +43,10 @@ class ChatWriter:
         if options is not None and options.include_usage:
             yield self._chunk([], usage=self._usage())
 
+    def failure_chunks(self, error: ApiError) -> Iterator[dict[str, Any]]:
+        """What tells, in a stream, that no more will come."""
+        yield error.body()
+
     def result(self) -> dict[str, Any]:
         """The whole answer."""
         choices = [self._choices[index].result(index) for index in sorted(self._choices)]
@@ -47,7 +54,7 @@ class ChatWriter:
 
     def _add_chunk(self, event: Chunk) -> Iterator[dict[str, Any]]:
         if event.index not in self._choices:
-            self._choices[event.index] = _Choice(self._parser())
+            self._choices[event.index] = _Choice(output_parser(self._body, self._model, self._opens_reasoning))
             yield self._chunk([_delta(event.index, {"role": "assistant", "content": ""})])
         choice = self._choices[event.index]
         logprobs = None if event.logprobs is None else [_logprob(item) for item in event.logprobs]
@@ -58,16 +65,6 @@ class ChatWriter:
             yield self._chunk([_delta(event.index, delta, None if number else logprobs)])
         if choice.finish_reason is not None:
             yield self._chunk([_delta(event.index, {}, finish_reason=choice.finish_reason)])
-
-    def _parser(self) -> OutputParser:
-        template, body = self._model.template, self._body
-        wants_calls = bool(body.tools) and body.tool_choice != "none"
-        return OutputParser(
-            tool_format=tool_format_of(template) if template and wants_calls else None,
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] if wants_calls else [],
-            opens_reasoning=self._opens_reasoning,
-            splits_reasoning=template is not None and thinks(template),
-        )
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self._head("chat.completion.chunk"), "choices": choices, **more}
@@ -121,6 +118,17 @@ class _Choice:
         if call.index == len(self._calls):
             self._calls.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}})
         self._calls[call.index]["function"]["arguments"] += call.arguments
+
+
+def output_parser(body: ChatBody, model: ModelInfo, opens_reasoning: bool) -> OutputParser:
+    """What tells thoughts, content and tool calls of one answer apart."""
+    wants_calls = bool(body.tools) and body.tool_choice != "none"
+    return OutputParser(
+        tool_format=tool_format_of(model.template) if model.template and wants_calls else None,
+        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] if wants_calls else [],
+        opens_reasoning=opens_reasoning,
+        splits_reasoning=model.template is not None and thinks(model.template),
+    )
 
 
 def usage(ended: Sequence[Ended]) -> dict[str, Any]:

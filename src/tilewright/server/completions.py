@@ -11,6 +11,7 @@ from typing import Any
 from tilewright.server.backend import Chunk, Ended, ModelInfo, SpelledLogprob, Started
 from tilewright.server.bodies import CompletionBody
 from tilewright.server.chat import finite, usage
+from tilewright.server.errors import ApiError
 
 
 @dataclass
@@ -27,6 +28,8 @@ class CompletionWriter:
 
     A streamed echo waits for the end of its prompt's answers, since only then all that is known of the prompt is.
     """
+
+    names_events = False
 
     def __init__(self, body: CompletionBody, model: ModelInfo) -> None:
         self._body = body
@@ -59,6 +62,10 @@ class CompletionWriter:
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield self._chunk([], usage=self._usage())
+
+    def failure_chunks(self, error: ApiError) -> Iterator[dict[str, Any]]:
+        """What tells, in a stream, that no more will come."""
+        yield error.body()
 
     def result(self) -> dict[str, Any]:
         """The whole answer."""

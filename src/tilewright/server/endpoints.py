@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tilewright.server.asks import chat_ask, completion_asks
 from tilewright.server.backend import Ask, ModelInfo
-from tilewright.server.bodies import ChatBody, CompletionBody, SamplingBody
+from tilewright.server.bodies import AskingBody, ChatBody, CompletionBody, ResponsesBody
 from tilewright.server.chat import ChatWriter, plain_messages
 from tilewright.server.completions import CompletionWriter
+from tilewright.server.responses import History, ResponsesWriter, chat_body
 
 if TYPE_CHECKING:
     from tilewright.server.respond import Writer
@@ -25,6 +26,15 @@ class Gate(Protocol):
     async def bring(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]: ...
 
 
+@dataclass(frozen=True)
+class Context:
+    """What requests are answered with."""
+
+    model: ModelInfo
+    gate: Gate
+    history: History
+
+
 class Prepared(NamedTuple):
     """A request that can be answered."""
 
@@ -32,22 +42,30 @@ class Prepared(NamedTuple):
     writer: Writer
 
 
-async def prepare_chat(body: ChatBody, model: ModelInfo, gate: Gate) -> Prepared:
-    messages = await gate.bring(plain_messages(body))
-    return Prepared([chat_ask(body, messages, model)], ChatWriter(body, model))
+async def prepare_chat(body: ChatBody, context: Context) -> Prepared:
+    messages = await context.gate.bring(plain_messages(body))
+    return Prepared([chat_ask(body, messages, context.model)], ChatWriter(body, context.model))
 
 
-async def prepare_completion(body: CompletionBody, model: ModelInfo, gate: Gate) -> Prepared:
-    return Prepared(completion_asks(body), CompletionWriter(body, model))
+async def prepare_completion(body: CompletionBody, context: Context) -> Prepared:
+    return Prepared(completion_asks(body), CompletionWriter(body, context.model))
+
+
+async def prepare_response(body: ResponsesBody, context: Context) -> Prepared:
+    request = context.history.resolve(body.model_dump(exclude_unset=True))
+    chat = ChatBody.model_validate(chat_body(request))
+    asks, _ = await prepare_chat(chat, context)
+    return Prepared(asks, ResponsesWriter(request, chat, context.model, context.history))
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    body: type[SamplingBody]
-    prepare: Callable[[Any, ModelInfo, Gate], Awaitable[Prepared]]
+    body: type[AskingBody]
+    prepare: Callable[[Any, Context], Awaitable[Prepared]]
 
 
 ENDPOINTS = {
     "/v1/chat/completions": Endpoint(ChatBody, prepare_chat),
     "/v1/completions": Endpoint(CompletionBody, prepare_completion),
+    "/v1/responses": Endpoint(ResponsesBody, prepare_response),
 }

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from tilewright.server.backend import EngineFailure, EngineUnavailable
 from tilewright.types import RequestError
 
@@ -43,6 +45,8 @@ def as_api_error(error: Exception) -> ApiError:
     """The ApiError that tells of what went wrong with a request."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ValidationError):
+        return validation_error(error.errors())
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, EngineUnavailable):

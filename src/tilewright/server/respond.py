@@ -29,9 +29,13 @@ _STREAM_HEADERS = [
 class Writer(Protocol):
     """Makes the objects of one interface from the engine's events."""
 
+    names_events: bool  # whether a chunk's "type" is sent as the name of its event, and no [DONE] at the end
+
     def add(self, prompt_index: int, event: Started | Chunk | Ended) -> Iterator[Mapping[str, Any]]: ...
 
     def closing_chunks(self) -> Iterator[Mapping[str, Any]]: ...
+
+    def failure_chunks(self, error: ApiError) -> Iterator[Mapping[str, Any]]: ...
 
     def result(self) -> Mapping[str, Any]: ...
 
@@ -47,7 +51,6 @@ class AnswerResponse(Response):
         *,
         is_stream: bool,
         timeout_s: float,
-        names_events: bool = False,
         on_close: Callable[[], None],
     ) -> None:
         super().__init__()
@@ -56,7 +59,6 @@ class AnswerResponse(Response):
         self._log = log
         self._is_stream = is_stream
         self._timeout_s = timeout_s
-        self._names_events = names_events  # whether a chunk's "type" is sent as the name of its event
         self._on_close = on_close
         self._has_head = False  # sent
 
@@ -83,7 +85,8 @@ class AnswerResponse(Response):
             known = as_api_error(error)
             self._log.fail(known, error)
             if self._has_head:
-                await _send_event(send, known.body(), "error" if self._names_events else None)
+                for chunk in self._writer.failure_chunks(known):
+                    await _send_event(send, chunk, self._name(chunk))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             else:
                 await JSONResponse(known.body(), known.status, known.headers)(scope, receive, send)
@@ -96,7 +99,7 @@ class AnswerResponse(Response):
         await self._begin(send)
         for chunk in self._writer.closing_chunks():
             await _send_event(send, chunk, self._name(chunk))
-        if not self._names_events:
+        if not self._writer.names_events:
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -139,7 +142,7 @@ class AnswerResponse(Response):
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
 
     def _name(self, chunk: Mapping[str, Any]) -> str | None:
-        return chunk["type"] if self._names_events else None
+        return chunk["type"] if self._writer.names_events else None
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
