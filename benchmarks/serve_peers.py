@@ -154,7 +154,7 @@ def run_server(system: System, workload: Workload, options: argparse.Namespace, 
         return Run(found, counts, load_s, process.resident_bytes(), measured.client_cpu_share)
 
 
-class Session:
+class Comparison:
     """The systems that are still in, and all that was measured."""
 
     def __init__(self, options: argparse.Namespace, systems: Sequence[System], log_folder: Path) -> None:
@@ -265,7 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(options: argparse.Namespace, systems: Sequence[System], log_folder: Path) -> tuple[Session, dict]:
+def _measure(options: argparse.Namespace, systems: Sequence[System], log_folder: Path) -> tuple[Comparison, dict]:
     workload = Workload(
         model="",  # each server's own name for it
         prompt_tokens=(options.prompt_tokens, options.prompt_tokens),
@@ -273,14 +273,14 @@ def _measure(options: argparse.Namespace, systems: Sequence[System], log_folder:
         pictures=options.pictures,
         picture_size=options.picture_size,
     )
-    session = Session(options, systems, log_folder)
+    comparison = Comparison(options, systems, log_folder)
     document: dict = {}
     for number in range(1, options.rounds + 1):
-        session.run_round(number, workload)
-        document = session.document(workload)
+        comparison.run_round(number, workload)
+        document = comparison.document(workload)
         if options.json:
             options.json.write_text(json.dumps(document, indent=2) + "\n")
-    return session, document
+    return comparison, document
 
 
 def main() -> int:
@@ -296,7 +296,7 @@ def main() -> int:
         try:
             if options.logs:
                 options.logs.mkdir(parents=True, exist_ok=True)
-            session, document = _measure(options, systems, options.logs or Path(folder))
+            comparison, document = _measure(options, systems, options.logs or Path(folder))
         except (ServerError, RequestError) as error:
             print(f"serve_peers: {error}", file=sys.stderr)
             return 2
@@ -308,7 +308,7 @@ def main() -> int:
     print(as_table(document))
     if options.plot:
         write_plot(options.plot, document)
-    return 1 if session.failures else 0
+    return 1 if comparison.failures else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """A server on a free port of loopback, in a session of its own; `with` ends it."""
+    """A server on a free port of loopback, apart from our own processes; `with` ends it."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         """In `command`, {port} stands for the port."""
@@ -73,8 +73,8 @@ class ServerProcess:
         total = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                session = (folder / "stat").read_text().rpartition(")")[2].split()[3]
-                if int(session) == self._process.pid:
+                first = (folder / "stat").read_text().rpartition(")")[2].split()[3]  # of those started with it
+                if int(first) == self._process.pid:
                     found = re.search(r"^Pss:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
                     total += int(found[1]) * 1024 if found else 0
         return total

@@ -10,6 +10,7 @@ from odd_server import DONE, OddServer, chunked, event, finish, models, plain, t
 from tilewright import cli, config, machine
 from tilewright.bench import probe
 from tilewright.bench.serve import limits
+from tilewright.types import RequestError
 
 PROBE = {"read_gb_s": 20.0, "read_gb_s_median": 18.0, "gemm_tflops": 1.5, "peak_tflops": 2.0}
 
@@ -253,6 +254,12 @@ def test_where_the_server_runs():
     assert limits.is_here("127.0.0.1", 80) and limits.is_here("localhost", 80)
     # An address that is set aside for examples in books: no machine has it.
     assert not limits.is_here("192.0.2.1", 80) and not limits.is_here("..", 80)
+
+
+def test_a_machine_that_cannot_be_measured(monkeypatch):
+    monkeypatch.setattr(limits.sys, "executable", "/bin/false")
+    with pytest.raises(RequestError, match="--no-limits leaves that out"):
+        limits.measure()
 
 
 def test_the_process_that_measures_the_machine(monkeypatch, capsys):

@@ -236,12 +236,13 @@ def _make_requests(
 def _about(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     from tilewright import __version__
 
-    load = ("concurrency", "rate", "burstiness", "seconds", "timeout_s")
+    load = ("rate", "burstiness", "seconds", "timeout_s")
     return {
         "bench": "serve",
         "url": options.url,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "workload": asdict(workload),
-        "load": {name: getattr(options, name) for name in load},
+        "load": {name: getattr(options, name) for name in load}
+        | {"concurrency": None if options.rate else options.concurrency},
         "versions": {"tilewright": __version__, "python": platform.python_version()},
     }
