@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 1024
@@ -16,12 +16,17 @@ MAX_PROMPTS = 256
 StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 
+def _null_means(default: object) -> BeforeValidator:
+    """For a field with a default: clients send null for what they leave unset, as OpenAI's interface allows."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: Annotated[bool, _null_means(False)] = False
 
 
 class JsonSchema(Body):
@@ -77,7 +82,7 @@ class AskingBody(Body):
     """What every request for an answer has."""
 
     model: str | None = Field(default=None, description="as /v1/models tells; may be left out")
-    stream: bool = False
+    stream: Annotated[bool, _null_means(False)] = False
 
     @property
     def num_answers(self) -> int:
@@ -104,7 +109,6 @@ class SamplingBody(AskingBody):
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    user: str | None = None
 
 
 class ChatBody(SamplingBody):
@@ -115,7 +119,7 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: Annotated[bool, _null_means(True)] = True
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(default=None, description='"none": answers without thinking')
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -135,9 +139,11 @@ class CompletionBody(SamplingBody):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[list[int]], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: int = Field(default=16, ge=0, description="0: with echo, the prompt's log-probabilities alone")
+    max_tokens: Annotated[int, _null_means(16)] = Field(
+        default=16, ge=0, description="0: with echo, the prompt's log-probabilities alone"
+    )
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: bool = False
+    echo: Annotated[bool, _null_means(False)] = False
     best_of: int | None = None
     suffix: str | None = Field(default=None, description="refused: no model here fills in the middle")
 
