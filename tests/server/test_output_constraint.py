@@ -265,7 +265,7 @@ def calls_of_tools(draw):
     return tools, [(name, draw(found[name][1])) for name in called]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(drawn=calls_of_tools())
 @pytest.mark.parametrize("name", FORMATS)
 def test_fitting_calls_are_admitted_and_read_back(name, drawn):
@@ -339,7 +339,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(parameters=st.dictionaries(st.sampled_from(WORDS), SCHEMAS, max_size=4), is_strict=st.booleans())
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_schema_is_a_grammar_or_refused(name, parameters, is_strict):

@@ -381,7 +381,7 @@ def test_time_is_linear(name):
             best = min(best, time.process_time() - start)
         return best
 
-    assert seconds(40_000) < 2 * 8 * seconds(5_000)
+    assert seconds(32_000) < 2 * 8 * seconds(4_000)
 
 
 def test_formats_are_found_in_templates():
@@ -394,6 +394,8 @@ def test_formats_are_found_in_templates():
     assert tool_format_of(llama) == LLAMA
     assert tool_format_of("{% if message.tool_calls|length != 1 %}" + llama).takes_several is False
     assert tool_format_of('<tool_call>\n{"arguments": <args-dict>, "name": <function-name>}\n</tool_call>') == HERMES
+    in_pieces = """{{- '<tool_call>\\n' }}{{- '{' }}{{- '"name": "' ~ call.name ~ '"' }}{{- ', "arguments": ' }}"""
+    assert tool_format_of(in_pieces) == HERMES
     assert tool_format_of("<tool_call>{{ name }}\n<arg_key>city</arg_key>") is None
     assert tool_format_of("{% for message in messages %}{{ message.content }}{% endfor %}") is None
     assert not thinks("{{ messages }}")

@@ -52,7 +52,7 @@ class QwenXmlFormat(ToolFormat):
         rules = [calls("\n" if parallel else None), f"call: {before} {any_call(tools)} {after}"]
         for index, tool in enumerate(tools):
             rules += _call_rules(tool, index)
-        return rules
+        return list(dict.fromkeys(rules))  # terminals are shared
 
 
 def _read_name(text: Cursor) -> Steps[str | None]:
@@ -103,7 +103,7 @@ def _call_rules(tool: Tool, index: int) -> list[str]:
                 f"the tool {tool.name!r} has a parameter {key!r}, expected no > and no line break in its name"
             )
         name = f"{index}_{position}"
-        value, terminals = value_grammar(schema, tool.parameters, name, is_strict=tool.is_strict)
+        value, terminals = value_grammar(schema, tool.parameters, is_strict=tool.is_strict)
         beginning = literal(f"{_PARAMETER}{key}>\n")
         rules += [f"parameter_{name}: {beginning} {value}", *terminals]
         sequence.append(f"parameter_{name}{'' if key in required else '?'}")

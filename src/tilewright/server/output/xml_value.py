@@ -14,6 +14,7 @@ from tilewright.types import RequestError
 
 CLOSING = "</parameter>"
 _ENDS = Ends(f"\n{CLOSING}", CLOSING)  # the line break before the tag is no part of the value
+_AFTER = f"\n{CLOSING}\n"
 # Templates write Python's words where a value is no object and no array.
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
@@ -38,39 +39,43 @@ def read_value(text: Cursor, output: Output, kinds: frozenset[str]) -> Steps[boo
     return bool(end)
 
 
-def value_grammar(schema: object, root: Mapping[str, Any], name: str, *, is_strict: bool) -> tuple[str, list[str]]:
-    """(a value with its closing tag, the terminals it needs, whose names end in `name`).
+def value_grammar(schema: object, root: Mapping[str, Any], *, is_strict: bool) -> tuple[str, list[str]]:
+    """(a value with its closing tag, the rules of the terminals in it).
 
     Of a string's schema, enum, const, minLength and maxLength are held to.
     """
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    after = f"\n{CLOSING}\n"
     kinds = kinds_of(schema, root)
     if isinstance(schema, Mapping) and kinds and "string" not in kinds:
-        return f"{json_of({**schema, **definitions}, is_strict=is_strict)} {literal(after)}", []
+        return f"{json_of({**schema, **definitions}, is_strict=is_strict)} {literal(_AFTER)}", []
     expansions: list[str] = []
     terminals: list[str] = []
     for option in options_of(schema, root):
         values = [option["const"]] if "const" in option else option.get("enum")
         if isinstance(values, list | tuple):
-            expansions += [literal(_as_text(value) + after) for value in values]
+            expansions += [literal(_as_text(value) + _AFTER) for value in values]
             continue
         own_kinds = kinds_of(option, root)
-        if own_kinds <= {"string"} or "string" in own_kinds:
-            terminal = f"VALUE_{name}_{len(terminals)}"
-            terminals.append(f"{terminal}: {_free_text(option)} {literal(after)}")
-            expansions.append(terminal)
+        if not own_kinds or "string" in own_kinds:
+            name, rule = _free_text(option)
+            expansions.append(name)
+            terminals.append(rule)
         if others := sorted(own_kinds - {"string"}):
             value = json_of({**option, **definitions, "type": others}, is_strict=is_strict)
-            expansions.append(f"{value} {literal(after)}")
+            expansions.append(f"{value} {literal(_AFTER)}")
     return f"({' | '.join(expansions)})", terminals
 
 
-def _free_text(schema: Mapping[str, Any]) -> str:
-    """Text of the schema's length without the closing tag, which nothing could tell from the value's own end."""
-    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+def _free_text(schema: Mapping[str, Any]) -> tuple[str, str]:
+    """(name, rule) of text of the schema's length without the closing tag, which nothing could tell from its end."""
+    shortest, longest = (schema.get(key) for key in ("minLength", "maxLength"))
+    bounds = [
+        str(bound) if type(bound) is int and bound >= 0 else default
+        for bound, default in ((shortest, "0"), (longest, ""))
+    ]
+    name = f"VALUE_{'_'.join(bounds)}"
     tag = CLOSING.replace("/", r"\/")
-    return f"(/(?s:.{{{shortest},{longest}}})/ & ~/(?s:.*){tag}(?s:.*)/)"
+    return name, f"{name}: (/(?s:.{{{','.join(bounds)}}})/ & ~/(?s:.*){tag}(?s:.*)/) {literal(_AFTER)}"
 
 
 def _as_json(text: str, kinds: frozenset[str]) -> str:
