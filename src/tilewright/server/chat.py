@@ -10,7 +10,7 @@ from typing import Any
 from tilewright.server.backend import Chunk, Ended, ModelInfo, SpelledLogprob, Started
 from tilewright.server.bodies import ChatBody
 from tilewright.server.errors import ApiError
-from tilewright.server.output import OutputParser, Piece, thinks, tool_format_of
+from tilewright.server.output import OutputParser, Piece, ToolCallDelta, thinks, tool_format_of
 from tilewright.types import RequestError
 
 
@@ -84,7 +84,8 @@ class _Choice:
         self._parser = parser
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[dict[str, Any]] = []
+        self._calls: list[ToolCallDelta] = []  # the first delta of each
+        self._arguments: list[list[str]] = []  # and the pieces of its arguments
         self._logprobs: list[dict[str, Any]] | None = None
         self.finish_reason: str | None = None
 
@@ -95,7 +96,8 @@ class _Choice:
             is_call = event.finish_reason == "stop" and self._parser.has_tool_calls
             self.finish_reason = "tool_calls" if is_call else event.finish_reason
         if logprobs is not None:
-            self._logprobs = [*(self._logprobs or ()), *logprobs]
+            self._logprobs = self._logprobs or []
+            self._logprobs.extend(logprobs)
         for piece in pieces:
             self._keep(piece)
         return pieces
@@ -106,7 +108,9 @@ class _Choice:
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)
         if self._calls:
-            message["tool_calls"] = self._calls
+            message["tool_calls"] = [
+                _call(call, "".join(pieces)) for call, pieces in zip(self._calls, self._arguments, strict=True)
+            ]
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.finish_reason}
 
@@ -116,8 +120,9 @@ class _Choice:
             return
         call = piece.tool_call
         if call.index == len(self._calls):
-            self._calls.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}})
-        self._calls[call.index]["function"]["arguments"] += call.arguments
+            self._calls.append(call)
+            self._arguments.append([])
+        self._arguments[call.index].append(call.arguments)
 
 
 def output_parser(body: ChatBody, model: ModelInfo, opens_reasoning: bool) -> OutputParser:
@@ -164,6 +169,10 @@ def _delta(
 ) -> dict[str, Any]:
     kept = None if logprobs is None else {"content": logprobs, "refusal": None}
     return {"index": index, "delta": delta, "logprobs": kept, "finish_reason": finish_reason}
+
+
+def _call(call: ToolCallDelta, arguments: str) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _piece_delta(piece: Piece) -> dict[str, Any]:

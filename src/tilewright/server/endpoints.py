@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -44,7 +45,9 @@ class Prepared(NamedTuple):
 
 async def prepare_chat(body: ChatBody, context: Context) -> Prepared:
     messages = await context.gate.bring(plain_messages(body))
-    return Prepared([chat_ask(body, messages, context.model)], ChatWriter(body, context.model))
+    # In a thread, so that streams go on meanwhile: checking the grammar of 128 tools takes half a second.
+    ask = await asyncio.to_thread(chat_ask, body, messages, context.model)
+    return Prepared([ask], ChatWriter(body, context.model))
 
 
 async def prepare_completion(body: CompletionBody, context: Context) -> Prepared:
