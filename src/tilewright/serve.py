@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -114,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
     from tilewright.server.remote import RemoteBackend
 
     _configure_log(options)
+    _allow_many_connections()
     settings = make_settings(options)
     listener = _listen(options.host, options.port)
     engine = {
@@ -181,6 +183,12 @@ def _configure_log(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     level = logging.WARNING if options.quiet else logging.DEBUG if options.verbose else logging.INFO
     logging.getLogger("tilewright").setLevel(level)
+
+
+def _allow_many_connections() -> None:
+    """Raises the limit on open files to what the system allows: many shells begin with 1,024, one per client."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def _listen(host: str, port: int) -> socket.socket:

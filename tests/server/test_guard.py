@@ -97,6 +97,19 @@ def test_bodies_are_bounded(scripted):
     connection.close()
 
 
+def test_all_bodies_together_are_bounded(scripted):
+    running, backend = scripted(settings=ServerSettings(max_held_bytes=5000), holds_back=True)
+    client = running.client()
+    long = {"messages": [{"role": "user", "content": "x" * 3000}]}
+    stream = client.chat.completions.create(model="", stream=True, **long)
+    next(iter(stream))
+    with pytest.raises(openai.RateLimitError, match="the limit is 5000"):
+        client.chat.completions.create(model="", **long)
+    stream.close()
+    wait_until(lambda: backend.num_aborted == 1)
+    client.chat.completions.create(model="", stream=True, **long).close()
+
+
 def test_a_body_that_does_not_come(scripted):
     running, _ = scripted(settings=ServerSettings(body_timeout_s=0.1))
     host, port = running.url.removeprefix("http://").split(":")

@@ -34,6 +34,7 @@ class Guard:
         self._metrics = metrics
         # Those that exist; others are counted together.
         self._paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+        self._held = _Held()
         # Digests have one length, so that comparing them takes one time whatever was sent.
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
@@ -56,15 +57,17 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        body = _Body(receive, self._settings, self._held)
         try:
             self._check(scope, headers)
-            await self._app(scope, self._bounded(receive), noting_send)
+            await self._app(scope, body.receive, noting_send)
         except ApiError as error:
             log.fail(error, error)
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
         except Exception as error:  # told to the client by the application already
             log.fail(as_api_error(error), error)
         finally:
+            body.release()
             log.close(status)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
@@ -91,28 +94,48 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """`receive`, as long as the body is neither too long nor too slow."""
-        size_bytes, is_complete = 0, False
+
+class _Held:
+    """Bytes of all bodies in memory."""
+
+    size_bytes = 0
+
+
+class _Body:
+    """A request's body as it comes, as long as it is neither too long nor too slow, and all of them fit the memory."""
+
+    def __init__(self, receive: Receive, settings: ServerSettings, held: _Held) -> None:
+        self._receive = receive
+        self._settings = settings
+        self._held = held
+        self._size_bytes = 0
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        if self._is_complete:
+            return await self._receive()
         settings = self._settings
+        try:
+            message = await asyncio.wait_for(self._receive(), settings.body_timeout_s)
+        except asyncio.TimeoutError:
+            detail = f"no more of the body came for {settings.body_timeout_s:g} s"
+            raise HTTPException(408, detail, {"Connection": "close"}) from None
+        num_bytes = len(message.get("body", b""))
+        self._size_bytes += num_bytes
+        self._held.size_bytes += num_bytes
+        self._is_complete = not message.get("more_body", False)
+        if self._size_bytes > settings.max_body_bytes:
+            error = _too_large(self._size_bytes, settings.max_body_bytes)
+            raise HTTPException(error.status, error.message, error.headers)
+        if self._held.size_bytes > settings.max_held_bytes:
+            detail = f"the bodies under way have {self._held.size_bytes} bytes, the limit is {settings.max_held_bytes}"
+            raise HTTPException(429, detail, {"Retry-After": "5", "Connection": "close"})
+        return message
 
-        async def bounded() -> Message:
-            nonlocal size_bytes, is_complete
-            if is_complete:
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), settings.body_timeout_s)
-            except asyncio.TimeoutError:
-                detail = f"no more of the body came for {settings.body_timeout_s:g} s"
-                raise HTTPException(408, detail, {"Connection": "close"}) from None
-            size_bytes += len(message.get("body", b""))
-            is_complete = not message.get("more_body", False)
-            if size_bytes > settings.max_body_bytes:
-                error = _too_large(size_bytes, settings.max_body_bytes)
-                raise HTTPException(error.status, error.message, error.headers)
-            return message
-
-        return bounded
+    def release(self) -> None:
+        """Gives back its share, when the request is answered."""
+        self._held.size_bytes -= self._size_bytes
+        self._size_bytes = 0
 
 
 def _too_large(size_bytes: int, limit: int) -> ApiError:

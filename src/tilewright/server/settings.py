@@ -21,6 +21,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()  # web pages from elsewhere that may ask
     allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS  # names the server answers to; empty: any
     max_body_bytes: int = 128 * 2**20
+    max_held_bytes: int = 512 * 2**20  # of all bodies being read or answered
     body_timeout_s: float = 30.0  # of silence while a body is read
     max_queue: int = 256  # answers that may wait beside those that are computed
     request_timeout_s: float = 1800.0
