@@ -8,6 +8,7 @@ import time
 from tilewright.server.errors import ApiError
 from tilewright.server.metrics import Metrics
 
+MAX_WAIT_S = 120  # OpenAI's client does not try again when it is told to wait longer
 _SMOOTHING = 0.2  # of the newest request in the mean of how long they take
 
 
@@ -41,7 +42,7 @@ class Admission:
             raise ApiError(400, f"the request wants {num_answers} answers, this server takes at most {limit} at once")
         if self.num_answers + num_answers > limit:
             self._metrics.refused.inc()
-            wait_s = max(1, math.ceil(self._mean_s * self.num_answers / max_sequences))
+            wait_s = min(MAX_WAIT_S, max(1, math.ceil(self._mean_s * self.num_answers / max_sequences)))
             message = f"{self.num_answers} answers are under way, the limit is {limit}; try again in {wait_s} s"
             headers = {"Retry-After": str(wait_s)}
             raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
