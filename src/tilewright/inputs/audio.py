@@ -130,8 +130,9 @@ def _decode(data: bytes, name: str, duration_s: float, sample_rate: int) -> np.n
     import av
 
     with _opened(data, name) as (container, stream):
-        to_floats = av.AudioResampler(format="fltp")
-        to_rate = av.AudioResampler(format="fltp", layout="mono", rate=sample_rate)
+        # Packed: PyAV reads past the end of a list of planes once there are 8 of them.
+        to_floats = av.AudioResampler(format="flt")
+        to_rate = av.AudioResampler(format="flt", layout="mono", rate=sample_rate)
         most, blocks, num_samples = max_samples(duration_s, sample_rate), [], 0
         for mono in _mono_frames(container, stream, to_floats, name):
             for frame in to_rate.resample(mono):
@@ -156,8 +157,8 @@ def _mono_frames(
     for coded in container.decode(stream):
         _check_form(coded.sample_rate, coded.layout.nb_channels, name)
         for frame in to_floats.resample(coded):
-            samples = frame.to_ndarray()
-            mono = av.AudioFrame.from_ndarray(samples.mean(axis=0, keepdims=True, dtype=np.float32), "fltp", "mono")
+            samples = frame.to_ndarray().reshape(-1, frame.layout.nb_channels).mean(axis=1, dtype=np.float32)
+            mono = av.AudioFrame.from_ndarray(samples[None], "flt", "mono")
             mono.sample_rate, mono.pts, mono.time_base = frame.sample_rate, frame.pts, frame.time_base
             yield mono
     yield None

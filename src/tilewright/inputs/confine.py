@@ -60,15 +60,17 @@ def confine(memory_bytes: int) -> list[str]:
 def limit_cpu(seconds: float) -> None:
     """Lets this process compute for as long from now; the system ends it then."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    until_s = int(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (until_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    until_s, hard = int(used.ru_utime + used.ru_stime + seconds) + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (_at_most(until_s, hard), hard))
 
 
 def _limit(what: int, most: int) -> None:
-    hard = resource.getrlimit(what)[1]
-    if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
+    most = _at_most(most, resource.getrlimit(what)[1])
     resource.setrlimit(what, (most, most))
+
+
+def _at_most(value: int, hard: int) -> int:
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 def _filter_calls(libc: ctypes.CDLL) -> bool:

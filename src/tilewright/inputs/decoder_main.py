@@ -33,6 +33,7 @@ _PILLOW = (
     "PpmImagePlugin", "TiffImagePlugin", "TiffTags", "WebPImagePlugin",
 )  # fmt: skip
 _STANDARD = ("copy", "encodings.ascii", "encodings.latin_1", "encodings.utf_16", "tempfile")
+_KEPT_MAP_BYTES = 2**24
 _GRACE_S = 10.0  # after which it ends by itself, should nobody be left to end it
 
 
@@ -65,6 +66,7 @@ class _Decoder:
         self._slate = slate
         self._file: PictureFile | VideoFile | SoundFile | None = None
         self._frames: Iterator[np.ndarray] = iter(())
+        self._shared: mmap.mmap | None = None
 
     def serve(self) -> None:
         allowed_s = Limits.max_decode_s
@@ -136,6 +138,11 @@ class _Decoder:
         """Copies the values to the slate, at the offset; returns their bytes."""
         if values.nbytes > most_bytes:
             raise ValueError(f"{values.nbytes} bytes, where {most_bytes} were expected")
-        with mmap.mmap(self._slate, offset + most_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE) as shared:
-            np.frombuffer(shared, np.uint8, values.nbytes, offset)[:] = values.reshape(-1).view(np.uint8)
+        end = offset + most_bytes
+        # Kept while it is long enough, but not for long once it is long: address space is what is limited.
+        if self._shared is None or not end <= len(self._shared) <= max(end, _KEPT_MAP_BYTES):
+            if self._shared is not None:
+                self._shared.close()
+            self._shared = mmap.mmap(self._slate, end, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        np.frombuffer(self._shared, np.uint8, values.nbytes, offset)[:] = values.reshape(-1).view(np.uint8)
         return values.nbytes

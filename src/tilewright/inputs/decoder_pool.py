@@ -50,9 +50,9 @@ class DecoderProcess:
         self._link, theirs = socket.socketpair()
         self._slate = os.memfd_create("tilewright-media")
         self._num_awaited = 1  # messages; the first says that it is ready
-        self._is_ready = False
+        self.is_ready = False
         self.has_failed = False
-        self.holds: object = None  # the item that is open there
+        self.holds: object = None  # the token of the item that is open there
         self.num_items = 0
         path = [entry or os.getcwd() for entry in sys.path]
         with theirs:
@@ -81,7 +81,7 @@ class DecoderProcess:
 
     def wait_until_ready(self) -> None:
         """Returns once it has confined itself; RuntimeError if it cannot start, which is no fault of an item."""
-        if self._is_ready:
+        if self.is_ready:
             return
         try:
             header, _ = self.receive(_START_TIMEOUT_S)
@@ -89,7 +89,7 @@ class DecoderProcess:
             self.has_failed = True
             raise RuntimeError(f"the process that decodes media did not start: {error or 'no answer'}") from error
         _warn_of(tuple(header["missing"]))
-        self._is_ready = True
+        self.is_ready = True
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         self._num_awaited += 1
@@ -184,9 +184,9 @@ class DecoderPool:
         self._is_closed = False
 
     @contextlib.contextmanager
-    def lease(self, item: object) -> Iterator[DecoderProcess]:
-        """A process for one caller, the one that has the item open if it is free."""
-        process = self._take(item)
+    def lease(self, token: object) -> Iterator[DecoderProcess]:
+        """A process for one caller, the one that holds the token's item if it is free."""
+        process = self._take(token)
         try:
             process.wait_until_ready()
             yield process
@@ -207,11 +207,11 @@ class DecoderPool:
         for process in at_work:
             process.kill()
 
-    def _take(self, item: object) -> DecoderProcess:
+    def _take(self, token: object) -> DecoderProcess:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("media are not decoded any more: the engine is closed")
-            self._idle.sort(key=lambda process: process.holds is item)
+            self._idle.sort(key=lambda process: process.holds is token)
             while self._idle:
                 process = self._idle.pop()
                 if process.is_alive:
@@ -223,16 +223,22 @@ class DecoderPool:
             return process
 
     def _give_back(self, process: DecoderProcess) -> None:
+        # An item that is open there is about to be decoded: it is the last one, not one too many.
+        has_done_its_share = process.num_items + (process.holds is None) > self._max_items_per_process
+        is_reusable = process.is_reusable and not has_done_its_share
+        if is_reusable:
+            process.put_down()
+        else:
+            process.kill()
         with self._lock:
             self._at_work.discard(process)
             has_room = not self._is_closed and len(self._idle) < self._num_kept
-            if has_room and process.is_reusable and process.num_items < self._max_items_per_process:
-                process.put_down()
+            if has_room and is_reusable:
                 self._idle.append(process)
                 return
-            process.close()
             if has_room:  # started now, so that the next caller does not wait for it
                 self._idle.insert(0, DecoderProcess(self._memory_bytes))
+        process.close()
 
 
 @functools.cache

@@ -95,7 +95,7 @@ class IsolatedOpener:
     @contextlib.contextmanager
     def _session(self, item: _Item) -> Iterator[_Session]:
         try:
-            with self.pool.lease(item) as process:
+            with self.pool.lease(item.token) as process:
                 yield _Session(process, item)
         except DecoderFailed as error:
             _log.warning("%s brought its decoder down: %a", item.name, str(error))
@@ -110,6 +110,7 @@ class _Item:
     limits: Limits
     sample_rate: int | None = None
     spent_s: float = 0.0  # of limits.max_decode_s, from when it is opened until it is decoded
+    token: object = dataclasses.field(default_factory=object)  # stands for it, without keeping its bytes
 
 
 class _Session:
@@ -131,11 +132,11 @@ class _Session:
                 "name": item.name,
                 "size_bytes": len(item.data),
                 "sample_rate": item.sample_rate,
-                "limits": dataclasses.asdict(item.limits),
+                "limits": vars(item.limits),
             }
         )
         reply = self._receive()
-        process.holds = item
+        process.holds = item.token
         return reply
 
     def decode(self, most_bytes: int, dtype: type[np.generic]) -> np.ndarray:
@@ -168,7 +169,7 @@ class _Session:
         self._item.spent_s = 0.0
 
     def _open_again(self) -> None:
-        if self._process.holds is not self._item:
+        if self._process.holds is not self._item.token:
             self.open()
 
     def _receive(self) -> tuple[dict[str, Any], bytes]:

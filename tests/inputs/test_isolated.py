@@ -1,0 +1,543 @@
+"""Media decoded by other processes: the same results, and no way for a file to reach this one."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+from clips import write_clip
+from PIL import Image
+from sounds import wav
+
+from tilewright.inputs import decoder_pool
+from tilewright.inputs.decoder_pool import DecoderProcess
+from tilewright.inputs.decoder_wire import WireError, pack, receive
+from tilewright.inputs.isolated import IsolatedOpener, MediaFault
+from tilewright.inputs.media import Limits, MediaPart
+from tilewright.inputs.opener import InProcessOpener
+from tilewright.types import RequestError
+
+
+@pytest.fixture(scope="module")
+def opener():
+    opener = IsolatedOpener()
+    yield opener
+    opener.close()
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return write_clip(tmp_path_factory.mktemp("clip") / "a.mp4", 40, options={"g": "10"})
+
+
+def encode(image, format="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def noise(height=60, width=80):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def picture_part(data, name="image 3"):
+    return MediaPart("image", name, data)
+
+
+def processes(opener):
+    return [process.pid for process in opener.pool._idle]
+
+
+def is_running(pid):
+    return os.path.exists(f"/proc/{pid}")
+
+
+PICTURES = {
+    "png": lambda: encode(noise()),
+    "jpeg": lambda: encode(noise(), "JPEG"),
+    "webp": lambda: encode(noise(), "WEBP"),
+    "gif": lambda: encode(noise(), "GIF"),
+    "bmp": lambda: encode(noise(), "BMP"),
+    "cmyk": lambda: encode(noise().convert("CMYK"), "JPEG"),
+    "clear palette": lambda: encode(noise().quantize(16), transparency=3),
+    "16 bits": lambda: encode(Image.fromarray(np.arange(4800).reshape(60, 80).astype(np.uint16) * 13)),
+    "animation": lambda: encode(noise(), "WEBP", save_all=True, append_images=[noise()]),
+    **{
+        f"turned {format}": lambda format=format: encode(noise(), format, exif=turned())
+        for format in ("JPEG", "PNG", "WEBP")
+    },
+}
+
+
+def turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    exif.get_ifd(0x8769)[0x9286] = b"ASCII\0\0\0hello"
+    return exif.tobytes()
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_as_if_decoded_here(opener, name):
+    data = PICTURES[name]()
+    here = InProcessOpener().open_picture(picture_part(data), Limits())
+    there = opener.open_picture(picture_part(data), Limits())
+    assert dataclasses.replace(there, decode=here.decode) == here
+    pixels = there.decode()
+    assert np.array_equal(pixels, here.decode()) and pixels.flags.writeable and pixels.flags.c_contiguous
+    assert np.array_equal(there.decode(), pixels), "a second time"
+
+
+def test_videos_are_as_if_decoded_here(opener, clip, tmp_path):
+    even = clip
+    uneven = write_clip(tmp_path / "b.mp4", 20, times_ms=[40 * index + (index > 10) * 900 for index in range(20)])
+    others = [noise().rotate(90), noise().rotate(180)]
+    gif = encode(noise(), "GIF", save_all=True, append_images=others, duration=100)
+    for data in (even, uneven, gif):
+        part = MediaPart("video", "video 1", data)
+        here, there = InProcessOpener().open_video(part, Limits()), opener.open_video(part, Limits())
+        assert dataclasses.replace(there, frames=here.frames) == here
+        last = here.num_frames - 1
+        for indices in ([0], [0, 1, last], list(range(last + 1)), [0, 0, last]):
+            frames = list(there.frames(indices))
+            assert np.array_equal(np.stack(frames), np.stack(list(here.frames(indices))))
+
+
+def test_lists_of_pictures_are_decoded_there_too(opener):
+    part = MediaPart("video", "video 1", [encode(noise()), encode(noise(), "BMP"), np.asarray(noise())], 2.0)
+    here, there = InProcessOpener().open_video(part, Limits()), opener.open_video(part, Limits())
+    assert there.digest == here.digest
+    assert np.array_equal(np.stack(list(there.frames([0, 1, 2]))), np.stack(list(here.frames([0, 1, 2]))))
+    with pytest.raises(RequestError, match=r"^video 1, frame 2: not a picture"):
+        opener.open_video(MediaPart("video", "video 1", [encode(noise()), b"no picture"]), Limits())
+
+
+def test_sounds_are_as_if_decoded_here(opener):
+    part = MediaPart("audio", "audio 1", wav(np.sin(np.arange(12_000) / 7)[:, None], 12_000))
+    for rate in (12_000, 16_000):
+        here, there = (each.open_audio(part, Limits(), rate) for each in (InProcessOpener(), opener))
+        assert dataclasses.replace(there, decode=here.decode) == here
+        assert np.array_equal(there.decode(), here.decode())
+
+
+@pytest.mark.parametrize(
+    "data,limits,message",
+    [
+        (b"no picture", {}, "image 3: not a picture this can read, expected PNG, JPEG, WEBP, GIF, BMP"),
+        (encode(noise()), {"max_pixels": 4000}, "image 3: 80 x 60 = 4800 pixels, the limit is 4000"),
+        (encode(noise()), {"max_bytes": 50}, "image 3: .* bytes or more, the limit is 50"),
+        (b"", {}, "image 3: it is empty"),
+        (encode(noise())[:200], {}, "image 3: cannot be decoded: "),
+        ("no/such.png", {}, "image 3: no/such.png cannot be read"),
+        (3, {}, "image 3: it is a int, expected bytes"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_errors_are_those_of_decoding_here(opener, data, limits, message):
+    before = processes(opener)
+    for each in (opener, InProcessOpener()):
+        with pytest.raises(RequestError, match=f"^{message}") as caught:
+            each.open_picture(picture_part(data), Limits(**limits)).decode()
+        assert not isinstance(caught.value, MediaFault)
+    assert processes(opener) == before, "a refused file costs no process"
+
+
+def test_nothing_is_decoded_until_it_is_asked_for(opener):
+    """The header is read; the pixels behind it, which are broken, are not."""
+    data = bytearray(encode(noise()))
+    data[data.index(b"IDAT") + 30] ^= 255
+    picture = opener.open_picture(picture_part(bytes(data)), Limits())
+    assert (picture.height, picture.width) == (60, 80)
+    with pytest.raises(RequestError, match="image 3: cannot be decoded"):
+        picture.decode()
+
+
+def test_arrays_and_open_pictures_stay_here(opener):
+    opener = IsolatedOpener()
+    assert opener.open_picture(picture_part(noise()), Limits()).decode().shape == (60, 80, 3)
+    assert opener.open_video(MediaPart("video", "video 1", np.zeros((3, 8, 8, 3), np.uint8)), Limits()).num_frames == 3
+    assert processes(opener) == []
+
+
+def test_a_process_is_kept_for_the_next_item():
+    opener = IsolatedOpener(max_items_per_process=3)
+    data, seen = encode(noise()), []
+    for _ in range(7):
+        opener.open_picture(picture_part(data), Limits()).decode()
+        seen.append(processes(opener)[-1])
+    assert len(set(seen)) == 3 and seen[0] == seen[1] and seen[2] != seen[1], "three items each, then another"
+    opener.close()
+    assert not any(is_running(pid) for pid in seen)
+    with pytest.raises(RuntimeError, match="closed"):
+        opener.open_picture(picture_part(data), Limits())
+
+
+def taken_over(monkeypatch, code, **options):
+    """An opener whose processes run `code` when they are asked to open a picture: a file has taken them over."""
+    body = textwrap.indent(textwrap.dedent(code), "    ")
+    start = f"""
+import sys; sys.path[:] = sys.argv[4:]
+import ctypes, os, signal, socket, threading, time
+import tilewright.inputs.decoder_main as m
+from tilewright.types import RequestError
+real = m.read_picture
+def attack(data, name, limits):
+    if not data.startswith(b"attack"):
+        return real(data, name, limits)
+{body}
+m.read_picture = attack
+m.main()
+"""
+    monkeypatch.setattr(decoder_pool, "_START", start)
+    return IsolatedOpener(**options)
+
+
+@pytest.mark.parametrize(
+    "code,message",
+    [
+        ("ctypes.string_at(0)", "the process that decoded it died of signal 11"),
+        ("os._exit(3)", "the process that decoded it ended with status 3"),
+        ("time.sleep(100)", "it took more than 0.5 seconds"),
+        ("while True: pass", "it took more than 0.5 seconds"),
+        ("keep = [bytes(2**20) for _ in range(2**14)]", "it takes more memory than decoding may use"),
+        ("raise KeyError('surprise')", "KeyError: 'surprise'"),
+        ("import colorsys", "ModuleNotFoundError: No module named 'colorsys'|OSError"),
+    ],
+)
+def test_what_brings_a_decoder_down_costs_the_request_alone(monkeypatch, code, message):
+    opener = taken_over(monkeypatch, code, memory_bytes=2**28)
+    good = encode(noise())
+    opener.open_picture(picture_part(good), Limits()).decode()
+    (before,) = processes(opener)
+    with pytest.raises(MediaFault, match=f"^image 3: cannot be decoded: ({message})"):
+        opener.open_picture(picture_part(b"attack"), Limits(max_decode_s=0.5))
+    assert not is_running(before)
+    assert opener.open_picture(picture_part(good), Limits()).decode().shape == (60, 80, 3)
+    assert before not in processes(opener)
+    opener.close()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open('/etc/passwd')",
+        "open('/dev/null', 'w')",
+        "os.stat('/etc/passwd')",
+        "os.listdir('/')",
+        "os.unlink('/tmp/nothing')",
+        "socket.socket()",
+        "socket.socketpair()",
+        "os.fork()",
+        "os.execv('/bin/true', ['true'])",
+        "os.kill(os.getppid(), 0)",
+        "os.kill(os.getpid(), 0)",
+        "os.memfd_create('x')",
+        "os.ftruncate(int(sys.argv[2]), 0)",
+        "os.pwrite(int(sys.argv[2]), b'x', 0)",
+        "import resource; resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (1, 1))",
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+        "import fcntl; fcntl.fcntl(int(sys.argv[1]), fcntl.F_SETOWN, os.getppid())",
+        "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+        "os.sched_setaffinity(os.getppid(), {0})",
+        "threading.Thread(target=print).start()",
+    ],
+)
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter of calls knows x86-64 alone")
+def test_a_process_that_is_taken_over_can_reach_nothing(monkeypatch, code):
+    code = f"""
+        import fcntl, resource
+        try:
+            {code.replace("import resource; ", "").replace("import fcntl; ", "")}
+        except (OSError, RuntimeError, ValueError, PermissionError) as error:
+            raise RequestError("refused")
+        raise RequestError("done")
+    """
+    opener = taken_over(monkeypatch, code)
+    with pytest.raises(RequestError, match=r"^image 3: refused$"):
+        opener.open_picture(picture_part(b"attack"), Limits())
+    opener.close()
+
+
+def test_a_process_knows_nothing_of_ours(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hush")
+    with open(os.devnull) as ours:
+        os.set_inheritable(ours.fileno(), True)
+        code = """
+            import resource
+            handles = []
+            for handle in range(64):
+                try:
+                    os.fstat(handle)
+                    handles.append(handle)
+                except OSError:
+                    pass
+            limits = [resource.getrlimit(name) for name in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE)]
+            environment = sorted(name for name in os.environ if not name.startswith("MALLOC_"))
+            raise RequestError(repr((environment, len(handles), os.getsid(0) == os.getpid(), limits)))
+        """
+        opener = taken_over(monkeypatch, code.replace("os.getsid(0) == os.getpid()", "True"))
+        with pytest.raises(RequestError) as caught:
+            opener.open_picture(picture_part(b"attack"), Limits())
+        opener.open_picture(picture_part(encode(noise())), Limits())
+        (process,) = opener.pool._idle
+        assert os.getsid(process.pid) == process.pid
+        opener.close()
+    expected = (["LC_ALL", "OPENBLAS_NUM_THREADS"], 5, True, [(0, 0), (0, 0)])
+    assert str(caught.value) == f"image 3: {expected!r}"
+
+
+# Replies of a process that is no longer ours. SIZES is what `pack` would put before them.
+def reply(header, payload=b""):
+    return pack(header, payload)
+
+
+NONSENSE = {
+    "nothing": b"",
+    "no message": b"\xff" * 8,
+    "a header of 4 GB": struct.pack("<II", 2**32 - 1, 0),
+    "a payload of 4 GB": struct.pack("<II", 2, 2**32 - 1) + b"{}",
+    "no JSON": struct.pack("<II", 4, 0) + b"{{{{",
+    "deep JSON": struct.pack("<II", 60_000, 0) + b"[" * 60_000,
+    "a list": struct.pack("<II", 2, 0) + b"[]",
+    "no Unicode": struct.pack("<II", 4, 0) + b"\xff\xfe\xff\xfe",
+    "a pickle": struct.pack("<II", 20, 0) + b"cos\nsystem\n(S'true'\n"[:20],
+    "no size": reply({}),
+    "a negative size": reply({"height": -1, "width": 5}),
+    "no whole size": reply({"height": 1.5, "width": 5}),
+    "a size in words": reply({"height": "60", "width": "80"}),
+    "true": reply({"height": True, "width": True}),
+    "a huge number": struct.pack("<II", 5020, 0) + b'{"height": ' + b"9" * 5000 + b"}" + b" " * 8,
+    "not a number": struct.pack("<II", 28, 0) + b'{"height": NaN, "width": 5} ',
+    "an odd error": reply({"error": "other", "message": {"a": [1]}}),
+}
+
+
+def speaking(monkeypatch, *replies):
+    """An opener whose processes send these, one for each message they get."""
+    script = f"""
+import socket, sys
+link = socket.socket(fileno=int(sys.argv[1]))
+link.sendall({pack({"missing": []})!r})
+for reply in {replies!r}:
+    if not link.recv(100_000):
+        break
+    link.sendall(reply)
+link.recv(1)
+"""
+    monkeypatch.setattr(decoder_pool, "_START", script)
+    return IsolatedOpener()
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_from_a_process_harms_nothing(monkeypatch, name):
+    opener = speaking(monkeypatch, NONSENSE[name])
+    with pytest.raises(MediaFault, match=r"^image 3: cannot be decoded: "):
+        opener.open_picture(picture_part(encode(noise())), Limits(max_decode_s=2.0))
+    opener.close()
+
+
+@pytest.mark.parametrize(
+    "described,message",
+    [
+        ({"height": 2**31, "width": 2**31}, "pixels, the limit is"),
+        ({"height": 9000, "width": 9000}, "pixels, the limit is"),
+        ({"error": "refused", "message": "video 7: not yours"}, r"^image 3: video 7: not yours$"),
+        ({"error": "refused"}, r"^image 3: None$"),
+    ],
+)
+def test_sizes_are_checked_here_too(monkeypatch, described, message):
+    opener = speaking(monkeypatch, reply(described))
+    with pytest.raises(RequestError, match=message):
+        opener.open_picture(picture_part(encode(noise())), Limits())
+    opener.close()
+
+
+@pytest.mark.parametrize("decoded", [{}, {"size_bytes": 0}, {"size_bytes": 7}, {"size_bytes": 10**9}])
+def test_less_or_more_pixels_than_there_are(monkeypatch, decoded):
+    opener = speaking(monkeypatch, reply({"height": 2, "width": 2}), reply(decoded))
+    with pytest.raises(MediaFault):
+        opener.open_picture(picture_part(encode(noise())), Limits()).decode()
+    opener.close()
+
+
+@pytest.mark.parametrize(
+    "described,times",
+    [
+        ({"num_frames": 2**30}, b""),
+        ({"fps": -1.0}, b""),
+        ({"fps": float("nan")}, b""),
+        ({"fps": 10**400}, b""),
+        ({}, bytes(8)),
+        ({}, np.array([0.0, np.nan, 1.0]).tobytes()),
+        ({}, np.array([0.0, 2.0, 1.0]).tobytes()),
+    ],
+)
+def test_nonsense_about_a_video(monkeypatch, described, times):
+    known = {"num_frames": 3, "fps": 2.0, "height": 8, "width": 8, **described}
+    opener = speaking(monkeypatch, reply(known, times))
+    with pytest.raises(MediaFault):
+        opener.open_video(MediaPart("video", "video 1", b"anything"), Limits())
+    opener.close()
+
+
+def test_shared_memory_that_is_cut_short_is_noticed(monkeypatch):
+    script = f"""
+import os, socket, sys
+link = socket.socket(fileno=int(sys.argv[1]))
+for reply in {[pack({"missing": []}), reply({"height": 500, "width": 500}), reply({"size_bytes": 750_000})]!r}:
+    os.ftruncate(int(sys.argv[2]), 0)
+    link.sendall(reply)
+    link.recv(100_000)
+"""
+    monkeypatch.setattr(decoder_pool, "_START", script)
+    opener = IsolatedOpener()
+    with pytest.raises(MediaFault, match="it cut the shared memory short"):
+        opener.open_picture(picture_part(encode(noise())), Limits()).decode()
+    opener.close()
+
+
+def test_a_process_that_cannot_start_is_no_fault_of_the_request(monkeypatch):
+    monkeypatch.setattr(decoder_pool, "_START", "import sys; sys.exit(7)")
+    opener = IsolatedOpener()
+    with pytest.raises(RuntimeError, match=r"did not start: .* ended with status 7"):
+        opener.open_picture(picture_part(encode(noise())), Limits())
+    opener.close()
+
+
+def test_missing_protection_is_told_once(monkeypatch, caplog):
+    monkeypatch.setattr(decoder_pool, "_START", f"""
+import socket, sys
+link = socket.socket(fileno=int(sys.argv[1]))
+link.sendall({pack({"missing": ["seccomp"]})!r})
+link.recv(1)
+""")  # fmt: skip
+    for _ in range(2):
+        process = DecoderProcess(2**30)
+        process.wait_until_ready()
+        process.close()
+    assert caplog.messages == ["media are decoded with less protection: this system lacks seccomp"]
+
+
+def test_real_memory_limits():
+    """A picture within the limits of pixels, for a process that may use too little."""
+    opener = IsolatedOpener(memory_bytes=2**25)
+    data = encode(Image.new("RGB", (5000, 4000)))
+    with pytest.raises(MediaFault, match="image 3: cannot be decoded: it takes more memory than decoding may use"):
+        opener.open_picture(picture_part(data), Limits()).decode()
+    opener.close()
+
+
+def test_an_item_has_so_much_time_from_its_opening_on(monkeypatch):
+    """What opening took is missing when it is decoded; once decoded, it may be decoded again."""
+    opener = taken_over(monkeypatch, """
+        picture = real(data[6:], name, limits)
+        def decode():
+            time.sleep(0.4)
+            return picture.decode()
+        time.sleep(0.4)
+        return m.PictureFile(picture.height, picture.width, decode)
+    """)  # fmt: skip
+    data = b"attack" + encode(noise())
+    opener.open_picture(picture_part(encode(noise())), Limits())  # it has started
+    picture = opener.open_picture(picture_part(data), Limits(max_decode_s=0.6))
+    with pytest.raises(MediaFault, match=r"image 3: cannot be decoded: it took more than 0\.6 seconds"):
+        picture.decode()
+    picture = opener.open_picture(picture_part(data), Limits(max_decode_s=20))
+    for _ in range(2):
+        assert picture.decode().shape == (60, 80, 3)
+    opener.close()
+
+
+def test_frames_that_nobody_wants_any_more(opener, clip):
+    video = opener.open_video(MediaPart("video", "video 1", clip), Limits())
+    frames = video.frames(list(range(40)))
+    first = next(frames)
+    frames.close()
+    assert np.array_equal(next(video.frames([0])), first)
+
+
+def test_threads_do_not_wait_for_each_other(clip):
+    opener = IsolatedOpener(num_kept=2)
+    expected = np.asarray(noise())
+    data, failures = encode(noise()), []
+
+    def work():
+        try:
+            for _ in range(5):
+                assert np.array_equal(opener.open_picture(picture_part(data), Limits()).decode(), expected)
+                video = opener.open_video(MediaPart("video", "video 1", clip), Limits())
+                assert len(list(video.frames([0, 20, 39]))) == 3
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and len(processes(opener)) <= 2
+    opener.close()
+
+
+def test_closing_ends_what_is_under_way(monkeypatch):
+    opener = taken_over(monkeypatch, "time.sleep(100)")
+    caught = []
+
+    def work():
+        try:
+            opener.open_picture(picture_part(b"attack"), Limits())
+        except RequestError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not any(process.is_ready for process in opener.pool._at_work.copy()):
+        time.sleep(0.01)
+    opener.close()
+    thread.join()
+    assert caught == ["image 3: cannot be decoded: the process that decoded it died of signal 9"]
+
+
+def test_processes_end_with_the_one_that_started_them():
+    code = """
+import io, os, signal
+from PIL import Image
+from tilewright.inputs.isolated import IsolatedOpener
+from tilewright.inputs.media import Limits, MediaPart
+opener, buffer = IsolatedOpener(), io.BytesIO()
+Image.new("RGB", (8, 8)).save(buffer, "PNG")
+opener.open_picture(MediaPart("image", "image 1", buffer.getvalue()), Limits())
+print(opener.pool._idle[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    pid, waited_s = int(result.stdout), 0.0
+    while is_running(pid) and waited_s < 10:
+        time.sleep(0.05)
+        waited_s += 0.05
+    assert not is_running(pid)
+
+
+def test_the_process_imports_no_torch():
+    code = "import sys; import tilewright.inputs.decoder_main as m; m.import_all(); print(sorted(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = set(json.loads(result.stdout.replace("'", '"')))
+    wrong = {name for name in names if name.split(".")[0] in ("torch", "tokenizers", "jinja2", "transformers")}
+    assert not wrong | {name for name in names if name.startswith(("tilewright.engine", "tilewright.models"))}
+
+
+def test_messages_come_out_as_they_went_in():
+    sent = io.BytesIO(pack({"ask": "ü", "size_bytes": 3}, b"abc") + pack({}))
+    assert receive(sent.read) == ({"ask": "ü", "size_bytes": 3}, b"abc")
+    assert receive(sent.read) == ({}, b"")
+    with pytest.raises(WireError, match="a message of 70000"):
+        receive(io.BytesIO(struct.pack("<II", 70_000, 0)).read)
