@@ -36,6 +36,7 @@ def line(custom_id, **body):
 # Ids of the input.
 
 
+@settings(max_examples=40)
 @given(st.lists(st.text(max_size=3), unique=True, max_size=40), st.text(max_size=3))
 def test_index_finds_what_was_added(ids, other):
     index = IdIndex()

@@ -34,7 +34,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="answer a file of requests",
         description="Answers the requests of IN, a file in the form of OpenAI's batches, into OUT: a line for each, in "
         "the order they are done. A request that cannot be served gets a line too, with its status and error. "
-        "Whatever ends it, the same command goes on where it was.",
+        "Stopped or killed, the same command goes on where it was.",
         epilog="""examples:
   tilewright batch questions.jsonl answers.jsonl -m ./Qwen3-VL-2B-Instruct
   tilewright batch in.jsonl out.jsonl -m MODEL --errors failed.jsonl
@@ -45,7 +45,8 @@ a line of IN:
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
    "body": {"messages": [{"role": "user", "content": "What is a tile?"}], "max_tokens": 100}}
 
-exit status: 0 all are answered, 1 some failed, 2 it cannot be run or cannot go on, 130 and 143 a signal stopped it""",
+exit status: 0 all are answered, 1 some failed, 2 it cannot be run or cannot go on, 70 the engine broke,
+130 or 143 a signal stopped it""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("input", metavar="IN", type=Path, help="requests, a line of JSON each")
@@ -54,7 +55,7 @@ exit status: 0 all are answered, 1 some failed, 2 it cannot be run or cannot go 
     )
     parser.add_argument("--errors", metavar="FILE", type=Path, help="lines of failed requests go there instead of OUT")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--restart", action="store_true", help="forget what OUT has")
+    how.add_argument("--restart", action="store_true", help="forget what OUT, and the file of --errors, have")
     how.add_argument("--retry-failed", action="store_true", help="ask again what failed in an earlier run")
     parser.add_argument("--name", help="what the requests call the model (default: its folder's name)")
     parser.add_argument(
