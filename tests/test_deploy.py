@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from sources import ROOT
 
-from tilewright import config
+from tilewright import cli, config, serve
 
 DEPLOY = ROOT / "deploy"
 KNOWN_VARIABLES = set(re.findall(r"^[A-Z_]+(?= )", config.__doc__, re.MULTILINE))
@@ -128,3 +128,18 @@ def test_the_pages_name_files_that_are_there(page):
     links = re.findall(r"\]\(([^)#]+)\)", text)
     assert links and all((ROOT / "docs" / link).exists() for link in links)
     assert all((ROOT / path).exists() for path in re.findall(r"\b(?:deploy|benchmarks)/[\w.]+\w", text))
+
+
+def test_what_the_files_ask_of_the_server_is_there(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    told = capsys.readouterr().out
+    for flag in ("--host", "--port", "--allowed-host", "--kv-memory", "MODEL"):
+        assert flag in told
+    assert config.resolve({"TILEWRIGHT_API_KEY": "one, two"}, [0]).api_keys == ("one", "two")
+
+
+def test_the_service_waits_for_a_drained_end():
+    stop_s = {"min": 60, "s": 1}
+    number, unit = re.fullmatch(r"(\d+)(min|s)", settings()["TimeoutStopSec"][0]).groups()
+    assert int(number) * stop_s[unit] > serve.DRAIN_S

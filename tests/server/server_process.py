@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -14,12 +15,14 @@ import openai
 class ServerProcess:
     """`tilewright serve` in a process of its own, on any free port."""
 
-    def __init__(self, model, *flags, **environment):
+    def __init__(self, model, *flags, max_file_bytes=resource.RLIM_INFINITY, **environment):
         command = [sys.executable, "-m", "tilewright.cli", "serve", str(model), "--port", "0", "--kv-memory", "64MB"]
         self.process = subprocess.Popen(
             [*command, "--log-format", "json", *flags],
             stderr=subprocess.PIPE,
             text=True,
+            # Writing past it fails as on a full disk.
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes)),
             env={**os.environ, "TILEWRIGHT_NUM_THREADS": "1", "TILEWRIGHT_CACHE_DIR": "off", **environment},
         )
         self.lines = []

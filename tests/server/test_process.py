@@ -95,13 +95,12 @@ def test_a_server_that_is_killed_leaves_no_engine_behind(serve):
 
 
 def test_no_room_for_the_pack_cache(serve, tmp_path):
-    """A full disk, as a file where the folder should be: warned of, and served all the same."""
-    blocked = tmp_path / "cache"
-    blocked.write_text("")
-    server = serve(TILEWRIGHT_CACHE_DIR=str(blocked / "tilewright"))
+    """A disk that takes 64 KB of a file and no more: warned of, and served all the same."""
+    server = serve(TILEWRIGHT_CACHE_DIR=str(tmp_path), max_file_bytes=1 << 16)
     assert server.client().chat.completions.create(**{**LONG, "max_tokens": 2}).usage.completion_tokens == 2
     server.end()
-    assert any("cache" in line and "not" in line for line in server.lines), server.lines
+    assert any("not kept" in line for line in server.lines), server.lines
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_flags_are_obeyed(serve):

@@ -13,6 +13,7 @@ from tiny_checkpoint import write_vision_model
 
 NUM_REQUESTS = 2000
 CONCURRENCY = 32
+NUM_WARMING = 1000  # steps of 128 shapes are recorded and kept: until they are, memory grows
 
 
 def family_of(pid):
@@ -54,8 +55,8 @@ def test_soak(tmp_path):
         distinct = {request.body: request for request in requests if request.status == 200}
         alone = asyncio.run(soak.run(server.url, list(distinct.values()), concurrency=1))
         assert not alone.wrong
-        # What grows up to its size: pages that were never touched, plans, arenas, decoders.
-        asyncio.run(soak.run(server.url, requests[:300], CONCURRENCY))
+        # What grows up to its size: pages that were never touched, recorded steps, decoders.
+        asyncio.run(soak.run(server.url, requests[:NUM_WARMING], CONCURRENCY))
         samples = []
 
         def sample():
