@@ -7,6 +7,7 @@ import time
 import pytest
 from media_origin import Names, ok, redirect, serving
 
+import tilewright
 from tilewright.server import addresses
 from tilewright.server.fetch import Fetcher, FetchError
 from tilewright.types import RequestError
@@ -81,7 +82,7 @@ def test_what_is_sent_and_what_comes(public_loopback):
     ((_, headers),) = origin.requests
     assert headers == {
         "Host": f"media.example:{origin.port}",
-        "User-Agent": "tilewright/0.1.0",
+        "User-Agent": f"tilewright/{tilewright.__version__}",
         "Accept": "*/*",
         "Accept-Encoding": "identity",
     }  # fmt: skip

@@ -129,6 +129,7 @@ def test_a_request_has_a_few_connections_at_once():
         ({"type": "video", "video": [DATA_URL] * 5}, "video 1: 5 frames, the limit is 4"),
         (picture("data:image/png;base64," + "A" * 140), "image 2: 105 bytes or more, the limit is 100"),
         (picture("data:image/png"), "image 2: the data: URL has no comma"),
+        (picture("http://u/" + "x" * 9000), "image 2: the URL has 9009 characters, the limit is 8192"),
         ({"type": "image_url", "image_url": {}}, 'image_url is {}, expected {"url": ...}'),
     ],
 )  # fmt: skip

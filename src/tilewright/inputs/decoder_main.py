@@ -34,7 +34,9 @@ _PILLOW = (
 )  # fmt: skip
 _STANDARD = ("copy", "encodings.ascii", "encodings.latin_1", "encodings.utf_16", "tempfile")
 _KEPT_MAP_BYTES = 2**24
-_GRACE_S = 10.0  # after which it ends by itself, should nobody be left to end it
+# After which it ends by itself, should nobody be left to end it. (PR_SET_PDEATHSIG would end it with the thread that
+# started it, not the process.)
+_GRACE_S = 10.0
 
 
 def main() -> None:

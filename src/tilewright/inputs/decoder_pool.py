@@ -55,8 +55,8 @@ class DecoderProcess:
         self.holds: object = None  # the token of the item that is open there
         self.num_items = 0
         path = [entry or os.getcwd() for entry in sys.path]
-        with theirs:
-            handles = (theirs.fileno(), self._slate)
+        handles = (theirs.fileno(), self._slate)
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _START, *map(str, handles), str(memory_bytes), *path],
                 stdin=subprocess.DEVNULL,
@@ -66,6 +66,12 @@ class DecoderProcess:
                 pass_fds=handles,
                 start_new_session=True,
             )
+        except OSError:
+            self._link.close()
+            os.close(self._slate)
+            raise
+        finally:
+            theirs.close()
 
     @property
     def pid(self) -> int:
@@ -236,8 +242,21 @@ class DecoderPool:
             if has_room and is_reusable:
                 self._idle.append(process)
                 return
-            if has_room:  # started now, so that the next caller does not wait for it
-                self._idle.insert(0, DecoderProcess(self._memory_bytes))
+        process.close()
+        if has_room:
+            self._start_another()
+
+    def _start_another(self) -> None:
+        """Starts a process now, so that the next caller need not wait for it."""
+        try:
+            process = DecoderProcess(self._memory_bytes)
+        except OSError as error:
+            _log.warning("a process that decodes media could not be replaced: %s", error)
+            return
+        with self._lock:
+            if not self._is_closed and len(self._idle) < self._num_kept:
+                self._idle.insert(0, process)
+                return
         process.close()
 
 

@@ -16,7 +16,7 @@ from tilewright.inputs.audio import Sound, SoundFile, max_samples, open_audio
 from tilewright.inputs.decoder_pool import DecoderFailed, DecoderPool, DecoderProcess
 from tilewright.inputs.image import Picture, PictureFile, open_picture
 from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, check_duration, check_pixels
-from tilewright.inputs.video import MAX_FILE_FRAMES, Video, VideoFile, open_video
+from tilewright.inputs.video import MAX_FILE_FRAMES, Video, VideoFile, check_rate, open_video
 from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class IsolatedOpener:
             height, width = _whole(reply, "height"), _whole(reply, "width")
             times_s = _times(payload, num_frames) if payload else None
         check_pixels(height, width, name, limits)
+        check_rate(fps, name)
         check_duration(times_s[-1] - times_s[0] if times_s else 0.0, name, limits)
 
         def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
@@ -157,15 +158,17 @@ class _Session:
         self._process.reserve(2 * size_bytes)
         self._process.send({"ask": "frames"}, np.asarray(indices, dtype=np.int64).tobytes())
         self._receive()
-        ask = {"ask": "frame", "size_bytes": size_bytes}
-        for count in range(len(indices)):
-            if count == 0:
-                self._process.send({**ask, "offset": 0})
+        asks: list[dict[str, Any]] = [
+            {"ask": "frame", "offset": at % 2 * size_bytes, "size_bytes": size_bytes} for at in range(len(indices))
+        ]
+        for ask in asks[:1]:
+            self._process.send(ask)
+        for ask, next_ask in zip(asks, [*asks[1:], None], strict=True):
             if _whole(self._receive()[0], "size_bytes", size_bytes) != size_bytes:
                 raise DecoderFailed(f"it gave less than the {size_bytes} bytes of a frame")
-            if count + 1 < len(indices):
-                self._process.send({**ask, "offset": (count + 1) % 2 * size_bytes})
-            yield self._process.read(count % 2 * size_bytes, np.empty(shape, np.uint8))
+            if next_ask:
+                self._process.send(next_ask)
+            yield self._process.read(ask["offset"], np.empty(shape, np.uint8))
         self._item.spent_s = 0.0
 
     def _open_again(self) -> None:

@@ -54,19 +54,25 @@ def open_url(url: str, name: str, limits: Limits, fetch: Fetch | None) -> bytes:
 
 def check_data_url(url: str, name: str, limits: Limits) -> int:
     """How many bytes a data: URL may hold at most, known before a decoder makes a copy; RequestError if too many."""
-    head, comma, body = url.partition(",")
-    if not comma:
+    comma = url.find(",")
+    if comma < 0:
         raise RequestError(f"{name}: the data: URL has no comma")
     # Four characters of base64 carry three bytes; percent-encoding only shrinks.
-    size_bytes = len(body) // 4 * 3 if head.lower().endswith(";base64") else len(body)
+    num_characters = len(url) - comma - 1
+    size_bytes = num_characters // 4 * 3 if _is_base64(url, comma) else num_characters
     _check_size(size_bytes, name, limits)
     return size_bytes
 
 
+def _is_base64(url: str, comma: int) -> bool:
+    return url[max(comma - len(";base64"), 0) : comma].lower() == ";base64"
+
+
 def _decode_data_url(url: str, name: str, limits: Limits) -> bytes:
     check_data_url(url, name, limits)
-    head, _, body = url.partition(",")
-    if not head.lower().endswith(";base64"):
+    comma = url.find(",")
+    body = url[comma + 1 :]
+    if not _is_base64(url, comma):
         return check_bytes(unquote_to_bytes(body), name, limits)
     try:
         data = base64.b64decode("".join(body.split()), validate=True)

@@ -99,6 +99,7 @@ def read_video(data: bytes, name: str, limits: Limits) -> VideoFile:
     duration_s = times_s[-1] - times_s[0]
     check_duration(duration_s, name, limits)
     fps = float(rate) if rate else (len(shown) - 1) / duration_s if duration_s > 0 else DEFAULT_FPS
+    check_rate(fps, name)
     if declared_s > duration_s + packets[-1].duration * time_base + _MAX_MISSING_END_S:
         ends = f"it says {declared_s:.1f} seconds, its frames end after {duration_s:.1f}"
         raise RequestError(f"{name}: the file is cut short: {ends}")
@@ -186,6 +187,12 @@ class _Packet:
     time: int  # in the stream's time base
     duration: int  # 0: not known
     is_key: bool
+
+
+def check_rate(fps: float, name: str) -> None:
+    """Refuses rates that no video has, with which times could not be reckoned."""
+    if not 1e-4 <= fps <= 1e6:
+        raise RequestError(f"{name}: {fps:g} frames a second, expected 0.0001 to 1000000")
 
 
 def _packets(container: Any, stream: Any, name: str) -> list[_Packet]:

@@ -18,6 +18,7 @@ from tilewright.types import RequestError
 
 _MAX_AT_ONCE = 8  # items of one request
 _NUM_READERS = 4  # threads that read files
+_MAX_SOURCE_LENGTH = 8192  # characters of a URL or a path
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class _Needs:
         self._limits = limits
         self._uses: Counter[str] = Counter()
         self._num_items: Counter[MediaKind] = Counter()
+        self._num_frames = 0  # that come one by one
         self._total_bytes = 0
 
     def add(self, part: Mapping[str, Any]) -> None:
@@ -112,8 +114,9 @@ class _Needs:
         if isinstance(source, str):
             self._add_source(source, name, must_be_url)
         elif isinstance(source, list):
-            if len(source) > self._limits.max_frames:
-                raise RequestError(f"{name}: {len(source)} frames, the limit is {self._limits.max_frames}")
+            self._num_frames += len(source)
+            if self._num_frames > self._limits.max_frames:
+                raise RequestError(f"{name}: {self._num_frames} frames, the limit is {self._limits.max_frames}")
             for index, frame in enumerate(source):
                 if isinstance(frame, str):
                     self._add_source(frame, f"{name}, frame {index + 1}", must_be_url)
@@ -126,6 +129,8 @@ class _Needs:
         if _scheme(source) == "data":
             self._count(check_data_url(source, name, self._limits), name)
             return
+        if len(source) > _MAX_SOURCE_LENGTH:
+            raise RequestError(f"{name}: the URL has {len(source)} characters, the limit is {_MAX_SOURCE_LENGTH}")
         if must_be_url and not _scheme(source):
             raise RequestError(f"{name}: the URL begins with {source[:20]!r}, expected data:, http:, https: or file:")
         self.names.setdefault(source, name)
