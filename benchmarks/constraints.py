@@ -144,7 +144,11 @@ class Xgrammar:
 
     def compile(self, kind: str, source: str) -> Any:
         compiler = self.compiler
-        return compiler.compile_json_schema(source, strict_mode=False) if kind == "json" else compiler.compile_regex(source)
+        return (
+            compiler.compile_json_schema(source, strict_mode=False)
+            if kind == "json"
+            else compiler.compile_regex(source)
+        )
 
     def start(self, compiled: Any) -> Any:
         return self.library.GrammarMatcher(compiled)
