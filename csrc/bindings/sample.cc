@@ -100,11 +100,38 @@ void bind_penalize(nb::module_& m) {
       "bias_starts"_a.none(), "bias_token_ids"_a.none(), "bias"_a.none());
 }
 
+void bind_mask(nb::module_& m) {
+  using namespace nb::literals;
+  m.def(
+      "mask",
+      [](nb::handle logits, nb::handle rows, nb::handle words) {
+        Op op("mask");
+        MaskArgs args;
+        const Tensor values = op.tensor(logits, "logits", {"B", "V"}, kFloat32);
+        args.logits = {values.data, values.stride(0), op["B"], op["V"], values.dtype};
+        args.rows = data_of<int64_t>(op.tensor(rows, "rows", {"R"}, kInt64));
+        args.count = op["R"];
+        for (int64_t i = 0; i < args.count; ++i)
+          OP_REQUIRE(op, args.rows[i] >= 0 && args.rows[i] < op["B"],
+                     "rows[" + std::to_string(i) + "] is " + std::to_string(args.rows[i]) + ", logits has " +
+                         std::to_string(op["B"]) + " rows");
+        const Tensor bits = op.tensor(words, "words", {"R", "W"}, kInt32);
+        OP_REQUIRE(op, op["W"] * 32 >= op["V"],
+                   "words has " + std::to_string(op["W"]) + " columns of 32 bits, the vocabulary has " +
+                       std::to_string(op["V"]) + " tokens");
+        args.words = data_of<int32_t>(bits);
+        args.word_stride = bits.stride(0);
+        launch(mask, args);
+      },
+      "logits"_a, "rows"_a, "words"_a);
+}
+
 }  // namespace
 
 void bind_sample(nb::module_& m) {
   using namespace nb::literals;
   bind_penalize(m);
+  bind_mask(m);
   m.def(
       "sample",
       [](nb::handle logits, nb::handle temperature, nb::handle top_k, nb::handle top_p, nb::handle min_p,

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 import tokenizers
-from checkpoint_files import smollm2_metadata, write_qwen3_vl_folder
+from checkpoint_files import llama_metadata, smollm2_metadata, write_qwen3_vl_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -50,26 +50,6 @@ def oracle(folder):
 @pytest.fixture(scope="module")
 def smollm():
     return Tokenizer.from_gguf(smollm2_metadata())
-
-
-def llama_metadata(**more) -> dict:
-    """A SentencePiece vocabulary such as Llama's: specials, bytes, characters, and words by their scores."""
-    words = ["▁the", "▁th", "▁t", "he", "th", "▁cat", "▁c", "at", "▁ca", "cat", "in", "▁in", "hat", "ha", "▁hat", "▁▁"]
-    characters = [*"▁theca inHAT.,é€"]
-    characters.remove(" ")
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *characters]
-    types = [2, 3, 3, *[6] * 256, *[1] * (len(words) + len(characters))]
-    scores = [0.0] * 259 + [-float(rank) for rank in range(len(words))] + [-1e9] * len(characters)
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        **more,
-    }
 
 
 @pytest.fixture(scope="module")

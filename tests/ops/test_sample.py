@@ -266,6 +266,46 @@ def test_neutral_penalties_change_nothing(dtype):
     assert torch.equal(logits, before)
 
 
+def bits(rows: int, words: int, seed: int) -> torch.Tensor:
+    """Random words, with whole and empty ones among them."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(-(2**31), 2**31, (rows, words), generator=generator).int()
+    kinds = torch.randint(0, 4, (rows, words), generator=generator)
+    return torch.where(kinds == 0, -1, torch.where(kinds == 1, 0, drawn)).int()
+
+
+@pytest.mark.parametrize("size", [*SIZES, 31, 32, 40_000])
+def test_mask(isa, size):
+    num_words = -(-size // 32)
+    whole = poisoned(6, size + 5)
+    logits = whole[1:5, 2:-3]  # whatever it touches beside its rows is NaN no more
+    logits[:] = rand(4, size, seed=size)
+    logits[0, size // 2] = math.nan
+    words = bits(2, num_words + 2, size)[:, :num_words] if size % 2 else bits(2, num_words + 1, size)
+    rows = torch.tensor([3, 0])
+    expected = reference.mask(logits.clone(), rows, words)
+    assert sample.mask(logits, rows, words) is logits
+    assert_same_bits(logits, expected)
+    for row, word in zip([3, 0], words, strict=True):
+        for token in {0, size // 2, size - 1}:
+            allowed = int(word[token // 32]) >> token % 32 & 1
+            assert allowed or logits[row, token] == -INFINITY
+    assert whole[[0, 5]].isnan().all() and whole[:, :2].isnan().all() and whole[:, -3:].isnan().all()
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(actual.contiguous().view(torch.int32), expected.contiguous().view(torch.int32))
+
+
+def test_mask_of_all_and_of_nothing(isa):
+    logits = rand(3, 100)
+    before = logits.clone()
+    sample.mask(logits, torch.tensor([0, 2]), torch.tensor([[-1] * 4, [0] * 4], dtype=torch.int32))
+    assert torch.equal(logits[:2], before[:2]) and (logits[2] == -INFINITY).all()
+    sample.mask(logits, torch.empty(0, dtype=torch.int64), torch.empty(0, 4, dtype=torch.int32))
+    assert torch.equal(logits[:2], before[:2])
+
+
 def test_errors_name_the_value():
     logits, uniform = rand(2, 10), uniforms(2)
     with pytest.raises(ValueError, match=r"sample: temperature\[0\] is -1.0+, expected 0.0+ to 1000000"):
@@ -287,6 +327,15 @@ def test_errors_name_the_value():
         sample.penalize(
             logits, torch.tensor([0, 1]), torch.tensor([3]), torch.ones(1, dtype=torch.int32), one, none, none
         )
+    words = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"mask: rows\[0\] is 2, logits has 2 rows"):
+        sample.mask(logits, torch.tensor([2]), words)
+    with pytest.raises(ValueError, match="words has 1 columns of 32 bits, the vocabulary has 33 tokens"):
+        sample.mask(rand(2, 33), torch.tensor([1]), words)
+    with pytest.raises(ValueError, match=r"words has shape \[1, 1\], expected \[R=2"):
+        sample.mask(logits, torch.tensor([0, 1]), words)
+    with pytest.raises(ValueError, match="mask: logits is bfloat16, expected float32"):
+        sample.mask(logits.bfloat16(), torch.tensor([0]), words)
     with pytest.raises(ValueError, match="expected a vocabulary of 1 or more"):
         sample.sample(torch.zeros(2, 0), *filters(2), uniform)
 

@@ -4,5 +4,5 @@
 
 namespace tilewright {
 extern const SampleKernels sample_avx2;
-const SampleKernels sample_avx2 = {sample_rows, probability_rows, log_prob_rows};
+const SampleKernels sample_avx2 = {sample_rows, probability_rows, log_prob_rows, mask_values};
 }  // namespace tilewright

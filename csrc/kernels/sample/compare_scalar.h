@@ -21,6 +21,13 @@ inline Vec keep_bits(Vec a, uint32_t lanes) {
   return a;
 }
 
+// a in the given lanes, b elsewhere.
+inline Vec select_bits(Vec a, Vec b, uint32_t lanes) {
+  for (int i = 0; i < Vec::kLanes; ++i)
+    if (!(lanes >> i & 1)) a.v[i] = b.v[i];
+  return a;
+}
+
 // Writes the given lanes of a to out one after the other, and perhaps garbage after them, kLanes in all.
 inline void store_bits(Vec a, uint32_t lanes, float* out) {
   for (int i = 0; i < Vec::kLanes; ++i)

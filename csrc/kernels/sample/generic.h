@@ -240,5 +240,19 @@ void log_prob_rows(const LogProbArgs& args, int64_t begin, int64_t end) {
   });
 }
 
+// -inf in the place of every value whose bit is 0. Most words are all ones within a text and all zeros within a
+// keyword: the former are not even read.
+void mask_values(float* logits, const int32_t* words, int64_t size) {
+  const Vec nothing = Vec::set1(-kInfinity);
+  for (int64_t begin = 0; begin < size; begin += 32) {
+    const uint32_t word = static_cast<uint32_t>(words[begin / 32]);
+    if (word == ~0u) continue;
+    for_each_vec(size - begin < 32 ? size - begin : 32, [&](int64_t i, auto count) {
+      float* at = logits + begin + i;
+      store_some(word ? select_bits(load_some(at, count), nothing, word >> i) : nothing, at, count);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace tilewright

@@ -6,6 +6,7 @@
 
 #include "base/bf16.h"
 #include "base/parallel.h"
+#include "base/tile.h"
 #include "kernels/manifest.h"
 
 namespace tilewright {
@@ -82,6 +83,18 @@ void penalize(const PenaltyArgs& args) {
       else
         penalize_row<float>(args, row);
     }
+  });
+}
+
+void mask(const MaskArgs& args) {
+  const auto kernel = select(kTable).mask;
+  // Rows in pieces of whole words, so that the few rows of a small batch keep all threads busy.
+  constexpr int64_t kPiece = 16384;
+  const int64_t vocabulary = args.logits.vocabulary, pieces = ceil_div(vocabulary, kPiece);
+  parallel_for(args.count * pieces, [&](int64_t task) {
+    const int64_t entry = task / pieces, begin = task % pieces * kPiece;
+    float* logits = static_cast<float*>(args.logits.data) + args.rows[entry] * args.logits.stride + begin;
+    kernel(logits, args.words + entry * args.word_stride + begin / 32, std::min(kPiece, vocabulary - begin));
   });
 }
 

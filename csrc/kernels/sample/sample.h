@@ -6,6 +6,7 @@
 //                    frequency   x -= frequency * count         count: times in the output, 0 for prompt-only tokens
 //                    presence    x -= presence if count > 0
 //                  then x += bias for the tokens of a second list.
+//   mask           in place, for the rows named: x = -inf for every token whose bit is 0; the others stay as they are
 //   sample         weight = exp((x - max) / temperature) of the tokens kept; the token is the first whose running sum
 //   of
 //                  weights, in vocabulary order, exceeds uniform * total. Kept is every x at or above a threshold, the
@@ -45,6 +46,15 @@ struct PenaltyArgs {
   const float* bias = nullptr;
 };
 
+// A row of bits for each of `count` rows: token i has bit i % 32 of word i / 32.
+struct MaskArgs {
+  LogitRows logits;               // fp32
+  const int64_t* rows = nullptr;  // [count], each once
+  int64_t count = 0;
+  const int32_t* words = nullptr;  // [count, at least vocabulary / 32 rounded up]
+  int64_t word_stride = 0;
+};
+
 struct SampleArgs {
   LogitRows logits;
   const float* temperature = nullptr;  // all [rows]
@@ -68,6 +78,7 @@ struct LogProbArgs {
 };
 
 void penalize(const PenaltyArgs& args);
+void mask(const MaskArgs& args);
 void sample(const SampleArgs& args);
 void probabilities(const SampleArgs& args);
 void log_probs(const LogProbArgs& args);
@@ -76,6 +87,7 @@ struct SampleKernels {
   void (*sample)(const SampleArgs& args, int64_t row_begin, int64_t row_end);
   void (*probabilities)(const SampleArgs& args, int64_t row_begin, int64_t row_end);
   void (*log_probs)(const LogProbArgs& args, int64_t row_begin, int64_t row_end);  // the top_n in no order
+  void (*mask)(float* logits, const int32_t* words, int64_t size);
 };
 
 }  // namespace tilewright

@@ -4,5 +4,5 @@
 
 namespace tilewright {
 extern const SampleKernels sample_scalar;
-const SampleKernels sample_scalar = {sample_rows, probability_rows, log_prob_rows};
+const SampleKernels sample_scalar = {sample_rows, probability_rows, log_prob_rows, mask_values};
 }  // namespace tilewright

@@ -159,6 +159,38 @@ TEST(nan_is_never_drawn) {
   });
 }
 
+// Each row's words end where the guard page begins, and what lies past the vocabulary in the last one is set.
+void check_mask(int64_t size, Edge edge) {
+  constexpr int64_t kRows = 4, kMasked = 2;
+  constexpr int64_t rows[kMasked] = {3, 1};
+  const int64_t num_words = (size + 31) / 32;
+  Random random(static_cast<uint64_t>(size));
+  GuardedBuffer<float> logits(kRows * size, edge);
+  GuardedBuffer<int32_t> words(kMasked * num_words, edge);
+  logits.fill(random);
+  logits[size] = kNan;
+  for (int64_t i = 0; i < words.size(); ++i)
+    words[i] = i % 4 == 0 ? -1 : i % 4 == 1 ? 0 : static_cast<int32_t>(0x9e3779b9u * static_cast<uint32_t>(i + size));
+  std::vector<float> before(logits.data(), logits.data() + logits.size());
+  mask({{logits.data(), size, kRows, size, DType::f32}, rows, kMasked, words.data(), num_words});
+  for (int64_t row = 0; row < kRows; ++row)
+    for (int64_t i = 0; i < size; ++i) {
+      const int64_t entry = row == rows[0] ? 0 : row == rows[1] ? 1 : -1;
+      const bool kept = entry < 0 || (words[entry * num_words + i / 32] >> (i % 32) & 1);
+      const float expected = before[static_cast<size_t>(row * size + i)], actual = logits[row * size + i];
+      CHECK(kept ? actual == expected || (std::isnan(actual) && std::isnan(expected))
+                 : actual == -std::numeric_limits<float>::infinity());
+    }
+}
+
+TEST(mask_of_odd_sizes) {
+  for_each_isa([] {
+    for (const int64_t size : kSizes)
+      for (const Edge edge : {Edge::end, Edge::start}) check_mask(size, edge);
+    check_mask(40000, Edge::end);
+  });
+}
+
 TEST(penalties_touch_the_listed_tokens) {
   GuardedBuffer<float> logits(5);
   for (int64_t i = 0; i < 5; ++i) logits[i] = static_cast<float>(i) - 2;

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from tilewright.engine.constraint import ConstraintCompiler
 from tilewright.engine.core import EngineCore
 from tilewright.engine.detokenizer import Decoder
 from tilewright.engine.feature_cache import FeatureCache
@@ -30,6 +31,7 @@ def build_core(
     *,
     make_decoder: Callable[[], Decoder],
     eos_token_ids: Collection[int] = (),
+    constraints: ConstraintCompiler | None = None,
     page_size: int = PAGE_SIZE,
     speculate: int = 0,
     prefix_cache: bool = True,
@@ -50,4 +52,5 @@ def build_core(
         make_decoder=make_decoder,
         vocabulary_size=model.vocab_size,
         eos_token_ids=eos_token_ids,
+        constraints=constraints,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from tilewright.engine.constraint import ConstraintCompiler, Grammar
 from tilewright.engine.detokenizer import Decoder, Detokenizer
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
@@ -38,6 +40,7 @@ class EngineCore:
         make_decoder: Callable[[], Decoder],
         vocabulary_size: int,
         eos_token_ids: Collection[int] = (),
+        constraints: ConstraintCompiler | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -45,6 +48,8 @@ class EngineCore:
         self.make_decoder = make_decoder
         self.vocabulary_size = vocabulary_size
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.constraints = constraints
+        self.failures: dict[str, RequestError] = {}  # requests that the last step had to drop
         self.step_under_way: Step | None = None
         self._detokenizers: WeakKeyDictionary[Sequence, Detokenizer] = WeakKeyDictionary()
 
@@ -52,8 +57,21 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def compile(self, inputs: ModelInputs, params: SamplingParams) -> Grammar | None:
+        """The grammar of a request's constraint, if it has one; for any thread. RequestError if it cannot be used."""
+        if params.constraint is None:
+            return None
+        if self.constraints is None:
+            raise RequestError("constraint is given, but this engine has no tokenizer to hold answers to it")
+        return self.constraints.compile(params.constraint, opens_reasoning=inputs.opens_reasoning)
+
     def add(
-        self, request_id: str, inputs: ModelInputs, params: SamplingParams, submitted_s: float | None = None
+        self,
+        request_id: str,
+        inputs: ModelInputs,
+        params: SamplingParams,
+        submitted_s: float | None = None,
+        grammar: Grammar | None = None,
     ) -> list[Sequence]:
         """The sequences of a new request, queued; RequestError if it cannot be answered."""
         for name, ids in (
@@ -65,7 +83,7 @@ class EngineCore:
                 if not 0 <= token_id < self.vocabulary_size:
                     raise RequestError(f"{name} has token {token_id}, expected 0 to {self.vocabulary_size - 1}")
         self.scheduler.check(len(inputs.token_ids))
-        sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s)
+        sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s, grammar)
         self.scheduler.add(sequences)
         for sequence in sequences:
             self._detokenizers[sequence] = Detokenizer(self.make_decoder(), params.stop, params.min_tokens)
@@ -74,13 +92,17 @@ class EngineCore:
     def step(self) -> list[tuple[Sequence, Delta]]:
         """What one step adds to which sequences; nothing while it only computes prompts."""
         self.step_under_way = None
+        self.failures = {}
         step = self.step_under_way = self.scheduler.schedule()
         if not step.chunks:
             return []
+        self.sampler.masks.begin(step.chunks)
         logits = self.runner.run(step)
         sampled = self.sampler.sample(logits, step)
         events = self.scheduler.update(step, sampled)
-        return [(event.sequence, self._delta(event)) for event in events]
+        results = [(event.sequence, self._delta(event)) for event in events]
+        self._drop_failed(step)
+        return results
 
     def abort(self, request_id: str) -> list[tuple[Sequence, Delta]]:
         """The last of each unfinished sequence of a request, which ends. Not while a step is under way."""
@@ -95,6 +117,7 @@ class EngineCore:
         Otherwise all that were part of it, or all there are if it could not even be scheduled. Those that stay go on
         from where they were.
         """
+        self._end_masks()
         step, scheduler = self.step_under_way, self.scheduler
         sequences = [chunk.sequence for chunk in step.chunks] if step else scheduler.running + scheduler.waiting
         unreadable = {medium.key for medium in step.encode if not _is_readable(medium)} if step else set()
@@ -120,6 +143,19 @@ class EngineCore:
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
         )
 
+    def _end_masks(self) -> None:
+        with contextlib.suppress(Exception):  # it is why the step was abandoned, or matters no more
+            self.sampler.masks.wait()
+
+    def _drop_failed(self, step: Step) -> None:
+        """Ends the requests whose constraint has become too costly to follow."""
+        for chunk in step.chunks:
+            matcher = chunk.sequence.matcher
+            if matcher is not None and matcher.error is not None:
+                self.failures[chunk.sequence.request_id] = matcher.error
+        for request_id in self.failures:
+            self.scheduler.abort(request_id)
+
     def _delta(self, event: Event) -> Delta:
         """An event with its text; ends the sequence at a stop string."""
         sequence, reason = event.sequence, event.finish_reason
@@ -127,7 +163,7 @@ class EngineCore:
         text, num_tokens = "", 0
         for token_id in event.token_ids:
             num_tokens += 1
-            if reason == "stop" and num_tokens == len(event.token_ids):
+            if reason == "stop" and num_tokens == len(event.token_ids) and token_id in sequence.stop_token_ids:
                 break  # the token that stopped it is no part of the text
             text += detokenizer.push(token_id)
             if detokenizer.is_stopped:

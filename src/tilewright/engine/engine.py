@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from tilewright.engine.assembly import PAGE_SIZE, build_core
+from tilewright.engine.constraint import ConstraintCompiler
 from tilewright.engine.costs import costs_of
 from tilewright.engine.handle import Handle
 from tilewright.engine.loading import LoadedModel, load_model
@@ -88,6 +89,7 @@ class Engine:
             _num_pages(self.loaded, limits, kv_memory),
             make_decoder=self.loaded.tokenizer.stream,
             eos_token_ids=self.loaded.tokenizer.stop_token_ids,
+            constraints=ConstraintCompiler(self.loaded.tokenizer, self.loaded.model.vocab_size),
             speculate=speculate,
             prefix_cache=prefix_cache,
             replay=replay,
@@ -101,6 +103,7 @@ class Engine:
 
         Messages are OpenAI's, with parts such as {"type": "image", "image": path, bytes, PIL picture or array}.
         Options are SamplingParams' names, `tools`, and whatever the chat template takes (`enable_thinking`, ...).
+        `constraint=Constraint("json_schema", schema)` (or "regex", "lark"; `tilewright.types`) holds the answer to it.
         """
         if messages and not isinstance(messages[0], Mapping):
             handles = [self.submit_chat(conversation, **options) for conversation in messages]
@@ -120,7 +123,7 @@ class Engine:
         """What follows a prompt, a text or token ids: a Completion; a list of them for a list of prompts, or for n > 1.
 
         `images` and `videos` belong to the placeholders of the prompt in order; for a list of prompts they are lists,
-        one per prompt.
+        one per prompt. Other options are SamplingParams' names, `constraint` among them.
         """
         prompts: Any = prompt if prompt_token_ids is None else prompt_token_ids
         if prompts is None or (prompt is not None and prompt_token_ids is not None):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from tilewright.engine.constraint import Grammar
 from tilewright.engine.core import EngineCore
 from tilewright.engine.costs import Costs
 from tilewright.engine.handle import Handle
@@ -85,14 +86,16 @@ class EngineLoop:
         except Exception as error:
             _log.exception("a step failed")
             for request_id in self.core.abandon_step():
-                failure = EngineError(f"the step that computed this request failed: {error}")
-                failure.__cause__ = error
-                self._end(self._handles[request_id], failure)
+                wrapped = EngineError(f"the step that computed this request failed: {error}")
+                wrapped.__cause__ = error
+                self._end(self._handles[request_id], wrapped)
             return True
         finally:
             took_s, self._step_began_s = time.perf_counter() - self._step_began_s, None
         self._count(results, took_s)
         self._deliver(results)
+        for request_id, failure in self.core.failures.items():
+            self._end(self._handles[request_id], failure)
         return True
 
     def stats(self) -> Stats:
@@ -158,12 +161,15 @@ class EngineLoop:
     def _prepare(self, handle: Handle, prepare: Callable[[], ModelInputs]) -> None:
         try:
             inputs = None if handle.is_aborted else prepare()
+            grammar = None if inputs is None else self.core.compile(inputs, handle.params)
         except BaseException as error:
             self._post(partial(self._add, handle, error))
         else:
-            self._post(partial(self._add, handle, inputs))
+            self._post(partial(self._add, handle, inputs, grammar))
 
-    def _add(self, handle: Handle, prepared: ModelInputs | BaseException | None) -> None:
+    def _add(
+        self, handle: Handle, prepared: ModelInputs | BaseException | None, grammar: Grammar | None = None
+    ) -> None:
         """Hands a prepared request to the core, or ends it if preparing it failed or is of no use any more."""
         with self._changed:
             self._num_preparing -= 1
@@ -175,7 +181,7 @@ class EngineLoop:
         else:
             handle.prompt_token_ids, handle.opens_reasoning = prepared.token_ids, prepared.opens_reasoning
             try:
-                self.core.add(handle.request_id, prepared, handle.params, handle.submitted_s)
+                self.core.add(handle.request_id, prepared, handle.params, handle.submitted_s, grammar)
             except Exception as error:
                 self._end(handle, error)
 

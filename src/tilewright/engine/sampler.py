@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.engine.masks import Masks
 from tilewright.engine.occurrences import Occurrences
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.speculate import num_right_drafts
@@ -26,6 +27,7 @@ class Sampler:
 
     def __init__(self) -> None:
         self._occurrences: WeakKeyDictionary[Sequence, Occurrences] = WeakKeyDictionary()
+        self.masks = Masks()  # of a step: begun before its logits are there
         self._greedy = _greedy_parameters(64)
 
     def sample(self, logits: Tensor, step: Step) -> list[Sampled]:
@@ -55,8 +57,14 @@ class Sampler:
             rows = last_rows((chunk.num_logits for chunk in chunks), (chunk.num_sampled for chunk in chunks))
             logits = logits[torch.tensor(rows)]
             keep_raw = False  # a copy already
-        if any(_is_adjusted(chunk.sequence) for chunk in sampled):
-            logits = self._adjust(logits.clone() if keep_raw else logits, sampled)
+        is_adjusted = any(_is_adjusted(chunk.sequence) for chunk in sampled)
+        is_constrained = any(chunk.sequence.matcher is not None for chunk in sampled)
+        if keep_raw and (is_adjusted or is_constrained):
+            logits = logits.clone()
+        if is_adjusted:
+            self._adjust(logits, sampled)
+        if is_constrained:
+            self.masks.apply(logits)  # last, so that a bias brings nothing back
         params = [chunk.sequence.params for chunk in sampled for _ in range(chunk.num_sampled)]
         if all(item.temperature == 0 for item in params):
             if num_rows > len(self._greedy[0]):
@@ -67,8 +75,8 @@ class Sampler:
         result: list[int] = tokens.tolist()
         return result
 
-    def _adjust(self, logits: Tensor, chunks: list[Chunk]) -> Tensor:
-        """Logits with penalties, biases and the bans of min_tokens, in place."""
+    def _adjust(self, logits: Tensor, chunks: list[Chunk]) -> None:
+        """Changes logits by penalties, biases and the bans of min_tokens."""
         vocabulary_size = logits.shape[1]
         nothing = (np.empty(0, np.int64), np.empty(0, np.int32))
         seen: list[tuple[np.ndarray, np.ndarray]] = []
@@ -83,11 +91,12 @@ class Sampler:
                 seen += [nothing] * chunk.num_sampled
             for draft in range(chunk.num_sampled):
                 bias = {token_id: bias for token_id, bias in params.logit_bias.items() if token_id < vocabulary_size}
-                if sequence.num_output_tokens + draft < params.min_tokens:
-                    bias.update((item, -math.inf) for item in sequence.stop_token_ids if item < vocabulary_size)
+                if sequence.matcher is None:  # a grammar's mask leaves them out where it can
+                    unwanted = sequence.unwanted_token_ids(draft)
+                    bias.update((item, -math.inf) for item in unwanted if item < vocabulary_size)
                 biases.append(bias)
         params_of_rows = [chunk.sequence.params for chunk in chunks for _ in range(chunk.num_sampled)]
-        return ops.penalize(
+        ops.penalize(
             logits,
             _starts([len(ids) for ids, _ in seen]),
             torch.from_numpy(np.concatenate([ids for ids, _ in seen])),

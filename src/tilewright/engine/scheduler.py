@@ -102,6 +102,7 @@ class Scheduler:
         """Ends a sequence and gives back what it holds."""
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         self._release(sequence)
+        sequence.matcher = None
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_s = time.perf_counter()
@@ -120,10 +121,12 @@ class Scheduler:
         """Appends what was sampled, and says what each sequence gained and which ended."""
         events = []
         for chunk, result in zip(step.chunks, sampled, strict=True):
-            sequence = chunk.sequence
+            sequence, matcher = chunk.sequence, chunk.sequence.matcher
+            if matcher is not None and matcher.error is not None:
+                continue  # its mask means nothing
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
             num_right = len(result.token_ids) - 1 if result.token_ids else 0
-            if self.speculator and chunk.num_drafts:
+            if self.speculator and chunk.num_drafts and not chunk.is_forced:
                 self.speculator.record(sequence, chunk.num_drafts, num_right)
             sequence.draft_token_ids = []
             num_before, reason = sequence.num_tokens, None
@@ -148,10 +151,16 @@ class Scheduler:
         return events
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        if sequence.token_ids[-1] in sequence.stop_token_ids and (
-            sequence.num_output_tokens >= sequence.params.min_tokens
+        token_id, matcher = sequence.token_ids[-1], sequence.matcher
+        # A constrained answer has a stop token before min_tokens only where nothing else fits.
+        if token_id in sequence.stop_token_ids and (
+            matcher is not None or sequence.num_output_tokens >= sequence.params.min_tokens
         ):
             return "stop"
+        if matcher is not None:
+            matcher.advance(token_id)
+            if matcher.is_complete and matcher.error is None:
+                return "stop"
         if self._num_tokens_left(sequence) <= 0:
             return "length"
         return None
@@ -172,20 +181,30 @@ class Scheduler:
                 self._preempt(self.running[-1])
             if sequence.status is not Status.RUNNING:
                 continue
-            num_drafts = self._draft(sequence, num_spare_rows)
+            is_forced = self._draft(sequence, num_spare_rows)
+            num_drafts = len(sequence.draft_token_ids)
             num_spare_rows -= num_drafts
-            step.chunks.append(Chunk(sequence, sequence.num_computed_tokens, 1 + num_drafts, num_drafts))
+            step.chunks.append(Chunk(sequence, sequence.num_computed_tokens, 1 + num_drafts, num_drafts, is_forced))
 
-    def _draft(self, sequence: Sequence, max_drafts: int) -> int:
-        if not self.speculator:
-            return 0
+    def _draft(self, sequence: Sequence, max_drafts: int) -> bool:
+        """Gives a sequence its drafts; whether they are tokens that its grammar forces, so that they are right."""
         # The last row gives a token too, so there is one draft less than tokens; and drafts preempt nobody.
         max_drafts = min(max_drafts, self._num_tokens_left(sequence) - 1)
-        drafts = self.speculator.propose(sequence, max_drafts) if max_drafts > 0 else []
+        drafts: list[int] = []
+        is_forced = False
+        if max_drafts > 0:
+            matcher = sequence.matcher
+            if matcher is not None:
+                drafts = matcher.forced_token_ids()[:max_drafts]
+                is_forced = bool(drafts)
+            if not drafts and self.speculator:
+                drafts = self.speculator.propose(sequence, max_drafts)
+                if matcher is not None:
+                    del drafts[matcher.num_fitting(drafts) :]
         while drafts and not self._reserve(sequence, sequence.num_tokens + len(drafts)):
             drafts.pop()
         sequence.draft_token_ids = drafts
-        return len(drafts)
+        return is_forced
 
     def _schedule_prompts(self, step: Step) -> None:
         budget = self.limits.max_tokens_per_step - step.num_tokens

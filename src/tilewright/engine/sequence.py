@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tilewright.engine.constraint import Grammar
+from tilewright.engine.constraint_matcher import Matcher
 from tilewright.types import FinishReason, Medium, ModelInputs, SamplingParams, Timings, TokenLogprob
 
 _next_id = itertools.count()
@@ -55,6 +57,7 @@ class Sequence:
         seed: int | None = None,
         stop_token_ids: Collection[int] = (),
         submitted_s: float | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         self.id = next(_next_id)  # counts up with arrival
         self.request_id = request_id
@@ -64,6 +67,7 @@ class Sequence:
         self.params = params
         self.seed = secrets.randbits(64) if seed is None else seed
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.matcher = matcher  # of a constrained answer, until it is finished
 
         self.token_ids = list(inputs.token_ids)
         self.num_prompt_tokens = len(inputs.token_ids)
@@ -94,9 +98,13 @@ class Sequence:
         params: SamplingParams,
         eos_token_ids: Collection[int] = (),
         submitted_s: float | None = None,
+        grammar: Grammar | None = None,
     ) -> list[Sequence]:
         """The params.n sequences of a request. Without a seed they get a random one, common to all n."""
-        stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(eos_token_ids))
+        stop_token_ids = frozenset(params.stop_token_ids)
+        # A grammar may come to an end: there the tokens that are ignored otherwise are all that is allowed.
+        if not params.ignore_eos or grammar is not None:
+            stop_token_ids |= frozenset(eos_token_ids)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         sequences: list[Sequence] = []
         for index in range(params.n):
@@ -109,6 +117,7 @@ class Sequence:
                 seed=seed,
                 stop_token_ids=stop_token_ids,
                 submitted_s=submitted_s,
+                matcher=None if grammar is None else grammar.start(),
             )
             sequences.append(sequence)
         return sequences
@@ -158,6 +167,12 @@ class Sequence:
             and self._leader is None
             and len(self._prompt_logprobs) < self.num_prompt_tokens
         )
+
+    def unwanted_token_ids(self, num_drafts: int = 0) -> frozenset[int]:
+        """The stop tokens that must not come next, or after so many drafts: none does before min_tokens."""
+        if self.num_output_tokens + num_drafts < self.params.min_tokens:
+            return self.stop_token_ids
+        return self.stop_token_ids - set(self.params.stop_token_ids) if self.params.ignore_eos else frozenset()
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """Rope positions [A, stop - start] of the tokens from start to stop, drafts counted on."""

@@ -20,6 +20,7 @@ class Chunk:
     start: int
     num_tokens: int
     num_drafts: int = 0
+    is_forced: bool = False  # the drafts are all that the sequence's grammar allows
 
     @property
     def stop(self) -> int:

@@ -101,7 +101,7 @@ class Tokenizer:
         """The UTF-8 bytes that a token adds to a text: perhaps a part of a character."""
         known = self._bytes_of.get(token_id)
         if known is None:
-            known = self._bytes_of[token_id] = self._find_bytes(token_id)
+            known = self._bytes_of[token_id] = self.find_bytes(token_id)
         return known
 
     def token_text(self, token_id: int) -> str:
@@ -119,7 +119,8 @@ class Tokenizer:
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return ByteStream(self, skipped) if self._is_byte_level else PieceStream(self, skipped)
 
-    def _find_bytes(self, token_id: int) -> bytes:
+    def find_bytes(self, token_id: int) -> bytes:
+        """As token_bytes, without keeping the answer: for a walk over the whole vocabulary."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""

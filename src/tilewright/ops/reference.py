@@ -333,6 +333,12 @@ def penalize(
     return logits
 
 
+def mask(logits: Tensor, rows: Tensor, words: Tensor) -> Tensor:
+    allowed = (words[:, :, None] >> torch.arange(32, dtype=torch.int32) & 1).flatten(1)[:, : logits.shape[1]] == 1
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+    return logits
+
+
 def _clean_logits(logits: Tensor) -> Tensor:
     """In fp64, NaN as -inf and +inf as the largest float."""
     largest = torch.finfo(torch.float32).max

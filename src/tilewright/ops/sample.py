@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, sampling, log-probabilities; kernels in csrc/kernels/sample.
+"""From logits to tokens: penalties, masks, sampling, log-probabilities; kernels in csrc/kernels/sample.
 
 Logits are fp32 or bf16 [B, V]. NaN is read as -inf, +inf as the largest float. No result depends on the number of
 threads or on the other rows.
@@ -53,6 +53,16 @@ def penalize(
         view_or_none(bias_token_ids),
         view_or_none(bias),
     )
+    return logits
+
+
+def mask(logits: Tensor, rows: Tensor, words: Tensor) -> Tensor:
+    """fp32 logits, changed in place: -inf for the tokens that words forbid in the rows named (int64 [R], each once).
+
+    words are int32 [R, W] with a bit for each token, W * 32 of them at least V: token i is allowed in row rows[r] where
+    bit i % 32 of words[r, i // 32] is 1.
+    """
+    kernels.mask(view(logits), view(rows), view(words))
     return logits
 
 

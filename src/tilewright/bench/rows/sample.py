@@ -1,4 +1,4 @@
-"""From the logits of a batch to its tokens: greedy, with the limits chat models ask for, and log-probabilities."""
+"""From the logits of a batch to its tokens: masks, greedy, the limits chat models ask for, and log-probabilities."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +24,24 @@ def rows() -> Iterator[Row]:
     yield Row(f"sample top_k {TOP_K} top_p {TOP_P}", shape, 4 * elements, 20 * elements, make)
     make = partial(_sample, vocabulary, TEMPERATURE, 0, TOP_P)
     yield Row(f"sample top_p {TOP_P}", shape, 4 * elements, 20 * elements, make)
+    yield Row("mask", shape, 8 * elements, elements, partial(_mask, vocabulary))
     yield Row(f"log_probs top {TOP_N}", shape, 4 * elements, 20 * elements, partial(_log_probs, vocabulary))
+
+
+def _mask(vocabulary: int) -> Calls:
+    """Half of the words in pieces, as the mask of a number or a name has them; torch's twin has its mask unpacked."""
+    logits, rows = random(BATCH, vocabulary, dtype=torch.float32), torch.arange(BATCH)
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (BATCH, -(-vocabulary // 32)), generator=generator).int()
+    words[:, ::2] = 0
+    forbidden = reference.mask(torch.zeros_like(logits), rows, words) == -torch.inf
+
+    def check() -> bool:
+        return torch.equal(sample.mask(logits.clone(), rows, words), reference.mask(logits.clone(), rows, words))
+
+    return Calls(
+        lambda _: sample.mask(logits, rows, words), lambda _: logits.masked_fill_(forbidden, -torch.inf), check
+    )
 
 
 def _sample(vocabulary: int, temperature: float, top_k: int, top_p: float) -> Calls:

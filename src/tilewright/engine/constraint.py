@@ -1,0 +1,88 @@
+"""From the constraint of a request to a grammar its answers are held to: compiled once, kept for the next request."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import llguidance
+
+from tilewright.engine.constraint_grammar import COMPILE_STACK_BYTES, GrammarError, build, on_deep_stack
+from tilewright.engine.constraint_matcher import Matcher
+from tilewright.engine.constraint_source import NAME_BY_KIND, grammar_of, with_thoughts
+from tilewright.engine.constraint_trial import Trial, TrialError, run
+from tilewright.engine.constraint_vocabulary import Vocabulary
+from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.types import Constraint, RequestError
+
+MAX_GRAMMARS = 32
+# In less than this nothing was found that overflows a stack of 64 MB or takes a second: it is compiled without a trial.
+MAX_UNTRIED_BYTES = 4096
+
+
+class Grammar:
+    """A compiled constraint. What matchers find out about it serves all of them: they share the lexer's states."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, name: str) -> None:
+        self.name = name
+        self.is_broken = False  # a matcher has hit a limit, perhaps one of what they share
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def start(self) -> Matcher:
+        """A matcher for one answer, at its beginning."""
+        return Matcher(self._matcher.deep_copy(), self._vocabulary, self._break)
+
+    def _break(self, error: str) -> RequestError:
+        self.is_broken = True
+        return RequestError(f"{self.name} cannot be followed any further: {error}")
+
+
+class ConstraintCompiler:
+    """Compiles constraints, for any thread. The vocabulary is laid out for it when the first one comes."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary_size = vocabulary_size
+        self._vocabulary: Vocabulary | None = None
+        self._vocabulary_lock = threading.Lock()
+        self._grammars: OrderedDict[tuple[Constraint, bool], Grammar] = OrderedDict()
+        self._grammars_lock = threading.Lock()
+
+    def compile(self, constraint: Constraint, *, opens_reasoning: bool = False) -> Grammar:
+        """The grammar of a constraint; RequestError that says what is wrong with it."""
+        key = constraint, opens_reasoning and constraint.allows_reasoning
+        with self._grammars_lock:
+            known = self._grammars.get(key)
+            if known is not None and not known.is_broken:
+                self._grammars.move_to_end(key)
+                return known
+        grammar = self._compile(constraint, opens_reasoning)
+        with self._grammars_lock:
+            self._grammars[key] = grammar
+            self._grammars.move_to_end(key)
+            if len(self._grammars) > MAX_GRAMMARS:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def _compile(self, constraint: Constraint, opens_reasoning: bool) -> Grammar:
+        source = grammar_of(constraint)
+        name = NAME_BY_KIND[constraint.kind]
+        vocabulary = self._made_vocabulary()
+        try:
+            if len(source) > MAX_UNTRIED_BYTES:
+                run(Trial(source, vocabulary.num_tokens, vocabulary.special_tokens, vocabulary.stop_token_ids))
+            matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, source), COMPILE_STACK_BYTES)
+            if constraint.allows_reasoning:
+                # Only now: what is wrong with the answer itself would show when the thoughts are over.
+                longer = with_thoughts(source, opens_reasoning=opens_reasoning)
+                matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, longer), COMPILE_STACK_BYTES)
+        except (GrammarError, TrialError) as error:
+            raise RequestError(f"{name} cannot be used: {error}") from None
+        return Grammar(matcher, vocabulary, name)
+
+    def _made_vocabulary(self) -> Vocabulary:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._tokenizer, self._vocabulary_size)
+            return self._vocabulary

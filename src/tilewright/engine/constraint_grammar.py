@@ -1,0 +1,92 @@
+"""From a grammar as text to a matcher of llguidance, or an error that says what is wrong with it.
+
+Free of torch and numpy: `constraint_trial` runs the same in a process of its own, which has to start quickly.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import llguidance
+
+Result = TypeVar("Result")
+
+# The library follows references and rules by recursion, without a limit of its own: a schema of 60 KB, a chain of 1,000
+# objects, overflowed a stack of 8 MB. Memory is taken only as far as it is used.
+COMPILE_STACK_BYTES = 64 << 20
+MAX_ERROR_LENGTH = 500
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used; the message says why."""
+
+
+def limits() -> llguidance.LLParserLimits:
+    """What a grammar may cost.
+
+    A quarter of the library's defaults for a mask: some 5 ms of derivatives and 1 ms of parsing at its speeds, while
+    masks of the schemas in benchmarks/constraints.py take less than 1 ms. Lexer states are some 1 KB each.
+    """
+    return llguidance.LLParserLimits(
+        step_lexer_fuel=50_000, step_max_items=12_500, max_lexer_states=50_000, verbose_errors=False
+    )
+
+
+def build(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """A matcher at the beginning of the grammar, which has computed its first mask: later ones cost less."""
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    _check(matcher)
+    mask = matcher.compute_bitmask()
+    _check(matcher)
+    # Drafts are taken back, which is impossible after lexemes with max_tokens= or stop=.
+    probe = matcher.deep_copy()
+    byte = next(index for index, bits in enumerate(mask) if bits)
+    probe.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
+    probe.rollback(1)
+    _check(probe)
+    return matcher
+
+
+def on_deep_stack(function: Callable[[], Result], stack_bytes: int) -> Result:
+    """What the function returns or raises, computed by a thread with a stack of that size."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    with _stack_size_lock:
+        before = threading.stack_size(stack_bytes)
+        try:
+            thread = threading.Thread(target=run, name="compile")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+_stack_size_lock = threading.Lock()
+
+
+def error_of(matcher: llguidance.LLMatcher) -> str | None:
+    """What went wrong in a matcher, in a few lines; None if nothing did."""
+    if not matcher.is_error():
+        return None
+    message = matcher.get_error().split("\n<")[0].strip()  # past it: a backtrace, or the state of the parser
+    if message == "NoExtensionBias":
+        return "no text of this vocabulary fits it"
+    return message if len(message) <= MAX_ERROR_LENGTH else message[:MAX_ERROR_LENGTH] + " ..."
+
+
+def _check(matcher: llguidance.LLMatcher) -> None:
+    error = error_of(matcher)
+    if error is not None:
+        raise GrammarError(error)

@@ -1,0 +1,80 @@
+"""A Constraint as llguidance reads it, with the thoughts that may come before the answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+
+from tilewright.types import REASONING_TAGS, Constraint, RequestError
+
+MAX_SOURCE_BYTES = 1 << 20
+NAME_BY_KIND = {"json_schema": "the JSON schema", "regex": "the regular expression", "lark": "the grammar"}
+
+# A weak model may fall into spaces for ever where any number is allowed. A line break and 64 columns are enough for
+# what people write. A schema may bring options of its own.
+_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+
+# Thoughts end at the first closing tag, as text: a vocabulary may have it as one token, as several, or as both.
+_OPEN, _CLOSE = REASONING_TAGS
+_THOUGHTS = """
+start: {start}
+thoughts[lazy]: /{open}(?s:.*){close}/
+SPACE: /[ \\t\\r\\n]{{1,64}}/
+"""
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """The grammar of a constraint, thoughts left aside; RequestError for what can be seen to be none at once."""
+    name = NAME_BY_KIND.get(constraint.kind)
+    if name is None:
+        raise RequestError(f"constraint kind is {constraint.kind!r}, expected {', '.join(NAME_BY_KIND)}")
+    try:
+        num_bytes = len(constraint.source.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is no Unicode text: {error}") from None
+    if num_bytes > MAX_SOURCE_BYTES:
+        raise RequestError(f"{name} has {num_bytes} bytes, expected at most {MAX_SOURCE_BYTES}")
+    try:
+        return json.dumps({"grammars": [_answer(constraint)]})
+    except RecursionError:
+        raise RequestError(f"{name} cannot be read: it is nested too deeply") from None
+
+
+def with_thoughts(grammar: str, *, opens_reasoning: bool) -> str:
+    """The grammar after thoughts: the rest of them where the prompt ends within, else any or none."""
+    (answer,) = json.loads(grammar)["grammars"]
+    thoughts = _THOUGHTS.format(
+        start="thoughts SPACE? @answer" if opens_reasoning else "(thoughts SPACE?)? @answer",
+        open="" if opens_reasoning else _OPEN,
+        close=_CLOSE.replace("/", "\\/"),
+    )
+    return json.dumps({"grammars": [{"lark_grammar": thoughts}, {**answer, "name": "answer"}]})
+
+
+def _answer(constraint: Constraint) -> dict[str, Any]:
+    if constraint.kind == "lark":
+        return {"lark_grammar": constraint.source}
+    if constraint.kind == "regex":
+        return {"lark_grammar": f"start: /{_regex(constraint.source)}/"}
+    return {"json_schema": _schema(constraint.source)}
+
+
+def _schema(source: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(source)
+    except ValueError as error:
+        raise RequestError(f"the JSON schema cannot be read: {error}") from None
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}  # everything, or nothing
+    if not isinstance(schema, dict):
+        raise RequestError(f"the JSON schema is {source.strip()[:80]!r}, expected an object")
+    return {"x-guidance": _JSON_OPTIONS, **schema}
+
+
+def _regex(source: str) -> str:
+    if (len(source) - len(source.rstrip("\\"))) % 2:
+        raise RequestError(f"the regular expression ends with a single backslash: {source[-80:]!r}")
+    # Digits and letters of ASCII, as in JSON Schema's patterns: \d is no Arabic digit.
+    return llguidance.regex_to_lark(source, "dw")
