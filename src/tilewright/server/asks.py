@@ -34,11 +34,16 @@ def chat_ask(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: Model
     sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     check_tools(tools)
-    sampling["constraint"] = _chat_constraint(body, tools, model)
+    template_args = _template_args(body)
+    # Thoughts come before what is bound, unless they were turned off: then the prompt holds empty ones already.
+    allows_reasoning = (
+        model.template is not None and thinks(model.template) and template_args.get("enable_thinking") is not False
+    )
+    sampling["constraint"] = _chat_constraint(body, tools, model, allows_reasoning)
     return Ask(
         messages=messages,
         tools=tools if tools and body.tool_choice != "none" else None,
-        template_args=_template_args(body),
+        template_args=template_args,
         sampling={name: value for name, value in sampling.items() if value is not None},
     )
 
@@ -92,9 +97,10 @@ def _template_args(body: ChatBody) -> dict[str, Any]:
     return given
 
 
-def _chat_constraint(body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ModelInfo) -> Constraint | None:
+def _chat_constraint(
+    body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ModelInfo, allows_reasoning: bool
+) -> Constraint | None:
     """The one constraint a chat request asks for: a forced tool call, a response format, or structured outputs."""
-    allows_reasoning = model.template is not None and thinks(model.template)
     found = [
         constraint
         for constraint in (
