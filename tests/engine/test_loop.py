@@ -197,6 +197,26 @@ def test_a_reader_that_never_reads_holds_nobody_up(loop):
     assert len(unread.result(TIMEOUT_S)[0].token_ids) == 100
 
 
+def test_text_does_not_wait_behind_what_takes_long():
+    loop = EngineLoop(make_core(), num_prepare_threads=1)
+    is_told = threading.Event()
+
+    def prepare():
+        assert is_told.wait(TIMEOUT_S)
+        return prompt(1)
+
+    try:
+        slow = [loop.submit(prepare, params()) for _ in range(2)]
+        loop.submit(lambda: prompt(1), params(), takes_long=False).result(TIMEOUT_S)
+        assert not any(handle.is_done for handle in slow)
+        is_told.set()
+        for handle in slow:
+            handle.result(TIMEOUT_S)
+    finally:
+        is_told.set()
+        loop.close()
+
+
 def test_threads_that_prepare_are_set_up_and_are_not_the_caller_s():
     names = []
     started = threading.local()

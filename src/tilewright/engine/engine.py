@@ -16,6 +16,7 @@ from tilewright.engine.loop import EngineLoop
 from tilewright.engine.memory import num_kv_pages
 from tilewright.engine.scheduler import Limits
 from tilewright.engine.stats import Stats
+from tilewright.inputs.chat import has_media
 from tilewright.inputs.isolated import IsolatedOpener
 from tilewright.inputs.media import Limits as MediaLimits
 from tilewright.inputs.opener import InProcessOpener, Opener
@@ -156,7 +157,9 @@ class Engine:
         """The Handle of a conversation's answer. What is no sampling parameter goes to the template."""
         sampling = {name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}
         processor, is_known = self.loaded.processor, self._features.has
-        return self._submit(lambda: processor.chat(messages, is_known=is_known, **options), sampling)
+        return self._submit(
+            lambda: processor.chat(messages, is_known=is_known, **options), sampling, has_media=has_media(messages)
+        )
 
     def submit_prompt(
         self,
@@ -173,7 +176,9 @@ class Engine:
             raise RequestError(f"{self.loaded.name} does not take sound")
         processor, is_known = self.loaded.processor, self._features.has
         return self._submit(
-            lambda: processor.prompt(text, token_ids, images=images, videos=videos, is_known=is_known), sampling
+            lambda: processor.prompt(text, token_ids, images=images, videos=videos, is_known=is_known),
+            sampling,
+            has_media=bool(len(images) or len(videos)),
         )
 
     def stats(self) -> Stats:
@@ -209,8 +214,9 @@ class Engine:
                 chosen[name] = 0 if chosen[name] else None
         return SamplingParams(**chosen)
 
-    def _submit(self, prepare: Callable[[], ModelInputs], sampling: Mapping[str, Any]) -> Handle:
-        return self.loop.submit(prepare, self.sampling_params(**sampling))
+    def _submit(self, prepare: Callable[[], ModelInputs], sampling: Mapping[str, Any], *, has_media: bool) -> Handle:
+        params = self.sampling_params(**sampling)
+        return self.loop.submit(prepare, params, takes_long=has_media or params.constraint is not None)
 
 
 def _require_supported(*, model: str | Path | None, tp: int, quantize: str | None, device: str) -> None:

@@ -12,10 +12,8 @@ from tilewright.types import RequestError
 # Of what is free once the weights are loaded; the rest is for activations, pictures and other programs.
 KV_SHARE = 0.5
 
-GROUP_FILES = [
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-]
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -46,12 +44,25 @@ def _system_bytes(name: str) -> int:
 
 
 def _group_bytes() -> Iterator[tuple[int, int]]:
-    """(limit, used) of the control group, in the files of either version, where it has a limit."""
-    for limit_file, used_file in GROUP_FILES:
-        with contextlib.suppress(OSError):
-            limit, used = limit_file.read_text().strip(), used_file.read_text().strip()
-            if limit.isdecimal() and used.isdecimal():
-                yield int(limit), int(used)
+    """(limit, used) of the control group and those around it, in the files of either version, where it has a limit.
+
+    A service's limit is that of its own group; in a container the own group is shown as the root.
+    """
+    lines = OWN_GROUP.read_text().splitlines() if OWN_GROUP.exists() else []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        names = ("memory.max", "memory.current")
+        root = GROUPS
+        if number != "0":
+            if "memory" not in controllers.split(","):
+                continue
+            names, root = ("memory.limit_in_bytes", "memory.usage_in_bytes"), GROUPS / "memory"
+        group = Path(path)
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError):
+                limit, used = (Path(f"{root}{folder}", name).read_text().strip() for name in names)
+                if limit.isdecimal() and used.isdecimal():
+                    yield int(limit), int(used)
 
 
 def num_kv_pages(page_bytes: int, max_pages: int, kv_memory: int | str | None) -> int:

@@ -152,7 +152,8 @@ def _is_penalized(params: SamplingParams) -> bool:
 
 def _is_adjusted(sequence: Sequence) -> bool:
     params = sequence.params
-    return bool(params.logit_bias) or sequence.num_output_tokens < params.min_tokens or _is_penalized(params)
+    is_kept_from_stopping = sequence.matcher is None and bool(sequence.unwanted_token_ids())
+    return bool(params.logit_bias) or is_kept_from_stopping or _is_penalized(params)
 
 
 def _has_logprobs(chunk: Chunk) -> bool:

@@ -159,6 +159,17 @@ def normalize(
     return normalized, media
 
 
+def has_media(messages: Messages) -> bool:
+    """Whether a part of some message may be other than text."""
+    contents = [message.get("content") if isinstance(message, Mapping) else None for message in messages]
+    return any(
+        not isinstance(part, str) and not (isinstance(part, Mapping) and part.get("type") == "text")
+        for content in contents
+        if isinstance(content, list | tuple)
+        for part in content
+    )
+
+
 def source_of(part: Mapping[str, Any]) -> tuple[MediaKind, Any, bool] | None:
     """(kind, source, whether it must be a URL) of a part that is a medium."""
     kinds: tuple[MediaKind, ...] = ("image", "video", "audio")
