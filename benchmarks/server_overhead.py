@@ -8,6 +8,7 @@ the machine like the server does: "client CPU" says how much.
 """
 
 import argparse
+import asyncio
 import json
 import socket
 import statistics
@@ -27,6 +28,8 @@ from tilewright.bench.serve.workload import Workload
 READY_TIMEOUT_S = 300.0
 TIMEOUT_S = 300.0
 PROMPT_TOKENS = 32
+DISTURBING_BYTES = 20 << 20
+DISTURBING_PAUSE_S = 0.2
 
 
 def bodies(options, seed):
@@ -66,11 +69,30 @@ class Streamed:
         client = Client(Server.parse(self._server.url))
         cpu_s, begin_s = process_time(), perf_counter()
         pace = load.ClosedLoop(len(requests))
-        samples = run_loop(load.run(client, "/v1/chat/completions", requests, pace, TIMEOUT_S))
+        samples = run_loop(self._stream(client, requests, pace))
         seconds = perf_counter() - begin_s
         assert all(sample.failure is None for sample in samples), samples
         tokens = sum(sample.output_tokens for sample in samples)
         return {"tokens": tokens, "seconds": seconds, "client_cpu": (process_time() - cpu_s) / seconds}
+
+    async def _stream(self, client, requests, pace):
+        disturbing = asyncio.create_task(self._disturb()) if self._options.disturb else None
+        try:
+            return await load.run(client, "/v1/chat/completions", requests, pace, TIMEOUT_S)
+        finally:
+            if disturbing:
+                disturbing.cancel()
+            client.close()
+
+    async def _disturb(self):
+        """Large bodies one after the other, each refused once it is read: other people's pictures."""
+        client = Client(Server.parse(self._server.url))
+        body = json.dumps({"messages": [], "user": "x" * DISTURBING_BYTES}).encode()
+        while True:
+            async with client.request("POST", "/v1/chat/completions", body) as response:
+                await response.read(1 << 16)
+            assert response.status == 400, response.status
+            await asyncio.sleep(DISTURBING_PAUSE_S)
 
     def close(self):
         self._server.__exit__()
@@ -159,6 +181,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--disturb", action="store_true", help="send refused bodies of 20 MB beside the streams")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--role", choices=("compare", "library", "thread"), default="compare", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)

@@ -130,6 +130,8 @@ def create_app(desk: Desk) -> Guard:
         docs_url=None,  # their page loads scripts from elsewhere
         redoc_url=None,
         responses=_ERRORS,
+        # Newer versions can send what requests hold elsewhere, if the environment says so; older ones ignore this.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     settings = desk.settings
     _add_routes(app, desk)
