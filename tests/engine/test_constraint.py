@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import threading
 import weakref
 from functools import cache
 
@@ -381,6 +382,26 @@ def test_a_grammar_that_becomes_too_costly_ends_its_request_alone():
     assert core.scheduler.pool.num_used == 0 and not loop._handles
     # What its matchers shared may be used up: the next one gets a grammar of its own.
     assert grammar.is_broken and core.compile(inputs, SamplingParams(constraint=costly)) is not grammar
+
+
+def test_constraints_that_compile_hold_up_no_others(monkeypatch):
+    core = make_core(byte_tokenizer(), BYTES_SIZE)
+    compiled, compile_one = threading.Event(), core.compile
+
+    def compile_late(inputs, params):
+        assert params.constraint is None or compiled.wait(60)
+        return compile_one(inputs, params)
+
+    monkeypatch.setattr(core, "compile", compile_late)
+    loop = EngineLoop(core)
+    inputs = prompt(byte_tokenizer())
+    late = [loop.submit(lambda: inputs, SamplingParams(constraint=GOOD, seed=0, max_tokens=200)) for _ in range(3)]
+    assert loop.submit(lambda: inputs, SamplingParams(max_tokens=5)).result(60)
+    assert not any(handle.is_done for handle in late) and loop.stats().num_preparing == 3
+    compiled.set()
+    expected = byte_answers(GOOD, max_tokens=200)[0].token_ids
+    assert [handle.result(60)[0].token_ids for handle in late] == [expected] * 3
+    loop.close()
 
 
 def test_a_finished_or_aborted_answer_lets_go_of_its_matcher():

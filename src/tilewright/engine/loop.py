@@ -49,7 +49,11 @@ class EngineLoop:
         self._is_closing = False
         self._tokens = TokenCounter()
         self._start_stepping = start_stepping
-        self._preparers = ThreadPoolExecutor(num_prepare_threads, "prepare", start_preparing) if threaded else None
+        # Apart for those with a constraint: one may take seconds to compile, and meanwhile others are prepared.
+        self._preparers = {
+            is_constrained: ThreadPoolExecutor(num_prepare_threads, "prepare", start_preparing)
+            for is_constrained in ([False, True] if threaded else [])
+        }
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True) if threaded else None
         if self._thread:
             self._thread.start()
@@ -63,7 +67,7 @@ class EngineLoop:
             self._handles[handle.request_id] = handle
             self._num_preparing += 1
             if self._preparers:
-                self._preparers.submit(self._prepare, handle, prepare)
+                self._preparers[params.constraint is not None].submit(self._prepare, handle, prepare)
         if not self._preparers:
             self._prepare(handle, prepare)
         return handle
@@ -122,7 +126,8 @@ class EngineLoop:
             for handle in handles:
                 handle.abort()
         if self._preparers and self._thread:
-            self._preparers.shutdown()
+            for preparers in self._preparers.values():
+                preparers.shutdown()
             self._thread.join()
         else:
             while self.step():
