@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import jsonschema_rs
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from checkpoint_files import llama_metadata, smollm2_metadata
 from constrained_model import (
@@ -25,7 +26,9 @@ from constrained_model import (
     run_all,
 )
 from hypothesis import given, settings
+from tokenizers import decoders, models
 
+from tilewright.engine.constraint import ConstraintCompiler
 from tilewright.engine.loop import EngineLoop
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Constraint, RequestError, SamplingParams
@@ -479,6 +482,21 @@ def test_a_model_without_an_end_token():
             core, prompt(tokenizer), SamplingParams(constraint=Constraint("regex", pattern), n=3)
         ):
             assert re.fullmatch(pattern, completion.text) and completion.finish_reason == "stop"
+
+
+def test_a_vocabulary_that_cannot_spell_the_answer():
+    """Letters without z: what forces it ends the request, in words, and neither the step nor the process."""
+    letters = {letter: index for index, letter in enumerate("abcxy")}
+    backend = tokenizers.Tokenizer(models.BPE(letters, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend, special_tokens={}, stop_token_ids=[5])
+    compiler = ConstraintCompiler(tokenizer, 6)
+    with pytest.raises(RequestError, match="the regular expression cannot be used"):
+        compiler.compile(Constraint("regex", "z"))
+    matcher = compiler.compile(Constraint("regex", "[ab]cz")).start()
+    matcher.advance(letters["a"])
+    matcher.forced_token_ids()
+    assert "cannot be followed any further" in str(matcher.error)
 
 
 def test_forced_text_that_the_tokenizer_would_change(qwen):

@@ -71,7 +71,7 @@ class ConstraintCompiler:
             trial.run(source)
             matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, source), COMPILE_STACK_BYTES)
             if constraint.allows_reasoning:
-                # After the answer's own, where else what is wrong with it would show when the thoughts are over.
+                # The answer alone was compiled too: what is wrong with it would only show after the thoughts.
                 longer = with_thoughts(source, opens_reasoning=opens_reasoning)
                 matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, longer), COMPILE_STACK_BYTES)
         except GrammarError as error:

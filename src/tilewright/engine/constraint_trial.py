@@ -1,5 +1,7 @@
-"""Compiles grammars in a process of its own before they are compiled in ours: what hangs, crashes or takes all memory
-there harms nobody. No size is harmless: six multipleOf in a schema of 100 bytes compiled for more than a minute.
+"""Compiles grammars in a process of its own before they are compiled in ours.
+
+What hangs, crashes or takes all memory there harms nobody. No size is harmless: six multipleOf in a schema of 100 bytes
+compiled for more than a minute.
 """
 
 from __future__ import annotations
@@ -125,15 +127,12 @@ class _Bytes(llguidance.TokenizerWrapper):
     def __init__(self, num_tokens: int, special_tokens: list[tuple[int, str]], stop_token_ids: list[int]) -> None:
         self.stop_token_ids = stop_token_ids
         self.eos_token_id = stop_token_ids[0]
-        special = dict(special_tokens)
-        self.special_token_ids = list(special)
-        self.tokens = [b""] * num_tokens
-        for token_id, text in special.items():
+        self.special_token_ids = [token_id for token_id, _ in special_tokens]
+        # The bytes come after the ids that a grammar may name.
+        self.tokens = [b""] * num_tokens + [bytes([byte]) for byte in range(256)]
+        for token_id, text in special_tokens:
             self.tokens[token_id] = text.encode()
-        free = (token_id for token_id in range(num_tokens) if token_id not in special)
-        self._id_of = dict(zip(range(256), free, strict=False))
-        for byte, token_id in self._id_of.items():
-            self.tokens[token_id] = bytes([byte])
+        self._first_byte = num_tokens
 
     def __call__(self, text: str) -> list[int]:
-        return [self._id_of[byte] for byte in text.encode()]
+        return [self._first_byte + byte for byte in text.encode()]

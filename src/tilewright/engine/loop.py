@@ -49,11 +49,9 @@ class EngineLoop:
         self._is_closing = False
         self._tokens = TokenCounter()
         self._start_stepping = start_stepping
-        # Apart for those with a constraint: one may take seconds to compile, and meanwhile others are prepared.
-        self._preparers = {
-            is_constrained: ThreadPoolExecutor(num_prepare_threads, "prepare", start_preparing)
-            for is_constrained in ([False, True] if threaded else [])
-        }
+        self._preparers = ThreadPoolExecutor(num_prepare_threads, "prepare", start_preparing) if threaded else None
+        # A constraint may take seconds to compile: meanwhile others are prepared. Threads start when they are needed.
+        self._constrainers = ThreadPoolExecutor(num_prepare_threads, "constrain", start_preparing) if threaded else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True) if threaded else None
         if self._thread:
             self._thread.start()
@@ -66,9 +64,10 @@ class EngineLoop:
                 raise EngineError("the engine is closed")
             self._handles[handle.request_id] = handle
             self._num_preparing += 1
-            if self._preparers:
-                self._preparers[params.constraint is not None].submit(self._prepare, handle, prepare)
-        if not self._preparers:
+            preparers = self._preparers if params.constraint is None else self._constrainers
+            if preparers:
+                preparers.submit(self._prepare, handle, prepare)
+        if not preparers:
             self._prepare(handle, prepare)
         return handle
 
@@ -125,9 +124,9 @@ class EngineLoop:
         if not drain:
             for handle in handles:
                 handle.abort()
-        if self._preparers and self._thread:
-            for preparers in self._preparers.values():
-                preparers.shutdown()
+        if self._preparers and self._constrainers and self._thread:
+            self._preparers.shutdown()
+            self._constrainers.shutdown()
             self._thread.join()
         else:
             while self.step():

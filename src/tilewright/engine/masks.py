@@ -14,12 +14,11 @@ from tilewright.ops import sample as ops
 
 
 class Masks:
-    """The masks of a step's rows, in memory that is used again: after a step that streamed all weights through the
-    caches, making three small arrays takes longer than the mask of a row.
+    """The masks of a step's rows.
 
-    They are computed by the thread that steps, though they are known before the logits are. A thread beside the model
-    was tried, and made steps longer by 1 to 2 % more: kernels keep every core busy, and all wait for the one that had
-    to share its own.
+    In memory that is used again: all weights have just gone through the caches, and making three small arrays takes
+    longer than a mask. And by the thread that steps, though masks are known before logits are: a thread beside the
+    model made steps 1 to 2 % longer still, since kernels keep every core busy and wait for the one that is shared.
     """
 
     def __init__(self) -> None:
