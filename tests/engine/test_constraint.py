@@ -444,7 +444,7 @@ def qwen():
 
 
 def test_the_vocabulary_of_a_real_model(qwen):
-    """Half a million random choices among 150,000 tokens, none of them a special one or one the tokenizer lacks."""
+    """Random choices among 150,000 tokens, none of them a special one or one that the tokenizer lacks."""
     core = make_core(qwen, QWEN_SIZE, scale=1.0, favour='"}],', favoured=8.0, num_drafts=4)
     favour_nothing_known = np.r_[np.zeros(151_643), np.full(QWEN_SIZE - 151_643, 20.0)].astype(np.float32)
     core.runner.bias += favour_nothing_known
@@ -469,8 +469,9 @@ def test_vocabularies_of_gguf_files(name):
         for completion in answers(core, prompt(tokenizer, "the hat"), params):
             assert re.fullmatch(pattern, completion.text) and completion.finish_reason == "stop"
             if name == "llama" and pattern.startswith("the"):
-                cut = [tokenizer.token_bytes(token_id) for token_id in completion.token_ids[:5]]
-                assert cut == [b"the", b" cat", b" in", b" the", b" hat"] or cut[0] in (b"th", b"t")
+                # As in the middle of a text, where no space is put in front of it.
+                cut = [tokenizer.token_bytes(token_id) for token_id in completion.token_ids[:6]]
+                assert cut == [b"t", b"he", b" cat", b" in", b" the", b" hat"]
 
 
 def test_a_model_without_an_end_token():
