@@ -94,7 +94,7 @@ FEATURES: dict[str, tuple[Any, str, str]] = {
     "not": ({"type": "integer", "not": {"const": 3}}, "4", "3"),
     "if, then": ({"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 9}}, "7", "11"),
     "$ref": ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}}, "1", '"a"'),
-    "$ref, remote": ({"$ref": "https://example.org/schema.json"}, "1", "{"),
+    "$ref, remote": ({"$ref": "https://example.org/schema.json"}, "1", '"a"'),
     "additionalProperties": ({"type": "object", "additionalProperties": {"type": "integer"}}, '{"a":1}', '{"a":"b"}'),
     "patternProperties": (
         {"type": "object", "patternProperties": {"^x": {"type": "integer"}}, "additionalProperties": False},

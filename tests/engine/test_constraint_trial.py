@@ -1,12 +1,16 @@
 """Constraints that are made to do harm: refused in words, within bounds of time and memory."""
 
+import gc
 import json
 
 import pytest
 from constrained_model import BYTES_SIZE, add, byte_tokenizer, make_core, prompt
 
 from tilewright.engine import constraint_trial
+from tilewright.engine.constraint_trial import Trial
 from tilewright.types import Constraint, RequestError, SamplingParams
+
+PRIMES = (7, 11, 13, 17, 19, 23)
 
 
 def compile_one(constraint):
@@ -34,18 +38,39 @@ def test_what_overflows_the_stack_does_so_elsewhere(constraint):
         compile_one(constraint)
 
 
-def test_what_never_ends_is_stopped(monkeypatch):
-    monkeypatch.setattr(constraint_trial, "TIMEOUT_S", 1.5)
-    with pytest.raises(
-        RequestError, match=r"the regular expression cannot be used: it takes more than 1.5 s to compile"
-    ):
-        compile_one(Constraint("regex", "".join(f"(a{i}|[bc]*)" for i in range(60_000))))
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("regex", "".join(f"(a{i}|[bc]*)" for i in range(60_000))),
+        Constraint("json_schema", json.dumps({"type": "integer", "allOf": [{"multipleOf": p} for p in PRIMES]})),
+        Constraint(
+            "json_schema", json.dumps({"type": "string", "allOf": [{"pattern": f"a.*b{i}"} for i in range(60)]})
+        ),
+    ],
+    ids=["concatenation", "multiples", "patterns"],
+)
+def test_what_never_ends_is_stopped(monkeypatch, constraint):
+    monkeypatch.setattr(constraint_trial, "TIMEOUT_S", 1.0)
+    with pytest.raises(RequestError, match=r"cannot be used: it takes more than 1 s to compile"):
+        compile_one(constraint)
+    monkeypatch.undo()
+    compile_one(Constraint("regex", "after (it|the end)"))
 
 
 def test_a_trial_that_cannot_run_is_not_the_users_mistake(monkeypatch):
     monkeypatch.setattr(constraint_trial.sys, "executable", "/usr/bin/false")
-    with pytest.raises(RuntimeError, match="the trial of a constraint ended with 1"):
-        compile_one(Constraint("regex", "a" * 5000))
+    with pytest.raises(RuntimeError, match="the process that tries constraints ended with 1 when it started"):
+        Trial(300, {}, [299]).run("{}")
+
+
+def test_the_process_ends_with_its_owner():
+    trial = Trial(300, {}, [299])
+    trial.run(json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]}))
+    process = trial._process
+    assert process.poll() is None
+    del trial
+    gc.collect()
+    assert process.poll() is not None
 
 
 def test_large_constraints_go_through_their_trial():
@@ -90,7 +115,7 @@ def alternatives(depth):
     ids=lambda constraint: constraint.source[:24],
 )
 def test_small_ones_are_followed_or_refused(constraint):
-    """None takes a second, here without a trial, and a mask of a few is refused in the middle of an answer."""
+    """Most are refused before the first step, and some in the middle of an answer, at a mask that costs too much."""
     core = make_core(byte_tokenizer(), BYTES_SIZE, favour="abx")
     try:
         add(core, "a", prompt(byte_tokenizer()), SamplingParams(constraint=constraint, seed=0, max_tokens=40))

@@ -207,7 +207,7 @@ def test_text_does_not_wait_behind_what_takes_long():
 
     try:
         slow = [loop.submit(prepare, params()) for _ in range(2)]
-        loop.submit(lambda: prompt(1), params(), takes_long=False).result(TIMEOUT_S)
+        loop.submit(lambda: prompt(1), params(), has_media=False).result(TIMEOUT_S)
         assert not any(handle.is_done for handle in slow)
         is_told.set()
         for handle in slow:

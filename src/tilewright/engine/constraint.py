@@ -10,32 +10,31 @@ import llguidance
 from tilewright.engine.constraint_grammar import COMPILE_STACK_BYTES, GrammarError, build, on_deep_stack
 from tilewright.engine.constraint_matcher import Matcher
 from tilewright.engine.constraint_source import NAME_BY_KIND, grammar_of, with_thoughts
-from tilewright.engine.constraint_trial import Trial, TrialError, run
+from tilewright.engine.constraint_trial import Trial
 from tilewright.engine.constraint_vocabulary import Vocabulary
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Constraint, RequestError
 
 MAX_GRAMMARS = 32
-# In less than this nothing was found that overflows a stack of 64 MB or takes a second: it is compiled without a trial.
-MAX_UNTRIED_BYTES = 4096
 
 
 class Grammar:
     """A compiled constraint. What matchers find out about it serves all of them: they share the lexer's states."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, name: str) -> None:
-        self.name = name
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, kind: str) -> None:
+        self.kind = kind
         self.is_broken = False  # a matcher has hit a limit, perhaps one of what they share
         self._matcher = matcher
         self._vocabulary = vocabulary
 
     def start(self) -> Matcher:
         """A matcher for one answer, at its beginning."""
-        return Matcher(self._matcher.deep_copy(), self._vocabulary, self._break)
+        names_token_ids = self.kind == "lark"
+        return Matcher(self._matcher.deep_copy(), self._vocabulary, self._break, names_token_ids=names_token_ids)
 
     def _break(self, error: str) -> RequestError:
         self.is_broken = True
-        return RequestError(f"{self.name} cannot be followed any further: {error}")
+        return RequestError(f"{NAME_BY_KIND[self.kind]} cannot be followed any further: {error}")
 
 
 class ConstraintCompiler:
@@ -44,7 +43,7 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: tuple[Vocabulary, Trial] | None = None
         self._vocabulary_lock = threading.Lock()
         self._grammars: OrderedDict[tuple[Constraint, bool], Grammar] = OrderedDict()
         self._grammars_lock = threading.Lock()
@@ -67,22 +66,21 @@ class ConstraintCompiler:
 
     def _compile(self, constraint: Constraint, opens_reasoning: bool) -> Grammar:
         source = grammar_of(constraint)
-        name = NAME_BY_KIND[constraint.kind]
-        vocabulary = self._made_vocabulary()
+        vocabulary, trial = self._made_vocabulary()
         try:
-            if len(source) > MAX_UNTRIED_BYTES:
-                run(Trial(source, vocabulary.num_tokens, vocabulary.special_tokens, vocabulary.stop_token_ids))
+            trial.run(source)
             matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, source), COMPILE_STACK_BYTES)
             if constraint.allows_reasoning:
-                # Only now: what is wrong with the answer itself would show when the thoughts are over.
+                # The answer alone was compiled too: what is wrong with it would only show after the thoughts.
                 longer = with_thoughts(source, opens_reasoning=opens_reasoning)
                 matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, longer), COMPILE_STACK_BYTES)
-        except (GrammarError, TrialError) as error:
-            raise RequestError(f"{name} cannot be used: {error}") from None
-        return Grammar(matcher, vocabulary, name)
+        except GrammarError as error:
+            raise RequestError(f"{NAME_BY_KIND[constraint.kind]} cannot be used: {error}") from None
+        return Grammar(matcher, vocabulary, constraint.kind)
 
-    def _made_vocabulary(self) -> Vocabulary:
+    def _made_vocabulary(self) -> tuple[Vocabulary, Trial]:
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._tokenizer, self._vocabulary_size)
+                made = Vocabulary(self._tokenizer, self._vocabulary_size)
+                self._vocabulary = made, Trial(made.num_tokens, made.special_tokens, made.stop_token_ids)
             return self._vocabulary

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import llguidance
 import numpy as np
+from torch import Tensor
 
 from tilewright.engine.constraint_grammar import error_of
 from tilewright.engine.constraint_vocabulary import Vocabulary
@@ -20,12 +21,18 @@ class Matcher:
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, fail: Callable[[str], RequestError]
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: Vocabulary,
+        fail: Callable[[str], RequestError],
+        *,
+        names_token_ids: bool,
     ) -> None:
         self.num_words = vocabulary.num_words
         self.error: RequestError | None = None  # a limit was hit, and nothing below means anything any more
         self._matcher = matcher
-        self._known = vocabulary.known
+        # A grammar that names tokens by their ids may name some that the vocabulary has only rows for.
+        self._known = vocabulary.known if names_token_ids else None
         self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
         self._fail = fail
 
@@ -56,18 +63,22 @@ class Matcher:
         self._check()
         return count
 
-    def fill(self, words: np.ndarray, drafts: Sequence[int], banned: Sequence[Collection[int]]) -> None:
-        """Writes the mask of the next token, then of the one after each draft: words int32 [1 + drafts, num_words].
+    def fill(self, words: Tensor, first: int, drafts: Sequence[int], unwanted: Sequence[Collection[int]]) -> None:
+        """Writes the mask of the next token, then of the one after each draft, into rows of words from `first` on.
 
-        Tokens in banned[i] are left out of mask i where that leaves any.
+        words are int32 [N, num_words], as `ops.sample.mask` reads them. Tokens in unwanted[i] are left out of mask i
+        where that leaves any.
         """
-        for row, draft, unwanted in zip(words, (*drafts, None), banned, strict=True):
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            row &= self._known
-            if unwanted:
-                _ban(row, unwanted)
-            if draft is not None:
-                self._matcher.consume_token(draft)
+        row_bytes = 4 * self.num_words
+        address = words.data_ptr() + first * row_bytes
+        for index, banned in enumerate(unwanted):
+            self._matcher.unsafe_compute_mask_ptr(address + index * row_bytes, row_bytes)
+            if self._known is not None:
+                words.numpy()[first + index] &= self._known
+            if banned:
+                _remove(words.numpy()[first + index], banned)
+            if index < len(drafts):
+                self._matcher.consume_token(drafts[index])
         if drafts:
             self._matcher.rollback(len(drafts))
         self._check()
@@ -77,10 +88,10 @@ class Matcher:
             self.error = self._fail(error)
 
 
-def _ban(row: np.ndarray, unwanted: Collection[int]) -> None:
-    kept = row.view(np.uint32).copy()
-    for token_id in unwanted:
+def _remove(words: np.ndarray, token_ids: Collection[int]) -> None:
+    kept = words.view(np.uint32).copy()
+    for token_id in token_ids:
         if token_id // 32 < len(kept):
             kept[token_id // 32] &= np.uint32(0xFFFF_FFFF ^ 1 << token_id % 32)
     if kept.any():
-        row.view(np.uint32)[:] = kept
+        words.view(np.uint32)[:] = kept

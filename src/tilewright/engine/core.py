@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -96,7 +95,6 @@ class EngineCore:
         step = self.step_under_way = self.scheduler.schedule()
         if not step.chunks:
             return []
-        self.sampler.masks.begin(step.chunks)
         logits = self.runner.run(step)
         sampled = self.sampler.sample(logits, step)
         events = self.scheduler.update(step, sampled)
@@ -117,7 +115,6 @@ class EngineCore:
         Otherwise all that were part of it, or all there are if it could not even be scheduled. Those that stay go on
         from where they were.
         """
-        self._end_masks()
         step, scheduler = self.step_under_way, self.scheduler
         sequences = [chunk.sequence for chunk in step.chunks] if step else scheduler.running + scheduler.waiting
         unreadable = {medium.key for medium in step.encode if not _is_readable(medium)} if step else set()
@@ -142,10 +139,6 @@ class EngineCore:
             logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
         )
-
-    def _end_masks(self) -> None:
-        with contextlib.suppress(Exception):  # it is why the step was abandoned, or matters no more
-            self.sampler.masks.wait()
 
     def _drop_failed(self, step: Step) -> None:
         """Ends the requests whose constraint has become too costly to follow."""

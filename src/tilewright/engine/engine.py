@@ -216,7 +216,7 @@ class Engine:
 
     def _submit(self, prepare: Callable[[], ModelInputs], sampling: Mapping[str, Any], *, has_media: bool) -> Handle:
         params = self.sampling_params(**sampling)
-        return self.loop.submit(prepare, params, takes_long=has_media or params.constraint is not None)
+        return self.loop.submit(prepare, params, has_media=has_media)
 
 
 def _require_supported(*, model: str | Path | None, tp: int, quantize: str | None, device: str) -> None:

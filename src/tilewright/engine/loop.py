@@ -29,10 +29,9 @@ class EngineError(RuntimeError):
 class EngineLoop:
     """Takes requests from any thread, and answers them through their Handles.
 
-    Prompts are prepared by threads of its own, num_prepare_threads for those that take long and one for the others, so
-    that reading pictures overlaps with computing; each calls
-    start_preparing first, as the thread that steps calls start_stepping. With threaded=False nothing runs by itself:
-    `submit` prepares, and the caller calls `step` until it returns False.
+    Prompts are prepared by threads of its own, num_prepare_threads for those with media, so that reading pictures
+    overlaps with computing; each calls start_preparing first, as the thread that steps calls start_stepping. With
+    threaded=False nothing runs by itself: `submit` prepares, and the caller calls `step` until it returns False.
     """
 
     def __init__(
@@ -56,28 +55,28 @@ class EngineLoop:
         self._step_began_s: float | None = None
         self.after_step: Callable[[], None] = lambda: None  # called on the engine's thread when all Handles were told
         self._start_stepping = start_stepping
-        # Text has a thread of its own: it does not wait behind films.
-        self._text_preparers = ThreadPoolExecutor(1, "prepare text", start_preparing) if threaded else None
-        self._preparers = ThreadPoolExecutor(num_prepare_threads, "prepare", start_preparing) if threaded else None
+        # By what takes long about a request: text does not wait behind films, nor films behind a constraint that takes
+        # seconds to compile. Threads start when they are needed.
+        self._preparers: dict[str, ThreadPoolExecutor] = {}
+        if threaded:
+            for name, count in {"text": 1, "media": num_prepare_threads, "constraint": num_prepare_threads}.items():
+                self._preparers[name] = ThreadPoolExecutor(count, f"prepare {name}", start_preparing)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True) if threaded else None
         if self._thread:
             self._thread.start()
 
-    def submit(self, prepare: Callable[[], ModelInputs], params: SamplingParams, *, takes_long: bool = True) -> Handle:
-        """The Handle of a request whose prompt `prepare` makes. What it raises, the Handle's readers get.
-
-        `takes_long` says whether that may take more than some milliseconds, as media and constraints do.
-        """
+    def submit(self, prepare: Callable[[], ModelInputs], params: SamplingParams, *, has_media: bool = True) -> Handle:
+        """The Handle of a request whose prompt `prepare` makes. What it raises, the Handle's readers get."""
         handle = Handle(uuid.uuid4().hex, params, self._abort)
         with self._changed:
             if self._is_closing:
                 raise EngineError("the engine is closed")
             self._handles[handle.request_id] = handle
             self._num_preparing += 1
-            preparers = self._preparers if takes_long else self._text_preparers
-            if preparers:
-                preparers.submit(self._prepare, handle, prepare)
-        if not preparers:
+            if self._preparers:
+                kind = "constraint" if params.constraint is not None else "media" if has_media else "text"
+                self._preparers[kind].submit(self._prepare, handle, prepare)
+        if not self._preparers:
             self._prepare(handle, prepare)
         return handle
 
@@ -139,9 +138,9 @@ class EngineLoop:
         if not drain:
             for handle in handles:
                 handle.abort()
-        if self._preparers and self._text_preparers and self._thread:
-            self._preparers.shutdown()
-            self._text_preparers.shutdown()
+        if self._thread:
+            for preparers in self._preparers.values():
+                preparers.shutdown()
             self._thread.join()
         else:
             while self.step():

@@ -1,68 +1,54 @@
-"""What the grammars of a step's constrained answers allow, as bits that the sampler takes logits away by."""
+"""Takes away, from the logits of constrained answers, what their grammars forbid."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.engine.constraint_matcher import Matcher
+from tilewright.engine.sequence import Sequence
 from tilewright.engine.step import Chunk
 from tilewright.ops import sample as ops
-from tilewright.ops.native import work_alone
 
 
 class Masks:
-    """The masks of the rows that a step draws tokens from, computed by a thread of their own beside the model.
+    """The masks of a step's rows.
 
-    A mask takes some 15 to 100 us of one core: in the step's own thread, 8 of them made a step of 15 ms longer by 3 to
-    6 %. The thread starts when the first is asked for. From `begin` to `apply` or `wait` the matchers are its own.
+    In memory that is used again: all weights have just gone through the caches, and making three small arrays takes
+    longer than a mask. And by the thread that steps, though masks are known before logits are: a thread beside the
+    model made steps 1 to 2 % longer still, since kernels keep every core busy and wait for the one that is shared.
     """
 
     def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, "masks", work_alone)
-        self._pending: Future[None] | None = None
-        self._words = np.empty((0, 0), np.int32)  # of this step or an earlier one
-        self._rows: list[int] = []
+        self._words = torch.empty(0, 0, dtype=torch.int32)
+        self._rows = torch.empty(0, dtype=torch.int64)
 
-    def begin(self, chunks: Items[Chunk]) -> None:
-        """Begins to compute the masks of a step."""
-        self._rows = []
-        constrained = []
-        row = num_words = 0
+    def apply(self, logits: Tensor, chunks: Items[Chunk]) -> None:
+        """Changes the logits of the sampled rows, chunk after chunk: -inf for what is forbidden."""
+        constrained: list[tuple[Matcher, Sequence]] = []
+        rows: list[int] = []
+        num_rows = 0
         for chunk in chunks:
             matcher = chunk.sequence.matcher
-            if matcher is not None and chunk.num_sampled:
-                constrained.append(chunk)
-                self._rows.extend(range(row, row + chunk.num_sampled))
-                num_words = matcher.num_words
-            row += chunk.num_sampled
-        if not constrained:
+            if matcher is not None:
+                constrained.append((matcher, chunk.sequence))
+                rows.extend(range(num_rows, num_rows + chunk.num_sampled))
+            num_rows += chunk.num_sampled
+        if not rows:
             return
-        if self._words.shape[0] < len(self._rows) or self._words.shape[1] != num_words:
-            self._words = np.empty((len(self._rows), num_words), np.int32)
-        self._pending = self._worker.submit(_fill, self._words, constrained)
+        self._reserve(len(rows), constrained[0][0].num_words)
+        first = 0
+        for matcher, sequence in constrained:
+            drafts = sequence.draft_token_ids
+            unwanted = [sequence.unwanted_token_ids(draft) for draft in range(1 + len(drafts))]
+            matcher.fill(self._words, first, drafts, unwanted)
+            first += 1 + len(drafts)
+        self._rows.numpy()[:first] = rows
+        ops.mask(logits, self._rows[:first], self._words[:first])
 
-    def wait(self) -> None:
-        """Returns when nothing is being computed; raises what went wrong."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def apply(self, logits: Tensor) -> None:
-        """Changes the logits of the sampled rows, chunk after chunk: -inf for what the grammars forbid."""
-        self.wait()
-        if self._rows:
-            ops.mask(logits, torch.tensor(self._rows), torch.from_numpy(self._words[: len(self._rows)]))
-
-
-def _fill(words: np.ndarray, chunks: list[Chunk]) -> None:
-    first = 0
-    for chunk in chunks:
-        sequence, count = chunk.sequence, chunk.num_sampled
-        assert sequence.matcher is not None
-        unwanted = [sequence.unwanted_token_ids(draft) for draft in range(count)]
-        sequence.matcher.fill(words[first : first + count], sequence.draft_token_ids, unwanted)
-        first += count
+    def _reserve(self, num_rows: int, num_words: int) -> None:
+        if self._words.shape[0] < num_rows:
+            self._words = torch.empty(2 * num_rows, num_words, dtype=torch.int32)
+            self._rows = torch.empty(2 * num_rows, dtype=torch.int64)

@@ -27,7 +27,7 @@ class Sampler:
 
     def __init__(self) -> None:
         self._occurrences: WeakKeyDictionary[Sequence, Occurrences] = WeakKeyDictionary()
-        self.masks = Masks()  # of a step: begun before its logits are there
+        self._masks = Masks()
         self._greedy = _greedy_parameters(64)
 
     def sample(self, logits: Tensor, step: Step) -> list[Sampled]:
@@ -64,7 +64,7 @@ class Sampler:
         if is_adjusted:
             self._adjust(logits, sampled)
         if is_constrained:
-            self.masks.apply(logits)  # last, so that a bias brings nothing back
+            self._masks.apply(logits, sampled)  # last, so that a bias brings nothing back
         params = [chunk.sequence.params for chunk in sampled for _ in range(chunk.num_sampled)]
         if all(item.temperature == 0 for item in params):
             if num_rows > len(self._greedy[0]):

@@ -24,12 +24,12 @@ def rows() -> Iterator[Row]:
     yield Row(f"sample top_k {TOP_K} top_p {TOP_P}", shape, 4 * elements, 20 * elements, make)
     make = partial(_sample, vocabulary, TEMPERATURE, 0, TOP_P)
     yield Row(f"sample top_p {TOP_P}", shape, 4 * elements, 20 * elements, make)
-    yield Row("mask", shape, 8 * elements, elements, partial(_mask, vocabulary))
+    yield Row("mask", shape, 6 * elements, elements, partial(_mask, vocabulary))
     yield Row(f"log_probs top {TOP_N}", shape, 4 * elements, 20 * elements, partial(_log_probs, vocabulary))
 
 
 def _mask(vocabulary: int) -> Calls:
-    """Half of the words in pieces, as the mask of a number or a name has them; torch's twin has its mask unpacked."""
+    """Half of the words are 0, and are written only; the rest are mixed. torch's side has its mask unpacked before."""
     logits, rows = random(BATCH, vocabulary, dtype=torch.float32), torch.arange(BATCH)
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**31), 2**31, (BATCH, -(-vocabulary // 32)), generator=generator).int()
