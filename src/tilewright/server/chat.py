@@ -9,17 +9,16 @@ from typing import Any
 
 from tilewright.server.backend import Chunk, Ended, ModelInfo, SpelledLogprob, Started
 from tilewright.server.bodies import ChatBody
-from tilewright.server.errors import ApiError
+from tilewright.server.chunk_writer import ChunkWriter
 from tilewright.server.output import OutputParser, Piece, ToolCallDelta, thinks, tool_format_of
 from tilewright.types import RequestError
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """Writes the answer to one chat request."""
 
-    names_events = False
-
     def __init__(self, body: ChatBody, model: ModelInfo) -> None:
+        super().__init__(body)
         self._body = body
         self._model = model
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -37,15 +36,8 @@ class ChatWriter:
         else:
             yield from self._add_chunk(event)
 
-    def closing_chunks(self) -> Iterator[dict[str, Any]]:
-        """What comes after the last chunk of the answers."""
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield self._chunk([], usage=self._usage())
-
-    def failure_chunks(self, error: ApiError) -> Iterator[dict[str, Any]]:
-        """What tells, in a stream, that no more will come."""
-        yield error.body()
+    def usage_chunk(self) -> dict[str, Any]:
+        return self._chunk([], usage=self._usage())
 
     def result(self) -> dict[str, Any]:
         """The whole answer."""

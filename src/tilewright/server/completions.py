@@ -11,7 +11,7 @@ from typing import Any
 from tilewright.server.backend import Chunk, Ended, ModelInfo, SpelledLogprob, Started
 from tilewright.server.bodies import CompletionBody
 from tilewright.server.chat import finite, usage
-from tilewright.server.errors import ApiError
+from tilewright.server.chunk_writer import ChunkWriter
 
 
 @dataclass
@@ -23,15 +23,14 @@ class _Choice:
     finish_reason: str | None = None
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """Writes the answers to one completion request: n for each prompt, numbered through.
 
     A streamed echo waits for the end of its prompt's answers, since only then all that is known of the prompt is.
     """
 
-    names_events = False
-
     def __init__(self, body: CompletionBody, model: ModelInfo) -> None:
+        super().__init__(body)
         self._body = body
         self._model = model
         self._n = body.n or 1
@@ -57,15 +56,8 @@ class CompletionWriter:
                 logprobs = None if event.logprobs is None else _logprobs(event.logprobs, offset)
                 yield self._chunk([_choice(index, event.text, logprobs, event.finish_reason)])
 
-    def closing_chunks(self) -> Iterator[dict[str, Any]]:
-        """What comes after the last chunk of the answers."""
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield self._chunk([], usage=self._usage())
-
-    def failure_chunks(self, error: ApiError) -> Iterator[dict[str, Any]]:
-        """What tells, in a stream, that no more will come."""
-        yield error.body()
+    def usage_chunk(self) -> dict[str, Any]:
+        return self._chunk([], usage=self._usage())
 
     def result(self) -> dict[str, Any]:
         """The whole answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import re
@@ -21,6 +22,7 @@ from tilewright.server.request_log import RequestLog
 from tilewright.server.settings import ServerSettings
 
 _OPEN_PATHS = ("/health", "/version")  # for those who watch over it, and have no key
+DISCARD_S = 5.0
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
@@ -63,6 +65,7 @@ class Guard:
             await self._app(scope, body.receive, noting_send)
         except ApiError as error:
             log.fail(error, error)
+            await body.discard()
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
         except Exception as error:  # told to the client by the application already
             log.fail(as_api_error(error), error)
@@ -126,11 +129,24 @@ class _Body:
         self._is_complete = not message.get("more_body", False)
         if self._size_bytes > settings.max_body_bytes:
             error = _too_large(self._size_bytes, settings.max_body_bytes)
+            await self.discard()
             raise HTTPException(error.status, error.message, error.headers)
         if self._held.size_bytes > settings.max_held_bytes:
             detail = f"the bodies under way have {self._held.size_bytes} bytes, the limit is {settings.max_held_bytes}"
             raise HTTPException(429, detail, {"Retry-After": "5", "Connection": "close"})
         return message
+
+    async def discard(self) -> None:
+        """Reads on, within bounds, and keeps nothing: a client that is cut off while it sends does not see the answer."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._discard(), DISCARD_S)
+
+    async def _discard(self) -> None:
+        num_bytes = 0
+        while not self._is_complete and num_bytes <= self._settings.max_body_bytes:
+            message = await self._receive()
+            num_bytes += len(message.get("body", b""))
+            self._is_complete = not message.get("more_body", False)
 
     def release(self) -> None:
         """Gives back its share, when the request is answered."""
@@ -140,5 +156,5 @@ class _Body:
 
 def _too_large(size_bytes: int, limit: int) -> ApiError:
     message = f"the body has {size_bytes} bytes or more, the limit is {limit}"
-    # The rest of the body is not read: the connection cannot be used again.
+    # What is left of the body may not all be read: the connection cannot be used again.
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
