@@ -137,7 +137,7 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Reads on, within bounds, and keeps nothing: a client that is cut off while it sends does not see the answer."""
+        """Reads on, within bounds, and keeps nothing: who is cut off while sending does not see the answer."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._discard(), DISCARD_S)
 
