@@ -112,9 +112,11 @@ def _seconds(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
+    from tilewright.server import log_lines
     from tilewright.server.remote import RemoteBackend
 
-    _configure_log(options)
+    is_json = options.log_format == "json" or (options.log_format is None and not sys.stderr.isatty())
+    log_lines.configure(is_json, _log_level(options))
     _allow_many_connections()
     settings = make_settings(options)
     listener = _listen(options.host, options.port)
@@ -124,7 +126,8 @@ def run(options: argparse.Namespace) -> int:
         "isolate_media": True,
         "media_limits": dataclasses.asdict(settings.media.limits),
     }
-    backend = RemoteBackend(engine, log_level="DEBUG" if options.verbose else "WARNING")
+    level = logging.DEBUG if options.verbose else logging.WARNING
+    backend = RemoteBackend(engine, log_level=level, log_is_json=is_json)
     with listener:
         return _run_loop(serve(settings, backend, listener, options.drain_timeout))
 
@@ -174,15 +177,8 @@ def _folder(name: str) -> Path:
     return path
 
 
-def _configure_log(options: argparse.Namespace) -> None:
-    from tilewright.server.request_log import LineFormatter
-
-    handler = logging.StreamHandler()
-    is_json = options.log_format == "json" or (options.log_format is None and not sys.stderr.isatty())
-    handler.setFormatter(LineFormatter(is_json))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    level = logging.WARNING if options.quiet else logging.DEBUG if options.verbose else logging.INFO
-    logging.getLogger("tilewright").setLevel(level)
+def _log_level(options: argparse.Namespace) -> int:
+    return logging.WARNING if options.quiet else logging.DEBUG if options.verbose else logging.INFO
 
 
 def _allow_many_connections() -> None:

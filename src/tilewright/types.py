@@ -61,13 +61,12 @@ class SamplingParams:
         _require("temperature", self.temperature, 0.0, 2.0)
         _require("top_p", self.top_p, 0.0, 1.0)
         _require("min_p", self.min_p, 0.0, 1.0)
-        _require("top_k", self.top_k, 0, None)
+        _require("top_k", self.top_k, 0, 2**31 - 1)
         _require("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _require("n", self.n, 1, 128)
         _require("min_tokens", self.min_tokens, 0, None)
-        if self.repetition_penalty <= 0:
-            raise RequestError(f"repetition_penalty is {self.repetition_penalty}, expected more than 0")
+        _require("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.max_tokens is not None:
             _require("max_tokens", self.max_tokens, 1, None)
             if self.min_tokens > self.max_tokens:

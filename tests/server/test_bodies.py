@@ -3,7 +3,7 @@
 import pydantic
 import pytest
 
-from tilewright.server.bodies import ChatBody, CompletionBody
+from tilewright.server.bodies import ChatBody, CompletionBody, ResponsesBody
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}
@@ -21,6 +21,33 @@ def test_null_is_the_same_as_left_out(body, least):
 def test_null_within_the_options_of_a_stream():
     body = ChatBody.model_validate({**CHAT, "stream": True, "stream_options": {"include_usage": None}})
     assert body.stream_options.include_usage is False
+
+
+MANY = [1] * 20_000
+
+
+@pytest.mark.parametrize(
+    ("body", "given"),
+    [
+        (ChatBody, {"messages": MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": MANY}]}),
+        (ChatBody, {**CHAT, "tools": MANY}),
+        (ChatBody, {**CHAT, "stop": MANY}),
+        (ChatBody, {**CHAT, "stop_token_ids": ["x"] * 20_000}),
+        (ChatBody, {**CHAT, "modalities": MANY}),
+        (ChatBody, {**CHAT, "logit_bias": {str(i): "" for i in range(20_000)}}),
+        (ChatBody, {**CHAT, "structured_outputs": {"choice": MANY}}),
+        (CompletionBody, {"prompt": [""] * 20_000}),
+        (CompletionBody, {"prompt": [["x"] * 20_000]}),
+        (ResponsesBody, {"input": MANY}),
+        (ResponsesBody, {"input": "hi", "tools": MANY}),
+    ],
+)
+def test_many_mistakes_are_told_as_one(body, given):
+    """Checking ends at the first of a list: all of them would take a thousand bytes each, on the event loop."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        body.model_validate(given)
+    assert caught.value.error_count() <= 5  # one for each member of a union
 
 
 @pytest.mark.parametrize("name", ["stream", "echo", "max_tokens"])

@@ -232,6 +232,8 @@ def test_pictures(vision_server, vision_engine):
         ({"max_tokens": 0}, "max_tokens"),
         ({"top_logprobs": 2}, "logprobs: true"),
         ({"n": 0}, "n"),
+        ({"extra_body": {"repetition_penalty": 1e-7}}, "repetition_penalty"),
+        ({"extra_body": {"top_k": 2**40}}, "top_k"),
         ({"stop": [""]}, "stop has an empty string"),
         ({"tool_choice": "required"}, "no tools"),
         ({"tools": [{"type": "function", "function": {"name": "bad name!"}}]}, "bad name!"),

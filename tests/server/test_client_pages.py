@@ -15,7 +15,7 @@ import openai
 import pytest
 from conftest import ScriptedBackend, serving
 from PIL import Image
-from server_process import ServerProcess
+from serve_process import ServerProcess
 from sources import ROOT
 from tiny_checkpoint import write_vision_model
 

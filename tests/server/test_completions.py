@@ -3,6 +3,8 @@
 import openai
 import pytest
 
+from tilewright.server.completions import Offsets
+
 
 @pytest.fixture(scope="module")
 def client(chat_server):
@@ -59,6 +61,13 @@ def test_echo_with_log_probabilities_scores_a_prompt(client, chat_engine):
     assert more.choices[0].text.startswith(text) and len(more.choices[0].logprobs.tokens) == len(text) + 3
     (chunk,) = [chunk for chunk in complete(client, text, max_tokens=3, echo=True, stream=True) if chunk.choices]
     assert chunk.choices[0].text == more.choices[0].text
+
+
+def test_offsets_are_those_of_characters():
+    offsets = Offsets()
+    assert [offsets.next(token) for token in (b"\xc3", b"\xa9", b"!", b"ab", b"\xf0\x9f", b"\x98\x80", b".")] == [
+        0, 0, 1, 2, 4, 4, 5,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """What is refused at the door, and what is told of requests."""
 
+import asyncio
+import contextlib
 import http.client
 import json
 import logging
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -73,6 +76,11 @@ def test_cors_is_off_unless_asked_for(scripted):
     allowing, _ = scripted(settings=ServerSettings(cors_origins=("https://tiles.example",), api_keys=("key",)))
     status, headers, _ = send(f"{allowing.url}/v1/chat/completions", method="OPTIONS", **origin)
     assert status == 200 and headers["access-control-allow-origin"] == "https://tiles.example"
+    status, headers, _ = send(f"{allowing.url}/v1/models", origin="https://tiles.example")
+    assert status == 401 and headers["access-control-allow-origin"] == "https://tiles.example"  # the page sees why
+    names = "authorization, content-type, x-stainless-os, x-stainless-lang"
+    asked = {**origin, "access_control_request_headers": names}
+    assert send(f"{allowing.url}/v1/chat/completions", method="OPTIONS", **asked)[0] == 200
     other = {**origin, "origin": "https://else.example"}
     assert (
         "access-control-allow-origin" not in send(f"{allowing.url}/v1/models", authorization="Bearer key", **other)[1]
@@ -139,11 +147,62 @@ def test_errors_have_one_shape(scripted, path, body, status):
     assert found == status and error_of(text)["message"]
 
 
+def test_what_is_told_back_is_json(scripted):
+    running, _ = scripted()
+    for odd in (b'"\\ud800"', b"NaN"):
+        status, _, text = send(f"{running.url}/v1/responses", b'{"input": "hi", "user": %s}' % odd)
+        assert status == 200
+        json.loads(text, parse_constant=pytest.fail)
+
+
 def test_only_json_is_read_as_json(scripted):
     """A page elsewhere can send text/plain without asking; it must not be taken for a request."""
     running, backend = scripted()
     assert send(f"{running.url}/v1/chat/completions", json.dumps(BODY).encode(), content_type="text/plain")[0] == 400
     assert not backend.asked
+
+
+def test_a_body_that_trickles(scripted):
+    running, _ = scripted(settings=ServerSettings(body_timeout_s=0.3))
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}content-length: 5000\r\n\r\n{{".encode())
+        connection.settimeout(0.05)
+        answer = b""
+        while not answer:
+            with contextlib.suppress(TimeoutError):
+                connection.sendall(b" ")
+                answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_who_leaves_while_media_are_fetched_frees_their_place(scripted, monkeypatch):
+    running, _ = scripted()
+    is_cancelled = threading.Event()
+
+    async def bring(messages, hold):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            is_cancelled.set()
+
+    monkeypatch.setattr(running.desk.gate, "bring", bring)
+    with pytest.raises(openai.APITimeoutError):
+        running.client(timeout=0.3).chat.completions.create(model="", **BODY)
+    assert is_cancelled.wait(20)
+    wait_until(lambda: running.desk._admission.num_answers == 0)
+
+
+def test_what_is_fetched_counts_as_held(scripted, monkeypatch):
+    running, _ = scripted(settings=ServerSettings(max_held_bytes=5000))
+
+    async def bring(messages, hold):
+        hold(6000)
+
+    monkeypatch.setattr(running.desk.gate, "bring", bring)
+    with pytest.raises(openai.RateLimitError, match="the limit is 5000"):
+        running.client().chat.completions.create(model="", **BODY)
 
 
 def test_request_ids(scripted):

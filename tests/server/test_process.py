@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from server_process import ServerProcess
+from serve_process import ServerProcess
 from tiny_checkpoint import write_chat_model
 
 from tilewright import cli

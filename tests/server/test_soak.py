@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import soak
-from server_process import ServerProcess
+from serve_process import ServerProcess
 from tiny_checkpoint import write_vision_model
 
 NUM_REQUESTS = 2000

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tilewright.server.endpoints import Gate
+from tilewright.server.endpoints import Gate, Hold
 
 _KINDS = ("image", "video", "audio")
 _MAX_PATH = 4096  # characters; what is longer is no path but bytes that lack their "data:"
@@ -20,8 +20,8 @@ class PathGate:
         self._gate = gate
         self._folder = folder
 
-    async def bring(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return await self._gate.bring([self._in_message(message) for message in messages])
+    async def bring(self, messages: list[dict[str, Any]], hold: Hold) -> list[dict[str, Any]]:
+        return await self._gate.bring([self._in_message(message) for message in messages], hold)
 
     def _in_message(self, message: dict[str, Any]) -> dict[str, Any]:
         content = message.get("content")

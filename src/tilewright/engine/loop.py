@@ -71,11 +71,11 @@ class EngineLoop:
         with self._changed:
             if self._is_closing:
                 raise EngineError("the engine is closed")
-            self._handles[handle.request_id] = handle
-            self._num_preparing += 1
-            if self._preparers:
+            if self._preparers:  # first: where no thread can be started, nothing is left behind
                 kind = "constraint" if params.constraint is not None else "media" if has_media else "text"
                 self._preparers[kind].submit(self._prepare, handle, prepare)
+            self._handles[handle.request_id] = handle
+            self._num_preparing += 1
         if not self._preparers:
             self._prepare(handle, prepare)
         return handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,20 +12,20 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 
 from tilewright import __version__
 from tilewright.server.admission import Admission
 from tilewright.server.answers import Answer
 from tilewright.server.backend import Backend, EngineFailure, EngineUnavailable, ModelInfo
 from tilewright.server.bodies import AskingBody, ChatBody, CompletionBody, ResponsesBody
-from tilewright.server.endpoints import ENDPOINTS, Context
+from tilewright.server.endpoints import ENDPOINTS, Context, Prepared
 from tilewright.server.errors import ApiError, as_api_error, validation_error
-from tilewright.server.guard import Guard
+from tilewright.server.guard import BodyError, Guard
+from tilewright.server.held import Share
 from tilewright.server.media import MediaGate
 from tilewright.server.metrics import Metrics
 from tilewright.server.request_log import RequestLog
-from tilewright.server.respond import AnswerResponse
+from tilewright.server.respond import AnswerResponse, disconnected, too_slow
 from tilewright.server.responses import History
 from tilewright.server.settings import ServerSettings
 from tilewright.types import RequestError
@@ -74,25 +75,44 @@ class Desk:
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
-    async def answer(self, path: str, body: AskingBody, log: RequestLog) -> Response:
+    async def answer(self, body: AskingBody, request: Request) -> Response:
         """The response to a request at one of the ENDPOINTS, which is being computed from here on."""
         model = self.check_model(body.model)
+        log: RequestLog = request.state.log
         self._log_content(body, log)
         log.fields["stream"] = body.stream
+        began_s = asyncio.get_running_loop().time()
         slot = self._admission.enter(body.num_answers, model.max_sequences)
         try:
-            asks, writer = await ENDPOINTS[path].prepare(body, Context(model, self.gate, self._history))
+            asks, writer = await self._prepare(body, model, request)
             return AnswerResponse(
                 Answer(self.backend, asks),
                 writer,
                 log,
                 is_stream=body.stream,
                 timeout_s=self.settings.request_timeout_s,
+                began_s=began_s,
                 on_close=slot.release,
             )
         except BaseException:
             slot.release()
             raise
+
+    async def _prepare(self, body: AskingBody, model: ModelInfo, request: Request) -> Prepared:
+        """The request made ready: its media fetched, as long as the client waits and time is left."""
+        share: Share = request.state.share
+        context = Context(model, self.gate, self._history, share.add)
+        preparing = asyncio.ensure_future(ENDPOINTS[request.url.path].prepare(body, context))
+        leaving = asyncio.ensure_future(disconnected(request.receive))
+        timeout_s = self.settings.request_timeout_s
+        try:
+            await asyncio.wait({preparing, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not preparing.done():
+                raise ApiError(499, "the client left", code="client_left") if leaving.done() else too_slow(timeout_s)
+            return preparing.result()
+        finally:
+            leaving.cancel()
+            preparing.cancel()
 
     def _log_content(self, body: AskingBody, log: RequestLog) -> None:
         if self.settings.logs_content:
@@ -133,33 +153,27 @@ def create_app(desk: Desk) -> Guard:
         # Newer versions can send what requests hold elsewhere, if the environment says so; older ones ignore this.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    settings = desk.settings
     _add_routes(app, desk)
     _add_error_handlers(app)
     _describe(app)
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
-        )  # fmt: skip
-    return Guard(app, settings, desk.metrics)
+    return Guard(app, desk.settings, desk.metrics)
 
 
 def _add_routes(app: FastAPI, desk: Desk) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The answer to a conversation, as one object or, with `stream`, as events."""
-        return await desk.answer(request.url.path, body, request.state.log)
+        return await desk.answer(body, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         """What follows a prompt: a text, token ids, or several of them."""
-        return await desk.answer(request.url.path, body, request.state.log)
+        return await desk.answer(body, request)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """The answer to a conversation by the newer interface."""
-        return await desk.answer(request.url.path, body, request.state.log)
+        return await desk.answer(body, request)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -211,11 +225,12 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def plain_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if isinstance(error, BodyError):
+            return await answer(request, error.error)
         message = str(error.detail)
         if error.status_code == 404:
             message = f"there is no {request.url.path[:200]} here"
-        known = ApiError(error.status_code, message, headers=error.headers)
-        return await answer(request, known)
+        return await answer(request, ApiError(error.status_code, message, headers=error.headers))
 
     for kind in (ApiError, RequestError, EngineUnavailable, EngineFailure, Exception):
         app.add_exception_handler(kind, answer)

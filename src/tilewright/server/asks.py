@@ -78,11 +78,18 @@ def _sampling(body: SamplingBody) -> dict[str, Any]:
     if body.stop == "" or (sampling["stop"] and "" in sampling["stop"]):
         raise ApiError(400, "stop has an empty string, expected at least one character", param="stop")
     if body.logit_bias:
-        try:
-            sampling["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
-        except ValueError:
-            raise ApiError(400, "logit_bias has a name that is no token id", param="logit_bias") from None
+        sampling["logit_bias"] = _logit_bias(body.logit_bias)
     return sampling
+
+
+def _logit_bias(given: Mapping[str, Any]) -> dict[int, float]:
+    for token_id, bias in given.items():
+        if not re.fullmatch(r"\d{1,9}", token_id, re.ASCII):
+            raise ApiError(400, f"logit_bias has {token_id[:40]!r}, which is no token id", param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            message = f"logit_bias[{token_id}] is {bias!r:.40}, expected -100 to 100"
+            raise ApiError(400, message, param="logit_bias")
+    return {int(token_id): float(bias) for token_id, bias in given.items()}
 
 
 def _template_args(body: ChatBody) -> dict[str, Any]:

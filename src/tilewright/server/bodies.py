@@ -13,7 +13,13 @@ MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 1024
 MAX_PROMPTS = 256
 
+MAX_BIASES = 1024
+
 StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+# At the first item that is wrong: told of each, a body of 100 MB would take minutes and all memory.
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 def _null_means(default: object) -> BeforeValidator:
@@ -48,13 +54,13 @@ class StructuredOutputs(Body):
 
     json_schema: dict[str, Any] | None = Field(alias="json", default=None)
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = Field(default=None, description="in Lark's form")
 
 
 class Message(Body):
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
 
 
 class Function(Body):
@@ -102,22 +108,22 @@ class SamplingBody(AskingBody):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = Field(default=None, max_length=MAX_BIASES, description="token id to bias")
     seed: int | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOPS)
+    stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: TokenIds | None = Field(default=None, max_length=MAX_STOPS)
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
 
 
 class ChatBody(SamplingBody):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1, description="the older name of max_completion_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: Annotated[bool, _null_means(True)] = True
     response_format: ResponseFormat | None = None
@@ -125,7 +131,7 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="for the model's chat template, such as enable_thinking"
     )
-    modalities: list[str] | None = None
+    modalities: Texts | None = None
 
     @property
     def num_answers(self) -> int:
@@ -135,9 +141,9 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     prompt: (
         str
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[list[int]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, _null_means(16)] = Field(
         default=16, ge=0, description="0: with echo, the prompt's log-probabilities alone"
@@ -161,13 +167,13 @@ class CompletionBody(SamplingBody):
 class ResponsesBody(AskingBody):
     """A request of the Responses interface: `responses/request.py` makes a ChatBody of it, which is checked in turn."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None

@@ -59,7 +59,7 @@ class ChatWriter(ChunkWriter):
             yield self._chunk([_delta(event.index, {}, finish_reason=choice.finish_reason)])
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk"), "choices": choices, **more}
+        return {**self._head("chat.completion.chunk"), "choices": choices, **self.no_usage, **more}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model.name}

@@ -17,6 +17,8 @@ class ChunkWriter(ABC):
 
     def __init__(self, body: SamplingBody) -> None:
         self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        # Where it is wanted, the other chunks say that they do not have it.
+        self.no_usage: dict[str, None] = {"usage": None} if self._wants_usage else {}
 
     @abstractmethod
     def usage_chunk(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     logprobs: list[SpelledLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    offsets: Offsets = field(default_factory=lambda: Offsets())
 
 
 class CompletionWriter(ChunkWriter):
@@ -44,7 +46,8 @@ class CompletionWriter(ChunkWriter):
         if isinstance(event, Ended):
             self._ended[prompt_index] = event
             if self._body.echo:
-                yield from (self._chunk([self._whole(index)]) for index in self._indices_of(prompt_index))
+                for index in self._indices_of(prompt_index):
+                    yield self._chunk([self._whole(index)], **self.no_usage)
         elif isinstance(event, Chunk):
             index = prompt_index * self._n + event.index
             choice = self._choices.setdefault(index, _Choice())
@@ -52,9 +55,8 @@ class CompletionWriter(ChunkWriter):
             choice.logprobs.extend(event.logprobs or ())
             choice.finish_reason = event.finish_reason
             if not self._body.echo:
-                offset = sum(map(len, choice.texts[:-1]))
-                logprobs = None if event.logprobs is None else _logprobs(event.logprobs, offset)
-                yield self._chunk([_choice(index, event.text, logprobs, event.finish_reason)])
+                logprobs = None if event.logprobs is None else _logprobs(event.logprobs, choice.offsets)
+                yield self._chunk([_choice(index, event.text, logprobs, event.finish_reason)], **self.no_usage)
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._chunk([], usage=self._usage())
@@ -72,7 +74,7 @@ class CompletionWriter(ChunkWriter):
         if self._body.echo:
             text = (ended.prompt or "") + text
             logprobs = [*(ended.prompt_logprobs or ()), *logprobs]
-        spelled = None if self._body.logprobs is None else _logprobs(logprobs, 0)
+        spelled = None if self._body.logprobs is None else _logprobs(logprobs, Offsets())
         reason = "length" if self._body.max_tokens == 0 else choice.finish_reason
         return _choice(index, text, spelled, reason)
 
@@ -94,15 +96,23 @@ def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reaso
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _logprobs(items: Sequence[SpelledLogprob], offset: int) -> dict[str, Any]:
-    """Parallel lists, as plain completions have them. `offset`: characters of the text before the first of them."""
-    tokens = [item.token.decode("utf-8", "replace") for item in items]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+class Offsets:
+    """Where in the text tokens begin. One within a character begins where that character does."""
+
+    def __init__(self) -> None:
+        self._num_characters = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, token: bytes) -> int:
+        begin = self._num_characters
+        self._num_characters += len(self._utf8.decode(token))
+        return begin
+
+
+def _logprobs(items: Sequence[SpelledLogprob], offsets: Offsets) -> dict[str, Any]:
+    """Parallel lists, as plain completions have them."""
     return {
-        "tokens": tokens,
+        "tokens": [item.token.decode("utf-8", "replace") for item in items],
         "token_logprobs": [finite(item.logprob) for item in items],
         "top_logprobs": [
             None
@@ -110,5 +120,5 @@ def _logprobs(items: Sequence[SpelledLogprob], offset: int) -> dict[str, Any]:
             else {token.decode("utf-8", "replace"): finite(logprob) for token, logprob in item.top}
             for item in items
         ],
-        "text_offset": offsets,
+        "text_offset": [offsets.next(item.token) for item in items],
     }

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from tilewright.server.respond import Writer
 
 
+Hold = Callable[[int], None]
+
+
 class Gate(Protocol):
     """Brings media in: `media.MediaGate`, or one in front of it."""
 
-    async def bring(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]: ...
+    async def bring(self, messages: list[dict[str, Any]], hold: Hold) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Context:
     model: ModelInfo
     gate: Gate
     history: History
+    hold: Hold = lambda num_bytes: None  # told of bytes of media before they are kept, and may refuse
 
 
 class Prepared(NamedTuple):
@@ -44,7 +48,7 @@ class Prepared(NamedTuple):
 
 
 async def prepare_chat(body: ChatBody, context: Context) -> Prepared:
-    messages = await context.gate.bring(plain_messages(body))
+    messages = await context.gate.bring(plain_messages(body), context.hold)
     # In a thread, so that streams go on meanwhile: checking the grammar of 128 tools takes half a second.
     ask = await asyncio.to_thread(chat_ask, body, messages, context.model)
     return Prepared([ask], ChatWriter(body, context.model))

@@ -17,7 +17,7 @@ import threading
 from typing import Any
 
 from tilewright.inputs.media import Limits
-from tilewright.server import wire
+from tilewright.server import log_lines, wire
 from tilewright.server.outbox import Outbox
 from tilewright.server.service import EngineService
 from tilewright.types import RequestError, UnsupportedConfig
@@ -35,7 +35,7 @@ def main(socket_fd: int) -> int:
     message = channel.receive()
     if message is None:
         return 0
-    logging.basicConfig(level=message["log_level"], format="%(name)s: %(message)s")
+    log_lines.configure(message["log_is_json"], message["log_level"])
     threading.excepthook = _end_with_thread
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone: nobody is left to answer
         serve(channel, message["engine"])

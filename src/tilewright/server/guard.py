@@ -7,22 +7,26 @@ import contextlib
 import hashlib
 import hmac
 import re
+import time
 import uuid
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tilewright.server.errors import ApiError, as_api_error
+from tilewright.server.held import HeldBytes, Share
 from tilewright.server.metrics import Metrics
 from tilewright.server.request_log import RequestLog
 from tilewright.server.settings import ServerSettings
 
 _OPEN_PATHS = ("/health", "/version")  # for those who watch over it, and have no key
 DISCARD_S = 5.0
+MIN_BYTES_PER_S = 1 << 16
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
@@ -32,18 +36,24 @@ class Guard:
     def __init__(self, app: FastAPI, settings: ServerSettings, metrics: Metrics) -> None:
         self._app = app
         self.openapi = app.openapi
+        self._entry: ASGIApp = self._guard
+        if settings.cors_origins:  # around all, so that a page sees what it was refused for
+            self._entry = CORSMiddleware(
+                self._guard, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
+                allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
+            )  # fmt: skip
         self._settings = settings
         self._metrics = metrics
         # Those that exist; others are counted together.
         self._paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        self._held = _Held()
+        self._held = HeldBytes(settings.max_held_bytes)
         # Digests have one length, so that comparing them takes one time whatever was sent.
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        await (self._entry if scope["type"] == "http" else self._app)(scope, receive, send)
+
+    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         given_id = headers.get("x-request-id", "")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
@@ -59,7 +69,8 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        body = _Body(receive, self._settings, self._held)
+        share = scope["state"]["share"] = Share(self._held)
+        body = _Body(receive, self._settings, share)
         try:
             self._check(scope, headers)
             await self._app(scope, body.receive, noting_send)
@@ -68,9 +79,10 @@ class Guard:
             await body.discard()
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
         except Exception as error:  # told to the client by the application already
-            log.fail(as_api_error(error), error)
+            if log.outcome == "ok":
+                log.fail(as_api_error(error), error)
         finally:
-            body.release()
+            share.release()
             log.close(status)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
@@ -98,43 +110,50 @@ class Guard:
             )  # fmt: skip
 
 
-class _Held:
-    """Bytes of all bodies in memory."""
+class BodyError(HTTPException):
+    """An ApiError on the way through FastAPI, which lets nothing else pass while it reads a body."""
 
-    size_bytes = 0
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.message, error.headers)
+        self.error = error
 
 
 class _Body:
     """A request's body as it comes, as long as it is neither too long nor too slow, and all of them fit the memory."""
 
-    def __init__(self, receive: Receive, settings: ServerSettings, held: _Held) -> None:
+    def __init__(self, receive: Receive, settings: ServerSettings, share: Share) -> None:
         self._receive = receive
         self._settings = settings
-        self._held = held
+        self._share = share
         self._size_bytes = 0
         self._is_complete = False
+        self._began_s = time.monotonic()
 
     async def receive(self) -> Message:
         if self._is_complete:
             return await self._receive()
-        settings = self._settings
-        try:
-            message = await asyncio.wait_for(self._receive(), settings.body_timeout_s)
-        except asyncio.TimeoutError:
-            detail = f"no more of the body came for {settings.body_timeout_s:g} s"
-            raise HTTPException(408, detail, {"Connection": "close"}) from None
+        message = await self._next()
         num_bytes = len(message.get("body", b""))
         self._size_bytes += num_bytes
-        self._held.size_bytes += num_bytes
         self._is_complete = not message.get("more_body", False)
-        if self._size_bytes > settings.max_body_bytes:
-            error = _too_large(self._size_bytes, settings.max_body_bytes)
+        try:
+            self._share.add(num_bytes)
+            if self._size_bytes > self._settings.max_body_bytes:
+                raise _too_large(self._size_bytes, self._settings.max_body_bytes)
+        except ApiError as error:
             await self.discard()
-            raise HTTPException(error.status, error.message, error.headers)
-        if self._held.size_bytes > settings.max_held_bytes:
-            detail = f"the bodies under way have {self._held.size_bytes} bytes, the limit is {settings.max_held_bytes}"
-            raise HTTPException(429, detail, {"Retry-After": "5", "Connection": "close"})
+            raise BodyError(error) from None
         return message
+
+    async def _next(self) -> Message:
+        """The next piece; neither silence nor a trickle may last."""
+        patience_s = self._settings.body_timeout_s
+        left_s = self._began_s + patience_s + self._size_bytes / MIN_BYTES_PER_S - time.monotonic()
+        try:
+            return await asyncio.wait_for(self._receive(), min(patience_s, left_s))
+        except asyncio.TimeoutError:
+            message = f"the body does not come: {self._size_bytes} bytes in {time.monotonic() - self._began_s:.1f} s"
+            raise BodyError(ApiError(408, message, code="body_timeout", headers={"Connection": "close"})) from None
 
     async def discard(self) -> None:
         """Reads on, within bounds, and keeps nothing: who is cut off while sending does not see the answer."""
@@ -147,11 +166,6 @@ class _Body:
             message = await self._receive()
             num_bytes += len(message.get("body", b""))
             self._is_complete = not message.get("more_body", False)
-
-    def release(self) -> None:
-        """Gives back its share, when the request is answered."""
-        self._held.size_bytes -= self._size_bytes
-        self._size_bytes = 0
 
 
 def _too_large(size_bytes: int, limit: int) -> ApiError:

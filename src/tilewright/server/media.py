@@ -46,28 +46,35 @@ class MediaGate:
         self._readers = ThreadPoolExecutor(_NUM_READERS, "read-media")
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
 
-    async def bring(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def bring(
+        self, messages: list[dict[str, Any]], hold: Callable[[int], None] = lambda num_bytes: None
+    ) -> list[dict[str, Any]]:
         """The messages with the bytes of each http(s) and file medium in its place; data: URLs stay as they are.
 
+        `hold` is told of bytes that come before they are kept, and may refuse them.
         RequestError names the item that is too large, one too many, not allowed or not to be had.
         """
         needs = _Needs(self._policy.limits)
         for part in _parts(messages):
             needs.add(part)
-        brought = await self._bring_all(needs)
+        brought = await self._bring_all(needs, hold)
         return [_replace(message, brought) for message in messages]
 
     async def close(self) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
 
-    async def _bring_all(self, needs: _Needs) -> dict[str, bytes]:
+    async def _bring_all(self, needs: _Needs, hold: Callable[[int], None]) -> dict[str, bytes]:
         own_slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
         async def bring(source: str, name: str) -> bytes:
+            def take(num_bytes: int) -> None:
+                needs.take(num_bytes, source)
+                hold(num_bytes)
+
             async with own_slots, self._slots:
                 try:
-                    data = await self._bring(source, lambda num_bytes: needs.take(num_bytes, source))
+                    data = await self._bring(source, take)
                 except (FetchError, FileError) as error:
                     raise RequestError(f"{name}: {_shown(source)}: {error}") from None
                 return check_bytes(data, name, self._policy.limits)

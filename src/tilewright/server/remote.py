@@ -19,6 +19,7 @@ from typing import Any
 from tilewright.server import wire
 from tilewright.server.backend import Abort, Ask, EngineUnavailable, Failed, Listener, ModelInfo
 from tilewright.server.local import deliver
+from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +36,10 @@ class EngineRefused(Exception):
 class RemoteBackend:
     """A Backend whose Engine runs in a child process with `options` as its arguments."""
 
-    def __init__(self, options: Mapping[str, Any], *, log_level: str = "WARNING") -> None:
-        self._first_message = {"engine": dict(options), "log_level": log_level}
+    def __init__(
+        self, options: Mapping[str, Any], *, log_level: int = logging.WARNING, log_is_json: bool = False
+    ) -> None:
+        self._first_message = {"engine": dict(options), "log_level": log_level, "log_is_json": log_is_json}
         self._listeners: dict[str, Listener] = {}
         self._stats: dict[str, asyncio.Future[Mapping[str, float]]] = {}
         self._model: ModelInfo | None = None
@@ -69,7 +72,10 @@ class RemoteBackend:
 
     def submit(self, ask: Ask, listener: Listener) -> Abort:
         request_id = uuid.uuid4().hex
-        self._send({"submit": request_id, "ask": wire.ask_to_json(ask)})
+        try:
+            self._send({"submit": request_id, "ask": wire.ask_to_json(ask)})
+        except RecursionError:
+            raise RequestError("the request has values nested too deep") from None
         self._listeners[request_id] = listener
         return lambda: self._abort(request_id)
 
@@ -112,6 +118,11 @@ class RemoteBackend:
                     first_ready.set_exception(error)
                     return
                 _log.error("the engine was refused: %s", error)
+            except OSError as error:  # no process or file to be had now: later perhaps
+                _log.exception("the engine could not be started")
+                if not first_ready.done():
+                    first_ready.set_exception(EngineRefused(f"the engine's process could not be started: {error}"))
+                    return
             pause_s = FIRST_PAUSE_S if was_ready else min(2 * pause_s, LONGEST_PAUSE_S)
             if not first_ready.done():
                 first_ready.set_exception(EngineRefused("the engine's process ended before it was ready"))
@@ -122,9 +133,14 @@ class RemoteBackend:
     async def _run_one(self, first_ready: asyncio.Future[None]) -> bool:
         """Starts an engine and lives with it until it ends; whether it ever was ready."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "tilewright.server.engine_process", str(theirs.fileno())]
-            process = self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        try:
+            with theirs:
+                command = [sys.executable, "-m", "tilewright.server.engine_process", str(theirs.fileno())]
+                files = [theirs.fileno()]
+                process = self._process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL)
+        except OSError:
+            ours.close()
+            raise
         reader, writer = await asyncio.open_connection(sock=ours)
         was_ready = False
         try:
@@ -144,14 +160,16 @@ class RemoteBackend:
         finally:
             self._writer = None
             writer.close()
-            await _end(process, at_once=not self._is_closing)
-            self._process = None
-            self._fail_all(process.returncode)
+            try:
+                await _end(process, at_once=not self._is_closing)
+            finally:
+                self._process = None
+                self._fail_all(process.returncode)
         return was_ready
 
     def _fail_all(self, status: int | None) -> None:
         """Tells everybody who waits that their engine is gone."""
-        how = f"signal {signal.Signals(-status).name}" if status is not None and status < 0 else f"status {status}"
+        how = f"status {status}" if status is None or status >= 0 else _signal_name(-status)
         if not self._is_closing:
             _log.error("the engine ended (%s) with %d requests under way", how, len(self._listeners))
         listeners, self._listeners = self._listeners, {}
@@ -160,6 +178,11 @@ class RemoteBackend:
         for waiting in self._stats.values():
             if not waiting.done():
                 waiting.set_exception(EngineUnavailable(f"the engine ended ({how})"))
+
+
+def _signal_name(number: int) -> str:
+    known = {member.value: member.name for member in signal.Signals}
+    return f"signal {known.get(number, number)}"
 
 
 async def _messages(reader: asyncio.StreamReader) -> Any:
@@ -181,3 +204,7 @@ async def _end(process: subprocess.Popen[bytes], *, at_once: bool) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         await loop.run_in_executor(None, process.wait)
+    except asyncio.CancelledError:  # told to end while one that died is waited for
+        process.kill()
+        process.wait()
+        raise

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from tilewright.server.backend import Chunk, Ended, Started
@@ -76,26 +74,3 @@ class RequestLog:
             for _ in range(num_tokens):
                 self._metrics.between_tokens.observe((now - self._last_token_s) / num_tokens)
         self._last_token_s = now
-
-
-class LineFormatter(logging.Formatter):
-    """One line per record: JSON for programs, or names and values for people."""
-
-    def __init__(self, is_json: bool) -> None:
-        super().__init__()
-        self._is_json = is_json
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields: Mapping[str, Any] = getattr(record, "fields", None) or {"message": record.getMessage()}
-        head = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), "level": record.levelname.lower()}
-        fields = {**head, "logger": record.name, **fields}
-        if record.exc_info:
-            fields["trace"] = self.formatException(record.exc_info)
-        if self._is_json:
-            return json.dumps(fields)
-        return " ".join(f"{name}={_quoted(value)}" for name, value in fields.items() if name not in ("logger", "level"))
-
-
-def _quoted(value: object) -> str:
-    text = str(value)
-    return json.dumps(text) if not text or set(' "=\n\r\t') & set(text) else text

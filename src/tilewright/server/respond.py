@@ -51,6 +51,7 @@ class AnswerResponse(Response):
         *,
         is_stream: bool,
         timeout_s: float,
+        began_s: float,
         on_close: Callable[[], None],
     ) -> None:
         super().__init__()
@@ -59,13 +60,15 @@ class AnswerResponse(Response):
         self._log = log
         self._is_stream = is_stream
         self._timeout_s = timeout_s
+        self._began_s = began_s  # by the event loop's clock
         self._on_close = on_close
         self._has_head = False  # sent
+        self._has_chunk = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         leaving = loop.create_task(self._watch(receive))
-        timer = loop.call_later(self._timeout_s, self._answer.tell, TimedOut())
+        timer = loop.call_at(self._began_s + self._timeout_s, self._answer.tell, TimedOut())
         try:
             await asyncio.wait_for(self._respond(scope, receive, send), self._timeout_s + GRACE_S)
         except asyncio.TimeoutError:
@@ -95,6 +98,7 @@ class AnswerResponse(Response):
         async for prompt_index, event in self._events(send):
             for chunk in self._writer.add(prompt_index, event):
                 await self._begin(send)
+                self._has_chunk = True
                 await _send_event(send, chunk, self._name(chunk))
         await self._begin(send)
         for chunk in self._writer.closing_chunks():
@@ -107,7 +111,7 @@ class AnswerResponse(Response):
         async for prompt_index, event in self._events(None):
             for _ in self._writer.add(prompt_index, event):
                 pass
-        await JSONResponse(self._writer.result())(scope, receive, send)
+        await Response(to_json(self._writer.result()), media_type="application/json")(scope, receive, send)
 
     async def _events(self, send: Send | None) -> Any:
         """The engine's events until all prompts are answered. With `send`, silence is filled with comments."""
@@ -120,11 +124,10 @@ class AnswerResponse(Response):
                 if isinstance(event, Gone):
                     raise _ClientGone
                 if isinstance(event, TimedOut):
-                    message = f"the answer took longer than {self._timeout_s:g} s, the limit of this server"
-                    raise ApiError(504, message, kind="server_error", code="timeout")
+                    raise too_slow(self._timeout_s)
                 if isinstance(event, Quiet):
-                    # Only before the first token, while the prompt is read: nothing else takes so long.
-                    if send and not self._log.has_started:
+                    # Only before the first chunk, while a prompt is read or an echo waits for its end.
+                    if send and not self._has_chunk:
                         await self._begin(send)
                         await send({"type": "http.response.body", "body": b": reading\n\n", "more_body": True})
                         quiet = loop.call_later(KEEP_ALIVE_S, self._answer.tell, Quiet())
@@ -145,8 +148,7 @@ class AnswerResponse(Response):
         return chunk["type"] if self._writer.names_events else None
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         self._answer.tell(Gone())
 
 
@@ -154,8 +156,27 @@ class _ClientGone(Exception):
     pass
 
 
-async def _send_event(send: Send, data: Mapping[str, Any], name: str | None) -> None:
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def too_slow(timeout_s: float) -> ApiError:
+    message = f"the answer took longer than {timeout_s:g} s, the limit of this server"
+    return ApiError(504, message, kind="server_error", code="timeout")
+
+
+def to_json(data: Mapping[str, Any]) -> bytes:
+    """JSON that every client can read, whatever a request had in the fields that are told back."""
+    try:
+        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # NaN, which Python reads and JSON does not have
+        return to_json(json.loads(json.dumps(data), parse_constant=lambda name: None))
     # A lone surrogate cannot be written as UTF-8; escaped it can.
-    body = f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
-    await send({"type": "http.response.body", "body": body.encode("utf-8", "backslashreplace"), "more_body": True})
+    return text.encode("utf-8", "backslashreplace")
+
+
+async def _send_event(send: Send, data: Mapping[str, Any], name: str | None) -> None:
+    head = f"event: {name}\ndata: ".encode() if name else b"data: "
+    await send({"type": "http.response.body", "body": head + to_json(data) + b"\n\n", "more_body": True})

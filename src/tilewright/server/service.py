@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
     from tilewright.engine.handle import Handle
     from tilewright.inputs.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 Emit = Callable[[str, Event], None]  # (request id, event); called on the engine's thread
 
@@ -130,5 +133,8 @@ class _Events:
 
 
 def failure(error: BaseException) -> Failed:
-    """What to tell of an error: the fault of the request, or of the engine."""
-    return Failed("request" if isinstance(error, RequestError) else "engine", str(error) or type(error).__name__)
+    """What to tell of an error. One that is no fault of the request goes to the log, and its inside to nobody else."""
+    if isinstance(error, RequestError):
+        return Failed("request", str(error))
+    _log.error("a request failed", exc_info=error)
+    return Failed("engine", "the engine could not compute this request; the server's log has the reason")

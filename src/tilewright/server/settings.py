@@ -9,7 +9,9 @@ from tilewright.server.media import MediaPolicy
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 # Smaller than what the library takes from its own user: these come from strangers, and many at once.
-MEDIA_LIMITS = Limits(max_bytes=64 * 2**20, max_pixels=2**26, max_duration_s=600.0, max_items=32, allow_paths=False)
+MEDIA_LIMITS = Limits(
+    max_bytes=64 * 2**20, max_total_bytes=128 * 2**20, max_duration_s=600.0, max_items=32, allow_paths=False
+)
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,9 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()  # web pages from elsewhere that may ask
     allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS  # names the server answers to; empty: any
     max_body_bytes: int = 128 * 2**20
-    max_held_bytes: int = 512 * 2**20  # of all bodies being read or answered
+    max_held_bytes: int = 512 * 2**20  # of all bodies under way, and of what was fetched for them
     body_timeout_s: float = 30.0  # of silence while a body is read
     max_queue: int = 256  # answers that may wait beside those that are computed
     request_timeout_s: float = 1800.0
     media: MediaPolicy = field(default_factory=lambda: MediaPolicy(MEDIA_LIMITS))
-    logs_content: bool = False  # bodies and answers go to the log
+    logs_content: bool = False  # bodies go to the log

@@ -49,6 +49,8 @@ class ResponsesWriter:
 
     def failure_chunks(self, error: ApiError) -> Iterator[dict[str, Any]]:
         """The event of an answer that something went wrong with."""
+        if self._parser is None:
+            yield from self._builder.begin()
         yield from self._builder.fail(error.message)
 
     def result(self) -> dict[str, Any]:
