@@ -277,7 +277,7 @@ def test_it_is_synced_now_and_then(tmp_path, monkeypatch):
 
 
 class KeepingGate:
-    async def bring(self, messages):
+    async def bring(self, messages, hold):
         return messages
 
 
@@ -293,7 +293,7 @@ class KeepingGate:
 )
 def test_paths_become_urls(part, expected):
     message = {"role": "user", "content": [{"type": "text", "text": "c.png"}, part]}
-    (brought,) = asyncio.run(PathGate(KeepingGate(), Path("/in")).bring([message]))
+    (brought,) = asyncio.run(PathGate(KeepingGate(), Path("/in")).bring([message], hold=print))
     kind = "video" if "video" in part else "image"
     rest = {"fps": 2} if "fps" in part else {}
     assert brought["content"] == [
@@ -318,7 +318,7 @@ def test_paths_become_urls(part, expected):
 )
 def test_what_is_no_path_is_left_as_it_is(part):
     message = {"role": "user", "content": [part]}
-    assert asyncio.run(PathGate(KeepingGate(), Path("/in")).bring([message])) == [message]
+    assert asyncio.run(PathGate(KeepingGate(), Path("/in")).bring([message], hold=print)) == [message]
 
 
 # Work.

@@ -34,12 +34,12 @@ def family_of(pid):
 
 
 def memory_bytes(pid):
-    """What a process has for itself: pages of files it shares with others come and go."""
+    """What is resident of a process."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    return int(text.split("RssAnon:")[1].split()[0]) * 1024
+    return int(text.split("VmRSS:")[1].split()[0]) * 1024
 
 
 def metric(url, name):
