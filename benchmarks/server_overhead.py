@@ -22,8 +22,8 @@ from server_process import ServerProcess
 
 from tilewright.bench.http_client import Client, Server
 from tilewright.bench.serve import load
-from tilewright.bench.serve.run import run_loop
 from tilewright.bench.serve.workload import Workload
+from tilewright.event_loop import run_loop
 
 READY_TIMEOUT_S = 300.0
 TIMEOUT_S = 300.0

@@ -327,7 +327,7 @@ def test_what_is_no_path_is_left_as_it_is(part):
 class SlowBackend:
     """Answers each request a moment later, and knows how many it had at once."""
 
-    is_ready = True
+    num_restarts = 0
     model = ModelInfo("m", 100, 4, None)
 
     def __init__(self):

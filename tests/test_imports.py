@@ -18,7 +18,7 @@ LEVELS = [
     ["weights", "parallel", "inputs"],
     ["ops"],
     ["_kernels"],
-    ["types", "config"],
+    ["types", "config", "event_loop"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 

@@ -71,10 +71,15 @@ def engine_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> Engine:
     """The Engine of the flags, and of `more` that has none. A model that cannot be loaded is a RequestError."""
+    return make_engine(progress=progress, **engine_options(options), **more)
+
+
+def make_engine(**options: Any) -> Engine:
+    """An Engine by its arguments. A model that cannot be loaded is a RequestError."""
     from tilewright.engine.engine import Engine
     from tilewright.weights.checkpoint import CheckpointError
 
     try:
-        return Engine(progress=progress, **engine_options(options), **more)
+        return Engine(**options)
     except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
         raise RequestError(str(error)) from error

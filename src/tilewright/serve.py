@@ -11,12 +11,13 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilewright import config, engine_flags
 from tilewright.engine.memory import parse_bytes
+from tilewright.event_loop import run_loop
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ def run(options: argparse.Namespace) -> int:
     level = logging.DEBUG if options.verbose else logging.WARNING
     backend = RemoteBackend(engine, log_level=level, log_is_json=is_json)
     with listener:
-        return _run_loop(serve(settings, backend, listener, options.drain_timeout))
+        status: int = run_loop(serve(settings, backend, listener, options.drain_timeout))
+        return status
 
 
 def make_settings(options: argparse.Namespace) -> ServerSettings:
@@ -196,14 +198,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise RequestError(
             f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}"
         ) from error
-
-
-def _run_loop(main: Coroutine[Any, Any, int]) -> int:
-    try:
-        import uvloop
-    except ImportError:  # not made for every system
-        return asyncio.run(main)
-    return uvloop.run(main)
 
 
 async def serve(settings: ServerSettings, backend: RemoteBackend, listener: socket.socket, drain_s: float) -> int:

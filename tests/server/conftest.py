@@ -104,7 +104,7 @@ def vision_server(vision_engine):
 class ScriptedBackend:
     """Answers every request with the same pieces of text, or as slowly as a test wants it."""
 
-    is_ready = True
+    num_restarts = 0
 
     def __init__(self, pieces=("Hello", " there"), *, template=None, opens_reasoning=False, holds_back=False) -> None:
         self.pieces = list(pieces)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tilewright.server.json_text import to_json
 from tilewright.types import RequestError
 
 SYNC_INTERVAL_S = 5.0
@@ -57,11 +58,10 @@ class ResultFile:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Adds a line, whole or not at all; now and then waits until the disk has it."""
-        text = json.dumps(line, ensure_ascii=False, separators=(",", ":"))
+        text = to_json(line)
         for character in _LINE_ENDS:
-            text = text.replace(character, f"\\u{ord(character):04x}")
-        # A lone surrogate cannot be written as UTF-8; escaped it can.
-        data = memoryview(text.encode("utf-8", "backslashreplace") + b"\n")
+            text = text.replace(character.encode(), f"\\u{ord(character):04x}".encode())
+        data = memoryview(text + b"\n")
         size_bytes = self._size_bytes + len(data)
         try:
             while data:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from tilewright import __version__
@@ -22,6 +22,7 @@ from tilewright.server.endpoints import ENDPOINTS, Context, Prepared
 from tilewright.server.errors import ApiError, as_api_error, validation_error
 from tilewright.server.guard import BodyError, Guard
 from tilewright.server.held import Share
+from tilewright.server.json_text import JsonResponse
 from tilewright.server.media import MediaGate
 from tilewright.server.metrics import Metrics
 from tilewright.server.request_log import RequestLog
@@ -126,11 +127,11 @@ class Desk:
         try:
             stats = await self.backend.stats()
         except EngineUnavailable as error:
-            return JSONResponse({"status": "unavailable", "reason": str(error)}, 503)
+            return JsonResponse({"status": "unavailable", "reason": str(error)}, 503)
         if stats["step_age_s"] > MAX_STEP_S:
             reason = f"a step has been under way for {stats['step_age_s']:.0f} s"
-            return JSONResponse({"status": "unavailable", "reason": reason}, 503)
-        return JSONResponse({"status": "ok"})
+            return JsonResponse({"status": "unavailable", "reason": reason}, 503)
+        return JsonResponse({"status": "ok"})
 
     async def metrics_text(self) -> Response:
         stats: Mapping[str, float] | None
@@ -138,7 +139,7 @@ class Desk:
             stats = await self.backend.stats()
         except EngineUnavailable:
             stats = None
-        text = self.metrics.text(stats, getattr(self.backend, "num_restarts", 0))
+        text = self.metrics.text(stats, self.backend.num_restarts)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
@@ -178,13 +179,13 @@ def _add_routes(app: FastAPI, desk: Desk) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
         """The model this server has."""
-        return JSONResponse({"object": "list", "data": [_model_object(desk)]})
+        return JsonResponse({"object": "list", "data": [_model_object(desk)]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """One model."""
         desk.check_model(name)
-        return JSONResponse(_model_object(desk))
+        return JsonResponse(_model_object(desk))
 
     @app.get("/health")
     async def health() -> Response:
@@ -199,7 +200,7 @@ def _add_routes(app: FastAPI, desk: Desk) -> None:
     @app.get("/version")
     async def version() -> Response:
         """The version of this server."""
-        return JSONResponse({"version": __version__})
+        return JsonResponse({"version": __version__})
 
 
 def _model_object(desk: Desk) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         known = as_api_error(error)
         request.state.log.fail(known, error)
-        return JSONResponse(known.body(), known.status, known.headers)
+        return JsonResponse(known.body(), known.status, known.headers)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

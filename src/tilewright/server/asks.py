@@ -32,17 +32,16 @@ def chat_ask(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: Model
     sampling = _sampling(body)
     sampling["max_tokens"] = body.max_completion_tokens or body.max_tokens
     sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    check_tools(tools)
+    check_tools(body.plain_tools)
     template_args = _template_args(body)
     # Thoughts come before what is bound, unless they were turned off: then the prompt holds empty ones already.
     allows_reasoning = (
         model.template is not None and thinks(model.template) and template_args.get("enable_thinking") is not False
     )
-    sampling["constraint"] = _chat_constraint(body, tools, model, allows_reasoning)
+    sampling["constraint"] = _chat_constraint(body, model, allows_reasoning)
     return Ask(
         messages=messages,
-        tools=tools if tools and body.tool_choice != "none" else None,
+        tools=body.tools_in_use or None,
         template_args=template_args,
         sampling={name: value for name, value in sampling.items() if value is not None},
     )
@@ -104,14 +103,12 @@ def _template_args(body: ChatBody) -> dict[str, Any]:
     return given
 
 
-def _chat_constraint(
-    body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ModelInfo, allows_reasoning: bool
-) -> Constraint | None:
+def _chat_constraint(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> Constraint | None:
     """The one constraint a chat request asks for: a forced tool call, a response format, or structured outputs."""
     found = [
         constraint
         for constraint in (
-            _forced_call(body, tools, model, allows_reasoning),
+            _forced_call(body, model, allows_reasoning),
             _response_format(body, allows_reasoning),
             _structured_outputs(body, allows_reasoning),
         )
@@ -122,12 +119,11 @@ def _chat_constraint(
     return found[0] if found else None
 
 
-def _forced_call(
-    body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ModelInfo, allows_reasoning: bool
-) -> Constraint | None:
+def _forced_call(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> Constraint | None:
     choice = body.tool_choice
     if choice is None or choice in ("none", "auto"):
         return None
+    tools = body.plain_tools
     if not tools:
         raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
     tool_format = None if model.template is None else tool_format_of(model.template)

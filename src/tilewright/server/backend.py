@@ -112,7 +112,8 @@ class Backend(Protocol):
         """The model; EngineUnavailable while there is none."""
 
     @property
-    def is_ready(self) -> bool: ...
+    def num_restarts(self) -> int:
+        """How often an engine was lost and another started."""
 
     def submit(self, ask: Ask, listener: Listener) -> Abort:
         """Begins a request, whose events go to the listener; EngineUnavailable if nobody would answer it."""

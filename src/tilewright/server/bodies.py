@@ -5,6 +5,7 @@ Fields that are not listed are ignored: clients send many that mean nothing here
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -12,7 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 1024
 MAX_PROMPTS = 256
-
 MAX_BIASES = 1024
 
 StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
@@ -107,7 +107,7 @@ class SamplingBody(AskingBody):
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     logit_bias: dict[str, Any] | None = Field(default=None, max_length=MAX_BIASES, description="token id to bias")
     seed: int | None = None
     stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
@@ -136,6 +136,16 @@ class ChatBody(SamplingBody):
     @property
     def num_answers(self) -> int:
         return self.n or 1
+
+    @cached_property
+    def plain_tools(self) -> list[dict[str, Any]]:
+        """The tools as the template, the grammar and the parser take them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    @property
+    def tools_in_use(self) -> list[dict[str, Any]]:
+        """Those of them that may be called."""
+        return [] if self.tool_choice == "none" else self.plain_tools
 
 
 class CompletionBody(SamplingBody):

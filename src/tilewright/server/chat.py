@@ -119,10 +119,9 @@ class _Choice:
 
 def output_parser(body: ChatBody, model: ModelInfo, opens_reasoning: bool) -> OutputParser:
     """What tells thoughts, content and tool calls of one answer apart."""
-    wants_calls = bool(body.tools) and body.tool_choice != "none"
     return OutputParser(
-        tool_format=tool_format_of(model.template) if model.template and wants_calls else None,
-        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] if wants_calls else [],
+        tool_format=tool_format_of(model.template) if model.template and body.tools_in_use else None,
+        tools=body.tools_in_use,
         opens_reasoning=opens_reasoning,
         splits_reasoning=model.template is not None and thinks(model.template),
     )

@@ -16,14 +16,16 @@ import sys
 import threading
 from typing import Any
 
+from tilewright.engine_flags import make_engine
 from tilewright.inputs.media import Limits
 from tilewright.server import log_lines, wire
 from tilewright.server.outbox import Outbox
 from tilewright.server.service import EngineService
-from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
-MEASURE_S = 0.5  # for the machine's limits, that /metrics holds the engine's speed against
+# For the machine's limits, that /metrics holds the engine's speed against: 0.7 s of the start, buffers included.
+MEASURE_S = 0.2
 ENGINE_LOST = 70  # exit status when the engine's thread ended by an error
 
 
@@ -45,12 +47,10 @@ def main(socket_fd: int) -> int:
 def serve(channel: Channel, options: dict[str, Any]) -> None:
     """Answers until the other end closes."""
     from tilewright import machine
-    from tilewright.engine.engine import Engine
-    from tilewright.weights.checkpoint import CheckpointError
 
     try:
-        engine = Engine(**{**options, "media_limits": Limits(**options["media_limits"])})
-    except (CheckpointError, RequestError, UnsupportedConfig) as error:
+        engine = make_engine(**{**options, "media_limits": Limits(**options["media_limits"])})
+    except RequestError as error:
         channel.send({"refused": str(error)})
         return
     outbox = Outbox(lambda events: channel.send({"events": [[id, wire.event_to_json(event)] for id, event in events]}))

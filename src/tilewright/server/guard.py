@@ -14,12 +14,12 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tilewright.server.errors import ApiError, as_api_error
 from tilewright.server.held import HeldBytes, Share
+from tilewright.server.json_text import JsonResponse
 from tilewright.server.metrics import Metrics
 from tilewright.server.request_log import RequestLog
 from tilewright.server.settings import ServerSettings
@@ -77,7 +77,7 @@ class Guard:
         except ApiError as error:
             log.fail(error, error)
             await body.discard()
-            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
+            await JsonResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
         except Exception as error:  # told to the client by the application already
             if log.outcome == "ok":
                 log.fail(as_api_error(error), error)

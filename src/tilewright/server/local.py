@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class LocalBackend:
     """A Backend over an Engine of the caller's, who closes it."""
 
-    is_ready = True
+    num_restarts = 0  # what is lost here takes the process with it
 
     def __init__(self, engine: Engine) -> None:
         self._loop = asyncio.get_running_loop()

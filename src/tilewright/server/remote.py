@@ -65,11 +65,6 @@ class RemoteBackend:
     def is_ready(self) -> bool:
         return self._writer is not None
 
-    @property
-    def process_id(self) -> int | None:
-        """Of the child; None between two."""
-        return None if self._process is None else self._process.pid
-
     def submit(self, ask: Ask, listener: Listener) -> Abort:
         request_id = uuid.uuid4().hex
         try:

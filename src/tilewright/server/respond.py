@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tilewright.server.answers import Answer, Gone, Quiet, TimedOut
 from tilewright.server.backend import Chunk, Ended, Started
 from tilewright.server.errors import ApiError, as_api_error
+from tilewright.server.json_text import JsonResponse, to_json
 from tilewright.server.request_log import RequestLog
 
 # Reading a long prompt takes minutes on a small machine; proxies commonly give up on a silent connection after 60 s.
@@ -92,7 +92,7 @@ class AnswerResponse(Response):
                     await _send_event(send, chunk, self._name(chunk))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             else:
-                await JSONResponse(known.body(), known.status, known.headers)(scope, receive, send)
+                await JsonResponse(known.body(), known.status, known.headers)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         async for prompt_index, event in self._events(send):
@@ -111,7 +111,7 @@ class AnswerResponse(Response):
         async for prompt_index, event in self._events(None):
             for _ in self._writer.add(prompt_index, event):
                 pass
-        await Response(to_json(self._writer.result()), media_type="application/json")(scope, receive, send)
+        await JsonResponse(self._writer.result())(scope, receive, send)
 
     async def _events(self, send: Send | None) -> Any:
         """The engine's events until all prompts are answered. With `send`, silence is filled with comments."""
@@ -165,16 +165,6 @@ async def disconnected(receive: Receive) -> None:
 def too_slow(timeout_s: float) -> ApiError:
     message = f"the answer took longer than {timeout_s:g} s, the limit of this server"
     return ApiError(504, message, kind="server_error", code="timeout")
-
-
-def to_json(data: Mapping[str, Any]) -> bytes:
-    """JSON that every client can read, whatever a request had in the fields that are told back."""
-    try:
-        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # NaN, which Python reads and JSON does not have
-        return to_json(json.loads(json.dumps(data), parse_constant=lambda name: None))
-    # A lone surrogate cannot be written as UTF-8; escaped it can.
-    return text.encode("utf-8", "backslashreplace")
 
 
 async def _send_event(send: Send, data: Mapping[str, Any], name: str | None) -> None:

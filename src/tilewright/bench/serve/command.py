@@ -145,8 +145,9 @@ def run(options: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where no request was answered."""
     from tilewright.bench.http_client import Client, Server
     from tilewright.bench.serve import limits, report
-    from tilewright.bench.serve.run import first_model, measure, run_loop
+    from tilewright.bench.serve.run import first_model, measure
     from tilewright.bench.serve.summary import parse_goodput, summarise
+    from tilewright.event_loop import run_loop
 
     if options.plot and not common.can_plot():
         return 2

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter, process_time
-from typing import Any
 
 from tqdm import tqdm
 
@@ -27,15 +25,6 @@ class Measured:
 
     samples: list[Sample]
     client_cpu_share: float
-
-
-def run_loop(main: Coroutine[Any, Any, Any]) -> Any:
-    """What `main` returns, by uvloop where there is one: it takes less of the machine."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    return uvloop.run(main)
 
 
 async def first_model(client: Client) -> str:
