@@ -28,9 +28,10 @@ from tilewright.bench.common import size
 from tilewright.bench.http_client import Client, Server
 from tilewright.bench.serve import limits
 from tilewright.bench.serve.load import ClosedLoop
-from tilewright.bench.serve.run import first_model, measure, run_loop
+from tilewright.bench.serve.run import first_model, measure
 from tilewright.bench.serve.summary import Summary, summarise
 from tilewright.bench.serve.workload import Workload
+from tilewright.event_loop import run_loop
 from tilewright.types import RequestError
 
 SETTLE_S = 1.0  # after a server's end, before the machine is probed

@@ -222,7 +222,7 @@ def test_pictures(vision_server, vision_engine):
     assert answer.choices[0].message.content == alone.text
     assert answer.usage.prompt_tokens == alone.num_prompt_tokens
     again = ask(vision_server.client(), messages=messages, temperature=0)
-    assert again.usage.prompt_tokens_details.cached_tokens >= 0
+    assert again.choices[0].message.content == alone.text
 
 
 @pytest.mark.parametrize(

@@ -353,3 +353,15 @@ def test_any_schema_is_a_grammar_or_refused(name, parameters, is_strict):
         matcher(FORMATS[name], tools)
     except RequestError:
         return
+
+
+def test_parameters_made_to_crash_are_refused():
+    """A chain of references overflows the stack of whoever compiles it: another process, which is replaced."""
+    length = 8000
+    links = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}, "minItems": 1} for i in range(length)}
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/d0"}}, "required": ["x"]}
+    hostile = {**schema, "$defs": {**links, f"d{length}": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": hostile}}]
+    with pytest.raises(RequestError, match=r"tool 'f' cannot be held to: it is nested too deeply"):
+        tool_constraint(HERMES, tools, "required", parallel=False, allows_reasoning=False)
+    assert tool_constraint(HERMES, TOOLS, "required", parallel=False, allows_reasoning=False).kind == "lark"

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from tilewright.server.output.format import ToolFormat
 from tilewright.server.output.grammar import Tool, json_of
 from tilewright.server.output.tools import parameters_by_name
 from tilewright.types import Constraint, RequestError
+
+if TYPE_CHECKING:
+    from tilewright.engine.constraint_trial import Trial
+
+MAX_CHECKED = 256  # grammars that are known to be good: agents send the same tools with every turn
 
 
 def tool_constraint(
@@ -51,10 +57,24 @@ def _chosen(tools: Sequence[Mapping], choice: str | Mapping) -> list[Tool]:
     return [known[name]]
 
 
+@lru_cache(MAX_CHECKED)
 def _check(grammar: str, what: str) -> None:
     """A `RequestError` that says why the grammar of this is none."""
     from llguidance import LLMatcher
 
-    if error := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)):
-        reason = re.search(r"failed to compile JSON schema: (.*)", error)
-        raise RequestError(f"{what} cannot be held to: {reason[1] if reason else error:.200}")
+    from tilewright.engine.constraint_grammar import GrammarError
+
+    try:
+        _trial().run(LLMatcher.grammar_from_lark(grammar))
+    except GrammarError as error:
+        reason = re.search(r"failed to compile JSON schema: (.*)", str(error))
+        raise RequestError(f"{what} cannot be held to: {reason[1] if reason else str(error):.200}") from None
+
+
+@cache
+def _trial() -> Trial:
+    """Where grammars are compiled: in a process that may come to harm, as a chain of references overflows a stack."""
+    from tilewright.engine.constraint_trial import Trial
+
+    end = 0
+    return Trial(1, {end: "<end>"}, [end])
