@@ -48,7 +48,11 @@ export function askDialog({ title, label, text = "", value = "", yes, type = "te
     const input = element("input", { id: "asked", type, autocomplete: "off", autofocus: true });
     input.value = value;
     const done = () => input.value.trim() && close(input.value.trim());
-    input.addEventListener("keydown", (event) => event.key === "Enter" && !event.isComposing && done());
+    input.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.isComposing) return;
+      event.preventDefault(); // or the button that the focus goes back to would be pressed by it
+      done();
+    });
     if (text) body.append(element("p", {}, text));
     body.append(element("label", { for: "asked" }, label), input, actions(button("Cancel", () => close()), button(yes, done, "primary")));
     queueMicrotask(() => input.select());

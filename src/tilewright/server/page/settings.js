@@ -4,10 +4,16 @@ import { actions, button, openDialog } from "./dialogs.js";
 import { element } from "./dom.js";
 
 const KEY = "tilewright-settings";
-const MAX_STOPS = 32;
+const MAX_STOPS = 32; // and the characters of one: what the server takes
+const MAX_STOP_LENGTH = 1024;
 
 const between = (low, high) => (value) => (value >= low && value <= high ? null : `expected ${low} to ${high}`);
 const wholeFrom = (low) => (value) => (Number.isSafeInteger(value) && value >= low ? null : `expected a whole number, ${low} or more`);
+
+function checkStops(stops) {
+  const isShort = stops.every((stop) => stop.length <= MAX_STOP_LENGTH);
+  return isShort && stops.length <= MAX_STOPS ? null : `expected at most ${MAX_STOPS} lines of ${MAX_STOP_LENGTH} characters`;
+}
 
 // Of each field: how it is asked for, and its value for the request out of what was written.
 const FIELDS = [
@@ -17,7 +23,7 @@ const FIELDS = [
   { name: "top_k", label: "Top k", hint: "This many of the likeliest tokens; 0: all", check: wholeFrom(0), read: Number },
   { name: "max_tokens", label: "Longest answer", hint: "In tokens", check: wholeFrom(1), read: Number },
   { name: "seed", label: "Seed", hint: "The same seed gives the same answer", check: (value) => (Number.isSafeInteger(value) ? null : "expected a whole number"), read: Number },
-  { name: "stop", label: "Stop at", hint: `Texts that end an answer, one per line, at most ${MAX_STOPS}`, rows: 2, check: (stops) => (stops.length <= MAX_STOPS ? null : `expected at most ${MAX_STOPS} lines`), read: (text) => text.split("\n").filter(Boolean) },
+  { name: "stop", label: "Stop at", hint: `Texts that end an answer, one per line, at most ${MAX_STOPS}`, rows: 2, check: checkStops, read: (text) => text.split("\n").filter(Boolean) },
 ];
 
 // What was written into the fields, by name.
