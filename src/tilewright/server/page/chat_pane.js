@@ -53,7 +53,8 @@ export class ChatPane {
     for (const message of this.conversation.messages) this.addView(message);
     this.changedMessages();
     this.composer.setBusy(this.isBusy);
-    this.scroller.toEnd();
+    if (this.conversation.messages.length) this.scroller.toEnd();
+    else this.scroller.toTop();
     await this.composer.load(this.conversation.messages.length ? this.conversation.id : "new");
   }
 

@@ -21,9 +21,7 @@ export class MarkdownView {
     const nodes = blocks.map((block) => blockNode(block, 0));
     this.tail.forEach((node) => node.remove());
     this.root.append(...nodes);
-    // A line that is not complete may yet turn out to belong to the block before it.
-    const lastLine = text.lastIndexOf("\n") + 1;
-    const numOpen = blocks.length > 1 && blocks[blocks.length - 1].start >= lastLine ? 2 : 1;
+    const numOpen = isUnsure(blocks, text) ? 2 : 1;
     this.tail = nodes.slice(-numOpen);
     if (blocks.length) this.settled = blocks[Math.max(0, blocks.length - numOpen)].start;
     this.code = openFence(blocks, nodes, text);
@@ -42,6 +40,13 @@ export class MarkdownView {
     this.update(text);
     this.code = null;
   }
+}
+
+// Whether the last block may yet turn out to belong to the one before it: the line that makes it one is not complete.
+function isUnsure(blocks, text) {
+  const last = blocks[blocks.length - 1];
+  const beginsInLastLine = last && last.start > text.lastIndexOf("\n");
+  return beginsInLastLine || (last?.kind === "table" && last.lines.length === 2);
 }
 
 // Of a fence that the text ends within: its text node, where in the text that begins, and where the last line does.

@@ -116,6 +116,7 @@ export class AnswerView {
     const wait = error.retryInS ? ` Asking again in ${error.retryInS} s.` : status === "waiting" ? " Asking again as soon as it answers." : "";
     // The countdown is for the eye: read aloud each second, nothing else could be heard.
     this.error.setAttribute("role", status === "waiting" ? "group" : "alert");
+    this.error.classList.toggle("waiting", status === "waiting");
     this.errorText.textContent = sentence(error.message) + wait;
   }
 }

@@ -27,7 +27,12 @@ export class Scroller {
 
   follow() {
     if (this.isPinned) this.node.scrollTop = this.node.scrollHeight;
-    else this.jumpButton.hidden = this.distance < NEAR;
+  }
+
+  toTop() {
+    this.isPinned = false;
+    this.node.scrollTop = this.lastTop = 0;
+    this.jumpButton.hidden = true;
   }
 
   toEnd() {
