@@ -6,10 +6,8 @@ import re
 import urllib.parse
 
 import pytest
-from conftest import serving
 from sources import PACKAGE
 
-from tilewright.server.local import LocalBackend
 from tilewright.server.page_files import PAGE_FILES
 from tilewright.server.settings import ServerSettings
 
@@ -112,8 +110,8 @@ def test_scripts_name_only_files_that_are_there():
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
             path.name
         )
-    for path in re.findall(r'(?:href|src)="(/[^"]*)"', (FOLDER / "index.html").read_text()):
-        assert path in PAGE_FILES
+    named = re.findall(r'(?:href|src)="([^"#]+)"', (FOLDER / "index.html").read_text())
+    assert len(named) == 4 and all(f"/{path}" in PAGE_FILES for path in named)
 
 
 def test_the_model_tells_what_it_takes(vision_server, chat_server):
@@ -130,6 +128,6 @@ def test_the_model_tells_what_it_takes(vision_server, chat_server):
     assert json.loads(ask(chat_server, "/v1/models").content)["data"][0]["input_modalities"] == ["text"]
 
 
-def test_its_limits_are_those_of_the_settings(chat_engine):
-    with serving(lambda: LocalBackend(chat_engine), ServerSettings(max_body_bytes=1000)) as running:
-        assert json.loads(ask(running, "/v1/models").content)["data"][0]["limits"]["max_body_bytes"] == 1000
+def test_its_limits_are_those_of_the_settings(scripted):
+    running, _ = scripted(settings=ServerSettings(max_body_bytes=1000))
+    assert json.loads(ask(running, "/v1/models").content)["data"][0]["limits"]["max_body_bytes"] == 1000

@@ -1,4 +1,4 @@
-// Requests to this server, with the API key where it wants one, and errors in plain words.
+// Requests to this server (relative: a proxy may give it a prefix), with the API key where it wants one, and errors in plain words.
 
 import { eventsOf } from "./event_stream.js";
 
@@ -23,18 +23,18 @@ export class Api {
   }
 
   async models() {
-    return (await (await this.request("/v1/models")).json()).data;
+    return (await (await this.request("v1/models")).json()).data;
   }
 
   // Resolves if the server would answer a request now.
   async health() {
-    await this.request("/health");
+    await this.request("health");
   }
 
   // The chunks of an answer as they come.
   async *chat(body, signal) {
     const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal };
-    const response = await this.request("/v1/chat/completions", options);
+    const response = await this.request("v1/chat/completions", options);
     let isComplete = false;
     try {
       for await (const data of eventsOf(response)) {

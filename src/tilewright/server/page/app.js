@@ -2,7 +2,7 @@
 
 import { Api, ApiError, Unreachable } from "./api.js";
 import { Connection } from "./connection.js";
-import { newConversation } from "./conversation.js";
+import { isUnderWay, newConversation, titleOf } from "./conversation.js";
 import { askDialog } from "./dialogs.js";
 import { byId, element } from "./dom.js";
 import { PANES } from "./panes.js";
@@ -99,7 +99,9 @@ class App {
   }
 
   async listChanged() {
-    this.sidebar.show(await this.kept(() => this.store.conversations(), []), this.pane.conversation.id);
+    const { conversation } = this.pane;
+    document.title = conversation.messages.length ? `${titleOf(conversation)} · Tilewright` : "Tilewright";
+    this.sidebar.show(await this.kept(() => this.store.conversations(), []), conversation.id);
   }
 
   async kept(use, otherwise) {
@@ -113,15 +115,15 @@ class App {
 
   // A conversation that began has its address from then on.
   opened(conversation) {
-    const url = conversation.messages.length ? `/?c=${conversation.id}` : "/";
-    if (location.pathname + location.search !== url) history.pushState(null, "", url);
+    const query = conversation.messages.length ? `?c=${conversation.id}` : "";
+    if (location.search !== query) history.pushState(null, "", query || location.pathname);
     this.listChanged();
   }
 
   async openFromUrl() {
     const id = new URLSearchParams(location.search).get("c");
     const conversation = id ? await this.kept(() => this.store.conversation(id), null) : null;
-    if (id && !conversation) history.replaceState(null, "", "/");
+    if (id && !conversation) history.replaceState(null, "", location.pathname);
     await this.pane.show(conversation ?? newConversation());
     await this.listChanged();
   }
@@ -164,10 +166,12 @@ class App {
     this.create();
   }
 
-  // Another tab changed a conversation, or deleted all.
+  // Another tab changed a conversation, or deleted all. An answer that comes there is shown here when it is done.
   async changedElsewhere(id) {
     const { conversation, isBusy } = this.pane;
-    if ((id === null || id === conversation.id) && !isBusy && conversation.messages.length) await this.openFromUrl();
+    const isShown = (id === null || id === conversation.id) && !isBusy && conversation.messages.length;
+    const changed = isShown && id !== null ? await this.kept(() => this.store.conversation(id), null) : null;
+    if (isShown && !changed?.messages.some(isUnderWay)) await this.openFromUrl();
     else this.listChanged();
   }
 }

@@ -3,7 +3,7 @@
 import { Answering } from "./answering.js";
 import { KINDS, kindsOf, sizeText } from "./attachments.js";
 import { Composer } from "./composer.js";
-import { encodedBytes, newAnswer, newConversation, newQuestion, requestMessages } from "./conversation.js";
+import { encodedBytes, isUnderWay, newAnswer, newConversation, newQuestion, requestMessages } from "./conversation.js";
 import { element, icon, iconButton } from "./dom.js";
 import { AnswerView, QuestionView } from "./message_views.js";
 import { Scroller } from "./scroller.js";
@@ -241,9 +241,9 @@ export class ChatPane {
 }
 
 // What was under way when the page was closed is not any more.
-function settle(conversation, isUnderWay) {
-  if (isUnderWay) return;
+function settle(conversation, isAnswered) {
+  if (isAnswered) return;
   for (const message of conversation.messages) {
-    if (["asking", "streaming", "waiting"].includes(message.status)) Object.assign(message, { status: "stopped", error: null });
+    if (isUnderWay(message)) Object.assign(message, { status: "stopped", error: null });
   }
 }

@@ -39,9 +39,12 @@ export class Composer {
       this.picker.value = "";
     });
     document.addEventListener("paste", (event) => {
-      if (!event.clipboardData?.files.length || document.querySelector("dialog[open]")) return;
+      const { clipboardData } = event;
+      // Office programs put a picture of the text beside it: the text is meant.
+      const isText = clipboardData?.types.includes("text/plain");
+      if (!clipboardData?.files.length || isText || document.querySelector("dialog[open]")) return;
       event.preventDefault();
-      this.add([...event.clipboardData.files]);
+      this.add([...clipboardData.files]);
     });
     const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
     document.addEventListener("dragover", (event) => {
@@ -120,7 +123,7 @@ export class Composer {
   async load(id) {
     const draft = await this.host.store.draft(id).catch(() => ({ id, text: "", attachments: [] }));
     this.draft = draft;
-    this.text.value = draft.text;
+    if (this.text.value !== draft.text) this.text.value = draft.text;
     this.showFiles();
   }
 

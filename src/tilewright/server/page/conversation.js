@@ -6,7 +6,7 @@ import { randomId } from "./ids.js";
 const MAX_TITLE = 60;
 
 export function newConversation() {
-  return { id: randomId(), title: "", isNamed: false, changedAt: Date.now(), messages: [] };
+  return { id: randomId(), title: "", changedAt: Date.now(), messages: [] };
 }
 
 export function newQuestion({ text, attachments }) {
@@ -16,6 +16,10 @@ export function newQuestion({ text, attachments }) {
 // status: asking, streaming, waiting, complete, stopped, failed
 export function newAnswer() {
   return { id: randomId(), role: "assistant", text: "", reasoning: "", status: "asking", error: null, figures: null };
+}
+
+export function isUnderWay({ status }) {
+  return ["asking", "streaming", "waiting"].includes(status);
 }
 
 export function titleOf(conversation) {

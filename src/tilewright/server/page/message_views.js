@@ -1,5 +1,6 @@
 // Questions and answers as they are shown.
 
+import { isUnderWay } from "./conversation.js";
 import { actions, button } from "./dialogs.js";
 import { copyButton, element, iconButton } from "./dom.js";
 import { figuresNode } from "./figures.js";
@@ -86,24 +87,26 @@ export class AnswerView {
 
   update() {
     const { message } = this;
-    const isUnderWay = ["asking", "waiting", "streaming"].includes(message.status);
-    this.node.setAttribute("aria-busy", String(isUnderWay));
-    this.node.classList.toggle("under-way", isUnderWay);
+    const isComing = isUnderWay(message);
+    this.node.setAttribute("aria-busy", String(isComing));
+    this.node.classList.toggle("under-way", isComing);
     this.node.classList.toggle("asking", message.status === "asking");
     this.reasoning.hidden = !message.reasoning;
     if (this.thoughts.textContent.length !== message.reasoning.length) this.thoughts.textContent = message.reasoning;
-    if (isUnderWay) this.markdown.update(message.text);
+    if (isComing) this.markdown.update(message.text);
     else this.markdown.finish(message.text);
     this.showState();
     this.showError();
-    this.footer.hidden = isUnderWay;
+    this.footer.hidden = isComing;
     this.figures.replaceChildren(...[message.figures && figuresNode(message.figures)].filter(Boolean));
   }
 
   showState() {
     const { message } = this;
-    const isCut = message.status === "complete" && message.isCut;
-    const text = isCut ? "Cut off: the answer reached the most tokens it may have" : STATES[message.status];
+    const isComplete = message.status === "complete";
+    let text = STATES[message.status];
+    if (isComplete && message.isCut) text = "Cut off: the answer reached the most tokens it may have";
+    else if (isComplete && !message.text && !message.reasoning) text = "The answer is empty";
     if (this.state.textContent !== text) this.state.textContent = text;
     this.state.hidden = !text;
   }

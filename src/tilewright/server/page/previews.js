@@ -7,13 +7,20 @@ import { element, icon, iconButton } from "./dom.js";
 export function previewNode(attachment, store, onRemove = null) {
   const node = element("div", { class: `preview ${attachment.kind}` });
   store.url(attachment.id).then((url) => {
-    node.prepend(url ? KINDS[attachment.kind].preview(url, attachment.name) : missing(attachment));
-    if (url && !onRemove && attachment.kind === "video") node.querySelector("video").controls = true;
+    if (!url) {
+      node.prepend(named(`${attachment.name} is no longer kept`));
+      return;
+    }
+    const shown = KINDS[attachment.kind].preview(url, attachment.name);
+    shown.controls = !onRemove;
+    // A kind of file that this browser cannot show, but the server perhaps can read.
+    shown.addEventListener("error", () => shown.replaceWith(named(attachment.name)));
+    node.prepend(shown);
   });
   if (onRemove) node.append(iconButton("close", `Remove ${attachment.name}`, onRemove));
   return node;
 }
 
-function missing({ name }) {
-  return element("span", { class: "missing" }, icon("picture"), `${name} is no longer kept`);
+function named(text) {
+  return element("span", { class: "named" }, icon("picture"), text);
 }

@@ -57,6 +57,11 @@ export function openSettings(onChange) {
       onChange();
       close();
     };
+    body.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.target.localName !== "input") return;
+      event.preventDefault();
+      save();
+    });
     body.append(
       element("p", { class: "hint" }, "What is left empty is up to the server and the model."),
       element("div", { class: "fields" }, ...rows.map((row) => row.node)),

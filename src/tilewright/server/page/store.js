@@ -84,9 +84,10 @@ export class Store {
   }
 
   async forget(conversation) {
+    const draft = await this.draft(conversation.id);
     await this.within("conversations", "readwrite", (table) => table.delete(conversation.id));
     await this.within("drafts", "readwrite", (table) => table.delete(conversation.id));
-    await this.forgetFiles(conversation.messages.flatMap((message) => message.attachments ?? []));
+    await this.forgetFiles([...draft.attachments, ...conversation.messages.flatMap((message) => message.attachments ?? [])]);
     this.channel.postMessage(conversation.id);
   }
 

@@ -4,7 +4,7 @@ import { kindsOf, nounsOf } from "./attachments.js";
 import { element, icon } from "./dom.js";
 
 const EMBEDDED = "tilewright-tiny-vl";
-const SAMPLE = "/page/sample.png";
+const SAMPLE = "page/sample.png";
 const SAMPLE_QUESTION = "What is in this picture?";
 const EXAMPLES = [
   ["Explain", "Why is the sky blue, and sunsets red?"],
