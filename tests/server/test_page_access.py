@@ -192,9 +192,9 @@ def test_by_keyboard_alone(url, visits):
     assert page.evaluate("document.activeElement.id") == "question" and page.locator("#question").input_value() == ""
     page.keyboard.press("Control+Shift+O")
     page.locator(".welcome").wait_for()
+    until(page, "document.activeElement.id === 'question'")
     seen = []
-    page.evaluate("document.activeElement.blur()")
-    for _ in range(20):
+    for _ in range(30):  # once around, and the browser's own
         page.keyboard.press("Tab")
         focused = "(node => node && [node.getAttribute('aria-label') ?? node.textContent.trim(),"
         focused += " getComputedStyle(node).outlineStyle, node.id])(document.activeElement)"

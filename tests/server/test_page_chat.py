@@ -245,9 +245,9 @@ def test_answers_and_code_are_copied_as_they_were_written(scripted, visits):
     page = visits.open(running.url, permissions=["clipboard-read", "clipboard-write"])
     send(page, "Write")
     wait_until_done(page)
-    for button, copied in (("Copy answer", text), ("Copy code", "print(1)")):
+    for place, button, copied in ((".answer > footer", "Copy answer", text), (".code", "Copy code", "print(1)")):
         page.get_by_role("button", name=button).click()
-        page.get_by_role("button", name="Copied").wait_for()
+        page.locator(place).get_by_role("button", name="Copied").wait_for()
         assert page.evaluate("navigator.clipboard.readText()") == copied
 
 

@@ -50,7 +50,8 @@ export class Answering {
         this.onChange();
       }
       if (choice?.finish_reason === "length") answer.isCut = true;
-      if (chunk.usage) answer.figures = { ...answer.figures, ...chunk.timings, num_tokens: chunk.usage.completion_tokens };
+      if (chunk.usage)
+        answer.figures = { ...answer.figures, ...chunk.timings, num_tokens: chunk.usage.completion_tokens };
     }
   }
 

@@ -1,4 +1,5 @@
-// Requests to this server (relative: a proxy may give it a prefix), with the API key where it wants one, and errors in plain words.
+// Requests to this server, with the API key where it wants one, and errors in plain words. Addresses are relative: a
+// proxy may give the server a prefix.
 
 import { eventsOf } from "./event_stream.js";
 
@@ -33,7 +34,12 @@ export class Api {
 
   // The chunks of an answer as they come.
   async *chat(body, signal) {
-    const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal };
+    const options = {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+      signal,
+    };
     const response = await this.request("v1/chat/completions", options);
     let isComplete = false;
     try {

@@ -35,7 +35,12 @@ class App {
     byId("pane").append(this.pane.node);
     const settings = () => openSettings(() => this.showSettings());
     byId("settings").addEventListener("click", settings);
-    listenForKeys({ newConversation: () => this.create(), stop: () => this.pane.stop(), focusQuestion: () => this.pane.composer.text.focus(), settings });
+    listenForKeys({
+      newConversation: () => this.create(),
+      stop: () => this.pane.stop(),
+      focusQuestion: () => this.pane.composer.text.focus(),
+      settings,
+    });
     addEventListener("popstate", () => this.openFromUrl());
     store.channel.onmessage = ({ data }) => this.changedElsewhere(data);
     this.showSettings();
@@ -177,7 +182,9 @@ class App {
 }
 
 async function askForKey(wasRefused) {
-  const text = wasRefused ? "The server refused that key." : "This server wants an API key. It is kept until this tab is closed.";
+  const text = wasRefused
+    ? "The server refused that key."
+    : "This server wants an API key. It is kept until this tab is closed.";
   return askDialog({ title: "API key", label: "Key", text, yes: "Use it", type: "password" });
 }
 
@@ -189,7 +196,10 @@ async function begin() {
   });
   const app = new App(store);
   await app.start();
-  if (problem) app.pane.tell("This browser keeps nothing for this page (perhaps a private window): a reload loses the conversations.");
+  if (problem)
+    app.pane.tell(
+      "This browser keeps nothing for this page (perhaps a private window): a reload loses the conversations.",
+    );
 }
 
 begin();

@@ -19,7 +19,15 @@ export const KINDS = {
     noun: "video",
     accept: "video/*",
     part: (url) => ({ type: "video_url", video_url: { url } }),
-    preview: (url, name) => element("video", { src: url, "aria-label": name, title: name, muted: true, preload: "metadata", playsinline: true }),
+    preview: (url, name) =>
+      element("video", {
+        src: url,
+        "aria-label": name,
+        title: name,
+        muted: true,
+        preload: "metadata",
+        playsinline: true,
+      }),
     fit: async (file) => ({ blob: file, note: null }),
   },
 };
@@ -33,7 +41,9 @@ export function kindsOf(model) {
 
 // "pictures and video", or "" for a model that takes text alone.
 export function nounsOf(model) {
-  return kindsOf(model).map((kind) => KINDS[kind].noun).join(" and ");
+  return kindsOf(model)
+    .map((kind) => KINDS[kind].noun)
+    .join(" and ");
 }
 
 // { attachment, blob, note }: the file made fit for the model and the server, and what was done to it for that.
@@ -42,12 +52,16 @@ export async function attach(file, model) {
   const name = file.name || (kind ? `${kind}.${file.type.split("/")[1]}` : "file");
   if (!kind) throw new Refused(`${name} cannot be sent: it is neither a picture nor a video.`);
   if (!kindsOf(model).includes(kind)) {
-    throw new Refused(`${name} cannot be sent: ${model.id} takes ${nounsOf(model) ? `text and ${nounsOf(model)}` : "text"} only.`);
+    throw new Refused(
+      `${name} cannot be sent: ${model.id} takes ${nounsOf(model) ? `text and ${nounsOf(model)}` : "text"} only.`,
+    );
   }
   const limits = model.limits ?? {};
   const { blob, note } = await KINDS[kind].fit(file, name, limits);
   if (blob.size > limits.max_media_bytes) {
-    throw new Refused(`${name} has ${sizeText(blob.size)}; this server takes at most ${sizeText(limits.max_media_bytes)} per file.`);
+    throw new Refused(
+      `${name} has ${sizeText(blob.size)}; this server takes at most ${sizeText(limits.max_media_bytes)} per file.`,
+    );
   }
   if (!blob.size) throw new Refused(`${name} is empty.`);
   return { attachment: { id: randomId(), kind, name, type: blob.type, sizeBytes: blob.size }, blob, note };
@@ -66,10 +80,18 @@ async function fitPicture(file, name, limits) {
   if (!isTooLarge) return { blob: file, note: null };
   let scale = Math.min(1, Math.sqrt(limits.max_pixels / (width * height)));
   for (let attempt = 0; attempt < NUM_SHRINKS; attempt += 1, scale *= 0.7) {
-    const blob = await drawn(picture, Math.max(1, Math.floor(width * scale)), Math.max(1, Math.floor(height * scale)), "image/jpeg");
+    const blob = await drawn(
+      picture,
+      Math.max(1, Math.floor(width * scale)),
+      Math.max(1, Math.floor(height * scale)),
+      "image/jpeg",
+    );
     if (blob.size <= limits.max_media_bytes) {
       const size = `${Math.floor(width * scale)} × ${Math.floor(height * scale)}`;
-      return { blob, note: `${name} was over this server's limit and is sent smaller: ${size}, ${sizeText(blob.size)}.` };
+      return {
+        blob,
+        note: `${name} was over this server's limit and is sent smaller: ${size}, ${sizeText(blob.size)}.`,
+      };
     }
   }
   return { blob: file, note: null };
@@ -85,7 +107,11 @@ export function drawn(source, width, height, type) {
   context.fillRect(0, 0, width, height);
   context.drawImage(source, 0, 0, width, height);
   return new Promise((resolve, reject) => {
-    canvas.toBlob((blob) => (blob ? resolve(blob) : reject(new Refused("The picture is too large for this browser."))), type, JPEG_QUALITY);
+    canvas.toBlob(
+      (blob) => (blob ? resolve(blob) : reject(new Refused("The picture is too large for this browser."))),
+      type,
+      JPEG_QUALITY,
+    );
   });
 }
 

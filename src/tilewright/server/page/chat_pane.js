@@ -28,7 +28,11 @@ export class ChatPane {
     const { app } = this;
     this.column = element("div", { class: "column", role: "log", "aria-live": "off", "aria-label": "Conversation" });
     this.scrolling = element("div", { class: "scrolling", tabindex: "-1" }, this.column);
-    const jump = element("button", { type: "button", class: "jump", hidden: true, "aria-label": "To the end" }, icon("down"));
+    const jump = element(
+      "button",
+      { type: "button", class: "jump", hidden: true, "aria-label": "To the end" },
+      icon("down"),
+    );
     this.notice = element("div", { class: "notice", role: "alert", hidden: true });
     this.composer = new Composer({
       store: app.store,
@@ -39,7 +43,12 @@ export class ChatPane {
       stop: () => this.stop(),
       editLast: () => this.editLast(),
     });
-    this.node = element("div", { class: "chat" }, this.scrolling, element("div", { class: "dock" }, jump, this.notice, this.composer.node));
+    this.node = element(
+      "div",
+      { class: "chat" },
+      this.scrolling,
+      element("div", { class: "dock" }, jump, this.notice, this.composer.node),
+    );
     this.scroller = new Scroller(this.scrolling, jump);
   }
 
@@ -70,7 +79,11 @@ export class ChatPane {
   // Says something above the question; null takes it away.
   tell(text) {
     this.notice.hidden = !text;
-    if (text) this.notice.replaceChildren(element("p", {}, text), iconButton("close", "Dismiss", () => this.tell(null)));
+    if (text)
+      this.notice.replaceChildren(
+        element("p", {}, text),
+        iconButton("close", "Dismiss", () => this.tell(null)),
+      );
   }
 
   focus() {
@@ -176,14 +189,20 @@ export class ChatPane {
   async request(conversation, end) {
     const { system, ...sampling } = currentSettings();
     const model = this.app.model();
-    const kinds = new Set(conversation.messages.flatMap((message) => message.attachments ?? []).map(({ kind }) => kind));
+    const kinds = new Set(
+      conversation.messages.flatMap((message) => message.attachments ?? []).map(({ kind }) => kind),
+    );
     for (const kind of kinds) {
-      if (!kindsOf(model).includes(kind)) throw new Error(`${model.id} takes no ${KINDS[kind].noun}, and this conversation has some.`);
+      if (!kindsOf(model).includes(kind))
+        throw new Error(`${model.id} takes no ${KINDS[kind].noun}, and this conversation has some.`);
     }
     const sizeBytes = encodedBytes(conversation) + BODY_ROOM;
     const limit = model.limits?.max_body_bytes ?? Infinity;
     if (sizeBytes > limit) {
-      throw new Error(`The files of this conversation take ${sizeText(sizeBytes)} in a request, this server takes ${sizeText(limit)}. A new conversation has room.`);
+      throw new Error(
+        `The files of this conversation take ${sizeText(sizeBytes)} in a request, this server takes ` +
+          `${sizeText(limit)}. A new conversation has room.`,
+      );
     }
     const messages = await requestMessages(conversation, end, system, (id) => this.app.store.file(id));
     return { model: model.id, messages, stream: true, stream_options: { include_usage: true }, ...sampling };

@@ -18,16 +18,39 @@ export class Composer {
   }
 
   build() {
-    this.text = element("textarea", { id: "question", rows: 1, "aria-label": "Question", placeholder: "Ask anything", autocomplete: "off" });
+    this.text = element("textarea", {
+      id: "question",
+      rows: 1,
+      "aria-label": "Question",
+      placeholder: "Ask anything",
+      autocomplete: "off",
+    });
     this.tray = element("div", { class: "tray", role: "group", "aria-label": "Files to send", hidden: true });
-    this.picker = element("input", { type: "file", multiple: true, hidden: true, "aria-label": "Files", tabindex: "-1" });
+    this.picker = element("input", {
+      type: "file",
+      multiple: true,
+      hidden: true,
+      "aria-label": "Files",
+      tabindex: "-1",
+    });
     this.attachButton = iconButton("attach", "Add pictures or video", () => this.picker.click());
     this.cameraButton = iconButton("camera", "Take a picture", () => this.useCamera());
-    this.sendButton = iconButton("send", "Send", () => (this.isBusy ? this.host.stop() : this.send()), { class: "send" });
+    this.sendButton = iconButton("send", "Send", () => (this.isBusy ? this.host.stop() : this.send()), {
+      class: "send",
+    });
     this.hint = element("span", { class: "composer-hint" });
-    this.node = element("div", { class: "composer", role: "group", "aria-label": "Write a question" },
-      this.tray, this.text, element("div", { class: "tools" }, this.attachButton, this.cameraButton, this.picker, this.hint, this.sendButton));
-    this.drop = element("div", { class: "drop", hidden: true, "aria-hidden": "true" }, element("p", {}, icon("attach"), "Drop to add to your question"));
+    this.node = element(
+      "div",
+      { class: "composer", role: "group", "aria-label": "Write a question" },
+      this.tray,
+      this.text,
+      element("div", { class: "tools" }, this.attachButton, this.cameraButton, this.picker, this.hint, this.sendButton),
+    );
+    this.drop = element(
+      "div",
+      { class: "drop", hidden: true, "aria-hidden": "true" },
+      element("p", {}, icon("attach"), "Drop to add to your question"),
+    );
     document.body.append(this.drop);
   }
 
@@ -81,9 +104,16 @@ export class Composer {
     const kinds = kindsOf(model);
     const isUnable = Boolean(model) && !kinds.length;
     this.picker.accept = kinds.map((kind) => KINDS[kind].accept).join(",");
-    for (const [button, canUse] of [[this.attachButton, kinds.length > 0], [this.cameraButton, kinds.includes("image")]]) {
+    for (const [button, canUse] of [
+      [this.attachButton, kinds.length > 0],
+      [this.cameraButton, kinds.includes("image")],
+    ]) {
       button.disabled = !canUse;
-      button.title = canUse ? button.getAttribute("aria-label") : isUnable ? `${model.id} takes text only` : "The model is not known yet";
+      button.title = canUse
+        ? button.getAttribute("aria-label")
+        : isUnable
+          ? `${model.id} takes text only`
+          : "The model is not known yet";
     }
     this.attachButton.setAttribute("aria-label", `Add ${nounsOf(model) || "files"}`);
     this.hint.textContent = isUnable ? "text only" : "";

@@ -12,7 +12,12 @@ export function openDialog(title, fill, properties = {}) {
     };
     const heading = element("h2", { id: "dialog-title" }, title);
     const body = element("div", { class: "dialog-body" });
-    const head = element("header", {}, heading, iconButton("close", "Close", () => close()));
+    const head = element(
+      "header",
+      {},
+      heading,
+      iconButton("close", "Close", () => close()),
+    );
     const dialog = element("dialog", { "aria-labelledby": "dialog-title", ...properties }, head, body);
     dialog.addEventListener("close", () => {
       dialog.remove();
@@ -37,7 +42,13 @@ export function button(text, onclick, kind = "quiet", properties = {}) {
 // Resolves to whether the user agreed.
 export async function confirmDialog(title, text, yes) {
   const answer = await openDialog(title, (body, close) => {
-    body.append(element("p", {}, text), actions(button("Cancel", () => close(false)), button(yes, () => close(true), "danger", { autofocus: true })));
+    body.append(
+      element("p", {}, text),
+      actions(
+        button("Cancel", () => close(false)),
+        button(yes, () => close(true), "danger", { autofocus: true }),
+      ),
+    );
   });
   return answer === true;
 }
@@ -54,7 +65,14 @@ export function askDialog({ title, label, text = "", value = "", yes, type = "te
       done();
     });
     if (text) body.append(element("p", {}, text));
-    body.append(element("label", { for: "asked" }, label), input, actions(button("Cancel", () => close()), button(yes, done, "primary")));
+    body.append(
+      element("label", { for: "asked" }, label),
+      input,
+      actions(
+        button("Cancel", () => close()),
+        button(yes, done, "primary"),
+      ),
+    );
     queueMicrotask(() => input.select());
   });
 }

@@ -28,7 +28,11 @@ export function icon(name) {
 
 // A button that is an icon alone; its label is its name and its tooltip.
 export function iconButton(name, label, onclick, properties = {}) {
-  return element("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...properties }, icon(name));
+  return element(
+    "button",
+    { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...properties },
+    icon(name),
+  );
 }
 
 export function byId(id) {

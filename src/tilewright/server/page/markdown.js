@@ -91,9 +91,19 @@ const NODES = {
   fence(lines) {
     const { language, text } = fenceParts(lines);
     const code = element("code", {}, text);
-    const head = element("figcaption", {}, element("span", {}, language || "text"), copyButton(() => code.textContent, "Copy code"));
+    const head = element(
+      "figcaption",
+      {},
+      element("span", {}, language || "text"),
+      copyButton(() => code.textContent, "Copy code"),
+    );
     // Focusable, so that what is too wide can be scrolled by keys.
-    return element("figure", { class: "code" }, head, element("pre", { tabindex: "0", role: "region", "aria-label": `Code, ${language || "text"}` }, code));
+    return element(
+      "figure",
+      { class: "code" },
+      head,
+      element("pre", { tabindex: "0", role: "region", "aria-label": `Code, ${language || "text"}` }, code),
+    );
   },
   quote(lines, depth) {
     const node = element("blockquote");
@@ -102,7 +112,10 @@ const NODES = {
   },
   list(lines, depth) {
     const { isOrdered, first, isLoose, items } = listParts(lines);
-    const list = element(isOrdered ? "ol" : "ul", { start: isOrdered && first !== 1 ? first : null, class: isLoose ? "loose" : null });
+    const list = element(isOrdered ? "ol" : "ul", {
+      start: isOrdered && first !== 1 ? first : null,
+      class: isLoose ? "loose" : null,
+    });
     for (const text of items) {
       const item = element("li");
       appendBlocks(item, text, depth + 1);
@@ -111,13 +124,23 @@ const NODES = {
     return list;
   },
   table(lines) {
-    const sides = cellsOf(lines[1]).map((rule) => (rule.endsWith(":") ? (rule.startsWith(":") ? "center" : "end") : null));
+    const sides = cellsOf(lines[1]).map((rule) =>
+      rule.endsWith(":") ? (rule.startsWith(":") ? "center" : "end") : null,
+    );
     const row = (line, tag) => {
       const cells = cellsOf(line).slice(0, sides.length);
-      return element("tr", {}, ...cells.map((cell, column) => withInline(tag, cell, { class: sides[column] && `to-${sides[column]}` })));
+      return element(
+        "tr",
+        {},
+        ...cells.map((cell, column) => withInline(tag, cell, { class: sides[column] && `to-${sides[column]}` })),
+      );
     };
     const head = element("thead", {}, row(lines[0], "th"));
     const body = element("tbody", {}, ...lines.slice(2).map((line) => row(line, "td")));
-    return element("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" }, element("table", {}, head, body));
+    return element(
+      "div",
+      { class: "table", tabindex: "0", role: "region", "aria-label": "Table" },
+      element("table", {}, head, body),
+    );
   },
 };

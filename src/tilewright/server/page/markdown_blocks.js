@@ -48,7 +48,8 @@ export function cellsOf(text) {
 
 function isTable(lines, index) {
   const next = lines[index + 1];
-  if (!next || !lines[index].text.includes("|") || !/^[ \t|:-]+$/.test(next.text) || !next.text.includes("-")) return false;
+  if (!next || !lines[index].text.includes("|") || !/^[ \t|:-]+$/.test(next.text) || !next.text.includes("-"))
+    return false;
   const rules = cellsOf(next.text);
   return rules.every((rule) => /^:?-+:?$/.test(rule)) && rules.length === cellsOf(lines[index].text).length;
 }
@@ -83,7 +84,8 @@ const ENDS = {
   },
   quote(lines, index) {
     let end = index + 1;
-    while (end < lines.length && !isBlank(lines[end]) && (QUOTE.test(lines[end].text) || !interrupts(lines, end))) end += 1;
+    while (end < lines.length && !isBlank(lines[end]) && (QUOTE.test(lines[end].text) || !interrupts(lines, end)))
+      end += 1;
     return end;
   },
   table(lines, index) {
@@ -129,7 +131,7 @@ function itemAt(line) {
 export function blocksOf(source, start = 0) {
   const lines = linesOf(source, start);
   const blocks = [];
-  for (let index = 0; index < lines.length; ) {
+  for (let index = 0; index < lines.length;) {
     if (isBlank(lines[index])) {
       index += 1;
       continue;
@@ -154,7 +156,14 @@ export function fenceParts(lines) {
 
 export function headingParts(line) {
   const level = HEADING.exec(line)[1].length;
-  return { level, text: line.trim().slice(level).replace(/[ \t]#+[ \t]*$/, "").trim() };
+  return {
+    level,
+    text: line
+      .trim()
+      .slice(level)
+      .replace(/[ \t]#+[ \t]*$/, "")
+      .trim(),
+  };
 }
 
 export function quoteText(lines) {
@@ -181,5 +190,10 @@ export function listParts(lines) {
     afterBlank = isEmpty;
   }
   const isOrdered = /\d/.test(head.marker);
-  return { isOrdered, first: isOrdered ? parseInt(head.marker, 10) : 1, isLoose, items: items.map((one) => one.join("\n").trimEnd()) };
+  return {
+    isOrdered,
+    first: isOrdered ? parseInt(head.marker, 10) : 1,
+    isLoose,
+    items: items.map((one) => one.join("\n").trimEnd()),
+  };
 }

@@ -12,7 +12,16 @@ const BARE_URL = /https?:\/\/[^\s<>"`]{1,2000}/y;
 const ANGLE_URL = /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/y;
 const ENTITY = /&(?:#(\d{1,7})|#[xX]([0-9a-fA-F]{1,6})|(amp|lt|gt|quot|apos|nbsp|copy|hellip|ndash|mdash));/y;
 const ENTITIES = {
-  amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", copy: "\u00a9", hellip: "\u2026", ndash: "\u2013", mdash: "\u2014",
+  amp: "&",
+  lt: "<",
+  gt: ">",
+  quot: '"',
+  apos: "'",
+  nbsp: "\u00a0",
+  copy: "\u00a9",
+  hellip: "\u2026",
+  ndash: "\u2013",
+  mdash: "\u2014",
 };
 
 // Where a link may lead, or null: other schemes could run scripts, and what has none would lead into this server.

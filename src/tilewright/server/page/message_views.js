@@ -23,7 +23,16 @@ export class QuestionView {
     this.node.replaceChildren(
       ...(files.length ? [element("div", { class: "files" }, ...files)] : []),
       ...(message.text ? [element("div", { class: "bubble" }, message.text)] : []),
-      element("footer", {}, element("div", { class: "message-tools" }, copyButton(() => message.text, "Copy question"), this.editButton)),
+      element(
+        "footer",
+        {},
+        element(
+          "div",
+          { class: "message-tools" },
+          copyButton(() => message.text, "Copy question"),
+          this.editButton,
+        ),
+      ),
     );
   }
 
@@ -33,7 +42,10 @@ export class QuestionView {
   }
 
   edit() {
-    const text = element("textarea", { "aria-label": "Edit question", rows: Math.min(12, this.message.text.split("\n").length + 1) });
+    const text = element("textarea", {
+      "aria-label": "Edit question",
+      rows: Math.min(12, this.message.text.split("\n").length + 1),
+    });
     text.value = this.message.text;
     const cancel = () => {
       this.show();
@@ -51,7 +63,12 @@ export class QuestionView {
       event.stopPropagation();
     });
     const bubble = this.node.querySelector(".bubble");
-    const editor = element("div", { class: "editor" }, text, actions(button("Cancel", cancel), button("Ask again", send, "primary")));
+    const editor = element(
+      "div",
+      { class: "editor" },
+      text,
+      actions(button("Cancel", cancel), button("Ask again", send, "primary")),
+    );
     if (bubble) bubble.replaceWith(editor);
     else this.node.querySelector("footer").before(editor);
     this.node.querySelector("footer").hidden = true;
@@ -66,17 +83,40 @@ export class AnswerView {
   constructor(message, host) {
     this.message = message;
     this.thoughts = element("p", { class: "thoughts" });
-    this.reasoning = element("details", { class: "reasoning", hidden: true }, element("summary", {}, "Thoughts"), this.thoughts);
+    this.reasoning = element(
+      "details",
+      { class: "reasoning", hidden: true },
+      element("summary", {}, "Thoughts"),
+      this.thoughts,
+    );
     this.body = element("div", { class: "markdown" });
     this.markdown = new MarkdownView(this.body);
     this.state = element("p", { class: "state", hidden: true });
     this.errorText = element("p", {});
-    this.error = element("div", { class: "error", role: "alert", hidden: true }, this.errorText, button("Try again", () => host.retry()));
+    this.error = element(
+      "div",
+      { class: "error", role: "alert", hidden: true },
+      this.errorText,
+      button("Try again", () => host.retry()),
+    );
     this.figures = element("div", {});
     this.retryButton = iconButton("retry", "Answer again", () => host.retry());
-    this.tools = element("div", { class: "message-tools" }, copyButton(() => this.message.text, "Copy answer"), this.retryButton);
+    this.tools = element(
+      "div",
+      { class: "message-tools" },
+      copyButton(() => this.message.text, "Copy answer"),
+      this.retryButton,
+    );
     this.footer = element("footer", {}, this.tools, this.figures);
-    this.node = element("article", { class: "answer", "aria-label": "Answer" }, this.reasoning, this.body, this.state, this.error, this.footer);
+    this.node = element(
+      "article",
+      { class: "answer", "aria-label": "Answer" },
+      this.reasoning,
+      this.body,
+      this.state,
+      this.error,
+      this.footer,
+    );
     this.update();
   }
 
@@ -116,7 +156,11 @@ export class AnswerView {
     this.error.hidden = !error;
     this.error.querySelector("button").hidden = status === "waiting";
     if (!error) return;
-    const wait = error.retryInS ? ` Asking again in ${error.retryInS} s.` : status === "waiting" ? " Asking again as soon as it answers." : "";
+    const wait = error.retryInS
+      ? ` Asking again in ${error.retryInS} s.`
+      : status === "waiting"
+        ? " Asking again as soon as it answers."
+        : "";
     // The countdown is for the eye: read aloud each second, nothing else could be heard.
     this.error.setAttribute("role", status === "waiting" ? "group" : "alert");
     this.error.classList.toggle("waiting", status === "waiting");

@@ -19,7 +19,14 @@ const KEYS = [
 
 export function openShortcuts() {
   return openDialog("Keys", (body) => {
-    const rows = KEYS.map(([keys, does]) => element("div", {}, element("dt", {}, ...keys.split(" ").map((key) => element("kbd", {}, key))), element("dd", {}, does)));
+    const rows = KEYS.map(([keys, does]) =>
+      element(
+        "div",
+        {},
+        element("dt", {}, ...keys.split(" ").map((key) => element("kbd", {}, key))),
+        element("dd", {}, does),
+      ),
+    );
     body.append(element("dl", { class: "keys" }, ...rows));
   });
 }

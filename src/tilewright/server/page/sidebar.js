@@ -13,9 +13,24 @@ export class Sidebar {
     this.node = byId("sidebar");
     this.stage = byId("stage");
     this.list = element("ul", { class: "conversations" });
-    this.deleteAll = element("button", { type: "button", class: "quiet row", onclick: () => this.askDeleteAll() }, icon("trash"), "Delete all");
-    const create = element("button", { type: "button", class: "quiet row new", onclick: () => this.pick(() => host.create()) }, icon("plus"), "New conversation");
-    const keys = element("button", { type: "button", class: "quiet row", onclick: openShortcuts }, icon("keyboard"), "Keys");
+    this.deleteAll = element(
+      "button",
+      { type: "button", class: "quiet row", onclick: () => this.askDeleteAll() },
+      icon("trash"),
+      "Delete all",
+    );
+    const create = element(
+      "button",
+      { type: "button", class: "quiet row new", onclick: () => this.pick(() => host.create()) },
+      icon("plus"),
+      "New conversation",
+    );
+    const keys = element(
+      "button",
+      { type: "button", class: "quiet row", onclick: openShortcuts },
+      icon("keyboard"),
+      "Keys",
+    );
     this.node.append(
       create,
       element("nav", { "aria-label": "Conversations" }, this.list),
@@ -53,7 +68,17 @@ export class Sidebar {
 
   row(conversation, isCurrent) {
     const title = titleOf(conversation);
-    const open = element("button", { type: "button", class: "title", title, "aria-current": isCurrent ? "page" : null, onclick: () => this.pick(() => this.host.open(conversation.id)) }, title);
+    const open = element(
+      "button",
+      {
+        type: "button",
+        class: "title",
+        title,
+        "aria-current": isCurrent ? "page" : null,
+        onclick: () => this.pick(() => this.host.open(conversation.id)),
+      },
+      title,
+    );
     const rename = iconButton("edit", `Rename ${title}`, () => this.askRename(conversation.id, title));
     const remove = iconButton("trash", `Delete ${title}`, () => this.askDelete(conversation.id, title));
     return element("li", { class: isCurrent ? "current" : null }, open, rename, remove);
@@ -70,7 +95,10 @@ export class Sidebar {
   }
 
   async askDelete(id, title) {
-    if (await confirmDialog("Delete conversation?", `“${title}” and its files will be gone from this browser.`, "Delete")) this.host.remove(id);
+    if (
+      await confirmDialog("Delete conversation?", `“${title}” and its files will be gone from this browser.`, "Delete")
+    )
+      this.host.remove(id);
   }
 
   async askDeleteAll() {

@@ -87,7 +87,10 @@ export class Store {
     const draft = await this.draft(conversation.id);
     await this.within("conversations", "readwrite", (table) => table.delete(conversation.id));
     await this.within("drafts", "readwrite", (table) => table.delete(conversation.id));
-    await this.forgetFiles([...draft.attachments, ...conversation.messages.flatMap((message) => message.attachments ?? [])]);
+    await this.forgetFiles([
+      ...draft.attachments,
+      ...conversation.messages.flatMap((message) => message.attachments ?? []),
+    ]);
     this.channel.postMessage(conversation.id);
   }
 
@@ -145,7 +148,11 @@ export class Store {
 // What went wrong with keeping something, in plain words.
 export function storageProblem(error) {
   if (error?.name === "QuotaExceededError") {
-    return "The browser has no room left to keep this conversation. It goes on, but a reload loses what is new; deleting old conversations makes room.";
+    return (
+      "The browser has no room left to keep this conversation. It goes on, but a reload loses what is new; " +
+      "deleting old conversations makes room."
+    );
   }
-  return `The browser could not keep this conversation (${error?.message || error?.name || error}). It goes on, but a reload loses what is new.`;
+  const reason = error?.message || error?.name || error;
+  return `The browser could not keep this conversation (${reason}). It goes on, but a reload loses what is new.`;
 }

@@ -8,7 +8,11 @@ const ICONS = { system: "theme", light: "sun", dark: "moon" };
 
 export function themeButton() {
   const root = document.documentElement;
-  const button = element("button", { type: "button", class: "quiet row", onclick: () => set(NEXT[root.dataset.theme]) });
+  const button = element("button", {
+    type: "button",
+    class: "quiet row",
+    onclick: () => set(NEXT[root.dataset.theme]),
+  });
   const set = (theme) => {
     root.dataset.theme = theme;
     localStorage.setItem("tilewright-theme", theme);

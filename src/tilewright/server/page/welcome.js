@@ -16,17 +16,33 @@ const EXAMPLES = [
 export function welcomeNode(model, host) {
   const node = element("section", { class: "welcome", "aria-label": "Begin" }, mark());
   if (!model) {
-    node.append(element("h2", {}, "Tilewright"), element("p", { class: "lead" }, "Waiting for the server to tell its model…"));
+    node.append(
+      element("h2", {}, "Tilewright"),
+      element("p", { class: "lead" }, "Waiting for the server to tell its model…"),
+    );
     return node;
   }
   const nouns = nounsOf(model);
   const takes = `Takes text${nouns ? `, ${nouns}` : " only"}`;
   const context = model.max_model_len ? `, ${model.max_model_len.toLocaleString("en")} tokens at most` : "";
-  node.append(element("h2", {}, model.id), element("p", { class: "lead" }, `${takes}${context}. Nothing leaves your browser and this server.`));
+  node.append(
+    element("h2", {}, model.id),
+    element("p", { class: "lead" }, `${takes}${context}. Nothing leaves your browser and this server.`),
+  );
   if (model.id === EMBEDDED) {
-    node.append(element("p", { class: "tiny" }, "This tiny model comes with Tilewright to show that everything works; do not expect much. For real answers, start ", element("code", {}, "tilewright serve Qwen/Qwen3-VL-2B-Instruct"), "."));
+    node.append(
+      element(
+        "p",
+        { class: "tiny" },
+        "This tiny model comes with Tilewright to show that everything works; do not expect much. For real answers, start ",
+        element("code", {}, "tilewright serve Qwen/Qwen3-VL-2B-Instruct"),
+        ".",
+      ),
+    );
   }
-  const examples = EXAMPLES.map(([verb, text]) => card(element("b", {}, verb), text, () => host.ask({ text, files: [] })));
+  const examples = EXAMPLES.map(([verb, text]) =>
+    card(element("b", {}, verb), text, () => host.ask({ text, files: [] })),
+  );
   if (kindsOf(model).includes("image")) examples.unshift(sampleCard(host));
   node.append(element("div", { class: "examples" }, ...examples));
   return node;
