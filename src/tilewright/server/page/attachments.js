@@ -51,6 +51,7 @@ export async function attach(file, model) {
   const kind = Object.keys(KINDS).find((one) => file.type.startsWith(`${one}/`));
   const name = file.name || (kind ? `${kind}.${file.type.split("/")[1]}` : "file");
   if (!kind) throw new Refused(`${name} cannot be sent: it is neither a picture nor a video.`);
+  if (!model) throw new Refused(`${name} cannot be added before the server has told its model.`);
   if (!kindsOf(model).includes(kind)) {
     throw new Refused(
       `${name} cannot be sent: ${model.id} takes ${nounsOf(model) ? `text and ${nounsOf(model)}` : "text"} only.`,

@@ -79,23 +79,19 @@ export class ChatPane {
   // Says something above the question; null takes it away.
   tell(text) {
     this.notice.hidden = !text;
-    if (text)
-      this.notice.replaceChildren(
-        element("p", {}, text),
-        iconButton("close", "Dismiss", () => this.tell(null)),
-      );
+    if (!text) return;
+    const dismiss = iconButton("close", "Dismiss", () => this.tell(null));
+    this.notice.replaceChildren(element("p", {}, text), dismiss);
   }
 
   focus() {
     if (!matchMedia("(pointer: coarse)").matches) this.composer.text.focus();
   }
 
-  // Asks a question that brings files which are not attached yet.
+  // Asks a question with files; what is being written stays as it is.
   async askWith({ text, files }) {
-    await this.composer.add(files);
-    this.composer.text.value = text;
-    this.composer.changed();
-    this.composer.send();
+    this.ask({ text, attachments: await this.composer.attach(files) });
+    this.focus();
   }
 
   ask(question) {
@@ -103,7 +99,7 @@ export class ChatPane {
     const isNew = !conversation.messages.length;
     conversation.messages.push(newQuestion(question));
     this.addView(conversation.messages.at(-1));
-    if (isNew) this.composer.draft.id = conversation.id;
+    if (isNew) this.composer.moveDraft(conversation.id);
     this.answer();
     if (isNew) this.app.opened(conversation);
   }
@@ -193,8 +189,9 @@ export class ChatPane {
       conversation.messages.flatMap((message) => message.attachments ?? []).map(({ kind }) => kind),
     );
     for (const kind of kinds) {
-      if (!kindsOf(model).includes(kind))
+      if (!kindsOf(model).includes(kind)) {
         throw new Error(`${model.id} takes no ${KINDS[kind].noun}, and this conversation has some.`);
+      }
     }
     const sizeBytes = encodedBytes(conversation) + BODY_ROOM;
     const limit = model.limits?.max_body_bytes ?? Infinity;

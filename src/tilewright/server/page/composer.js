@@ -157,27 +157,38 @@ export class Composer {
     this.showFiles();
   }
 
-  async add(files) {
+  // The files made ready to be sent, and kept; those that cannot be are told of and left out.
+  async attach(files) {
+    const attachments = [];
     for (const file of files) {
-      const { draft } = this;
-      const model = this.host.model();
-      if (!model) {
-        this.host.tell("The model is not known yet; try again when the server answers.");
-        return;
-      }
       try {
-        const { attachment, blob, note } = await attach(file, model);
+        const { attachment, blob, note } = await attach(file, this.host.model());
         await this.host.store.keepFile(attachment.id, blob).catch((error) => this.host.failed(error));
-        draft.attachments.push(attachment);
+        attachments.push(attachment);
         if (note) this.host.tell(note);
       } catch (error) {
         if (!(error instanceof Refused)) throw error;
         this.host.tell(error.message);
       }
     }
+    return attachments;
+  }
+
+  async add(files) {
+    const { draft } = this;
+    draft.attachments.push(...(await this.attach(files)));
     this.showFiles();
     this.keep();
     this.text.focus();
+  }
+
+  // The draft belongs to the conversation that has just begun.
+  moveDraft(id) {
+    this.host.store
+      .keepDraft({ id: this.draft.id, text: "", attachments: [] })
+      .catch((error) => this.host.failed(error));
+    this.draft.id = id;
+    this.keep();
   }
 
   async useCamera() {

@@ -10,7 +10,9 @@ export class Scroller {
     this.lastTop = 0;
     node.addEventListener("scroll", () => this.scrolled(), { passive: true });
     jumpButton.addEventListener("click", () => this.toEnd());
-    new ResizeObserver(() => this.follow()).observe(node);
+    const observer = new ResizeObserver(() => this.follow());
+    observer.observe(node);
+    observer.observe(node.firstElementChild); // pictures have their size only when they are read
   }
 
   get distance() {
