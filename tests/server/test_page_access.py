@@ -87,9 +87,9 @@ def url():
 
 def names(page):
     """(role, name) of all controls, as a screen reader is told them."""
-    session = page.context.new_cdp_session(page)
-    nodes = session.send("Accessibility.getFullAXTree")["nodes"]
-    session.detach()
+    devtools = page.context.new_cdp_session(page)
+    nodes = devtools.send("Accessibility.getFullAXTree")["nodes"]
+    devtools.detach()
     return [
         (node["role"]["value"], node.get("name", {}).get("value", ""))
         for node in nodes

@@ -475,8 +475,8 @@ def test_the_key_is_asked_for_and_gone_with_the_tab(scripted, visits):
     send(page, "Hi")
     wait_until_done(page)
     kept = "[JSON.stringify(localStorage), JSON.stringify(sessionStorage), document.cookie]"
-    local, session, cookie = page.evaluate(kept)
-    assert "open sesame" in session and "open sesame" not in local and cookie == ""
+    lasting, of_tab, cookie = page.evaluate(kept)
+    assert "open sesame" in of_tab and "open sesame" not in lasting and cookie == ""
 
 
 def test_a_full_disk_is_told_and_the_conversation_goes_on(scripted, visits):
