@@ -41,13 +41,9 @@ export class Api {
       signal,
     };
     const response = await this.request("v1/chat/completions", options);
-    let isComplete = false;
     try {
       for await (const data of eventsOf(response)) {
-        if (data === "[DONE]") {
-          isComplete = true;
-          continue;
-        }
+        if (data === "[DONE]") return; // what becomes of the connection after it is of no matter
         const chunk = JSON.parse(data);
         if (chunk.error) throw new ApiError(chunk.error.code === "engine_unavailable" ? 503 : 500, chunk.error.message);
         yield chunk;
@@ -55,7 +51,7 @@ export class Api {
     } catch (error) {
       throw error instanceof TypeError ? new Unreachable("The connection was lost in mid-answer.") : error;
     }
-    if (!isComplete) throw new Unreachable("The connection was lost in mid-answer.");
+    throw new Unreachable("The connection was lost in mid-answer.");
   }
 
   async request(path, options = {}) {
