@@ -206,13 +206,7 @@ export class ChatPane {
   }
 
   answerChanged(conversation, answer) {
-    if (conversation === this.conversation && !this.frame) {
-      this.frame = requestAnimationFrame(() => {
-        this.frame = null;
-        this.views.get(answer.id)?.update();
-        this.scroller.follow();
-      });
-    }
+    if (conversation === this.conversation) this.views.get(answer.id)?.changed();
     if (answer.text && performance.now() - (this.keptAt ?? 0) > KEEP_EVERY_MS) this.keep(conversation);
   }
 
@@ -236,7 +230,12 @@ export class ChatPane {
   }
 
   addView(message) {
-    const host = { store: this.app.store, edit: (one, text) => this.edit(one, text), retry: () => this.retry() };
+    const host = {
+      store: this.app.store,
+      edit: (one, text) => this.edit(one, text),
+      retry: () => this.retry(),
+      drawn: () => this.scroller.follow(),
+    };
     const view = message.role === "user" ? new QuestionView(message, host) : new AnswerView(message, host);
     this.views.set(message.id, view);
     this.column.append(view.node);

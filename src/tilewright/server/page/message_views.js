@@ -5,6 +5,7 @@ import { actions, button } from "./dialogs.js";
 import { copyButton, element, iconButton } from "./dom.js";
 import { figuresNode } from "./figures.js";
 import { MarkdownView } from "./markdown.js";
+import { Pace } from "./pace.js";
 import { previewNode } from "./previews.js";
 
 export class QuestionView {
@@ -79,9 +80,13 @@ export class QuestionView {
 const STATES = { asking: "Reading", waiting: "", streaming: "", complete: "", stopped: "Stopped", failed: "" };
 
 export class AnswerView {
-  // host: { retry() }
+  // host: { retry(), drawn() }
   constructor(message, host) {
     this.message = message;
+    this.pace = new Pace(() => {
+      this.update();
+      host.drawn();
+    });
     this.thoughts = element("p", { class: "thoughts" });
     this.reasoning = element(
       "details",
@@ -123,6 +128,11 @@ export class AnswerView {
   setLast(isLast) {
     this.retryButton.hidden = !isLast;
     this.error.querySelector("button").hidden = !isLast || this.message.status === "waiting";
+  }
+
+  // Shows what came, soon.
+  changed() {
+    this.pace.changed();
   }
 
   update() {
