@@ -190,7 +190,7 @@ class App {
   async changedElsewhere({ id, change }) {
     const { conversation, composer } = this.pane;
     const isOpen = id === conversation.id;
-    if (change === "deleted") this.gone(id);
+    if (change === "deleted") await this.gone(id);
     else if (change === "changed" && isOpen && !this.pane.isBusy) await this.look(conversation);
     // One draft is kept per conversation: the other tab may have put its own in the place of what is written here.
     if (!composer.isEmpty) composer.keep();

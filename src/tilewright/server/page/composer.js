@@ -161,6 +161,7 @@ export class Composer {
     if (!kept || draft !== this.draft) return; // there is none, or another one was opened meanwhile
     draft.text = kept.text + draft.text;
     draft.attachments = [...kept.attachments, ...draft.attachments];
+    if (draft.id !== id) this.keep(); // its conversation began meanwhile
     this.show();
   }
 

@@ -23,7 +23,7 @@ export function previewNode(attachment, store, onRemove = null) {
 
 // A node for a file that is still being read.
 export function unreadNode(name) {
-  return element("div", { class: "preview unread", role: "status" }, named(`Reading ${name}…`));
+  return element("div", { class: "preview unread", role: "status" }, named(`Reading ${name || "a file"}…`));
 }
 
 function named(text) {
