@@ -178,7 +178,7 @@ def test_a_picture_stays_with_the_question_it_was_added_to(scripted, visits):
     page.keyboard.press("Control+Shift+O")
     page.locator(".welcome").wait_for()
     page.evaluate("openGate()")
-    until(page, "bitmap.width === 0")
+    until(page, "window.bitmap?.width === 0")
     assert page.locator(".tray").is_hidden()
     page.get_by_role("button", name="First", exact=True).click()
     page.locator(".tray img").wait_for()
