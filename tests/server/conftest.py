@@ -153,3 +153,36 @@ def scripted():
             return stack.enter_context(serving(lambda: backend, settings)), backend
 
         yield make
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium for the tests of the page."""
+    from page_browser import launched
+
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visits(browser):
+    """Pages in it; at the end, that nothing went wrong in any of them."""
+    from page_browser import Visits
+
+    visits = Visits(browser)
+    yield visits
+    visits.close()
+
+
+@pytest.fixture
+def held():
+    """Makes servers that hold an answer back: held(pieces, settings, **options) -> (Running, HeldBackend)."""
+    from page_browser import HeldBackend
+
+    with contextlib.ExitStack() as stack:
+
+        def make(pieces=("Hello", " there"), settings=None, **options):
+            backend = HeldBackend(pieces, **options)
+            return stack.enter_context(serving(lambda: backend, settings)), backend
+
+        yield make

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ScriptedBackend, serving
-from page_browser import Visits, launched, send, until, wait_until_done
+from page_browser import send, until, wait_until_done
 
 PHONE = {"viewport": {"width": 360, "height": 740}}
 ANSWER = """# Heading
@@ -62,19 +62,6 @@ CONTRASTS = """() => {
   }
   return found.sort((one, other) => one[0] - other[0]);
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visits(browser):
-    visits = Visits(browser)
-    yield visits
-    visits.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """The page in a browser, in front of a script or a tiny model: what a user does, and what comes of it."""
 
 import base64
-import contextlib
 import io
 import json
 
 import pytest
 from clips import write_clip
 from conftest import ScriptedBackend, serving
-from page_browser import HeldBackend, Visits, answers, hand_over, launched, png, send, until, wait_until_done
+from page_browser import answers, hand_over, png, send, until, wait_until_done
 from PIL import Image
 
 from tilewright.inputs.media import Limits
@@ -17,31 +16,6 @@ from tilewright.server.media import MediaPolicy
 from tilewright.server.settings import ServerSettings
 
 REFUSED = "Failed to load resource"  # what Chromium's console says of a request that was answered with an error
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visits(browser):
-    visits = Visits(browser)
-    yield visits
-    visits.close()
-
-
-@pytest.fixture
-def held():
-    """Makes servers that hold an answer back: held(pieces, settings, **options) -> (Running, HeldBackend)."""
-    with contextlib.ExitStack() as stack:
-
-        def make(pieces=("Hello", " there"), settings=None, **options):
-            backend = HeldBackend(pieces, **options)
-            return stack.enter_context(serving(lambda: backend, settings)), backend
-
-        yield make
 
 
 def test_a_question_is_answered_as_it_comes(held, visits):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from conftest import ScriptedBackend, serving
-from page_browser import Visits, launched
+from page_browser import Visits
 
 SIZE = 100_000  # characters: what takes quadratic time would not end here
 PIECES = [
@@ -37,11 +37,10 @@ STREAM = """async ([text, cuts]) => {
 
 
 @pytest.fixture(scope="module")
-def visits():
-    with launched() as browser:
-        visits = Visits(browser)
-        yield visits
-        visits.close()
+def visits(browser):
+    visits = Visits(browser)
+    yield visits
+    visits.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,10 @@
 """The page where things go wrong: haste, two tabs, a browser that keeps nothing, a server that does not answer."""
 
-import contextlib
 import re
 from pathlib import Path
 
 import pytest
-from conftest import serving
-from page_browser import HeldBackend, Visits, answers, hand_over, launched, png, send, until, wait_until_done
+from page_browser import answers, hand_over, png, send, until, wait_until_done
 
 from tilewright.server import remote
 from tilewright.server.backend import EngineUnavailable
@@ -36,31 +34,6 @@ BLOCKED = """
   }
 """
 BUBBLES = "[...document.querySelectorAll('.bubble')].map((node) => node.textContent)"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with launched() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visits(browser):
-    visits = Visits(browser)
-    yield visits
-    visits.close()
-
-
-@pytest.fixture
-def held():
-    """Makes servers that hold an answer back: held(pieces, **options) -> (Running, HeldBackend)."""
-    with contextlib.ExitStack() as stack:
-
-        def make(pieces=("Hello", " there"), **options):
-            backend = HeldBackend(pieces, **options)
-            return stack.enter_context(serving(lambda: backend)), backend
-
-        yield make
 
 
 def first_piece_came(page, index=0):

@@ -60,10 +60,9 @@ class ConstraintCompiler:
     def knows(self, constraint: Constraint) -> bool:
         """Whether `compile` answers at once."""
         with self._grammars_lock:
-            if self._refusal(constraint) is not None:
-                return True
             known = [self._grammars.get((constraint, opens)) for opens in {False, constraint.allows_reasoning}]
-            return all(grammar is not None and not grammar.is_broken for grammar in known)
+            is_compiled = all(grammar is not None and not grammar.is_broken for grammar in known)
+            return is_compiled or self._refusal(constraint) is not None
 
     def compile(self, constraint: Constraint, *, opens_reasoning: bool = False) -> Grammar:
         """The grammar of a constraint; RequestError that says what is wrong with it."""

@@ -69,11 +69,12 @@ class EngineLoop:
     def submit(self, prepare: Callable[[], ModelInputs], params: SamplingParams, *, has_media: bool = True) -> Handle:
         """The Handle of a request whose prompt `prepare` makes. What it raises, the Handle's readers get."""
         handle = Handle(uuid.uuid4().hex, params, self._abort)
+        # Before the lock, which the engine's thread needs too: looking up a constraint of megabytes takes a while.
+        kind = "constraint" if self.core.must_compile(params) else "media" if has_media else "text"
         with self._changed:
             if self._is_closing:
                 raise EngineError("the engine is closed")
             if self._preparers:  # first: where no thread can be started, nothing is left behind
-                kind = "constraint" if self.core.must_compile(params) else "media" if has_media else "text"
                 self._preparers[kind].submit(self._prepare, handle, prepare)
             self._handles[handle.request_id] = handle
             self._num_preparing += 1
