@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from tilewright import embedded
+from tilewright.engine_flags import positive
 from training.tiny_vl import askers
 from training.tiny_vl.score import Answer, is_same, shares_by_kind, table
 
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     way.add_argument("--engine", action="store_true", help="ask the library")
     way.add_argument("--transformers", action="store_true", help="ask transformers, one question at a time")
     way.add_argument("--compare", nargs=2, type=Path, metavar="JSON", help="how many answers of two files are equal")
-    parser.add_argument("--count", type=int, default=1000, metavar="N", help="questions (default 1000)")
+    parser.add_argument("--count", type=positive, default=1000, metavar="N", help="questions (default 1000)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint folder (default: the embedded model)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every answer, a line each")
