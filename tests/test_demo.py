@@ -81,7 +81,7 @@ def test_another_model_picture_and_question(engine, model, tmp_path, capsys):
 def test_colours_where_a_terminal_shows_them(monkeypatch):
     shown = shown_on(Terminal(), monkeypatch)
     assert f"{demo.BOLD}Well?{demo.RESET}\n" in shown
-    assert shown.count("▀") == demo.PREVIEW_COLUMNS * demo.PREVIEW_COLUMNS // 2, "a square picture"
+    assert shown.count("▀") == 36 * 36 // 2, "a square picture"
 
 
 def test_no_color(monkeypatch):
@@ -96,11 +96,17 @@ def test_a_terminal_without_blocks_gets_no_preview(monkeypatch):
 
 
 def test_the_preview_has_the_pictures_colours(monkeypatch):
-    monkeypatch.setattr(demo, "PREVIEW_COLUMNS", 2)
+    monkeypatch.setattr(demo, "PREVIEW_SIZE", (2, 2))
     picture = Image.new("RGB", (2, 2))
     for place, colour in {(0, 0): (255, 0, 0), (1, 0): (0, 250, 5), (0, 1): (0, 0, 255), (1, 1): (255,) * 3}.items():
         picture.putpixel(place, colour)
     assert demo.preview(picture) == "\033[38;5;196;48;5;21m▀\033[38;5;46;48;5;231m▀\033[0m"
+
+
+@pytest.mark.parametrize(("size", "shown"), [((400, 100), (36, 4)), ((10, 4000), (1, 18)), ((4000, 1), (36, 1))])
+def test_the_preview_fits_whatever_the_shape(size, shown):
+    lines = demo.preview(Image.new("RGB", size)).splitlines()
+    assert (lines[0].count("▀"), len(lines)) == shown
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,9 @@ def test_a_package_without_it_says_so(left_out, tmp_path, capsys):
     ):
         assert cli.main(command) == 2
         captured = capsys.readouterr()
-        assert not captured.out and captured.err.count("\n") == 1
-        assert captured.err.startswith("tilewright: no model is named, and") and "a hub id" in captured.err
+        last = captured.err.splitlines()[-1]  # a benchmark may have found the machine busy before
+        assert not captured.out and "Traceback" not in captured.err
+        assert last.startswith("tilewright: no model is named, and") and last.endswith("a GGUF file or a hub id")
 
 
 @pytest.mark.parametrize("command", ["chat", "serve", "batch", "demo", "bench decode"])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 QUESTIONS = ("Describe the picture.", "How many shapes are there?", "What word is written?")
 MAX_TOKENS = 64
 BOLD, DIM, RESET = "\033[1m", "\033[2m", "\033[0m"
-PREVIEW_COLUMNS = 36
+PREVIEW_SIZE = 36, 36  # pixels at most, width and height
 _CUBE_LEVELS = (0, 95, 135, 175, 215, 255)  # of each channel among the 216 colours that every terminal has
 
 
@@ -117,8 +117,9 @@ class Style:
 
 def preview(image: Image.Image) -> str:
     """The picture in characters: each is two pixels, one above the other."""
-    columns = min(PREVIEW_COLUMNS, shutil.get_terminal_size().columns)
-    rows = max(1, round(columns * image.height / image.width / 2))
+    scale = min(PREVIEW_SIZE[0] / image.width, PREVIEW_SIZE[1] / image.height)
+    columns = min(max(1, round(image.width * scale)), shutil.get_terminal_size().columns)
+    rows = max(1, round(image.height * scale / 2))
     data = image.resize((columns, 2 * rows)).tobytes()
     colours = [_cube_colour(*data[begin : begin + 3]) for begin in range(0, len(data), 3)]
     lines = []
