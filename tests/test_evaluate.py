@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
@@ -28,7 +30,11 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_vision_model(tmp_path_factory.mktemp("vision"))
+    """Random weights stored in bf16, as the embedded model's are."""
+    folder = write_vision_model(tmp_path_factory.mktemp("vision"))
+    network = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
+    network.save_pretrained(folder)
+    return folder
 
 
 def picture(seed, size=(64, 64)):
@@ -111,7 +117,7 @@ def test_pictures_come_first_then_the_clip_then_the_question():
 
 
 def test_server_library_and_transformers_answer_the_same(model, monkeypatch):
-    """In fp32, token for token: random weights answer noise, which any difference in pixels or positions changes."""
+    """In fp32, token for token: random weights answer noise, which other frames or positions would change."""
     monkeypatch.setenv("TILEWRIGHT_NUM_THREADS", "1")
     monkeypatch.setattr(askers, "MAX_TOKENS", 24)
     got = []
