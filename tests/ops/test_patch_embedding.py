@@ -29,6 +29,15 @@ def test_a_still_is_a_clip_of_equal_frames(isa, dtype, patch):
     )
 
 
+def test_a_still_of_bf16_weights_in_fp32(isa):
+    """Nothing is rounded on the way: the sum of two bf16 numbers is no bf16 number."""
+    weight = rand(40, 3, 2, 16, 16, dtype=torch.bfloat16, scale=0.05)
+    still = rand(7, 3, 1, 16, 16, seed=2)
+    expected = torch.nn.functional.conv3d(still.expand(-1, -1, 2, -1, -1), weight.float())
+    packed = pack_patch_embedding(weight, still=True, dtype=torch.float32)
+    assert_close(patch_embedding(still.flatten(1), packed), expected.view(7, 40))
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"shape \[4, 3\], expected \[D, C, frames, P, P\]"):
         pack_patch_embedding(torch.zeros(4, 3), still=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tilewright import embedded
 from tilewright.engine.assembly import PAGE_SIZE, build_core
 from tilewright.engine.constraint import ConstraintCompiler
 from tilewright.engine.costs import costs_of
@@ -23,6 +25,8 @@ from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
 
+_log = logging.getLogger(__name__)
+
 
 class Engine:
     """A model, ready to answer many requests at once.
@@ -30,7 +34,8 @@ class Engine:
         with Engine("path/to/Qwen3-VL-2B-Instruct") as engine:
             print(engine.chat([{"role": "user", "content": "What is a tile?"}], max_tokens=100).text)
 
-    `model` is a folder, a GGUF file or a hub id. Requests may come from any thread; they are computed together.
+    `model` is a folder, a GGUF file or a hub id; None: the small one that comes with the package, which a warning
+    tells. Requests may come from any thread; they are computed together.
 
     dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
     kv_memory       bytes for keys and values, or "4GB"; None: half of what is free
@@ -66,8 +71,10 @@ class Engine:
         media_limits: MediaLimits | None = None,
         isolate_media: bool = False,
     ) -> None:
-        _require_supported(model=model, tp=tp, quantize=quantize, device=device)
-        assert model is not None
+        _require_supported(tp=tp, quantize=quantize, device=device)
+        if model is None:
+            model = embedded.path()
+            _log.warning(embedded.notice('Engine("./Qwen3-VL-2B-Instruct")'))
         self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
         self.loaded: LoadedModel = load_model(
             model,
@@ -219,9 +226,7 @@ class Engine:
         return self.loop.submit(prepare, params, has_media=has_media)
 
 
-def _require_supported(*, model: str | Path | None, tp: int, quantize: str | None, device: str) -> None:
-    if model is None:
-        raise RequestError("model is None, expected a folder, a GGUF file or a hub id")
+def _require_supported(*, tp: int, quantize: str | None, device: str) -> None:
     if tp != 1:
         raise RequestError(f"tp is {tp}, expected 1: tensor parallelism is not built yet")
     if quantize is not None:

@@ -15,12 +15,13 @@ def pack_patch_embedding(
 ) -> PackedWeight:
     """Conv3d weight [D, C, frames, P, P] for patches [C, P, P] of stills, or [C, frames, P, P] of video.
 
-    A Conv2d weight [D, C, P, P] is one for stills. The sum over time is made in fp32 and rounded once.
+    A Conv2d weight [D, C, P, P] is one for stills. The sum over time is made in fp32 and rounded once, to
+    the dtype that is packed.
     """
     if weight.dim() not in (4, 5):
         raise ValueError(f"patch embedding weight has shape {list(weight.shape)}, expected [D, C, frames, P, P]")
     if weight.dim() == 5 and still:
-        weight = weight.float().sum(2).to(weight.dtype)
+        weight = weight.float().sum(2).to(dtype or weight.dtype)
     return pack_weight(weight.flatten(1).contiguous(), bias, dtype=dtype)
 
 
