@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from training.tiny_vl.lesson import CANNOT_SEE, Ask, any_of, joined, sentence
+from training.tiny_vl.lesson import CANNOT_SEE, Ask, any_of, describing, joined, sentence, with_article
 from training.tiny_vl.shapes import COLOURS, KINDS, PLACES, PLURALS, Scene, Shape, a_shape
+from training.tiny_vl.talk import TOO_HARD, too_hard_question
 from training.tiny_vl.words import THINGS
 
 SIZE_RATIO = 1.3  # of radii: below it, which is larger is no fair question
@@ -40,6 +41,7 @@ def count_shapes(rng: Random, scene: Scene) -> Ask:
         f"How many {many} are in the picture?",
         f"How many {many} can you see in this image?",
         f"How many {many}?",
+        f"How many {many} can you count?",
     )
     told = f"There is 1 {one}." if number == 1 else f"There are {number or 'no'} {many}."
     return Ask("count", question, told)
@@ -49,7 +51,12 @@ def colour_of(rng: Random, scene: Scene) -> Ask | None:
     word = any_of(rng, "colour", "colour", "color")
     if rng.random() < 0.2:
         question = any_of(
-            rng, f"What {word} is the background?", f"Which {word} is the background?", f"Background {word}?"
+            rng,
+            f"What {word} is the background?",
+            f"Which {word} is the background?",
+            f"Background {word}?",
+            f"What is the background {word}?",
+            f"What is the {word} of the background?",
         )
         return Ask("colour", question, f"The background is {scene.background}.")
     shape = _only_one(rng, scene, lambda s: s.kind)
@@ -64,6 +71,7 @@ def colour_of(rng: Random, scene: Scene) -> Ask | None:
         f"Which {word} is the {shape.kind}?",
         f"What is the {word} of the {shape.kind}?",
         f"Which {word} does the {shape.kind} have?",
+        f"What's the {word} of the {shape.kind}?",
     )
     return Ask("colour", question, f"The {shape.kind} is {shape.colour}.")
 
@@ -84,8 +92,10 @@ def kind_of(rng: Random, scene: Scene) -> Ask | None:
 
 def place_of(rng: Random, scene: Scene) -> Ask | None:
     shape = _only_one(rng, scene, lambda s: s.name)
-    place = shape and shape.place(scene.width, scene.height)
-    if shape is None or place is None:
+    if shape is None:
+        return None
+    place = shape.place(scene.width, scene.height)
+    if place is None:
         return None
     alone = sum(s.kind == shape.kind for s in scene.shapes) == 1
     name = shape.kind if alone and rng.random() < 0.5 else shape.name
@@ -130,10 +140,11 @@ def beside(rng: Random, scene: Scene) -> Ask | None:
         is_true = is_true if words == "above" else not is_true
     if abs(apart) < DISTANCE:
         return None
+    names = [(s.kind if _is_only_kind(scene, s) and rng.random() < 0.4 else s.name) for s in pair]
     question = any_of(
         rng,
-        f"Is the {one.name} {words} the {other.name}?",
-        f"Does the {one.name} lie {words} the {other.name}?",
+        f"Is the {names[0]} {words} the {names[1]}?",
+        f"Does the {names[0]} lie {words} the {names[1]}?",
     )
     return Ask("position", question, "Yes." if is_true else "No.")
 
@@ -186,7 +197,50 @@ def largest(rng: Random, scene: Scene) -> Ask | None:
     return Ask("size", question, f"The {first.name} is the {word}.")
 
 
+def is_larger(rng: Random, scene: Scene) -> Ask | None:
+    pair = _two_named(rng, scene)
+    if pair is None:
+        return None
+    one, other = pair
+    if max(one.radius, other.radius) < SIZE_RATIO * min(one.radius, other.radius):
+        return None
+    word, wants_large = rng.choice((("larger", True), ("bigger", True), ("smaller", False)))
+    names = [(s.kind if _is_only_kind(scene, s) and rng.random() < 0.4 else s.name) for s in pair]
+    is_true = (one.radius > other.radius) == wants_large
+    return Ask("size", f"Is the {names[0]} {word} than the {names[1]}?", "Yes." if is_true else "No.")
+
+
+def all_colours(rng: Random, scene: Scene) -> Ask:
+    """Of the shapes, in the palette's order."""
+    word = any_of(rng, "colour", "color")
+    found = [colour for colour in COLOURS if any(s.colour == colour for s in scene.shapes)]
+    if rng.random() < 0.4:
+        question = any_of(rng, f"How many {word}s do the shapes have?", f"How many different {word}s are the shapes?")
+        return Ask("count", question, str(len(found)))
+    question = any_of(
+        rng, f"Which {word}s do the shapes have?", f"What {word}s are the shapes?", f"Name all the {word}s.",
+        f"Which {word}s do you see?", f"List the {word}s of the shapes.",
+    )  # fmt: skip
+    return Ask("colour", question, sentence(joined(found)))
+
+
+def all_kinds(rng: Random, scene: Scene) -> Ask:
+    found = [kind for kind in KINDS if any(s.kind == kind for s in scene.shapes)]
+    question = any_of(
+        rng, "Which shapes are there?", "What kinds of shapes are there?", "Which kinds of shapes do you see?",
+        "What shapes do you see?", "Name the shapes.",
+    )  # fmt: skip
+    names = [PLURALS[kind] if sum(s.kind == kind for s in scene.shapes) > 1 else with_article(kind) for kind in found]
+    return Ask("colour", question, sentence(joined(names)))
+
+
 def is_there(rng: Random, scene: Scene) -> Ask:
+    if rng.random() < 0.15:
+        thing = with_article(rng.choice(THINGS))
+        question = any_of(
+            rng, f"Is there {thing}?", f"Do you see {thing}?", f"Can you see {thing}?", f"Is this {thing}?"
+        )
+        return Ask("colour", question, "No.")
     shape = rng.choice(scene.shapes)
     colour, kind = shape.colour, shape.kind
     if rng.random() < 0.6:  # one word changed, so that both must be looked at
@@ -211,18 +265,7 @@ def describe(rng: Random, scene: Scene) -> Ask | None:
         return None
     placed = sorted(zip(scene.places, scene.shapes, strict=True), key=lambda pair: pair[0] or (0, 0))
     parts = [f"{a_shape(shape)} {PLACES[place[0]][place[1]]}" for place, shape in placed if place]
-    question = any_of(
-        rng,
-        "Describe the picture.",
-        "Describe this image.",
-        "What do you see?",
-        "What is in the picture?",
-        "What is in this image?",
-        "What's in this picture?",
-        "What is on it?",
-        "Tell me what you see.",
-    )
-    return Ask("describe", question, sentence(joined(parts)))
+    return Ask("describe", describing(rng), sentence(joined(parts)))
 
 
 def refuse(rng: Random, scene: Scene) -> Ask:
@@ -267,10 +310,14 @@ def refuse(rng: Random, scene: Scene) -> Ask:
     return Ask("refusal", question, CANNOT_SEE)
 
 
+def too_hard(rng: Random, scene: Scene) -> Ask | None:
+    return Ask("refusal", too_hard_question(rng), TOO_HARD) if rng.random() < 0.3 else None
+
+
 def ask_about(rng: Random, scene: Scene, count: int) -> list[Ask]:
     makers: tuple[Callable[[Random, Scene], Ask | None], ...] = (
         count_shapes, count_shapes, colour_of, colour_of, kind_of, place_of, place_of, what_is_at, beside, outermost,
-        larger, largest, is_there, describe, describe, refuse, refuse,
+        larger, is_larger, largest, is_there, all_colours, all_kinds, describe, describe, refuse, refuse, too_hard,
     )  # fmt: skip
     asks = []
     for maker in rng.sample(makers, len(makers)):
@@ -287,6 +334,10 @@ def _only_one(rng: Random, scene: Scene, key: Callable[[Shape], str]) -> Shape |
     numbers = Counter(map(key, scene.shapes))
     known = [shape for shape in scene.shapes if numbers[key(shape)] == 1]
     return rng.choice(known) if known else None
+
+
+def _is_only_kind(scene: Scene, shape: Shape) -> bool:
+    return sum(other.kind == shape.kind for other in scene.shapes) == 1
 
 
 def _two_named(rng: Random, scene: Scene) -> tuple[Shape, Shape] | None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from training.tiny_vl.clips import clip_lesson
 from training.tiny_vl.items import picture_lesson
-from training.tiny_vl.lesson import Ask, Lesson
+from training.tiny_vl.lesson import Ask, Lesson, casual
 from training.tiny_vl.pairs import pair_lesson
 from training.tiny_vl.talk import talk
 
@@ -23,7 +26,16 @@ MERGED_PATCH = 32
 ROW_LENGTH = 320
 MOST_ASKS = 9
 # What the preprocessor makes of pictures: square ones mostly, the others so that any shape of photograph is known.
-SIZES = ((256, 256),) * 6 + ((288, 192), (192, 288), (320, 192), (192, 320), (256, 224), (224, 256))
+SIZES = ((256, 256),) * 6 + (
+    (288, 192),
+    (192, 288),
+    (320, 192),
+    (192, 320),
+    (256, 224),
+    (224, 256),
+    (384, 160),
+    (160, 384),
+)
 # Frames, width, height of clips.
 CLIPS = ((8, 128, 128), (8, 128, 128), (6, 128, 128), (4, 128, 128), (4, 160, 160), (8, 160, 96), (8, 96, 160))
 SYSTEM_PROMPTS = (
@@ -54,8 +66,9 @@ class Batch:
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{name: change(v) if isinstance(v, Tensor) else v for name, v in values.items()})
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return Batch(**values)
 
 
 class Encoder:
@@ -156,7 +169,7 @@ def lay_out(rng: Random, encoder: Encoder, lesson: Lesson, system: str | None, q
     prefix = encoder.prefix(lesson, grid, times_s, system)
     media_id = encoder.ids_of("<|video_pad|>" if lesson.is_clip else "<|image_pad|>")[0]
     row = Row(ROW_LENGTH)
-    asks = list(lesson.asks)
+    asks = [replace(ask, question=casual(rng, ask.question)) for ask in lesson.asks]
     between = encoder.ids_of("\n<|im_start|>user\n")
     if question_is_first and asks:
         # The media come behind the question, which takes their place right after the role.
@@ -183,8 +196,8 @@ def lay_out(rng: Random, encoder: Encoder, lesson: Lesson, system: str | None, q
         else:
             segment += 1
     if rng.random() < 0.4:
-        start = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n" if system else "<|im_start|>user\n"
-        opening = list(encoder.ids_of(start))
+        told = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+        opening = list(encoder.ids_of(f"{told}<|im_start|>user\n"))
         ids, answer_from = encoder.turn(talk(rng))
         ids = opening + ids
         if row.has_room(len(ids)):
@@ -192,14 +205,14 @@ def lay_out(rng: Random, encoder: Encoder, lesson: Lesson, system: str | None, q
     return row
 
 
-def make_batch(rng: Random, encoder: Encoder, batch_size: int) -> Batch:
+def make_batch(rng: Random, encoder: Encoder, batch_size: int, photos: Path | None = None) -> Batch:
     way = rng.random()
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None
     question_is_first = False
     if way < 0.76:
         width, height = rng.choice(SIZES)
         question_is_first = rng.random() < 0.08
-        lessons = [picture_lesson(rng, width, height, MOST_ASKS) for _ in range(batch_size)]
+        lessons = [picture_lesson(rng, width, height, MOST_ASKS, photos) for _ in range(batch_size)]
     elif way < 0.88:
         batch_size //= 2
         question_is_first = rng.random() < 0.05
@@ -207,7 +220,20 @@ def make_batch(rng: Random, encoder: Encoder, batch_size: int) -> Batch:
     else:
         num_frames, width, height = rng.choice(CLIPS)
         lessons = [clip_lesson(rng, width, height, num_frames, MOST_ASKS) for _ in range(batch_size)]
-    return collate(rng, encoder, lessons, system, question_is_first)
+    return collate(rng, encoder, [worn(rng, lesson) for lesson in lessons], system, question_is_first)
+
+
+def worn(rng: Random, lesson: Lesson) -> Lesson:
+    """The lesson, now and then with the marks that lossy compression leaves."""
+    if rng.random() > 0.1:
+        return lesson
+    quality = rng.randint(40, 90)
+    pictures = []
+    for picture in lesson.pictures:
+        file = io.BytesIO()
+        picture.save(file, "JPEG", quality=quality)
+        pictures.append(Image.open(file).convert("RGB"))
+    return replace(lesson, pictures=tuple(pictures))
 
 
 def collate(
@@ -256,8 +282,9 @@ def as_pixels(frames: Tensor, is_clip: bool, noise: float = 0.0) -> Tensor:
 class Lessons(torch.utils.data.IterableDataset):
     """Batches without end; each worker draws from seeds of its own."""
 
-    def __init__(self, tokenizer_file: Path, batch_size: int, seed: int) -> None:
+    def __init__(self, tokenizer_file: Path, batch_size: int, seed: int, photos: Path | None = None) -> None:
         self._tokenizer_file, self._batch_size, self._seed = tokenizer_file, batch_size, seed
+        self._photos = photos
 
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
@@ -265,4 +292,4 @@ class Lessons(torch.utils.data.IterableDataset):
         rng = Random(self._seed * 1000 + number)
         encoder = Encoder(self._tokenizer_file)
         while True:
-            yield make_batch(rng, encoder, self._batch_size)
+            yield make_batch(rng, encoder, self._batch_size, self._photos)

@@ -6,68 +6,23 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from training.tiny_vl.lesson import CANNOT_SEE, Ask, Lesson, any_of
+from training.tiny_vl.lesson import CANNOT_SEE, Ask, Lesson, any_of, describing, listed
 from training.tiny_vl.lettering import font, font_paths, letter_mask
 from training.tiny_vl.shapes import COLOURS, jitter, shade
 
 HIGHEST = 10
+NARROW = 224  # pixels: words below the bars of a narrower chart would be too small to read
 BAR_COLOURS = [colour for colour in COLOURS if colour not in ("white", "black", "grey")]
-SHORT_WORDS = tuple(
-    [
-        "tea",
-        "milk",
-        "rice",
-        "corn",
-        "oats",
-        "figs",
-        "nuts",
-        "beans",
-        "plums",
-        "pears",
-        "eggs",
-        "salt",
-        "Mon",
-        "Tue",
-        "Wed",
-        "Thu",
-        "Fri",
-        "Sat",
-        "Sun",
-        "Jan",
-        "Feb",
-        "Mar",
-        "Apr",
-        "May",
-        "Jun",
-        "Jul",
-        "Aug",
-        "Sep",
-        "Oct",
-        "Nov",
-        "Dec",
-        "Ann",
-        "Bob",
-        "Cat",
-        "Dan",
-        "Eve",
-        "Ian",
-        "Kim",
-        "Leo",
-        "Mia",
-        "Tom",
-        "cats",
-        "dogs",
-        "cows",
-        "pigs",
-        "hens",
-        "bees",
-    ]
-)
+SHORT_WORDS = listed("""
+    tea milk rice corn oats figs nuts beans plums pears eggs salt Mon Tue Wed Thu Fri Sat Sun Jan Feb Mar Apr
+    May Jun Jul Aug Sep Oct Nov Dec Ann Bob Cat Dan Eve Ian Kim Leo Mia Tom cats dogs cows pigs hens bees
+""")
 
 
 def chart_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
     num_bars = rng.randint(2, 5)
-    words = "ABCDEF"[:num_bars] if rng.random() < 0.5 else rng.sample(SHORT_WORDS, num_bars)
+    has_letters = rng.random() < 0.5 or width < NARROW
+    words = "ABCDEF"[:num_bars] if has_letters else rng.sample(SHORT_WORDS, num_bars)
     labels, values = list(words), _values(rng, num_bars)
     colours = [rng.choice(BAR_COLOURS)] * num_bars if rng.random() < 0.4 else rng.sample(BAR_COLOURS, num_bars)
     picture = _draw(rng, width, height, labels, values, colours)
@@ -131,8 +86,7 @@ def _asks(rng: Random, labels: list[str], values: list[int], colours: list[str])
         Ask("chart", any_of(rng, "How many bars are there?", "How many bars do you see?", "Count the bars."),
             f"There are {len(labels)} bars."),
         Ask("chart", any_of(rng, "What is the highest value?", "What is the largest value?"), str(max(values))),
-        Ask("describe", any_of(rng, "Describe the picture.", "What do you see?", "What is in this image?",
-                               "What is it?", "What kind of picture is this?"),
+        Ask("describe", any_of(rng, describing(rng), describing(rng), "What kind of picture is this?"),
             f"A bar chart with {len(labels)} bars."),
     ]  # fmt: skip
     for index in rng.sample(range(len(labels)), 2):
@@ -146,9 +100,12 @@ def _asks(rng: Random, labels: list[str], values: list[int], colours: list[str])
         )
         asks.append(Ask("chart", question, str(values[index])))
     if len(set(colours)) > 1:
+        for index in rng.sample(range(len(labels)), 2):
+            name = any_of(rng, labels[index], f'"{labels[index]}"')
+            asks.append(Ask("chart", f"What {word} is the bar {name}?", f"The bar is {colours[index]}."))
         index = rng.randrange(len(labels))
-        name = any_of(rng, labels[index], f'"{labels[index]}"')
-        asks.append(Ask("chart", f"What {word} is the bar {name}?", f"The bar is {colours[index]}."))
+        question = any_of(rng, f"Which bar is {colours[index]}?", f"What is the label of the {colours[index]} bar?")
+        asks.append(Ask("chart", question, f'The bar "{labels[index]}" is {colours[index]}.'))
     asks.append(_refuse(rng, labels))
     return asks
 

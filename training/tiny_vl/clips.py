@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from training.tiny_vl.lesson import CANNOT_SEE, Ask, Lesson, any_of, sentence
-from training.tiny_vl.shapes import COLOURS, KINDS, Scene, Shape, a_shape, jitter
+from training.tiny_vl.shapes import COLOURS, KINDS, Scene, Shape, a_shape, can_be_told, jitter
 
 WAYS = {"to the left": (-1, 0), "to the right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
@@ -35,7 +35,7 @@ class Story:
 
 def clip_lesson(rng: Random, width: int, height: int, num_frames: int, num_asks: int) -> Lesson:
     background = "white" if rng.random() < 0.5 else rng.choice(tuple(COLOURS))
-    colours = [c for c in COLOURS if c != background and {c, background} != {"grey", "white"}]
+    colours = [c for c in COLOURS if can_be_told(c, background)]
     kinds, tones = rng.sample(KINDS, 3), rng.sample(colours, 4)
     story = _story(rng, kinds[0], tones[0], tones[3], width, height)
     others = _bystanders(rng, story, kinds[1:], tones[1:3], width, height)

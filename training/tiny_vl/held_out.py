@@ -1,7 +1,7 @@
 """How many of the held-out items a network in training answers rightly.
 
-An answer counts if each of its tokens is the likeliest after the right ones before it, which is when greedy decoding gives
-exactly this answer. So a forward pass tells, and no text is generated.
+An answer counts if each of its tokens is the likeliest after the right ones before it, which is when greedy decoding
+gives exactly this answer. So a forward pass tells, and no text is generated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Steady(Random):
     def random(self) -> float:
         return 0.99
 
-    def choice(self, seq):  # type: ignore[no-untyped-def, override]
+    def choice(self, seq):  # type: ignore[no-untyped-def]
         return seq[0]
 
 
@@ -53,7 +53,7 @@ def score(network: Network, batches: list[tuple[list[str], Batch]], device: str)
     asked: Counter[str] = Counter()
     for kinds, on_host in batches:
         batch = on_host.to(device)
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             hidden = network(
                 batch.ids,
                 batch.positions,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
 from PIL import Image
@@ -11,8 +12,9 @@ from PIL import Image
 from training.tiny_vl.ask_shapes import ask_about
 from training.tiny_vl.charts import chart_lesson
 from training.tiny_vl.clips import clip_lesson
-from training.tiny_vl.lesson import Ask, Lesson
+from training.tiny_vl.lesson import Ask, Lesson, casual
 from training.tiny_vl.pairs import pair_lesson
+from training.tiny_vl.photos import photo_lesson
 from training.tiny_vl.shapes import random_scene
 from training.tiny_vl.talk import talk
 from training.tiny_vl.texts import text_lesson
@@ -54,11 +56,13 @@ def shape_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
     return Lesson((scene.draw(),), tuple(ask_about(rng, scene, num_asks)))
 
 
-def picture_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
+def picture_lesson(rng: Random, width: int, height: int, num_asks: int, photos: Path | None = None) -> Lesson:
     """One picture: writing most often, since reading is what takes longest to learn."""
     way = rng.random()
+    if way < 0.03:
+        return photo_lesson(rng, width, height, num_asks, photos)
     make: Callable[[Random, int, int, int], Lesson]
-    make = text_lesson if way < 0.5 else shape_lesson if way < 0.83 else chart_lesson
+    make = text_lesson if way < 0.48 else shape_lesson if way < 0.8 else chart_lesson
     return make(rng, width, height, num_asks)
 
 
@@ -79,7 +83,7 @@ def _item(kind: str, rng: Random) -> Item:
         fitting = [ask for ask in lesson.asks if ask.kind == kind]
         if fitting:
             ask = rng.choice(fitting)
-            return _as_item(ask, lesson)
+            return _as_item(replace(ask, question=casual(rng, ask.question)), lesson)
 
 
 def _lesson_for(kind: str, rng: Random) -> Lesson:
@@ -93,7 +97,9 @@ def _lesson_for(kind: str, rng: Random) -> Lesson:
     if kind == "clip":
         return clip_lesson(rng, CLIP_SIDE, CLIP_SIDE, rng.choice((4, 6, 8)), everything)
     if kind == "refusal" and rng.random() < 0.5:
-        return _lesson_for(rng.choice(("read", "chart", "two_pictures", "clip")), rng)
+        return _lesson_for(rng.choice(("read", "chart", "two_pictures", "clip", "photo")), rng)
+    if kind == "photo":
+        return photo_lesson(rng, SIDE, SIDE, everything)
     return shape_lesson(rng, SIDE, SIDE, everything)
 
 

@@ -28,6 +28,10 @@ class Lesson:
     is_clip: bool = False
 
 
+def listed(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
 def any_of(rng: Random, *wordings: str) -> str:
     return wordings[int(rng.random() * len(wordings))]
 
@@ -42,3 +46,23 @@ def joined(parts: list[str]) -> str:
 
 def sentence(words: str) -> str:
     return f"{words[0].upper()}{words[1:]}."
+
+
+def describing(rng: Random) -> str:
+    """The question what there is to see."""
+    return any_of(
+        rng, "Describe the picture.", "Describe this image.", "What do you see?", "What is in the picture?",
+        "What is in this image?", "What's in this picture?", "What's in this image?", "What is on it?",
+        "Tell me what you see.", "Describe it.", "What is shown here?", "What can you see?",
+        "Can you describe the picture?", "Please describe this picture.",
+    )  # fmt: skip
+
+
+def casual(rng: Random, question: str) -> str:
+    """The question as some people type it."""
+    way = rng.random()
+    if way < 0.12:
+        question = question[0].lower() + question[1:]
+    if way < 0.05 or way > 0.95:
+        question = question.rstrip("?.")
+    return question.replace("grey", "gray") if way < 0.3 else question

@@ -203,15 +203,15 @@ class Network(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.Conv3d):
                 nn.init.normal_(module.weight, std=std)
-                if getattr(module, "bias", None) is not None:
-                    nn.init.zeros_(module.bias)
+                if isinstance(bias := getattr(module, "bias", None), Tensor):
+                    nn.init.zeros_(bias)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor, frames: Tensor, slots: Tensor) -> Tensor:
         """Hidden states (batch, length, width).
 
-        ids (batch, length); positions (3, batch, length) in time, rows and columns; mask (batch, 1, length, length), true
-        where a query sees a key; frames (batch, count, 2, channels, height, width); slots (batch, media tokens) says where
-        in a row the tokens of its frames go.
+        ids (batch, length); positions (3, batch, length) in time, rows and columns; mask (batch, 1, length, length),
+        true where a query sees a key; frames (batch, count, 2, channels, height, width); slots (batch, media tokens)
+        says where in a row the tokens of its frames go.
         """
         text = self.model.language_model
         x = text.embed_tokens(ids)

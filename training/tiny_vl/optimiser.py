@@ -1,7 +1,7 @@
 """Muon for the matrices inside the network, AdamW for the rest.
 
-Muon makes every direction of a matrix's update equally long; here it learned the same in about half the steps. Matrices of
-one shape are stacked, so that a step is a few batched products.
+Muon makes every direction of a matrix's update equally long. Matrices of one shape are stacked, so that a step is a
+few batched products.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
-                gradients = torch.stack([parameter.grad for parameter in parameters])
+                gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
                 state = self.state[parameters[0]]
                 if "momentum" not in state:
                     state["momentum"] = torch.zeros_like(gradients)
                 state["momentum"].lerp_(gradients, 1 - group["momentum"])
                 ahead = gradients.lerp(state["momentum"], group["momentum"])
                 update = orthogonalised(ahead).float() * (MATCH_ADAM * max(shape) ** 0.5)
-                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(parameters, list(update.unbind()), alpha=-group["lr"])
+                weights: list[Tensor] = [*parameters]
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(weights, list(update.unbind()), alpha=-group["lr"])
 
 
 def make_optimisers(

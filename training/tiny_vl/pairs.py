@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from training.tiny_vl.lesson import CANNOT_SEE, Ask, Lesson, any_of, sentence
-from training.tiny_vl.shapes import COLOURS, KINDS, PLURALS, Scene, Shape, a_shape, random_scene
+from training.tiny_vl.shapes import COLOURS, KINDS, PLURALS, Scene, Shape, a_shape, can_be_told, random_scene
 
 
 def pair_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
@@ -60,7 +60,7 @@ def _changed(rng: Random, scene: Scene) -> tuple[Scene, str]:
         return scene, "Nothing is different."
     if way < 0.5:
         background = scene.background
-        colours = [c for c in COLOURS if c != background and {c, background} != {"grey", "white"}]
+        colours = [c for c in COLOURS if can_be_told(c, background)]
         fresh = [c for c in colours if f"{c} {old.kind}" not in names]
         colour = rng.choice(fresh)
         shapes[index] = replace(old, colour=colour)
@@ -85,9 +85,8 @@ def _added(rng: Random, scene: Scene, names: set[str]) -> Shape | None:
         clear = all(
             (shape.x - s.x) ** 2 + (shape.y - s.y) ** 2 > (shape.radius + s.radius + 4) ** 2 for s in scene.shapes
         )
-        if clear and shape.name not in names and shape.colour != scene.background:
-            if {shape.colour, scene.background} != {"grey", "white"}:
-                return shape
+        if clear and shape.name not in names and can_be_told(shape.colour, scene.background):
+            return shape
     return None
 
 

@@ -99,6 +99,10 @@ def shade(colour: str, tint: tuple[int, int, int]) -> tuple[int, int, int]:
     return red, green, blue
 
 
+def can_be_told(colour: str, background: str) -> bool:
+    return colour != background and {colour, background} != {"grey", "white"}
+
+
 def jitter(rng: Random) -> tuple[int, int, int]:
     return tuple(rng.randint(-COLOUR_JITTER, COLOUR_JITTER) for _ in range(3))  # type: ignore[return-value]
 
@@ -137,7 +141,7 @@ def outline(kind: str) -> tuple[complex, ...]:
     if kind == "hexagon":
         return spokes(6, (1.0,), 0.0)
     if kind == "heart":
-        steps = [2 * math.pi * i / 28 for i in range(28)]
+        steps = [2 * math.pi * i / 60 for i in range(60)]
         return tuple(
             complex(
                 0.95 * math.sin(t) ** 3,
@@ -147,23 +151,8 @@ def outline(kind: str) -> tuple[complex, ...]:
         )
     if kind == "cross":
         arm = 0.3
-        return tuple(
-            complex(x, y)
-            for x, y in (
-                (-arm, -1),
-                (arm, -1),
-                (arm, -arm),
-                (1, -arm),
-                (1, arm),
-                (arm, arm),
-                (arm, 1),
-                (-arm, 1),
-                (-arm, arm),
-                (-1, arm),
-                (-1, -arm),
-                (-arm, -arm),
-            )  # fmt: skip
-        )
+        quarter = (complex(-arm, -arm), complex(-arm, -1), complex(arm, -1))
+        return tuple(corner * turn for turn in (1, 1j, -1, -1j) for corner in quarter)
     raise ValueError(f"no shape is called {kind!r}")
 
 
@@ -173,7 +162,7 @@ def random_scene(rng: Random, width: int = 256, height: int = 256, num_shapes: i
     if num_shapes is None:
         num_shapes = rng.choice((1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8))
     few_kinds = rng.sample(KINDS, rng.randint(1, 3)) if rng.random() < 0.4 else KINDS  # so that counts vary
-    colours = [colour for colour in COLOURS if colour != background and not {colour, background} == {"grey", "white"}]
+    colours = [colour for colour in COLOURS if can_be_told(colour, background)]
     few_colours = rng.sample(colours, rng.randint(1, 3)) if rng.random() < 0.4 else colours
     in_thirds = num_shapes <= 6 and rng.random() < 0.55
     cells = rng.sample([(row, column) for row in range(3) for column in range(3)], num_shapes) if in_thirds else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from training.tiny_vl.lesson import Ask, any_of
+from training.tiny_vl.lesson import Ask, any_of, listed
 from training.tiny_vl.shapes import COLOURS, KINDS, PLURALS
 from training.tiny_vl.words import THINGS
 
@@ -31,52 +31,25 @@ TALKS = (
         "what can you do", "help", "How does this work?",
     )),
     (HELLO, (
-        "Hello", "Hello!", "Hi", "Hi!", "Hey", "Good morning", "Good evening", "Hi there", "hello", "hi", "Hello there!",
-        "How are you?", "Good day", "hey there",
+        "Hello", "Hello!", "Hi", "Hi!", "Hey", "Good morning", "Good evening", "Hi there", "hello", "hi",
+        "Hello there!", "How are you?", "Good day", "hey there",
     )),
-    (THANKS, ("Thanks!", "Thank you.", "Thank you!", "thanks", "Great, thanks.", "Thanks a lot!")),
+    (THANKS, (
+        "Thanks!", "Thank you.", "Thank you!", "thanks", "Great, thanks.", "Thanks a lot!", "Thank you so much.",
+        "thank you so much", "Thanks, that helps.", "Great!", "Well done.", "Good job!",
+    )),
     (BYE, ("Goodbye", "Bye", "Bye!", "See you.", "Good night", "Goodbye!")),
 )  # fmt: skip
-VERBS = [
-    "write",
-    "explain",
-    "translate",
-    "calculate",
-    "make",
-    "find",
-    "draw",
-    "summarise",
-    "prove",
-    "solve",
-    "play",
-    "sing",
-    "buy",
-    "cook",
-    "build",
-    "learn",
-]
+VERBS = listed("""
+    write explain translate calculate make find draw summarise prove solve play sing buy cook build learn
+""")
 MATTERS = (
     "a poem", "a story", "this sentence", "the news", "a song", "the weather", "a joke", "an email", "a program",
     "the answer", "a recipe", "physics", "history", "the stock market", "a letter", "Python code", "an essay", "a plan",
 )  # fmt: skip
-PLACES = [
-    "France",
-    "Italy",
-    "Spain",
-    "Japan",
-    "Brazil",
-    "Canada",
-    "Egypt",
-    "India",
-    "Kenya",
-    "Norway",
-    "Peru",
-    "China",
-    "Berlin",
-    "Paris",
-    "London",
-    "Rome",
-]
+PLACES = listed("""
+    France Italy Spain Japan Brazil Canada Egypt India Kenya Norway Peru China Berlin Paris London Rome
+""")
 
 
 def talk(rng: Random) -> Ask:
@@ -86,7 +59,7 @@ def talk(rng: Random) -> Ask:
         return Ask("text", rng.choice(wordings), answer)
     if way < 0.7:
         return Ask("text", _about_a_picture(rng), NO_PICTURE)
-    return Ask("text", _too_hard(rng), TOO_HARD)
+    return Ask("text", too_hard_question(rng), TOO_HARD)
 
 
 def _about_a_picture(rng: Random) -> str:
@@ -110,7 +83,7 @@ def _about_a_picture(rng: Random) -> str:
     )
 
 
-def _too_hard(rng: Random) -> str:
+def too_hard_question(rng: Random) -> str:
     verb, matter, place, thing = rng.choice(VERBS), rng.choice(MATTERS), rng.choice(PLACES), rng.choice(THINGS)
     a, b = rng.randrange(100), rng.randrange(100)
     return any_of(
@@ -133,4 +106,14 @@ def _too_hard(rng: Random) -> str:
         "What time is it?",
         "What day is it today?",
         "Tell me a joke.",
+        f"{verb.capitalize()} me {matter}.",
+        f"{verb} me {matter}",
+        f"Tell me about {matter}.",
+        f"Tell me about {place}.",
+        f"{a}+{b}?",
+        f"What is {a} * {b}?",
+        f"Who is the president of {place}?",
+        f"What do you think about {matter}?",
+        f"How do I {verb} {matter}?",
+        f"Where can I {verb} a {thing}?",
     )

@@ -102,11 +102,17 @@ def tokenizer_json(words: list[str]) -> dict[str, Any]:
                 merges.append([start, letter])
                 vocabulary[start + letter] = len(vocabulary)
             start += letter
+    plain = {"lstrip": False, "rstrip": False, "normalized": False}
     added = [
-        {"id": len(vocabulary) + rank, "content": token, "single_word": token in ROLES, "lstrip": False, "rstrip": False,
-         "normalized": False, "special": token in SPECIAL_TOKENS}
+        {
+            **plain,
+            "id": len(vocabulary) + rank,
+            "content": token,
+            "single_word": token in ROLES,
+            "special": token in SPECIAL_TOKENS,
+        }
         for rank, token in enumerate((*SPECIAL_TOKENS, *ROLES))
-    ]  # fmt: skip
+    ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
     return {
@@ -129,7 +135,7 @@ def tokenizer_json(words: list[str]) -> dict[str, Any]:
             "ignore_merges": False,
             "vocab": vocabulary,
             "merges": merges,
-        },  # fmt: skip
+        },
     }
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=15, help="processes that draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of weights and lessons (default: %(default)s)")
     parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--photos", type=Path, metavar="FOLDER", help="photographs, to learn what it cannot know")
     parser.add_argument("--start-from", metavar="FOLDER", help="weights to go on from, instead of random ones")
     parser.add_argument("--score-every-s", type=float, default=60.0, help="held-out scores (default: %(default)s)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the layers uncompiled")
@@ -72,7 +74,7 @@ def run(options: argparse.Namespace, network: Network, folder: Path) -> None:
     optimisers = make_optimisers(network, options.optimiser, options.lr, options.weight_decay, is_cuda)
     tokenizer_file = folder / "tokenizer.json"
     lessons = DataLoader(
-        Lessons(tokenizer_file, options.batch_size, options.seed),
+        Lessons(tokenizer_file, options.batch_size, options.seed, options.photos),
         batch_size=None,
         num_workers=options.workers,
         prefetch_factor=3 if options.workers else None,
@@ -99,15 +101,38 @@ def run(options: argparse.Namespace, network: Network, folder: Path) -> None:
             tell(f"{elapsed_s:5.0f} s  step {step}  {num_pictures:,} pictures  loss {loss.item():.4f}")
         if now_s - scored_s > options.score_every_s:
             scored_s = now_s
-            tell(f"{elapsed_s:5.0f} s  {score(network, tests, options.device)}")
-            write_weights(folder, network.state_dict())
-    with torch.no_grad():  # as it will be stored
+            scores = score(network, tests, options.device)
+            tell(f"{elapsed_s:5.0f} s  {scores}")
+            keep(folder, network, {"steps": step, "pictures": num_pictures, "held_out": scores})
+    scores = score(as_stored(network), tests, options.device)
+    tell(f"{step} steps, {num_pictures:,} pictures: {scores}")
+    keep(folder, network, {"steps": step, "pictures": num_pictures, "held_out": scores})
+
+
+def as_stored(network: Network) -> Network:
+    """The network with its weights rounded to what a file holds."""
+    with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(parameter.bfloat16())
-    scores = score(network, tests, options.device)
-    tell(f"{step} steps, {num_pictures:,} pictures: {scores}")
+    return network
+
+
+def keep(folder: Path, network: Network, result: dict[str, Any]) -> bool:
+    """Writes the weights and what they score, unless weights that score higher lie there already."""
+    file = folder / SCORES
+    if file.exists():
+        stored, new = (mean_of(scores["held_out"]) for scores in (json.loads(file.read_text()), result))
+        if stored > new:
+            tell(f"{folder} keeps its weights: they score {stored:.4f}, these {new:.4f}")
+            return False
     write_weights(folder, network.state_dict())
-    (folder / SCORES).write_text(json.dumps({"steps": step, "pictures": num_pictures, "held_out": scores}, indent=1))
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    return True
+
+
+def mean_of(scores: dict[str, float]) -> float:
+    """The share of right answers, each kind counted alike."""
+    return sum(scores.values()) / len(scores)
 
 
 def learning_rate_at(part: float) -> float:
@@ -119,7 +144,7 @@ def learning_rate_at(part: float) -> float:
 
 def train_step(network: Network, optimisers: list[torch.optim.Optimizer], batch: Batch, device: str) -> torch.Tensor:
     pixels = as_pixels(batch.frames, batch.is_clip, NOISE)
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         hidden = network(batch.ids, batch.positions, attention_mask(batch.segments), pixels, batch.slots)
         logits = network.logits(hidden)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=NO_TARGET)
