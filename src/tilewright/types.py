@@ -137,6 +137,8 @@ class Timings:
     queued_s: float  # until its first step
     first_token_s: float
     total_s: float
+    # Weights, keys and values read by the engine's steps after the first token, per second in them; None: no such step.
+    decode_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -43,15 +43,15 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(make_backend: Callable, settings: ServerSettings | None = None) -> Iterator[Running]:
-    """A Running server whose backend `make_backend` makes on the server's event loop."""
+def serving(make_backend: Callable, settings: ServerSettings | None = None, port: int = 0) -> Iterator[Running]:
+    """A Running server whose backend `make_backend` makes on the server's event loop; port 0: any free one."""
     started: list[Running] = []
     ready = threading.Event()
     server: list[uvicorn.Server] = []
 
     async def main() -> None:
         desk = Desk(settings or ServerSettings(), make_backend())
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server(("127.0.0.1", port))
         config = uvicorn.Config(create_app(desk), log_config=None, access_log=False, lifespan="off", ws="none")
         server.append(uvicorn.Server(config))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -106,9 +106,11 @@ class ScriptedBackend:
 
     num_restarts = 0
 
-    def __init__(self, pieces=("Hello", " there"), *, template=None, opens_reasoning=False, holds_back=False) -> None:
+    def __init__(
+        self, pieces=("Hello", " there"), *, template=None, accepts=(), opens_reasoning=False, holds_back=False
+    ) -> None:
         self.pieces = list(pieces)
-        self.model = ModelInfo("scripted", 4096, 8, template)
+        self.model = ModelInfo("scripted", 4096, 8, template, accepts)
         self.opens_reasoning = opens_reasoning
         self.holds_back = holds_back  # nothing comes after the first piece
         self.asked = []

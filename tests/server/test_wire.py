@@ -35,9 +35,10 @@ events = st.one_of(
         st.integers(0),
         st.integers(0),
         st.integers(0),
-        st.builds(Timings, st.floats(0, 9), st.floats(0, 9), st.floats(0, 9)),
+        st.builds(Timings, st.floats(0, 9), st.floats(0, 9), st.floats(0, 9), st.none() | st.floats(0, 1e12)),
         st.none() | texts,
         st.none() | st.lists(spelled, max_size=3).map(tuple),
+        st.none() | st.floats(0, 2),
     ),
     st.builds(Failed, st.sampled_from(["request", "engine", "unavailable"]), texts),
 )

@@ -9,6 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from tilewright.engine.constraint import Grammar
@@ -17,7 +18,7 @@ from tilewright.engine.costs import Costs
 from tilewright.engine.handle import Handle
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.stats import Stats, StepCount, StepCounter
-from tilewright.types import Delta, ModelInputs, SamplingParams
+from tilewright.types import Completion, Delta, ModelInputs, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class EngineLoop:
             num_prompt_tokens=counter.num_prompt_tokens,
             num_output_tokens=counter.num_output_tokens,
             num_steps=counter.num_steps,
-            busy_s=counter.busy_s,
+            busy_s=counter.reads.busy_s,
             step_age_s=0.0 if began_s is None else time.perf_counter() - began_s,
             **vars(counter.speeds()),
         )
@@ -198,9 +199,15 @@ class EngineLoop:
     def _deliver(self, results: list[tuple[Sequence, Delta]]) -> None:
         for sequence, delta in results:
             handle = self._handles[sequence.request_id]
-            handle.push(delta, None if delta.finish_reason is None else self.core.completion(sequence))
+            handle.push(delta, None if delta.finish_reason is None else self._completion(sequence))
             if handle.is_done:
                 self._forget(handle)
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        """The answer of a finished sequence, with the speed at which the steps that decoded it read."""
+        completion, earlier = self.core.completion(sequence), sequence.reads_at_first_token
+        speed = None if earlier is None else self._counter.reads.speed_since(earlier)
+        return replace(completion, timings=replace(completion.timings, decode_bytes_per_s=speed))
 
     def _end(self, handle: Handle, error: BaseException) -> None:
         handle.end(error)
@@ -232,4 +239,7 @@ class EngineLoop:
             flops=flops,
         )
         self._counter.count(count)
+        for sequence, _ in results:
+            if sequence.reads_at_first_token is None:
+                sequence.reads_at_first_token = self._counter.reads
         self.core.step_under_way = None  # with its sequences and their media, which nobody else may need any more

@@ -14,6 +14,7 @@ import numpy as np
 
 from tilewright.engine.constraint import Grammar
 from tilewright.engine.constraint_matcher import Matcher
+from tilewright.engine.stats import Reads
 from tilewright.types import FinishReason, Medium, ModelInputs, SamplingParams, Timings, TokenLogprob
 
 _next_id = itertools.count()
@@ -89,6 +90,7 @@ class Sequence:
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
+        self.reads_at_first_token: Reads | None = None  # of the engine, when the step that gave it was done
 
     @classmethod
     def for_request(

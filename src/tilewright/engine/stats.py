@@ -53,6 +53,19 @@ class StepCount:
 
 
 @dataclass(frozen=True)
+class Reads:
+    """What steps read in all since the start, and the seconds they took."""
+
+    num_bytes: int = 0
+    busy_s: float = 0.0
+
+    def speed_since(self, earlier: Reads) -> float | None:
+        """Bytes per second of the steps since then; None if there was none, or nobody counts what steps read."""
+        num_bytes, busy_s = self.num_bytes - earlier.num_bytes, self.busy_s - earlier.busy_s
+        return num_bytes / busy_s if num_bytes and busy_s > 0 else None
+
+
+@dataclass(frozen=True)
 class Speeds:
     """Over the window; tokens per second of it, bytes and operations per second spent in steps."""
 
@@ -69,7 +82,7 @@ class StepCounter:
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_steps = 0
-        self.busy_s = 0.0
+        self.reads = Reads()
         self._lock = threading.Lock()
         self._steps: deque[StepCount] = deque()
 
@@ -78,7 +91,7 @@ class StepCounter:
             self.num_prompt_tokens += step.num_prompt_tokens
             self.num_output_tokens += step.num_output_tokens
             self.num_steps += 1
-            self.busy_s += step.took_s
+            self.reads = Reads(self.reads.num_bytes + step.read_bytes, self.reads.busy_s + step.took_s)
             self._steps.append(step)
             while self._steps[0].ended_s < step.ended_s - WINDOW_S:
                 self._steps.popleft()

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
-from tilewright.inputs.media import Fetch
+from tilewright.inputs.media import Fetch, MediaKind
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Messages, ModelInputs, RequestError
 
 
 class TextProcessor:
     """Turns requests into `ModelInputs`; pictures, videos and sounds are refused in the model's name."""
+
+    accepts: Sequence[MediaKind] = ()
 
     def __init__(self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.name = name
@@ -34,7 +36,7 @@ class TextProcessor:
         """The inputs of a conversation, up to where the model answers."""
         if self.template is None:
             raise RequestError(f"{self.name} has no chat template: give it a prompt instead")
-        normalized, _ = normalize(messages, accepts=(), model=self.name)
+        normalized, _ = normalize(messages, accepts=self.accepts, model=self.name)
         for message in normalized:
             if isinstance(message["content"], list):
                 message["content"] = "".join(_text_of(part) for part in message["content"])

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from tilewright.inputs.media import MediaKind
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder
 from tilewright.ops.kv_cache import elements_per_token
@@ -51,8 +52,12 @@ class Model(Protocol):
 class Processor(Protocol):
     """Turns what a user sends into what the model reads: a conversation, or a prompt with its media.
 
-    Both take `is_known`, which tells by its key whether a medium's features are at hand: it is not decoded then.
+    `accepts` lists the kinds of media it takes. `chat` and `prompt` take `is_known`, which tells by its key whether a
+    medium's features are at hand: it is not decoded then.
     """
+
+    @property
+    def accepts(self) -> Sequence[MediaKind]: ...
 
     @property
     def chat(self) -> Callable[..., ModelInputs]: ...

@@ -25,6 +25,7 @@ from tilewright.server.held import Share
 from tilewright.server.json_text import JsonResponse
 from tilewright.server.media import MediaGate
 from tilewright.server.metrics import Metrics
+from tilewright.server.page_files import page_response
 from tilewright.server.request_log import RequestLog
 from tilewright.server.respond import AnswerResponse, disconnected, too_slow
 from tilewright.server.responses import History
@@ -187,6 +188,12 @@ def _add_routes(app: FastAPI, desk: Desk) -> None:
         desk.check_model(name)
         return JsonResponse(_model_object(desk))
 
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page(request: Request) -> Response:
+        """The web page to talk to the model."""
+        return page_response(request)
+
     @app.get("/health")
     async def health() -> Response:
         """200 when a request would be answered now, 503 otherwise."""
@@ -204,13 +211,22 @@ def _add_routes(app: FastAPI, desk: Desk) -> None:
 
 
 def _model_object(desk: Desk) -> dict[str, Any]:
-    model = desk.model
+    model, limits = desk.model, desk.settings.media.limits
     return {
         "id": model.name,
         "object": "model",
         "created": desk.started_s,
         "owned_by": "tilewright",
         "max_model_len": model.max_context,
+        "input_modalities": ["text", *model.accepts],
+        "limits": {
+            "max_body_bytes": desk.settings.max_body_bytes,
+            "max_media_bytes": limits.max_bytes,
+            "max_media_total_bytes": limits.max_total_bytes,
+            "max_media": limits.max_items,
+            "max_pixels": limits.max_pixels,
+            "max_duration_s": limits.max_duration_s,
+        },
     }
 
 

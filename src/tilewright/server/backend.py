@@ -60,6 +60,7 @@ class Ended:
     timings: Timings  # of the answer that took longest
     prompt: str | None = None
     prompt_logprobs: tuple[SpelledLogprob, ...] | None = None
+    bandwidth_share: float | None = None  # of the machine's, reached in the steps after the first token
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class ModelInfo:
     max_context: int
     max_sequences: int
     template: str | None  # the source of its chat template
+    accepts: Sequence[str] = ()  # the kinds of media it takes beside text: image, video, audio
 
     def is_meant_by(self, name: str) -> bool:
         """Whether it is what a client calls `name`: its name, with or without the owner's before it."""

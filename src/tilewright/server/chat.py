@@ -37,12 +37,12 @@ class ChatWriter(ChunkWriter):
             yield from self._add_chunk(event)
 
     def usage_chunk(self) -> dict[str, Any]:
-        return self._chunk([], usage=self._usage())
+        return self._chunk([], usage=self._usage(), timings=self._timings())
 
     def result(self) -> dict[str, Any]:
         """The whole answer."""
         choices = [self._choices[index].result(index) for index in sorted(self._choices)]
-        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(), "timings": self._timings()}
 
     def _add_chunk(self, event: Chunk) -> Iterator[dict[str, Any]]:
         if event.index not in self._choices:
@@ -67,6 +67,10 @@ class ChatWriter(ChunkWriter):
     def _usage(self) -> dict[str, Any]:
         assert self._ended is not None
         return usage([self._ended])
+
+    def _timings(self) -> dict[str, float]:
+        assert self._ended is not None
+        return timings(self._ended)
 
 
 class _Choice:
@@ -136,6 +140,23 @@ def usage(ended: Sequence[Ended]) -> dict[str, Any]:
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_tokens for one in ended)},
+    }
+
+
+def timings(ended: Ended) -> dict[str, float]:
+    """How fast an answer came; what is not known is left out. No part of OpenAI's interface."""
+    told, num_later_tokens = ended.timings, ended.num_output_tokens - 1
+    decode_s = told.total_s - told.first_token_s
+    speeds = {
+        "tokens_per_s": num_later_tokens / decode_s if num_later_tokens > 0 and decode_s > 0 else None,
+        "bandwidth_share": ended.bandwidth_share,
+    }
+    known = {name: value for name, value in speeds.items() if value is not None}
+    return {
+        "queued_s": told.queued_s,
+        "time_to_first_token_s": told.first_token_s,
+        "total_s": told.total_s,
+        **known,
     }
 
 

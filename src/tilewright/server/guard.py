@@ -21,6 +21,7 @@ from tilewright.server.errors import ApiError, as_api_error
 from tilewright.server.held import HeldBytes, Share
 from tilewright.server.json_text import JsonResponse
 from tilewright.server.metrics import Metrics
+from tilewright.server.page_files import PAGE_FILES
 from tilewright.server.request_log import RequestLog
 from tilewright.server.settings import ServerSettings
 
@@ -46,6 +47,7 @@ class Guard:
         self._metrics = metrics
         # Those that exist; others are counted together.
         self._paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+        self._open_paths = {*_OPEN_PATHS, *PAGE_FILES}  # the page asks for the key itself
         self._held = HeldBytes(settings.max_held_bytes)
         # Digests have one length, so that comparing them takes one time whatever was sent.
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
@@ -57,7 +59,7 @@ class Guard:
         headers = Headers(scope=scope)
         given_id = headers.get("x-request-id", "")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        path = scope["path"] if scope["path"] in self._paths else "/" if scope["path"] in PAGE_FILES else "other"
         log = RequestLog(self._metrics, request_id, path, (scope.get("client") or ("", 0))[0])
         scope.setdefault("state", {})["log"] = log
         status = 499  # the client left before there was one; nginx' number for it
@@ -92,7 +94,7 @@ class Guard:
             # A page elsewhere whose name was made to point here would otherwise be the same origin to a browser.
             message = f"the server does not answer to the name {host[:100]!r}; --allowed-host allows it"
             raise ApiError(403, message, code="host_not_allowed")
-        if self._key_digests and scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+        if self._key_digests and scope["path"] not in self._open_paths and scope["method"] != "OPTIONS":
             self._check_key(headers)
         declared = headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > settings.max_body_bytes:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class LocalBackend:
-    """A Backend over an Engine of the caller's, who closes it."""
+    """A Backend over an Engine of the caller's, who closes it. `limits` are those of `EngineService`."""
 
     num_restarts = 0  # what is lost here takes the process with it
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, limits: tuple[float, float] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(lambda post: self._loop.call_soon_threadsafe(self._deliver, post))
         engine.loop.after_step = self._outbox.flush
-        self._service = EngineService(engine, self._outbox.put)
+        self._service = EngineService(engine, self._outbox.put, limits)
         self._listeners: dict[str, Listener] = {}
 
     @property

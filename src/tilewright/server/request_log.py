@@ -10,7 +10,7 @@ from tilewright.server.backend import Chunk, Ended, Started
 from tilewright.server.errors import ApiError
 from tilewright.server.metrics import Metrics
 
-_WATCHED_PATHS = ("/health", "/metrics")  # asked every few seconds by those who watch over the server
+_QUIET_PATHS = ("/health", "/metrics", "/")  # asked every few seconds by those who watch; the page has many files
 access_log = logging.getLogger("tilewright.access")
 
 
@@ -61,7 +61,7 @@ class RequestLog:
         self.fields |= {"status": status, "total_s": round(total_s, 4)}
         if self.outcome != "ok":
             self.fields["outcome"] = self.outcome
-        level = logging.DEBUG if self.path in _WATCHED_PATHS and status == 200 else logging.INFO
+        level = logging.DEBUG if self.path in _QUIET_PATHS and status in (200, 304) else logging.INFO
         access_log.log(level, "request", extra={"fields": self.fields})
 
     def _see_tokens(self, num_tokens: int) -> None:

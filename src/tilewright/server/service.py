@@ -36,7 +36,8 @@ class EngineService:
         loaded, limits = self._engine.loaded, self._engine.limits
         sources = loaded.tokenizer.chat_template or {}
         template = sources.get("tool_use", sources.get("default", next(iter(sources.values()), None)))
-        return ModelInfo(loaded.name, limits.max_context, limits.max_sequences, template)
+        accepts = loaded.processor.accepts
+        return ModelInfo(loaded.name, limits.max_context, limits.max_sequences, template, accepts)
 
     def submit(self, request_id: str, ask: Ask) -> None:
         """Begins a request; whatever becomes of it is emitted."""
@@ -46,7 +47,8 @@ class EngineService:
             self._emit(request_id, failure(error))
             return
         self._handles[request_id] = handle
-        events = _Events(self._engine.loaded.tokenizer, handle, ask)
+        read_limit = None if self._limits is None else self._limits[0]
+        events = _Events(self._engine.loaded.tokenizer, handle, ask, read_limit)
 
         def on_delta(delta: Delta) -> None:
             for event in events.of_delta(delta):
@@ -84,10 +86,11 @@ class EngineService:
 class _Events:
     """The events of one request."""
 
-    def __init__(self, tokenizer: Tokenizer, handle: Handle, ask: Ask) -> None:
+    def __init__(self, tokenizer: Tokenizer, handle: Handle, ask: Ask, read_limit: float | None) -> None:
         self._tokenizer = tokenizer
         self._handle = handle
         self._ask = ask
+        self._read_limit = read_limit
         self._has_started = False
 
     def of_delta(self, delta: Delta) -> list[Event]:
@@ -102,6 +105,7 @@ class _Events:
     def end(self) -> Ended:
         completions = self._handle.result(timeout_s=0)
         first, last = completions[0], max(completions, key=lambda completion: completion.timings.total_s)
+        read_speed = last.timings.decode_bytes_per_s
         return Ended(
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_cached_tokens,
@@ -109,6 +113,7 @@ class _Events:
             timings=dataclasses.replace(last.timings, first_token_s=first.timings.first_token_s),
             prompt=self._prompt(),
             prompt_logprobs=self._prompt_logprobs(first),
+            bandwidth_share=None if self._read_limit is None or read_speed is None else read_speed / self._read_limit,
         )
 
     def _prompt(self) -> str | None:

@@ -78,7 +78,7 @@ def event_to_json(event: Event) -> list[Any]:
     if isinstance(event, Ended):
         timings = dataclasses.astuple(event.timings)
         counts = [event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens]
-        return [2, *counts, timings, event.prompt, _spelled_to_json(event.prompt_logprobs)]
+        return [2, *counts, timings, event.prompt, _spelled_to_json(event.prompt_logprobs), event.bandwidth_share]
     return [_TYPES.index(type(event)), *dataclasses.astuple(event)]
 
 
@@ -88,9 +88,9 @@ def event_from_json(fields: Sequence[Any]) -> Event:
         index, text, num_tokens, finish_reason, logprobs = values
         return Chunk(index, text, num_tokens, finish_reason, _spelled_from_json(logprobs))
     if _TYPES[kind] is Ended:
-        num_prompt_tokens, num_cached_tokens, num_output_tokens, timings, prompt, logprobs = values
+        num_prompt_tokens, num_cached_tokens, num_output_tokens, timings, prompt, logprobs, bandwidth_share = values
         counts = (num_prompt_tokens, num_cached_tokens, num_output_tokens)
-        return Ended(*counts, Timings(*timings), prompt, _spelled_from_json(logprobs))
+        return Ended(*counts, Timings(*timings), prompt, _spelled_from_json(logprobs), bandwidth_share)
     return _TYPES[kind](*values)
 
 

@@ -28,11 +28,12 @@ from tilewright.ops import image as image_ops
 from tilewright.types import Messages, ModelInputs, RequestError
 
 IsKnown = Callable[[bytes], bool]
-_ACCEPTS: tuple[MediaKind, ...] = ("image", "video")
 
 
 class Qwen3VlProcessor:
     """Turns requests into `ModelInputs`. May be called from several threads at once."""
+
+    accepts: Sequence[MediaKind] = ("image", "video")
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Qwen3VlProcessor:
         """
         if self.template is None:
             raise RequestError("the model has no chat template: give it a prompt instead")
-        normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=_ACCEPTS)
+        normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=self.accepts)
         text = self.template.render(normalized, tools=tools, **template_args)
         media = [self._prepare(part, fetch, is_known) for part in parts]
         inputs = self._place(self.tokenizer.encode(text), media)
@@ -96,7 +97,7 @@ class Qwen3VlProcessor:
         """
         ids = prompt_ids(self.tokenizer, text, token_ids)
         content = [_as_part("image", item) for item in images] + [_as_part("video", item) for item in videos]
-        _, parts = normalize([{"role": "user", "content": content}], limits=self.limits, accepts=_ACCEPTS)
+        _, parts = normalize([{"role": "user", "content": content}], limits=self.limits, accepts=self.accepts)
         return self._place(ids, [self._prepare(part, None, is_known) for part in parts])
 
     def _place(self, ids: Sequence[int], media: Sequence[Prepared]) -> ModelInputs:

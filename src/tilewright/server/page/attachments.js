@@ -1,0 +1,123 @@
+// The kinds of files that can be sent, and how each is shown, made to fit and told to the server.
+
+import { element } from "./dom.js";
+import { randomId } from "./ids.js";
+
+const JPEG_QUALITY = 0.9;
+const NUM_SHRINKS = 6;
+
+// One row per kind: a kind of the server's input_modalities.
+export const KINDS = {
+  image: {
+    noun: "pictures",
+    accept: "image/*",
+    part: (url) => ({ type: "image_url", image_url: { url } }),
+    preview: (url, name) => element("img", { src: url, alt: name, title: name }),
+    fit: fitPicture,
+  },
+  video: {
+    noun: "video",
+    accept: "video/*",
+    part: (url) => ({ type: "video_url", video_url: { url } }),
+    preview: (url, name) =>
+      element("video", {
+        src: url,
+        "aria-label": name,
+        title: name,
+        muted: true,
+        preload: "metadata",
+        playsinline: true,
+      }),
+    fit: async (file) => ({ blob: file, note: null }),
+  },
+};
+
+// A file that cannot be sent; the message tells why.
+export class Refused extends Error {}
+
+export function kindsOf(model) {
+  return Object.keys(KINDS).filter((kind) => model?.input_modalities?.includes(kind));
+}
+
+// "pictures and video", or "" for a model that takes text alone.
+export function nounsOf(model) {
+  return kindsOf(model)
+    .map((kind) => KINDS[kind].noun)
+    .join(" and ");
+}
+
+// { attachment, blob, note }: the file made fit for the model and the server, and what was done to it for that.
+export async function attach(file, model) {
+  const kind = Object.keys(KINDS).find((one) => file.type.startsWith(`${one}/`));
+  const name = file.name || (kind ? `${kind}.${file.type.split("/")[1]}` : "file");
+  if (!kind) throw new Refused(`${name} cannot be sent: it is neither a picture nor a video.`);
+  if (!model) throw new Refused(`${name} cannot be added before the server has told its model.`);
+  if (!kindsOf(model).includes(kind)) {
+    throw new Refused(
+      `${name} cannot be sent: ${model.id} takes ${nounsOf(model) ? `text and ${nounsOf(model)}` : "text"} only.`,
+    );
+  }
+  const limits = model.limits ?? {};
+  const { blob, note } = await KINDS[kind].fit(file, name, limits);
+  if (blob.size > limits.max_media_bytes) {
+    throw new Refused(
+      `${name} has ${sizeText(blob.size)}; this server takes at most ${sizeText(limits.max_media_bytes)} per file.`,
+    );
+  }
+  if (!blob.size) throw new Refused(`${name} is empty.`);
+  return { attachment: { id: randomId(), kind, name, type: blob.type, sizeBytes: blob.size }, blob, note };
+}
+
+// Pictures go as they are, unless the server would refuse them for their size: then smaller.
+async function fitPicture(file, name, limits) {
+  let picture;
+  try {
+    picture = await createImageBitmap(file);
+  } catch {
+    return { blob: file, note: null }; // a kind of picture that this browser cannot read, but the server perhaps can
+  }
+  const { width, height } = picture;
+  const isTooLarge = file.size > limits.max_media_bytes || width * height > limits.max_pixels;
+  if (!isTooLarge) return { blob: file, note: null };
+  let scale = Math.min(1, Math.sqrt(limits.max_pixels / (width * height)));
+  for (let attempt = 0; attempt < NUM_SHRINKS; attempt += 1, scale *= 0.7) {
+    const blob = await drawn(
+      picture,
+      Math.max(1, Math.floor(width * scale)),
+      Math.max(1, Math.floor(height * scale)),
+      "image/jpeg",
+    );
+    if (blob.size <= limits.max_media_bytes) {
+      const size = `${Math.floor(width * scale)} × ${Math.floor(height * scale)}`;
+      return {
+        blob,
+        note: `${name} was over this server's limit and is sent smaller: ${size}, ${sizeText(blob.size)}.`,
+      };
+    }
+  }
+  return { blob: file, note: null };
+}
+
+// A picture, or a frame of a video, drawn at a size, as a Blob.
+export function drawn(source, width, height, type) {
+  const canvas = element("canvas");
+  canvas.width = width;
+  canvas.height = height;
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white"; // JPEG knows no transparency, and would show it black
+  context.fillRect(0, 0, width, height);
+  context.drawImage(source, 0, 0, width, height);
+  return new Promise((resolve, reject) => {
+    canvas.toBlob(
+      (blob) => (blob ? resolve(blob) : reject(new Refused("The picture is too large for this browser."))),
+      type,
+      JPEG_QUALITY,
+    );
+  });
+}
+
+export function sizeText(sizeBytes) {
+  if (sizeBytes < 1024) return `${sizeBytes} bytes`;
+  if (sizeBytes < 1024 * 1024) return `${(sizeBytes / 1024).toFixed(0)} KiB`;
+  return `${(sizeBytes / 1024 / 1024).toFixed(1)} MiB`;
+}

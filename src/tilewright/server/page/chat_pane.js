@@ -1,0 +1,265 @@
+// The pane of conversations: what was said, and where the next question is written.
+
+import { Answering } from "./answering.js";
+import { KINDS, kindsOf, sizeText } from "./attachments.js";
+import { Composer } from "./composer.js";
+import { encodedBytes, isUnderWay, newAnswer, newConversation, newQuestion, requestMessages } from "./conversation.js";
+import { element, icon, iconButton } from "./dom.js";
+import { AnswerView, QuestionView } from "./message_views.js";
+import { Scroller } from "./scroller.js";
+import { currentSettings } from "./settings.js";
+import { storageProblem } from "./store.js";
+import { welcomeNode } from "./welcome.js";
+
+const KEEP_EVERY_MS = 1000; // while an answer comes
+const BODY_ROOM = 1 << 20; // bytes of a request beside its files
+const MAX_ANNOUNCED = 2000;
+
+export class ChatPane {
+  // app: { api, connection, store, model(), announce(text), listChanged(), opened(conversation) }
+  constructor(app) {
+    this.app = app;
+    this.underWay = new Map(); // conversation id -> { conversation, answering }
+    this.build();
+    this.show(newConversation());
+  }
+
+  build() {
+    const { app } = this;
+    this.column = element("div", { class: "column", role: "log", "aria-live": "off", "aria-label": "Conversation" });
+    this.scrolling = element("div", { class: "scrolling", tabindex: "-1" }, this.column);
+    const jump = element(
+      "button",
+      { type: "button", class: "jump", hidden: true, "aria-label": "To the end" },
+      icon("down"),
+    );
+    this.notice = element("div", { class: "notice", role: "alert", hidden: true });
+    this.composer = new Composer({
+      store: app.store,
+      model: () => app.model(),
+      tell: (text) => this.tell(text),
+      failed: (error) => this.tell(storageProblem(error)),
+      send: (question) => this.ask(question),
+      stop: () => this.stop(),
+      editLast: () => this.editLast(),
+    });
+    this.node = element(
+      "div",
+      { class: "chat" },
+      this.scrolling,
+      element("div", { class: "dock" }, jump, this.notice, this.composer.node),
+    );
+    this.scroller = new Scroller(this.scrolling, jump);
+  }
+
+  // Shows a conversation, with its draft.
+  async show(conversation) {
+    this.conversation = this.underWay.get(conversation.id)?.conversation ?? conversation;
+    settle(this.conversation, this.underWay.has(conversation.id));
+    this.tell(null);
+    this.views = new Map();
+    this.column.replaceChildren();
+    for (const message of this.conversation.messages) this.addView(message);
+    this.changedMessages();
+    this.composer.setBusy(this.isBusy);
+    if (this.conversation.messages.length) this.scroller.toEnd();
+    else this.scroller.toTop();
+    await this.composer.load(this.conversation.messages.length ? this.conversation.id : "new");
+  }
+
+  get isBusy() {
+    return this.underWay.has(this.conversation.id);
+  }
+
+  modelChanged() {
+    this.composer.showModel();
+    if (!this.conversation.messages.length) this.changedMessages();
+  }
+
+  // Says something above the question; null takes it away.
+  tell(text) {
+    this.notice.hidden = !text;
+    if (!text) return;
+    const dismiss = iconButton("close", "Dismiss", () => this.tell(null));
+    this.notice.replaceChildren(element("p", {}, text), dismiss);
+  }
+
+  focus() {
+    if (!matchMedia("(pointer: coarse)").matches) this.composer.text.focus();
+  }
+
+  // Asks a question with files; what is being written stays as it is.
+  async askWith({ text, files }) {
+    this.ask({ text, attachments: await this.composer.attach(files) });
+    this.focus();
+  }
+
+  ask(question) {
+    const { conversation } = this;
+    const isNew = !conversation.messages.length;
+    conversation.messages.push(newQuestion(question));
+    this.addView(conversation.messages.at(-1));
+    if (isNew) this.composer.moveDraft(conversation.id);
+    this.answer();
+    if (isNew) this.app.opened(conversation);
+  }
+
+  edit(message, text) {
+    const { messages } = this.conversation;
+    const index = messages.indexOf(message);
+    this.removeFrom(index);
+    this.ask({ text, attachments: message.attachments });
+    this.focus();
+  }
+
+  editLast() {
+    const last = this.conversation.messages.findLast((message) => message.role === "user");
+    if (!last || this.isBusy) return false;
+    this.views.get(last.id).edit();
+    return true;
+  }
+
+  retry() {
+    if (this.isBusy) return;
+    const { messages } = this.conversation;
+    this.removeFrom(messages.findLastIndex((message) => message.role === "user") + 1);
+    this.answer();
+    this.focus();
+  }
+
+  removeFrom(index) {
+    for (const { id } of this.conversation.messages.splice(index)) {
+      this.views.get(id).node.remove();
+      this.views.delete(id);
+    }
+  }
+
+  // Stops the answer under way; false if there is none.
+  stop() {
+    const found = this.underWay.get(this.conversation.id);
+    found?.answering.stop();
+    return Boolean(found);
+  }
+
+  // Stops what is under way for a conversation that is being deleted, and keeps nothing more of it.
+  drop(id) {
+    const found = this.underWay.get(id);
+    if (!found) return;
+    found.isDropped = true;
+    found.answering.stop();
+  }
+
+  dropAll() {
+    for (const id of [...this.underWay.keys()]) this.drop(id);
+  }
+
+  async answer() {
+    const { conversation, app } = this;
+    const answer = newAnswer();
+    conversation.messages.push(answer);
+    this.addView(answer);
+    const answering = new Answering({
+      api: app.api,
+      connection: app.connection,
+      answer,
+      request: () => this.request(conversation, conversation.messages.indexOf(answer)),
+      onChange: () => this.answerChanged(conversation, answer),
+    });
+    this.underWay.set(conversation.id, { conversation, answering });
+    this.composer.setBusy(true);
+    this.changedMessages();
+    this.scroller.toEnd();
+    this.keep(conversation);
+    await answering.run();
+    const { isDropped } = this.underWay.get(conversation.id);
+    this.underWay.delete(conversation.id);
+    if (isDropped) return;
+    await this.keep(conversation);
+    if (conversation !== this.conversation) return;
+    this.composer.setBusy(false);
+    this.changedMessages();
+    this.announce(answer);
+  }
+
+  // The body of a request; what cannot be sent is told here, before it is.
+  async request(conversation, end) {
+    const { system, ...sampling } = currentSettings();
+    const model = this.app.model();
+    const kinds = new Set(
+      conversation.messages.flatMap((message) => message.attachments ?? []).map(({ kind }) => kind),
+    );
+    for (const kind of kinds) {
+      if (!kindsOf(model).includes(kind)) {
+        throw new Error(`${model.id} takes no ${KINDS[kind].noun}, and this conversation has some.`);
+      }
+    }
+    const sizeBytes = encodedBytes(conversation) + BODY_ROOM;
+    const limit = model.limits?.max_body_bytes ?? Infinity;
+    if (sizeBytes > limit) {
+      throw new Error(
+        `The files of this conversation take ${sizeText(sizeBytes)} in a request, this server takes ` +
+          `${sizeText(limit)}. A new conversation has room.`,
+      );
+    }
+    const messages = await requestMessages(conversation, end, system, (id) => this.app.store.file(id));
+    return { model: model.id, messages, stream: true, stream_options: { include_usage: true }, ...sampling };
+  }
+
+  answerChanged(conversation, answer) {
+    if (conversation === this.conversation && !this.frame) {
+      this.frame = requestAnimationFrame(() => {
+        this.frame = null;
+        this.views.get(answer.id)?.update();
+        this.scroller.follow();
+      });
+    }
+    if (answer.text && performance.now() - (this.keptAt ?? 0) > KEEP_EVERY_MS) this.keep(conversation);
+  }
+
+  async keep(conversation) {
+    if (this.underWay.get(conversation.id)?.isDropped) return;
+    this.keptAt = performance.now();
+    conversation.changedAt = Date.now();
+    try {
+      await this.app.store.keep(structuredClone(conversation));
+    } catch (error) {
+      this.tell(storageProblem(error));
+    }
+    this.app.listChanged();
+  }
+
+  announce(answer) {
+    const view = this.views.get(answer.id);
+    view?.update();
+    const said = { complete: "Answer: ", stopped: "Stopped: ", failed: "" }[answer.status];
+    if (answer.status !== "failed") this.app.announce(said + view.body.textContent.slice(0, MAX_ANNOUNCED));
+  }
+
+  addView(message) {
+    const host = { store: this.app.store, edit: (one, text) => this.edit(one, text), retry: () => this.retry() };
+    const view = message.role === "user" ? new QuestionView(message, host) : new AnswerView(message, host);
+    this.views.set(message.id, view);
+    this.column.append(view.node);
+  }
+
+  // Only the last question can be edited, only the last answer asked for again; an empty conversation welcomes.
+  changedMessages() {
+    const { messages } = this.conversation;
+    const lastQuestion = messages.findLast((message) => message.role === "user");
+    for (const message of messages) {
+      const isLast = message === messages.at(-1) || message === lastQuestion;
+      this.views.get(message.id).setLast(isLast && !this.isBusy);
+    }
+    this.column.querySelector(".welcome")?.remove();
+    this.column.classList.toggle("empty", !messages.length);
+    if (!messages.length) this.column.append(welcomeNode(this.app.model(), { ask: (asked) => this.askWith(asked) }));
+  }
+}
+
+// What was under way when the page was closed is not any more.
+function settle(conversation, isAnswered) {
+  if (isAnswered) return;
+  for (const message of conversation.messages) {
+    if (isUnderWay(message)) Object.assign(message, { status: "stopped", error: null });
+  }
+}

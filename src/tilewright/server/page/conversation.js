@@ -1,0 +1,66 @@
+// A conversation: questions and answers, and what of them is sent to the model.
+
+import { KINDS } from "./attachments.js";
+import { randomId } from "./ids.js";
+
+const MAX_TITLE = 60;
+
+export function newConversation() {
+  return { id: randomId(), title: "", changedAt: Date.now(), messages: [] };
+}
+
+export function newQuestion({ text, attachments }) {
+  return { id: randomId(), role: "user", text, attachments };
+}
+
+// status: asking, streaming, waiting, complete, stopped, failed
+export function newAnswer() {
+  return { id: randomId(), role: "assistant", text: "", reasoning: "", status: "asking", error: null, figures: null };
+}
+
+export function isUnderWay({ status }) {
+  return ["asking", "streaming", "waiting"].includes(status);
+}
+
+export function titleOf(conversation) {
+  if (conversation.title) return conversation.title;
+  const first = conversation.messages.find((message) => message.role === "user");
+  const text = first?.text.trim().split("\n")[0] || first?.attachments[0]?.name || "New conversation";
+  return text.length > MAX_TITLE ? `${text.slice(0, MAX_TITLE - 1).trimEnd()}…` : text;
+}
+
+// The messages as the server takes them, up to `end`. Files are read by `file(id)`.
+export async function requestMessages(conversation, end, system, file) {
+  const messages = system ? [{ role: "system", content: system }] : [];
+  for (const message of conversation.messages.slice(0, end)) {
+    if (message.role === "user") messages.push({ role: "user", content: await questionContent(message, file) });
+    else if (message.text) messages.push({ role: "assistant", content: message.text });
+  }
+  return messages;
+}
+
+async function questionContent({ text, attachments }, file) {
+  if (!attachments.length) return text;
+  const parts = [];
+  for (const { id, kind, name } of attachments) {
+    const blob = await file(id);
+    if (!blob) throw new Error(`${name} is no longer kept by the browser. Edit the question to send it without.`);
+    parts.push(KINDS[kind].part(await dataUrl(blob)));
+  }
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+function dataUrl(blob) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error("A file could not be read."));
+    reader.readAsDataURL(blob);
+  });
+}
+
+// How many bytes the files of a conversation have in a request, where three bytes take four characters.
+export function encodedBytes(conversation) {
+  const attachments = conversation.messages.flatMap((message) => message.attachments ?? []);
+  return attachments.reduce((sum, { sizeBytes }) => sum + Math.ceil(sizeBytes / 3) * 4, 0);
+}

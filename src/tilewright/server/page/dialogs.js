@@ -1,0 +1,78 @@
+// Dialogs: what they hold is made when they open, and they resolve when they close.
+
+import { element, iconButton } from "./dom.js";
+
+// Shows a dialog; `fill(body, close)` puts its content in. Resolves to what `close` was called with, or null.
+export function openDialog(title, fill, properties = {}) {
+  return new Promise((resolve) => {
+    let result = null;
+    const close = (value = null) => {
+      result = value;
+      dialog.close();
+    };
+    const heading = element("h2", { id: "dialog-title" }, title);
+    const body = element("div", { class: "dialog-body" });
+    const head = element(
+      "header",
+      {},
+      heading,
+      iconButton("close", "Close", () => close()),
+    );
+    const dialog = element("dialog", { "aria-labelledby": "dialog-title", ...properties }, head, body);
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      resolve(result);
+    });
+    dialog.addEventListener("click", (event) => event.target === dialog && close());
+    fill(body, close);
+    document.body.append(dialog);
+    dialog.showModal();
+    (body.querySelector("[autofocus]") ?? body.querySelector("input, textarea, button"))?.focus();
+  });
+}
+
+export function actions(...buttons) {
+  return element("div", { class: "actions" }, ...buttons);
+}
+
+export function button(text, onclick, kind = "quiet", properties = {}) {
+  return element("button", { type: "button", class: kind, onclick, ...properties }, text);
+}
+
+// Resolves to whether the user agreed.
+export async function confirmDialog(title, text, yes) {
+  const answer = await openDialog(title, (body, close) => {
+    body.append(
+      element("p", {}, text),
+      actions(
+        button("Cancel", () => close(false)),
+        button(yes, () => close(true), "danger", { autofocus: true }),
+      ),
+    );
+  });
+  return answer === true;
+}
+
+// Resolves to what the user wrote, or null.
+export function askDialog({ title, label, text = "", value = "", yes, type = "text" }) {
+  return openDialog(title, (body, close) => {
+    const input = element("input", { id: "asked", type, autocomplete: "off", autofocus: true });
+    input.value = value;
+    const done = () => input.value.trim() && close(input.value.trim());
+    input.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.isComposing) return;
+      event.preventDefault(); // or the button that the focus goes back to would be pressed by it
+      done();
+    });
+    if (text) body.append(element("p", {}, text));
+    body.append(
+      element("label", { for: "asked" }, label),
+      input,
+      actions(
+        button("Cancel", () => close()),
+        button(yes, done, "primary"),
+      ),
+    );
+    queueMicrotask(() => input.select());
+  });
+}

@@ -1,0 +1,48 @@
+// Server-sent events out of bytes: borders between chunks may fall within a character, a line or a pair of CR and LF.
+
+export class EventParser {
+  constructor() {
+    this.decoder = new TextDecoder();
+    this.rest = ""; // of a line that is not complete
+    this.data = []; // lines of the event under way
+    this.endsInReturn = false; // a line feed that follows belongs to it
+  }
+
+  // The data of the events that these bytes complete.
+  push(bytes) {
+    return this.read(this.decoder.decode(bytes, { stream: true }));
+  }
+
+  read(text) {
+    if (this.endsInReturn && text.startsWith("\n")) text = text.slice(1);
+    if (text) this.endsInReturn = text.endsWith("\r");
+    const lines = text.split(/\r\n|\r|\n/);
+    lines[0] = this.rest + lines[0];
+    this.rest = lines.pop();
+    const events = [];
+    for (const line of lines) {
+      if (line === "") {
+        if (this.data.length) events.push(this.data.join("\n"));
+        this.data = [];
+      } else if (line.startsWith("data:")) {
+        this.data.push(line.slice(line[5] === " " ? 6 : 5));
+      }
+    }
+    return events;
+  }
+}
+
+// The data of each event of a response, as it comes.
+export async function* eventsOf(response) {
+  const parser = new EventParser();
+  const reader = response.body.getReader();
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      yield* parser.push(value);
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

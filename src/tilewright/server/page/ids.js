@@ -1,0 +1,5 @@
+// Names that nothing else has. crypto.randomUUID is there only in secure contexts; this page may come over plain http.
+
+export function randomId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}

@@ -1,0 +1,146 @@
+// Markdown as DOM nodes, made block by block while its text still comes. docs/page.md lists what is understood.
+
+import { copyButton, element } from "./dom.js";
+import { blocksOf, cellsOf, fenceParts, headingParts, listParts, quoteText } from "./markdown_blocks.js";
+import { appendInline } from "./markdown_inline.js";
+
+const MAX_DEPTH = 8; // of lists and quotes within one another; what is deeper is text
+
+// A view of a text that grows. Blocks that can change no more stay as they are; the last is made anew.
+export class MarkdownView {
+  constructor(root) {
+    this.root = root;
+    this.settled = 0; // where in the text the first block begins that may still change
+    this.tail = []; // the nodes of those blocks
+    this.code = null; // the fence that the text ends within, as `openFence` tells it
+  }
+
+  update(text) {
+    if (this.growCode(text)) return;
+    const blocks = blocksOf(text, this.settled);
+    const nodes = blocks.map((block) => blockNode(block, 0));
+    this.tail.forEach((node) => node.remove());
+    this.root.append(...nodes);
+    const numOpen = isUnsure(blocks, text) ? 2 : 1;
+    this.tail = nodes.slice(-numOpen);
+    if (blocks.length) this.settled = blocks[Math.max(0, blocks.length - numOpen)].start;
+    this.code = openFence(blocks, nodes, text);
+  }
+
+  // Within a long fence only its text is set anew, until a line looks like its end.
+  growCode(text) {
+    if (!this.code || /^[ \t]*(?:``|~~)/m.test(text.slice(this.code.line))) return false;
+    this.code.node.data = text.slice(this.code.begin);
+    this.code.line = text.lastIndexOf("\n") + 1;
+    return true;
+  }
+
+  finish(text) {
+    this.code = null;
+    this.update(text);
+    this.code = null;
+  }
+}
+
+// Whether the last block may yet turn out to belong to the one before it: the line that makes it one is not complete.
+function isUnsure(blocks, text) {
+  const last = blocks[blocks.length - 1];
+  const beginsInLastLine = last && last.start > text.lastIndexOf("\n");
+  return beginsInLastLine || (last?.kind === "table" && last.lines.length === 2);
+}
+
+// Of a fence that the text ends within: its text node, where in the text that begins, and where the last line does.
+function openFence(blocks, nodes, text) {
+  const last = blocks[blocks.length - 1];
+  if (last?.kind !== "fence" || fenceParts(last.lines).isClosed || /^\s/.test(last.lines[0])) return null;
+  const begin = text.indexOf("\n", last.start) + 1;
+  if (begin === 0) return null; // its first line is not complete
+  const node = document.createTextNode(text.slice(begin));
+  nodes[nodes.length - 1].querySelector("code").replaceChildren(node);
+  return { node, begin, line: text.lastIndexOf("\n") + 1 };
+}
+
+export function renderMarkdown(root, text) {
+  root.replaceChildren();
+  new MarkdownView(root).finish(text);
+}
+
+function blockNode({ kind, lines }, depth) {
+  return NODES[kind](lines, depth);
+}
+
+function appendBlocks(parent, text, depth) {
+  if (depth >= MAX_DEPTH) parent.append(text);
+  else parent.append(...blocksOf(text).map((block) => blockNode(block, depth)));
+}
+
+function withInline(tag, text, properties) {
+  const node = element(tag, properties);
+  appendInline(node, text);
+  return node;
+}
+
+const NODES = {
+  paragraph: (lines) => withInline("p", lines.join("\n").trim()),
+  rule: () => element("hr"),
+  heading(lines) {
+    const { level, text } = headingParts(lines[0]);
+    // The page's own headings come first: an answer's begin at the third level.
+    return withInline(`h${Math.min(6, level + 2)}`, text, { class: `heading-${level}` });
+  },
+  fence(lines) {
+    const { language, text } = fenceParts(lines);
+    const code = element("code", {}, text);
+    const head = element(
+      "figcaption",
+      {},
+      element("span", {}, language || "text"),
+      copyButton(() => code.textContent, "Copy code"),
+    );
+    // Focusable, so that what is too wide can be scrolled by keys.
+    return element(
+      "figure",
+      { class: "code" },
+      head,
+      element("pre", { tabindex: "0", role: "region", "aria-label": `Code, ${language || "text"}` }, code),
+    );
+  },
+  quote(lines, depth) {
+    const node = element("blockquote");
+    appendBlocks(node, quoteText(lines), depth + 1);
+    return node;
+  },
+  list(lines, depth) {
+    const { isOrdered, first, isLoose, items } = listParts(lines);
+    const list = element(isOrdered ? "ol" : "ul", {
+      start: isOrdered && first !== 1 ? first : null,
+      class: isLoose ? "loose" : null,
+    });
+    for (const text of items) {
+      const item = element("li");
+      appendBlocks(item, text, depth + 1);
+      list.append(item);
+    }
+    return list;
+  },
+  table(lines) {
+    const sides = cellsOf(lines[1]).map((rule) =>
+      rule.endsWith(":") ? (rule.startsWith(":") ? "center" : "end") : null,
+    );
+    const row = (line, tag) => {
+      const cells = cellsOf(line).slice(0, sides.length);
+      return element(
+        "tr",
+        {},
+        ...cells.map((cell, column) => withInline(tag, cell, { class: sides[column] && `to-${sides[column]}` })),
+      );
+    };
+    const head = element("thead", {}, row(lines[0], "th"));
+    const body = element("tbody", {}, ...lines.slice(2).map((line) => row(line, "td")));
+    return element(
+      "div",
+      { class: "table", tabindex: "0", role: "region", "aria-label": "Table" },
+      element("table", {}, head, body),
+    );
+  },
+};

@@ -1,0 +1,174 @@
+// Questions and answers as they are shown.
+
+import { isUnderWay } from "./conversation.js";
+import { actions, button } from "./dialogs.js";
+import { copyButton, element, iconButton } from "./dom.js";
+import { figuresNode } from "./figures.js";
+import { MarkdownView } from "./markdown.js";
+import { previewNode } from "./previews.js";
+
+export class QuestionView {
+  // host: { store, edit(message, text) }
+  constructor(message, host) {
+    this.message = message;
+    this.host = host;
+    this.node = element("article", { class: "question", "aria-label": "Question" });
+    this.show();
+  }
+
+  show() {
+    const { message, host } = this;
+    const files = message.attachments.map((one) => previewNode(one, host.store));
+    this.editButton = iconButton("edit", "Edit question", () => this.edit(), { hidden: !this.isLast });
+    this.node.replaceChildren(
+      ...(files.length ? [element("div", { class: "files" }, ...files)] : []),
+      ...(message.text ? [element("div", { class: "bubble" }, message.text)] : []),
+      element(
+        "footer",
+        {},
+        element(
+          "div",
+          { class: "message-tools" },
+          copyButton(() => message.text, "Copy question"),
+          this.editButton,
+        ),
+      ),
+    );
+  }
+
+  setLast(isLast) {
+    this.isLast = isLast;
+    this.editButton.hidden = !isLast;
+  }
+
+  edit() {
+    const text = element("textarea", {
+      "aria-label": "Edit question",
+      rows: Math.min(12, this.message.text.split("\n").length + 1),
+    });
+    text.value = this.message.text;
+    const cancel = () => {
+      this.show();
+      this.editButton.focus();
+    };
+    const send = () => {
+      if (text.value.trim() || this.message.attachments.length) this.host.edit(this.message, text.value.trim());
+    };
+    text.addEventListener("keydown", (event) => {
+      if (event.isComposing) return;
+      if (event.key === "Escape") cancel();
+      else if (event.key === "Enter" && !event.shiftKey) send();
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
+    const bubble = this.node.querySelector(".bubble");
+    const editor = element(
+      "div",
+      { class: "editor" },
+      text,
+      actions(button("Cancel", cancel), button("Ask again", send, "primary")),
+    );
+    if (bubble) bubble.replaceWith(editor);
+    else this.node.querySelector("footer").before(editor);
+    this.node.querySelector("footer").hidden = true;
+    text.focus();
+  }
+}
+
+const STATES = { asking: "Reading", waiting: "", streaming: "", complete: "", stopped: "Stopped", failed: "" };
+
+export class AnswerView {
+  // host: { retry() }
+  constructor(message, host) {
+    this.message = message;
+    this.thoughts = element("p", { class: "thoughts" });
+    this.reasoning = element(
+      "details",
+      { class: "reasoning", hidden: true },
+      element("summary", {}, "Thoughts"),
+      this.thoughts,
+    );
+    this.body = element("div", { class: "markdown" });
+    this.markdown = new MarkdownView(this.body);
+    this.state = element("p", { class: "state", hidden: true });
+    this.errorText = element("p", {});
+    this.error = element(
+      "div",
+      { class: "error", role: "alert", hidden: true },
+      this.errorText,
+      button("Try again", () => host.retry()),
+    );
+    this.figures = element("div", {});
+    this.retryButton = iconButton("retry", "Answer again", () => host.retry());
+    this.tools = element(
+      "div",
+      { class: "message-tools" },
+      copyButton(() => this.message.text, "Copy answer"),
+      this.retryButton,
+    );
+    this.footer = element("footer", {}, this.tools, this.figures);
+    this.node = element(
+      "article",
+      { class: "answer", "aria-label": "Answer" },
+      this.reasoning,
+      this.body,
+      this.state,
+      this.error,
+      this.footer,
+    );
+    this.update();
+  }
+
+  setLast(isLast) {
+    this.retryButton.hidden = !isLast;
+    this.error.querySelector("button").hidden = !isLast || this.message.status === "waiting";
+  }
+
+  update() {
+    const { message } = this;
+    const isComing = isUnderWay(message);
+    this.node.setAttribute("aria-busy", String(isComing));
+    this.node.classList.toggle("under-way", isComing);
+    this.node.classList.toggle("asking", message.status === "asking");
+    this.reasoning.hidden = !message.reasoning;
+    if (this.thoughts.textContent.length !== message.reasoning.length) this.thoughts.textContent = message.reasoning;
+    if (isComing) this.markdown.update(message.text);
+    else this.markdown.finish(message.text);
+    this.showState();
+    this.showError();
+    this.footer.hidden = isComing;
+    this.figures.replaceChildren(...[message.figures && figuresNode(message.figures)].filter(Boolean));
+  }
+
+  showState() {
+    const { message } = this;
+    const isComplete = message.status === "complete";
+    let text = STATES[message.status];
+    if (isComplete && message.isCut) text = "Cut off: the answer reached the most tokens it may have";
+    else if (isComplete && !message.text && !message.reasoning) text = "The answer is empty";
+    if (this.state.textContent !== text) this.state.textContent = text;
+    this.state.hidden = !text;
+  }
+
+  showError() {
+    const { error, status } = this.message;
+    this.error.hidden = !error;
+    this.error.querySelector("button").hidden = status === "waiting";
+    if (!error) return;
+    const wait = error.retryInS
+      ? ` Asking again in ${error.retryInS} s.`
+      : status === "waiting"
+        ? " Asking again as soon as it answers."
+        : "";
+    // The countdown is for the eye: read aloud each second, nothing else could be heard.
+    this.error.setAttribute("role", status === "waiting" ? "group" : "alert");
+    this.error.classList.toggle("waiting", status === "waiting");
+    this.errorText.textContent = sentence(error.message) + wait;
+  }
+}
+
+function sentence(text) {
+  const whole = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?]$/.test(whole) ? whole : `${whole}.`;
+}

@@ -1,0 +1,5 @@
+// What the page can do, each a pane: a class made with the app, with a `node` for the page and `show`, `focus` and `stop`.
+
+import { ChatPane } from "./chat_pane.js";
+
+export const PANES = { chat: ChatPane };

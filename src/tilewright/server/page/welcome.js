@@ -1,0 +1,70 @@
+// What an empty conversation shows: which model answers, what it takes, and something to begin with.
+
+import { kindsOf, nounsOf } from "./attachments.js";
+import { element, icon } from "./dom.js";
+
+const EMBEDDED = "tilewright-tiny-vl";
+const SAMPLE = "page/sample.png";
+const SAMPLE_QUESTION = "What is in this picture?";
+const EXAMPLES = [
+  ["Explain", "Why is the sky blue, and sunsets red?"],
+  ["Write", "Write a haiku about rain on a tin roof."],
+  ["Compare", "Compare tea and coffee in a small table."],
+];
+
+// host: { ask({ text, files }) }
+export function welcomeNode(model, host) {
+  const node = element("section", { class: "welcome", "aria-label": "Begin" }, mark());
+  if (!model) {
+    node.append(
+      element("h2", {}, "Tilewright"),
+      element("p", { class: "lead" }, "Waiting for the server to tell its model…"),
+    );
+    return node;
+  }
+  const nouns = nounsOf(model);
+  const takes = `Takes text${nouns ? `, ${nouns}` : " only"}`;
+  const context = model.max_model_len ? `, ${model.max_model_len.toLocaleString("en")} tokens at most` : "";
+  node.append(
+    element("h2", {}, model.id),
+    element("p", { class: "lead" }, `${takes}${context}. Nothing leaves your browser and this server.`),
+  );
+  if (model.id === EMBEDDED) {
+    node.append(
+      element(
+        "p",
+        { class: "tiny" },
+        "This tiny model comes with Tilewright to show that everything works; do not expect much. For real answers, start ",
+        element("code", {}, "tilewright serve Qwen/Qwen3-VL-2B-Instruct"),
+        ".",
+      ),
+    );
+  }
+  const examples = EXAMPLES.map(([verb, text]) =>
+    card(element("b", {}, verb), text, () => host.ask({ text, files: [] })),
+  );
+  if (kindsOf(model).includes("image")) examples.unshift(sampleCard(host));
+  node.append(element("div", { class: "examples" }, ...examples));
+  return node;
+}
+
+function card(head, text, onclick) {
+  return element("button", { type: "button", class: "card", onclick }, head, element("span", {}, text));
+}
+
+function sampleCard(host) {
+  const ask = async () => {
+    const blob = await (await fetch(SAMPLE)).blob();
+    host.ask({ text: SAMPLE_QUESTION, files: [new File([blob], "sample.png", { type: blob.type })] });
+  };
+  const node = card(element("b", {}, "Try a sample picture"), SAMPLE_QUESTION, ask);
+  node.classList.add("sample");
+  node.prepend(element("img", { src: SAMPLE, alt: "", width: 56, height: 56 }));
+  return node;
+}
+
+function mark() {
+  const node = icon("mark");
+  node.classList.add("mark");
+  return node;
+}

@@ -1,0 +1,84 @@
+"""How fast an answer came is told with it: the engine counts, the last chunk carries it, others read on."""
+
+import pytest
+from conftest import serving
+
+from tilewright.engine.engine import Engine
+from tilewright.engine.stats import Reads
+from tilewright.server.backend import Ended
+from tilewright.server.chat import timings
+from tilewright.server.local import LocalBackend
+from tilewright.types import Timings
+
+READ_LIMIT = 20e9
+QUESTION = [{"role": "user", "content": "How fast?"}]
+
+
+@pytest.fixture(scope="module")
+def engine(chat_folder):
+    # Without drafts a step gives one token: what was counted can be told apart.
+    with Engine(chat_folder, pack_cache=False, kv_memory="64MB", speculate=0) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with serving(lambda: LocalBackend(engine, (READ_LIMIT, 1e12))) as running:
+        yield running.client()
+
+
+def test_what_the_steps_after_the_first_token_read(engine, monkeypatch):
+    counter, steps = engine.loop._counter, []
+    count = counter.count
+    monkeypatch.setattr(counter, "count", lambda step: (steps.append(step), count(step)))
+    found = engine.chat(QUESTION, max_tokens=9, ignore_eos=True).timings.decode_bytes_per_s
+    assert len(steps) == 9 and all(step.read_bytes > 0 for step in steps)
+    later = steps[1:]
+    assert found == pytest.approx(sum(step.read_bytes for step in later) / sum(step.took_s for step in later))
+
+
+def test_an_answer_of_one_token_has_no_speed(engine, client):
+    assert engine.chat(QUESTION, max_tokens=1).timings.decode_bytes_per_s is None
+    answer = client.chat.completions.create(model="", messages=QUESTION, max_tokens=1)
+    assert answer.timings.keys() == {"queued_s", "time_to_first_token_s", "total_s"}
+
+
+def test_reads():
+    assert Reads(10, 2.0).speed_since(Reads(4, 0.5)) == 4.0
+    assert Reads(10, 2.0).speed_since(Reads(10, 2.0)) is None  # no step since
+    assert Reads(0, 2.0).speed_since(Reads(0, 0.5)) is None  # nobody counts bytes
+
+
+def test_whole_answers_tell_it(client):
+    answer = client.chat.completions.create(model="", messages=QUESTION, max_tokens=20)
+    told = answer.timings
+    num_later_tokens = answer.usage.completion_tokens - 1
+    assert 0 <= told["queued_s"] <= told["time_to_first_token_s"] <= told["total_s"]
+    decode_s = told["total_s"] - told["time_to_first_token_s"]
+    assert told["tokens_per_s"] == pytest.approx(num_later_tokens / decode_s)
+    assert told["bandwidth_share"] > 0
+
+
+def test_streams_tell_it_with_the_usage_alone(client):
+    options = {"model": "", "messages": QUESTION, "max_tokens": 5, "stream": True}
+    chunks = list(client.chat.completions.create(**options, stream_options={"include_usage": True}))
+    assert [hasattr(chunk, "timings") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 5
+    assert chunks[-1].timings["tokens_per_s"] > 0
+    assert not any(hasattr(chunk, "timings") for chunk in client.chat.completions.create(**options))
+
+
+def test_the_share_is_of_the_measured_limit():
+    ended = Ended(3, 0, 11, Timings(0.1, 0.5, 2.5, READ_LIMIT / 4), bandwidth_share=0.25)
+    assert timings(ended) == {
+        "queued_s": 0.1,
+        "time_to_first_token_s": 0.5,
+        "total_s": 2.5,
+        "tokens_per_s": 5.0,
+        "bandwidth_share": 0.25,
+    }
+
+
+def test_without_a_measured_limit_there_is_no_share(chat_server):
+    answer = chat_server.client().chat.completions.create(model="", messages=QUESTION, max_tokens=4)
+    assert "bandwidth_share" not in answer.timings and answer.timings["tokens_per_s"] > 0
