@@ -245,7 +245,7 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
-            _log.info("%s answers at %s/v1", desk.model.name, url)
+            _log.info("%s is ready: a page to talk to it at %s/, it answers at %s/v1", desk.model.name, url, url)
         await serving
     except EngineRefused as error:
         server.should_exit = True

@@ -32,6 +32,7 @@ class Constraint:
     kind: Literal["json_schema", "regex", "lark"]
     source: str  # the schema as JSON, the regular expression, or the grammar as llguidance reads Lark's form
     allows_reasoning: bool = False  # whether thoughts within REASONING_TAGS may come before
+    subject: str = ""  # what it was made of, for errors; empty: told by its kind
 
 
 @dataclass(frozen=True)

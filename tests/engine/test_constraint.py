@@ -28,7 +28,9 @@ from constrained_model import (
 from hypothesis import given, settings
 from tokenizers import decoders, models
 
+from tilewright.engine import constraint as constraint_module
 from tilewright.engine.constraint import ConstraintCompiler
+from tilewright.engine.constraint_trial import Trial
 from tilewright.engine.loop import EngineLoop
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Constraint, RequestError, SamplingParams
@@ -398,11 +400,12 @@ def test_constraints_that_compile_hold_up_no_others(monkeypatch):
     monkeypatch.setattr(core, "compile", compile_late)
     loop = EngineLoop(core)
     inputs = prompt(byte_tokenizer())
-    late = [loop.submit(lambda: inputs, SamplingParams(constraint=GOOD, seed=0, max_tokens=200)) for _ in range(3)]
+    unmet = json_constraint({"type": "integer", "maximum": 12345})
+    late = [loop.submit(lambda: inputs, SamplingParams(constraint=unmet, seed=0, max_tokens=200)) for _ in range(3)]
     assert loop.submit(lambda: inputs, SamplingParams(max_tokens=5)).result(60)
     assert not any(handle.is_done for handle in late) and loop.stats().num_preparing == 3
     compiled.set()
-    expected = byte_answers(GOOD, max_tokens=200)[0].token_ids
+    expected = byte_answers(unmet, max_tokens=200)[0].token_ids
     assert [handle.result(60)[0].token_ids for handle in late] == [expected] * 3
     loop.close()
 
@@ -418,6 +421,24 @@ def test_a_finished_or_aborted_answer_lets_go_of_its_matcher():
     assert aborted.matcher is None and matchers[0]() is None
     run_all(core)
     assert [matcher() for matcher in matchers] == [None] * 3
+
+
+def test_what_was_refused_is_not_tried_again_at_once(monkeypatch):
+    compiler = ConstraintCompiler(byte_tokenizer(), BYTES_SIZE)
+    good, bad = json_constraint({"type": "integer"}), json_constraint({"type": "strin"})
+    assert not compiler.knows(good) and not compiler.knows(bad)
+    compiler.compile(good)
+    tried, run = [], Trial.run
+    monkeypatch.setattr(Trial, "run", lambda self, grammar: (tried.append(grammar), run(self, grammar)))
+    for _ in range(3):
+        with pytest.raises(RequestError, match="Invalid type: strin"):
+            compiler.compile(bad)
+    assert len(tried) == 1 and compiler.knows(good) and compiler.knows(bad)
+    monkeypatch.setattr(constraint_module, "REFUSAL_S", 0.0)
+    assert not compiler.knows(bad)
+    with pytest.raises(RequestError, match="Invalid type: strin"):
+        compiler.compile(bad)
+    assert len(tried) == 2
 
 
 def test_grammars_are_kept_for_the_next_request():

@@ -1,7 +1,9 @@
 """Chromium on the server's page, watched: nothing may go elsewhere, break the policy or end up as an error."""
 
 import asyncio
+import base64
 import contextlib
+import io
 import os
 import shutil
 import threading
@@ -10,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from conftest import ScriptedBackend
+from PIL import Image
 
 from tilewright.server.backend import Chunk, Ended, Started
 from tilewright.types import Timings
@@ -125,6 +128,28 @@ class HeldBackend(ScriptedBackend):
         for loop, listener, rest in rests:
             for event in rest:
                 loop.call_soon_threadsafe(listener, event)
+
+
+def png(width=64, height=48, colour="red") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def hand_over(page, event, data, name="photo.png", kind="image/png"):
+    """Drops or pastes a file onto the document, as the browser would."""
+    page.evaluate(
+        """async ([event, data, name, kind]) => {
+            const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([bytes], name, { type: kind }));
+            const options = { bubbles: true, cancelable: true };
+            const made = event === "paste" ? new ClipboardEvent("paste", { ...options, clipboardData: transfer })
+              : new DragEvent(event, { ...options, dataTransfer: transfer });
+            document.body.dispatchEvent(made);
+        }""",
+        [event, base64.b64encode(data).decode(), name, kind],
+    )
 
 
 def send(page, text):

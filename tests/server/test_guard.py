@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 
 import openai
@@ -158,7 +159,12 @@ def test_what_is_told_back_is_json(scripted):
 def test_only_json_is_read_as_json(scripted):
     """A page elsewhere can send text/plain without asking; it must not be taken for a request."""
     running, backend = scripted()
-    assert send(f"{running.url}/v1/chat/completions", json.dumps(BODY).encode(), content_type="text/plain")[0] == 400
+    address = urllib.parse.urlsplit(running.url)
+    for headers in ({"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}, {}):
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
+        connection.request("POST", "/v1/chat/completions", json.dumps(BODY).encode(), headers)
+        assert connection.getresponse().status == 400
+        connection.close()
     assert not backend.asked
 
 

@@ -21,6 +21,7 @@ def test_good_tools_pass():
     ("tools", "message"),
     [
         ("f", "tools is a str, expected a list"),
+        ([tool(f"f{i}") for i in range(129)], "tools has 129 entries, expected at most 128"),
         (["f"], r"tools\[0\] is a str"),
         ([tool("f"), {"type": "retrieval"}], r"tools\[1\]\.type is 'retrieval'"),
         ([{"type": "function"}], r"tools\[0\]\.function is None"),

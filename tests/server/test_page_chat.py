@@ -8,7 +8,7 @@ import json
 import pytest
 from clips import write_clip
 from conftest import ScriptedBackend, serving
-from page_browser import HeldBackend, Visits, answers, launched, send, until, wait_until_done
+from page_browser import HeldBackend, Visits, answers, hand_over, launched, png, send, until, wait_until_done
 from PIL import Image
 
 from tilewright.inputs.media import Limits
@@ -42,28 +42,6 @@ def held():
             return stack.enter_context(serving(lambda: backend, settings)), backend
 
         yield make
-
-
-def png(width=64, height=48, colour="red") -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), colour).save(file, "PNG")
-    return file.getvalue()
-
-
-def hand_over(page, event, data, name="photo.png", kind="image/png"):
-    """Drops or pastes a file onto the document, as the browser would."""
-    page.evaluate(
-        """async ([event, data, name, kind]) => {
-            const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
-            const transfer = new DataTransfer();
-            transfer.items.add(new File([bytes], name, { type: kind }));
-            const options = { bubbles: true, cancelable: true };
-            const made = event === "paste" ? new ClipboardEvent("paste", { ...options, clipboardData: transfer })
-              : new DragEvent(event, { ...options, dataTransfer: transfer });
-            document.body.dispatchEvent(made);
-        }""",
-        [event, base64.b64encode(data).decode(), name, kind],
-    )
 
 
 def test_a_question_is_answered_as_it_comes(held, visits):

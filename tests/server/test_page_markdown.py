@@ -1,5 +1,6 @@
 """The page's own parsers, in a browser: Markdown becomes nodes and never markup, events come out whole."""
 
+import itertools
 import json
 import random
 
@@ -36,11 +37,17 @@ STREAM = """async ([text, cuts]) => {
 
 
 @pytest.fixture(scope="module")
-def page():
-    with launched() as browser, serving(ScriptedBackend) as running:
+def visits():
+    with launched() as browser:
         visits = Visits(browser)
-        yield visits.open(running.url)
+        yield visits
         visits.close()
+
+
+@pytest.fixture(scope="module")
+def page(visits):
+    with serving(ScriptedBackend) as running:
+        yield visits.open(running.url)
 
 
 def render(page, text):
@@ -48,6 +55,8 @@ def render(page, text):
 
 
 LINK = 'target="_blank" rel="noopener noreferrer"'
+PICTURE = '<svg class="icon" aria-hidden="true"><use href="#icon-picture"></use></svg>'
+MANY = 20_000
 
 
 @pytest.mark.parametrize(
@@ -80,6 +89,8 @@ LINK = 'target="_blank" rel="noopener noreferrer"'
         ("(https://en.wiki.org/a_(b))",
          f'<p>(<a href="https://en.wiki.org/a_(b)" {LINK}>https://en.wiki.org/a_(b)</a>)</p>'),
         ("[a] [b](c", "<p>[a] [b](c</p>"),
+        ("[a ![b **c** [d]](https://e.f)](https://g.h)",
+         f'<p><a href="https://g.h/" {LINK}>a <a href="https://e.f/" {LINK}>{PICTURE} b c [d]</a></a></p>'),
         ("\\*no\\* &lt;b&gt; &#65; &copy; &nothing;", "<p>*no* &lt;b&gt; A © &amp;nothing;</p>"),
     ],
 )  # fmt: skip
@@ -167,13 +178,95 @@ def test_depth_is_bounded(page):
           });
         }""",
         [
-            ">" * 5000 + " a",
-            "- " * 5000 + "a",
-            "*a **b " * 3000 + "** *" * 3000,
+            ">" * MANY + " a",
+            "- " * MANY + "a",
+            "> - " * MANY + "a",
+            "1. > " * MANY + "a",
+            "*a **b " * MANY + "** *" * MANY,
+            "_a" * MANY + "_" * MANY,
+            "~~a " * MANY + " a~~" * MANY,
+            "![" * MANY + "](a)" * MANY,
+            "![a" * MANY + "](https://b.c)" * MANY,
+            "[" * MANY + "](a)" * MANY,
+            "[![" * MANY + "](a)](b)" * MANY,
+            "![[" * MANY + "](a)](b)" * MANY,
+            "*[![" * MANY + "](a)](b)*" * MANY,
             "\n".join("  " * n + "- a" for n in range(300)),
         ],
     )
     assert max(depth) < 60
+
+
+@pytest.mark.parametrize(
+    ("head", "unit"), [("", "a\n\n"), ("|a\n|-\n", "|a\n"), ("|a" * 150_000 + "\n" + "|-" * 150_000 + "\n", "|a")]
+)
+def test_many_of_a_kind_are_all_shown(page, head, unit):
+    count = 150_000  # more than a call takes arguments
+    shown = page.evaluate(
+        """async (text) => {
+          const { renderMarkdown } = await import("/page/markdown.js");
+          const root = document.createElement("div");
+          renderMarkdown(root, text);
+          return [root.className, root.querySelectorAll("p, td").length];
+        }""",
+        head + unit * count,
+    )
+    assert shown == ["", count]
+
+
+def test_what_cannot_be_drawn_is_shown_as_it_is_written(page, visits):
+    visits.expected.append("its Markdown could not be")
+    text = "Before\n\n| a |\n|---|\n| b |"
+    shown = page.evaluate(
+        """async (text) => {
+          const { MarkdownView } = await import("/page/markdown.js");
+          const root = document.createElement("div");
+          const view = new MarkdownView(root);
+          const create = document.createElement;
+          document.createElement = (tag) => {
+            if (tag === "table") throw new RangeError("Maximum call stack size exceeded");
+            return create.call(document, tag);
+          };
+          view.update(text);
+          document.createElement = create;
+          view.finish(text + " and more");
+          return [root.textContent, root.className];
+        }""",
+        text,
+    )
+    assert shown == [text + " and more", "plain"]
+
+
+def test_what_takes_long_to_draw_is_drawn_less_often(page):
+    (_, num_frames, num_quick), (took_ms, _, num_slow) = page.evaluate(
+        """async () => {
+          const { Pace } = await import("/page/pace.js");
+          const real = [performance.now, window.requestAnimationFrame, window.setTimeout];
+          let nowMs = 0;
+          let timers = [];
+          performance.now = () => nowMs;
+          window.requestAnimationFrame = (does) => timers.push([nowMs, does]);
+          window.setTimeout = (does, pauseMs) => timers.push([nowMs + pauseMs, does]);
+          const results = [];
+          for (const drawMs of [1, 80]) {
+            let numDraws = 0;
+            const pace = new Pace(() => { nowMs += drawMs; numDraws += 1; });
+            let numFrames = 0;
+            for (const endMs = nowMs + 10000; nowMs < endMs; nowMs += 16) {
+              numFrames += 1;
+              pace.changed();
+              const due = timers.filter(([atMs]) => atMs <= nowMs);
+              timers = timers.filter(([atMs]) => atMs > nowMs);
+              for (const [, does] of due) does();
+            }
+            results.push([numDraws * drawMs, numFrames, numDraws]);
+            timers = [];
+          }
+          [performance.now, window.requestAnimationFrame, window.setTimeout] = real;
+          return results;
+        }"""
+    )
+    assert num_quick == num_frames and took_ms <= 2100 and num_slow >= 20  # a fifth of 10 s
 
 
 def test_a_text_that_grows_ends_as_if_it_had_come_at_once(page):
@@ -209,26 +302,54 @@ def test_blocks_that_are_done_are_left_alone(page):
     assert kept == [True, True, True]
 
 
-def test_events_come_out_whole_wherever_they_are_cut(page):
+@pytest.mark.parametrize("ends", [(b"\r",), (b"\n",), (b"\r\n",), (b"\r\n", b"\n"), (b"\r\n", b"\r")])
+def test_events_come_out_whole_wherever_they_are_cut(page, ends):
     events = ["plain", '{"a": "ü漢😀"}', "two\nlines", "[DONE]"]
-    stream = b": reading\n\nevent: x\r\ndata: plain\r\n\r\n" + b"id: 1\ndata:" + events[1].encode() + b"\n\n"
-    stream += b"data: two\rdata: lines\r\rretry: 5\n\ndata: [DONE]\n\n"
+    lines = [b": reading", b"", b"event: x", b"data: plain", b"", b"id: 1", b"data:" + events[1].encode(), b""]
+    lines += [b"data: two", b"data: lines", b"", b"retry: 5", b"", b"data: [DONE]", b""]
+    stream = b"".join(line + end for line, end in zip(lines, itertools.cycle(ends)))
     found = page.evaluate(
         """async (bytes) => {
           const { EventParser } = await import("/page/event_stream.js");
           const stream = Uint8Array.from(bytes);
-          const results = [];
-          for (let size = 1; size <= stream.length; size += 1) {
-            const parser = new EventParser();
-            const events = [];
-            for (let at = 0; at < stream.length; at += size) {
-              events.push(...parser.push(stream.subarray(at, at + size)));
+          const results = new Set();
+          for (let one = 0; one <= stream.length; one += 1) {
+            for (let other = one; other <= stream.length; other += 1) {
+              const parser = new EventParser();
+              const pieces = [stream.subarray(0, one), stream.subarray(one, other), stream.subarray(other)];
+              results.add(JSON.stringify(pieces.flatMap((piece) => parser.push(piece))));
             }
-            results.push(JSON.stringify(events));
           }
-          return results;
+          const parser = new EventParser();
+          results.add(JSON.stringify([...stream].flatMap((byte) => parser.push(Uint8Array.of(byte)))));
+          return [...results];
         }""",
         list(stream),
     )
-    assert len(found) == len(stream)
-    assert set(found) == {json.dumps(events, ensure_ascii=False, separators=(",", ":"))}
+    assert found == [json.dumps(events, ensure_ascii=False, separators=(",", ":"))]
+
+
+def test_an_answer_is_complete_when_it_says_so(page):
+    chunk = {"choices": [{"index": 0, "delta": {"content": "all"}, "finish_reason": "stop"}]}
+    texts = page.evaluate(
+        """async (chunk) => {
+          const { Api } = await import("/page/api.js");
+          const parts = [`data: ${JSON.stringify(chunk)}\\n\\n`, "data: [DONE]\\n\\n"];
+          const real = window.fetch;
+          window.fetch = async () => new Response(new ReadableStream({
+            pull(controller) {
+              if (parts.length) controller.enqueue(new TextEncoder().encode(parts.shift()));
+              else controller.error(new TypeError("network error"));
+            },
+          }));
+          try {
+            const texts = [];
+            for await (const one of new Api().chat({})) texts.push(one.choices[0].delta.content);
+            return texts;
+          } finally {
+            window.fetch = real;
+          }
+        }""",
+        chunk,
+    )
+    assert texts == ["all"]

@@ -88,6 +88,7 @@ def test_told_to_end_it_finishes_what_it_answers(serve):
 
 def test_a_server_that_is_killed_leaves_no_engine_behind(serve):
     server = serve()
+    assert any(f"a page to talk to it at {server.url}/," in line for line in server.lines)
     engine = server.engine_pid()
     server.process.kill()
     deadline = time.monotonic() + 30

@@ -68,7 +68,21 @@ def test_streams_tell_it_with_the_usage_alone(client):
     assert not any(hasattr(chunk, "timings") for chunk in client.chat.completions.create(**options))
 
 
-def test_the_share_is_of_the_measured_limit():
+def test_the_share_is_of_the_measured_limit(engine, client, monkeypatch):
+    """Of the read speed, not of the operations beside it."""
+    speeds, completion = [], engine.loop._completion
+
+    def kept(sequence):
+        found = completion(sequence)
+        speeds.append(found.timings.decode_bytes_per_s)
+        return found
+
+    monkeypatch.setattr(engine.loop, "_completion", kept)
+    answer = client.chat.completions.create(model="", messages=QUESTION, max_tokens=6, extra_body={"ignore_eos": True})
+    assert answer.timings["bandwidth_share"] * READ_LIMIT == pytest.approx(speeds[0])
+
+
+def test_what_is_told_of_the_speed():
     ended = Ended(3, 0, 11, Timings(0.1, 0.5, 2.5, READ_LIMIT / 4), bandwidth_share=0.25)
     assert timings(ended) == {
         "queued_s": 0.1,
@@ -77,6 +91,12 @@ def test_the_share_is_of_the_measured_limit():
         "tokens_per_s": 5.0,
         "bandwidth_share": 0.25,
     }
+
+
+def test_several_answers_start_before_their_first_token(client):
+    for _ in range(5):
+        answer = client.chat.completions.create(model="", messages=QUESTION, max_tokens=4, n=4)
+        assert answer.timings["queued_s"] <= answer.timings["time_to_first_token_s"] <= answer.timings["total_s"]
 
 
 def test_without_a_measured_limit_there_is_no_share(chat_server):

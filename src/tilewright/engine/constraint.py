@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import threading
+import time
 from collections import OrderedDict
 
 import llguidance
 
 from tilewright.engine.constraint_grammar import COMPILE_STACK_BYTES, GrammarError, build, on_deep_stack
 from tilewright.engine.constraint_matcher import Matcher
-from tilewright.engine.constraint_source import NAME_BY_KIND, grammar_of, with_thoughts
+from tilewright.engine.constraint_source import grammar_of, name_of, with_thoughts
 from tilewright.engine.constraint_trial import Trial
 from tilewright.engine.constraint_vocabulary import Vocabulary
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Constraint, RequestError
 
 MAX_GRAMMARS = 32
+MAX_REFUSALS = 1024
+REFUSAL_S = 60.0  # what is sent again within gets the same answer at once; later a machine may have more time for it
+# Of a schema within a grammar, as one of tools is: where it stands in there would tell its author nothing.
+_SCHEMA_ERROR = re.compile(r"failed to compile JSON schema: (.*)")
 
 
 class Grammar:
     """A compiled constraint. What matchers find out about it serves all of them: they share the lexer's states."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, constraint: Constraint) -> None:
         self.is_broken = False  # a matcher has hit a limit, perhaps one of what they share
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._constraint = constraint
 
     def start(self) -> Matcher:
         """A matcher for one answer, at its beginning."""
-        names_token_ids = self.kind == "lark"
+        names_token_ids = self._constraint.kind == "lark"
         return Matcher(self._matcher.deep_copy(), self._vocabulary, self._break, names_token_ids=names_token_ids)
 
     def _break(self, error: str) -> RequestError:
         self.is_broken = True
-        return RequestError(f"{NAME_BY_KIND[self.kind]} cannot be followed any further: {error}")
+        return RequestError(f"{name_of(self._constraint)} cannot be followed any further: {error}")
 
 
 class ConstraintCompiler:
@@ -46,7 +53,17 @@ class ConstraintCompiler:
         self._vocabulary: tuple[Vocabulary, Trial] | None = None
         self._vocabulary_lock = threading.Lock()
         self._grammars: OrderedDict[tuple[Constraint, bool], Grammar] = OrderedDict()
+        # When and why, by digest: a source may have a megabyte.
+        self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._grammars_lock = threading.Lock()
+
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether `compile` answers at once."""
+        with self._grammars_lock:
+            if self._refusal(constraint) is not None:
+                return True
+            known = [self._grammars.get((constraint, opens)) for opens in {False, constraint.allows_reasoning}]
+            return all(grammar is not None and not grammar.is_broken for grammar in known)
 
     def compile(self, constraint: Constraint, *, opens_reasoning: bool = False) -> Grammar:
         """The grammar of a constraint; RequestError that says what is wrong with it."""
@@ -56,13 +73,28 @@ class ConstraintCompiler:
             if known is not None and not known.is_broken:
                 self._grammars.move_to_end(key)
                 return known
-        grammar = self._compile(constraint, opens_reasoning)
+            refusal = self._refusal(constraint)
+        if refusal is not None:
+            raise RequestError(refusal)
+        try:
+            grammar = self._compile(constraint, opens_reasoning)
+        except RequestError as error:
+            with self._grammars_lock:
+                self._refusals[_digest(constraint)] = time.monotonic(), str(error)
+                if len(self._refusals) > MAX_REFUSALS:
+                    self._refusals.popitem(last=False)
+            raise
         with self._grammars_lock:
             self._grammars[key] = grammar
             self._grammars.move_to_end(key)
             if len(self._grammars) > MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
         return grammar
+
+    def _refusal(self, constraint: Constraint) -> str | None:
+        """Why it was refused a moment ago."""
+        refused_s, reason = self._refusals.get(_digest(constraint), (0.0, None))
+        return reason if time.monotonic() - refused_s < REFUSAL_S else None
 
     def _compile(self, constraint: Constraint, opens_reasoning: bool) -> Grammar:
         source = grammar_of(constraint)
@@ -75,8 +107,9 @@ class ConstraintCompiler:
                 longer = with_thoughts(source, opens_reasoning=opens_reasoning)
                 matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, longer), COMPILE_STACK_BYTES)
         except GrammarError as error:
-            raise RequestError(f"{NAME_BY_KIND[constraint.kind]} cannot be used: {error}") from None
-        return Grammar(matcher, vocabulary, constraint.kind)
+            within = _SCHEMA_ERROR.search(str(error)) if constraint.kind == "lark" else None
+            raise RequestError(f"{name_of(constraint)} cannot be used: {within[1] if within else error}") from None
+        return Grammar(matcher, vocabulary, constraint)
 
     def _made_vocabulary(self) -> tuple[Vocabulary, Trial]:
         with self._vocabulary_lock:
@@ -84,3 +117,8 @@ class ConstraintCompiler:
                 made = Vocabulary(self._tokenizer, self._vocabulary_size)
                 self._vocabulary = made, Trial(made.num_tokens, made.special_tokens, made.stop_token_ids)
             return self._vocabulary
+
+
+def _digest(constraint: Constraint) -> bytes:
+    fields = (constraint.kind, constraint.source, constraint.allows_reasoning, constraint.subject)
+    return hashlib.blake2b(repr(fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -10,7 +10,7 @@ import llguidance
 from tilewright.types import REASONING_TAGS, Constraint, RequestError
 
 MAX_SOURCE_BYTES = 1 << 20
-NAME_BY_KIND = {"json_schema": "the JSON schema", "regex": "the regular expression", "lark": "the grammar"}
+_NAME_BY_KIND = {"json_schema": "the JSON schema", "regex": "the regular expression", "lark": "the grammar"}
 
 # A weak model may fall into spaces for ever where any number is allowed. A line break and 64 columns are enough for
 # what people write. A schema may bring options of its own.
@@ -25,11 +25,16 @@ SPACE: /[ \\t\\r\\n]{{1,64}}/
 """
 
 
+def name_of(constraint: Constraint) -> str:
+    """What errors call it."""
+    return constraint.subject or _NAME_BY_KIND[constraint.kind]
+
+
 def grammar_of(constraint: Constraint) -> str:
     """The grammar of a constraint, thoughts left aside; RequestError for what can be seen to be none at once."""
-    name = NAME_BY_KIND.get(constraint.kind)
-    if name is None:
-        raise RequestError(f"constraint kind is {constraint.kind!r}, expected {', '.join(NAME_BY_KIND)}")
+    if constraint.kind not in _NAME_BY_KIND:
+        raise RequestError(f"constraint kind is {constraint.kind!r}, expected {', '.join(_NAME_BY_KIND)}")
+    name = name_of(constraint)
     try:
         num_bytes = len(constraint.source.encode())
     except UnicodeEncodeError as error:

@@ -56,6 +56,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def must_compile(self, params: SamplingParams) -> bool:
+        """Whether a request brings a constraint that was not met before, which may take seconds; for any thread."""
+        constraint = params.constraint
+        return constraint is not None and self.constraints is not None and not self.constraints.knows(constraint)
+
     def compile(self, inputs: ModelInputs, params: SamplingParams) -> Grammar | None:
         """The grammar of a request's constraint, if it has one; for any thread. RequestError if it cannot be used."""
         if params.constraint is None:

@@ -73,7 +73,7 @@ class EngineLoop:
             if self._is_closing:
                 raise EngineError("the engine is closed")
             if self._preparers:  # first: where no thread can be started, nothing is left behind
-                kind = "constraint" if params.constraint is not None else "media" if has_media else "text"
+                kind = "constraint" if self.core.must_compile(params) else "media" if has_media else "text"
                 self._preparers[kind].submit(self._prepare, handle, prepare)
             self._handles[handle.request_id] = handle
             self._num_preparing += 1

@@ -121,7 +121,7 @@ def _chat_constraint(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -
 
 def _forced_call(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> Constraint | None:
     choice = body.tool_choice
-    if not body.forces_call or choice is None:
+    if choice is None or choice in ("none", "auto"):
         return None
     tools = body.plain_tools
     if not tools:

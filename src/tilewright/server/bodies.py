@@ -137,10 +137,6 @@ class ChatBody(SamplingBody):
     def num_answers(self) -> int:
         return self.n or 1
 
-    @property
-    def forces_call(self) -> bool:
-        return self.tool_choice not in (None, "none", "auto")
-
     @cached_property
     def plain_tools(self) -> list[dict[str, Any]]:
         """The tools as the template, the grammar and the parser take them."""

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tilewright.server.asks import chat_ask, completion_asks
@@ -51,19 +48,7 @@ class Prepared(NamedTuple):
 
 async def prepare_chat(body: ChatBody, context: Context) -> Prepared:
     messages = await context.gate.bring(plain_messages(body), context.hold)
-    if body.forces_call:
-        # Checking the grammar of 128 tools takes half a second, a hostile one's five: in threads of its own, so that
-        # only those who ask for the like wait.
-        loop = asyncio.get_running_loop()
-        ask = await loop.run_in_executor(_grammar_threads(), chat_ask, body, messages, context.model)
-    else:
-        ask = chat_ask(body, messages, context.model)
-    return Prepared([ask], ChatWriter(body, context.model))
-
-
-@cache
-def _grammar_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(2, "grammar")
+    return Prepared([chat_ask(body, messages, context.model)], ChatWriter(body, context.model))
 
 
 async def prepare_completion(body: CompletionBody, context: Context) -> Prepared:

@@ -110,7 +110,9 @@ class _Events:
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_cached_tokens,
             num_output_tokens=sum(len(completion.token_ids) for completion in completions),
-            timings=dataclasses.replace(last.timings, first_token_s=first.timings.first_token_s),
+            timings=dataclasses.replace(
+                last.timings, queued_s=first.timings.queued_s, first_token_s=first.timings.first_token_s
+            ),
             prompt=self._prompt(),
             prompt_logprobs=self._prompt_logprobs(first),
             bandwidth_share=None if self._read_limit is None or read_speed is None else read_speed / self._read_limit,

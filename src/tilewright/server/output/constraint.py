@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewright.server.output.format import ToolFormat
-from tilewright.server.output.grammar import Tool, json_of
+from tilewright.server.output.grammar import Tool
 from tilewright.server.output.tools import parameters_by_name
 from tilewright.types import Constraint, RequestError
 
-if TYPE_CHECKING:
-    from tilewright.engine.constraint_trial import Trial
-
-MAX_CHECKED = 256  # grammars that are known to be good: agents send the same tools with every turn
+MAX_NAMED = 5  # tools, in an error
 
 
 def tool_constraint(
@@ -24,15 +19,13 @@ def tool_constraint(
     """What holds an answer to calls of the chosen tools, in the format's own form, with arguments that fit.
 
     `choice` is OpenAI's tool_choice: "required", or {"type": "function", "function": {"name": ...}}. The tools have
-    passed `check_tools`. `parallel` admits several calls.
+    passed `check_tools`. `parallel` admits several calls. Whether their schemas can be held to, the engine finds out.
     """
     chosen = _chosen(tools, choice)
-    for tool in chosen:
-        schema = json_of(tool.parameters, is_strict=tool.is_strict)
-        _check(f"start: {schema}", f"the parameters of the tool {tool.name!r}")
     source = "\n".join(format.grammar(chosen, parallel=parallel)) + "\n"
-    _check(source, f"the tools {', '.join(tool.name for tool in chosen)}")
-    return Constraint("lark", source, allows_reasoning=allows_reasoning)
+    names = ", ".join(tool.name for tool in chosen[:MAX_NAMED])
+    subject = f"the tool {names}" if len(chosen) == 1 else f"one of the tools {names}"
+    return Constraint("lark", source, allows_reasoning, subject if len(chosen) <= MAX_NAMED else f"{subject}, ...")
 
 
 def _chosen(tools: Sequence[Mapping], choice: str | Mapping) -> list[Tool]:
@@ -55,26 +48,3 @@ def _chosen(tools: Sequence[Mapping], choice: str | Mapping) -> list[Tool]:
             f"tool_choice names {name!r:.100}, expected one of the tools: {', '.join(known) or 'there are none'}"
         )
     return [known[name]]
-
-
-@lru_cache(MAX_CHECKED)
-def _check(grammar: str, what: str) -> None:
-    """A `RequestError` that says why the grammar of this is none."""
-    from llguidance import LLMatcher
-
-    from tilewright.engine.constraint_grammar import GrammarError
-
-    try:
-        _trial().run(LLMatcher.grammar_from_lark(grammar))
-    except GrammarError as error:
-        reason = re.search(r"failed to compile JSON schema: (.*)", str(error))
-        raise RequestError(f"{what} cannot be held to: {reason[1] if reason else str(error):.200}") from None
-
-
-@cache
-def _trial() -> Trial:
-    """Where grammars are compiled: in a process that may come to harm, as a chain of references overflows a stack."""
-    from tilewright.engine.constraint_trial import Trial
-
-    end = 0
-    return Trial(1, {end: "<end>"}, [end])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewright.types import RequestError
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+MAX_TOOLS = 128  # as OpenAI has it
 KINDS = ("string", "integer", "number", "boolean", "object", "array", "null")
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -17,6 +19,8 @@ def check_tools(tools: Sequence[Mapping]) -> None:
     """A `RequestError` unless each is {"type": "function", "function": {"name", ...}} with a name of its own."""
     if not isinstance(tools, list | tuple):
         raise RequestError(f"tools is a {type(tools).__name__}, expected a list")
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools has {len(tools)} entries, expected at most {MAX_TOOLS}")
     names = set()
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
@@ -46,9 +50,9 @@ def kinds_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
 def options_of(schema: object, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The schemas without alternatives or references of their own, of which a value fits one."""
     options: list[Mapping[str, Any]] = []
-    pending, seen = [schema], set()
+    pending, seen = deque([schema]), set()
     while pending:
-        schema = pending.pop(0)
+        schema = pending.popleft()
         if not isinstance(schema, Mapping):
             options.append({})
         elif isinstance(pointer := schema.get("$ref"), str):

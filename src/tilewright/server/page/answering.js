@@ -3,12 +3,17 @@
 import { ApiError, Unreachable } from "./api.js";
 
 const MAX_WAIT_S = 120;
+const MAX_REPEATS = 3; // by itself; after that there is a button
+// What ended while it answered may have ended by what it was asked: that is repeated once only. remote.py says it so.
+const MAX_REPEATS_OF_LOST = 1;
+const WAS_LOST = /please ask again/;
 
 export class Answering {
   // `request` resolves to the body; `onChange` is called whenever `answer` has changed.
   constructor({ api, connection, answer, request, onChange }) {
     Object.assign(this, { api, connection, answer, request, onChange });
     this.controller = new AbortController();
+    this.numRepeats = 0;
   }
 
   stop() {
@@ -58,26 +63,28 @@ export class Answering {
   // Waits if the error is one that passes, and nothing of the answer has come; otherwise ends with it.
   async canTryAgain(error) {
     const { answer } = this;
-    const isGone = error instanceof Unreachable;
-    const hasBegun = Boolean(answer.text || answer.reasoning);
-    if (isGone) {
-      const back = this.connection.lost(error.message);
-      if (!hasBegun) {
-        this.wait({ message: error.message });
-        await Promise.race([back, this.whenStopped()]);
-        return this.goesOn();
-      }
-    } else if (error instanceof ApiError && error.retryAfterS && !hasBegun) {
-      await this.countDown(error);
-      return this.goesOn();
+    const back = error instanceof Unreachable ? this.connection.lost(error.message) : null;
+    const isPassing = back || (error instanceof ApiError && error.retryAfterS);
+    const limit = error.isMidAnswer || WAS_LOST.test(error.message) ? MAX_REPEATS_OF_LOST : MAX_REPEATS;
+    if (!isPassing || answer.text || answer.reasoning || this.numRepeats >= limit) {
+      answer.error = { message: error.message };
+      this.end("failed");
+      return false;
     }
-    answer.error = { message: error.message };
-    this.end("failed");
-    return false;
+    if (back) {
+      this.wait({ message: error.message });
+      await Promise.race([back, this.whenStopped()]);
+    } else {
+      await this.countDown(error);
+    }
+    this.numRepeats += 1;
+    return this.goesOn();
   }
 
+  // Waits as long as the server says, and twice as long each time that it says so again.
   async countDown(error) {
-    const endsAt = performance.now() + Math.min(error.retryAfterS, MAX_WAIT_S) * 1000;
+    const waitS = Math.min(error.retryAfterS * 2 ** this.numRepeats, MAX_WAIT_S);
+    const endsAt = performance.now() + waitS * 1000;
     for (;;) {
       const leftS = Math.ceil((endsAt - performance.now()) / 1000);
       if (leftS <= 0 || this.controller.signal.aborted) return;

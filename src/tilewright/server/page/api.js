@@ -2,8 +2,11 @@
 // proxy may give the server a prefix.
 
 import { eventsOf } from "./event_stream.js";
+import { tabValues } from "./small_values.js";
 
-const KEY = "tilewright-api-key"; // in sessionStorage: gone with the tab
+const KEY = "tilewright-api-key";
+const POSSIBLE_KEY = /^[\x20-\x7e]+$/; // what a header can carry
+const BROKE_OFF = "The connection was lost in mid-answer.";
 
 export class ApiError extends Error {
   constructor(status, message, retryAfterS = null) {
@@ -13,8 +16,18 @@ export class ApiError extends Error {
   }
 }
 
-// Nobody answered, or the answer broke off.
-export class Unreachable extends Error {}
+// Nobody answered, or the answer broke off: then `isMidAnswer`.
+export class Unreachable extends Error {
+  constructor(message, isMidAnswer = false) {
+    super(message);
+    this.isMidAnswer = isMidAnswer;
+  }
+}
+
+// What is wrong with a key that somebody wrote; null if nothing is.
+export function keyProblem(key) {
+  return POSSIBLE_KEY.test(key) ? null : "A key has letters, digits and signs of ASCII only.";
+}
 
 export class Api {
   // `askForKey` asks the user, and resolves to a key or null.
@@ -27,9 +40,10 @@ export class Api {
     return (await (await this.request("v1/models")).json()).data;
   }
 
-  // Resolves if the server would answer a request now.
+  // Resolves if the server would answer a request now. It tells so without a key.
   async health() {
-    await this.request("health");
+    const response = await reach("health", { cache: "no-store" });
+    if (!response.ok) throw await apiError(response);
   }
 
   // The chunks of an answer as they come.
@@ -41,46 +55,51 @@ export class Api {
       signal,
     };
     const response = await this.request("v1/chat/completions", options);
-    let isComplete = false;
     try {
       for await (const data of eventsOf(response)) {
-        if (data === "[DONE]") {
-          isComplete = true;
-          continue;
-        }
+        if (data === "[DONE]") return; // what becomes of the connection after it is of no matter
         const chunk = JSON.parse(data);
         if (chunk.error) throw new ApiError(chunk.error.code === "engine_unavailable" ? 503 : 500, chunk.error.message);
         yield chunk;
       }
     } catch (error) {
-      throw error instanceof TypeError ? new Unreachable("The connection was lost in mid-answer.") : error;
+      throw error instanceof TypeError ? new Unreachable(BROKE_OFF, true) : error;
     }
-    if (!isComplete) throw new Unreachable("The connection was lost in mid-answer.");
+    throw new Unreachable(BROKE_OFF, true);
   }
 
   async request(path, options = {}) {
     for (;;) {
-      const key = sessionStorage.getItem(KEY);
+      const key = this.key();
       const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-      let response;
-      try {
-        response = await fetch(path, { ...options, headers, cache: "no-store" });
-      } catch (error) {
-        throw error.name === "AbortError" ? error : new Unreachable("The server cannot be reached.");
-      }
+      const response = await reach(path, { ...options, headers: new Headers(headers), cache: "no-store" });
       if (response.ok) return response;
       if (response.status !== 401 || !(await this.renewKey(key))) throw await apiError(response);
     }
   }
 
+  // The key of this tab, or null.
+  key() {
+    const key = tabValues.get(KEY);
+    return key && !keyProblem(key) ? key : null;
+  }
+
   // Whether there is another key to try than the one that was refused. Several requests ask the user once.
   async renewKey(refused) {
-    if (sessionStorage.getItem(KEY) !== refused) return true;
+    if (this.key() !== refused) return true;
     this.asking ??= this.askForKey(refused !== null).finally(() => (this.asking = null));
     const key = await this.asking;
     if (!key) return false;
-    sessionStorage.setItem(KEY, key);
+    tabValues.set(KEY, key);
     return true;
+  }
+}
+
+async function reach(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Unreachable("The server cannot be reached.");
   }
 }
 

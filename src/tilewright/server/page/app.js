@@ -1,17 +1,18 @@
 // The page: puts the parts together, and keeps track of which conversation is open and which model answers.
 
-import { Api, ApiError, Unreachable } from "./api.js";
+import { Api, ApiError, Unreachable, keyProblem } from "./api.js";
 import { Connection } from "./connection.js";
-import { isUnderWay, newConversation, titleOf } from "./conversation.js";
+import { newConversation, titleOf } from "./conversation.js";
 import { askDialog } from "./dialogs.js";
 import { byId, element } from "./dom.js";
 import { PANES } from "./panes.js";
 import { currentSettings, openSettings } from "./settings.js";
 import { listenForKeys } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
+import { lastingValues } from "./small_values.js";
 import { Store, storageProblem } from "./store.js";
 
-const MODEL = "tilewright-model"; // in localStorage: the one chosen last
+const MODEL = "tilewright-model"; // the one chosen last
 
 class App {
   constructor(store) {
@@ -21,7 +22,7 @@ class App {
     this.models = [];
     this.modelChoice = byId("model");
     this.modelChoice.addEventListener("change", () => {
-      localStorage.setItem(MODEL, this.modelChoice.value);
+      lastingValues.set(MODEL, this.modelChoice.value);
       this.pane.modelChanged();
     });
     this.sidebar = new Sidebar({
@@ -41,15 +42,26 @@ class App {
       focusQuestion: () => this.pane.composer.text.focus(),
       settings,
     });
-    addEventListener("popstate", () => this.openFromUrl());
+    addEventListener("popstate", () => this.urlChanged());
     store.channel.onmessage = ({ data }) => this.changedElsewhere(data);
     this.showSettings();
   }
 
   async start() {
-    await this.openFromUrl();
+    const loading = this.loadModels(); // whatever the address leads to
+    try {
+      await this.openFromUrl();
+    } catch (error) {
+      await this.pane.show(newConversation());
+      this.pane.tell(`The conversation of this address cannot be shown: ${error.message}`);
+    }
     this.pane.focus();
-    await this.loadModels();
+    const { problem } = this.store;
+    if (problem)
+      this.pane.tell(`This browser keeps nothing for this page (${problem}): a reload loses the conversations.`);
+    else if (!lastingValues.isKept)
+      this.pane.tell("This browser keeps no settings for this page: a reload loses them.");
+    await loading;
   }
 
   // The models, as soon as the server tells them.
@@ -71,7 +83,7 @@ class App {
 
   showModels(models) {
     this.models = models;
-    const chosen = this.modelChoice.value || localStorage.getItem(MODEL);
+    const chosen = this.modelChoice.value || lastingValues.get(MODEL);
     this.modelChoice.replaceChildren(...models.map(({ id }) => element("option", { value: id }, id)));
     if (models.some(({ id }) => id === chosen)) this.modelChoice.value = chosen;
     this.modelChoice.disabled = models.length < 2;
@@ -106,7 +118,7 @@ class App {
   async listChanged() {
     const { conversation } = this.pane;
     document.title = conversation.messages.length ? `${titleOf(conversation)} · Tilewright` : "Tilewright";
-    this.sidebar.show(await this.kept(() => this.store.conversations(), []), conversation.id);
+    this.sidebar.show(await this.kept(() => this.store.titles(), []), conversation.id);
   }
 
   async kept(use, otherwise) {
@@ -125,8 +137,14 @@ class App {
     this.listChanged();
   }
 
+  // By the browser's own buttons, or a link within the page: that leads to what is open already.
+  async urlChanged() {
+    const { conversation } = this.pane;
+    if (idOfUrl() !== (conversation.messages.length ? conversation.id : null)) await this.openFromUrl();
+  }
+
   async openFromUrl() {
-    const id = new URLSearchParams(location.search).get("c");
+    const id = idOfUrl();
     const conversation = id ? await this.kept(() => this.store.conversation(id), null) : null;
     if (id && !conversation) history.replaceState(null, "", location.pathname);
     await this.pane.show(conversation ?? newConversation());
@@ -150,17 +168,14 @@ class App {
 
   async rename(id, title) {
     const open = this.pane.conversation;
-    const conversation = open.id === id ? open : await this.kept(() => this.store.conversation(id), null);
-    if (!conversation) return;
-    conversation.title = title;
-    await this.kept(() => this.store.keep(structuredClone(conversation)));
+    if (open.id === id) open.title = title;
+    await this.kept(() => this.store.rename(id, title));
     this.listChanged();
   }
 
   async remove(id) {
     this.pane.drop(id);
-    const conversation = await this.kept(() => this.store.conversation(id), null);
-    if (conversation) await this.kept(() => this.store.forget(conversation));
+    await this.kept(() => this.store.forget(id));
     if (this.pane.conversation.id === id) this.create();
     else this.listChanged();
   }
@@ -171,35 +186,47 @@ class App {
     this.create();
   }
 
-  // Another tab changed a conversation, or deleted all. An answer that comes there is shown here when it is done.
-  async changedElsewhere(id) {
-    const { conversation, isBusy } = this.pane;
-    const isShown = (id === null || id === conversation.id) && !isBusy && conversation.messages.length;
-    const changed = isShown && id !== null ? await this.kept(() => this.store.conversation(id), null) : null;
-    if (isShown && !changed?.messages.some(isUnderWay)) await this.openFromUrl();
-    else this.listChanged();
+  // Another tab changed or deleted a conversation, or all. An answer that comes there is shown here when it is done.
+  async changedElsewhere({ id, change }) {
+    const { conversation, composer } = this.pane;
+    const isOpen = id === conversation.id;
+    if (change === "deleted") await this.gone(id);
+    else if (change === "changed" && isOpen && !this.pane.isBusy) await this.look(conversation);
+    // One draft is kept per conversation: the other tab may have put its own in the place of what is written here.
+    if (!composer.isEmpty) composer.keep();
+    this.listChanged();
   }
+
+  // Shows what is kept of the open conversation.
+  async look(conversation) {
+    const kept = await this.kept(() => this.store.conversation(conversation.id), null);
+    if (!kept || this.pane.conversation !== conversation || this.pane.isBusy) return;
+    conversation.title = kept.title;
+    this.pane.adopt(kept.messages);
+  }
+
+  // A conversation was deleted in another tab, or all were where there is no id: what is under way for it ends.
+  async gone(id) {
+    if (id === null) this.pane.dropAll();
+    else this.pane.drop(id);
+    const { conversation } = this.pane;
+    if (!conversation.messages.length || (id !== null && id !== conversation.id)) return;
+    await this.pane.replace();
+    history.replaceState(null, "", location.pathname);
+    this.listChanged();
+  }
+}
+
+// Of the conversation that the address names; null for a new one.
+function idOfUrl() {
+  return new URLSearchParams(location.search).get("c");
 }
 
 async function askForKey(wasRefused) {
   const text = wasRefused
     ? "The server refused that key."
     : "This server wants an API key. It is kept until this tab is closed.";
-  return askDialog({ title: "API key", label: "Key", text, yes: "Use it", type: "password" });
+  return askDialog({ title: "API key", label: "Key", text, yes: "Use it", type: "password", check: keyProblem });
 }
 
-async function begin() {
-  let problem = null;
-  const store = await Store.open().catch((error) => {
-    problem = error;
-    return new Store(null);
-  });
-  const app = new App(store);
-  await app.start();
-  if (problem)
-    app.pane.tell(
-      "This browser keeps nothing for this page (perhaps a private window): a reload loses the conversations.",
-    );
-}
-
-begin();
+new App(await Store.open()).start();

@@ -76,6 +76,14 @@ async function fitPicture(file, name, limits) {
   } catch {
     return { blob: file, note: null }; // a kind of picture that this browser cannot read, but the server perhaps can
   }
+  try {
+    return await shrunk(picture, file, name, limits);
+  } finally {
+    picture.close(); // or its pixels stay in memory until somebody cleans up: 100 MB for 25 million of them
+  }
+}
+
+async function shrunk(picture, file, name, limits) {
   const { width, height } = picture;
   const isTooLarge = file.size > limits.max_media_bytes || width * height > limits.max_pixels;
   if (!isTooLarge) return { blob: file, note: null };

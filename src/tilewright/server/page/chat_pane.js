@@ -16,10 +16,10 @@ const BODY_ROOM = 1 << 20; // bytes of a request beside its files
 const MAX_ANNOUNCED = 2000;
 
 export class ChatPane {
-  // app: { api, connection, store, model(), announce(text), listChanged(), opened(conversation) }
+  // app: { api, connection, store, model(), announce(text), listChanged(), opened(conversation), gone(id) }
   constructor(app) {
     this.app = app;
-    this.underWay = new Map(); // conversation id -> { conversation, answering }
+    this.underWay = new Map(); // conversation id -> { conversation, answering, isDropped, keptAtMs }
     this.build();
     this.show(newConversation());
   }
@@ -54,6 +54,11 @@ export class ChatPane {
 
   // Shows a conversation, with its draft.
   async show(conversation) {
+    this.showMessages(conversation);
+    await this.composer.load(this.conversation.messages.length ? this.conversation.id : "new");
+  }
+
+  showMessages(conversation) {
     this.conversation = this.underWay.get(conversation.id)?.conversation ?? conversation;
     settle(this.conversation, this.underWay.has(conversation.id));
     this.tell(null);
@@ -64,7 +69,36 @@ export class ChatPane {
     this.composer.setBusy(this.isBusy);
     if (this.conversation.messages.length) this.scroller.toEnd();
     else this.scroller.toTop();
-    await this.composer.load(this.conversation.messages.length ? this.conversation.id : "new");
+  }
+
+  // Shows the messages that other tabs made of the open conversation, from the first that differs; what is being written
+  // stays.
+  adopt(messages) {
+    const { conversation } = this;
+    settle({ messages }, false);
+    const shown = conversation.messages;
+    const isSame = (message, index) =>
+      message.id === shown[index]?.id && message.status === shown[index].status && message.text === shown[index].text;
+    const numSame = messages.findIndex((message, index) => !isSame(message, index));
+    if (numSame < 0 && messages.length === shown.length) return;
+    this.removeFrom(numSame < 0 ? messages.length : numSame);
+    for (const message of messages.slice(shown.length)) {
+      shown.push(message);
+      this.addView(message);
+    }
+    this.app.store.adopted(conversation);
+    this.changedMessages();
+    this.scroller.follow();
+  }
+
+  // The open conversation was deleted in another tab: an empty one takes its place, with what was being written.
+  async replace() {
+    if (this.composer.isEmpty) {
+      await this.show(newConversation());
+      return;
+    }
+    this.composer.moveDraft("new");
+    this.showMessages(newConversation());
   }
 
   get isBusy() {
@@ -88,14 +122,28 @@ export class ChatPane {
     if (!matchMedia("(pointer: coarse)").matches) this.composer.text.focus();
   }
 
-  // Asks a question with files; what is being written stays as it is.
+  // Asks a question with the files that `files()` gives, in the conversation that is open now; what is being written
+  // stays as it is.
   async askWith({ text, files }) {
-    this.ask({ text, attachments: await this.composer.attach(files) });
+    const { conversation } = this;
+    let attachments;
+    try {
+      attachments = await this.composer.attach(await files());
+    } catch (error) {
+      this.tell(`This cannot be asked: ${error.message}`);
+      return;
+    }
+    if (conversation !== this.conversation || conversation.messages.length) {
+      await this.app.store.forgetFiles(attachments); // its user went elsewhere, or asked something else
+      return;
+    }
+    this.ask({ text, attachments });
     this.focus();
   }
 
   ask(question) {
     const { conversation } = this;
+    if (this.isBusy) return;
     const isNew = !conversation.messages.length;
     conversation.messages.push(newQuestion(question));
     this.addView(conversation.messages.at(-1));
@@ -105,8 +153,8 @@ export class ChatPane {
   }
 
   edit(message, text) {
-    const { messages } = this.conversation;
-    const index = messages.indexOf(message);
+    const index = this.conversation.messages.indexOf(message);
+    if (this.isBusy || index < 0) return;
     this.removeFrom(index);
     this.ask({ text, attachments: message.attachments });
     this.focus();
@@ -143,6 +191,7 @@ export class ChatPane {
 
   // Stops what is under way for a conversation that is being deleted, and keeps nothing more of it.
   drop(id) {
+    this.composer.dropReading(id);
     const found = this.underWay.get(id);
     if (!found) return;
     found.isDropped = true;
@@ -150,6 +199,7 @@ export class ChatPane {
   }
 
   dropAll() {
+    this.composer.dropReading();
     for (const id of [...this.underWay.keys()]) this.drop(id);
   }
 
@@ -158,24 +208,25 @@ export class ChatPane {
     const answer = newAnswer();
     conversation.messages.push(answer);
     this.addView(answer);
-    const answering = new Answering({
+    const entry = { conversation, isDropped: false, keptAtMs: 0 };
+    entry.answering = new Answering({
       api: app.api,
       connection: app.connection,
       answer,
       request: () => this.request(conversation, conversation.messages.indexOf(answer)),
-      onChange: () => this.answerChanged(conversation, answer),
+      onChange: () => this.answerChanged(entry, answer),
     });
-    this.underWay.set(conversation.id, { conversation, answering });
+    this.underWay.set(conversation.id, entry);
     this.composer.setBusy(true);
     this.changedMessages();
     this.scroller.toEnd();
-    this.keep(conversation);
-    await answering.run();
-    const { isDropped } = this.underWay.get(conversation.id);
+    this.keep(entry, "asked");
+    await entry.answering.run();
+    // Busy until it is kept: what other tabs did meanwhile comes with that, before anything else is asked.
+    const messages = await this.keep(entry, "changed");
     this.underWay.delete(conversation.id);
-    if (isDropped) return;
-    await this.keep(conversation);
-    if (conversation !== this.conversation) return;
+    if (entry.isDropped || conversation !== this.conversation) return;
+    if (messages) this.adopt(messages);
     this.composer.setBusy(false);
     this.changedMessages();
     this.announce(answer);
@@ -205,38 +256,46 @@ export class ChatPane {
     return { model: model.id, messages, stream: true, stream_options: { include_usage: true }, ...sampling };
   }
 
-  answerChanged(conversation, answer) {
-    if (conversation === this.conversation && !this.frame) {
-      this.frame = requestAnimationFrame(() => {
-        this.frame = null;
-        this.views.get(answer.id)?.update();
-        this.scroller.follow();
-      });
-    }
-    if (answer.text && performance.now() - (this.keptAt ?? 0) > KEEP_EVERY_MS) this.keep(conversation);
+  answerChanged(entry, answer) {
+    if (entry.conversation === this.conversation) this.views.get(answer.id)?.changed();
+    if (answer.text && performance.now() - entry.keptAtMs > KEEP_EVERY_MS) this.keep(entry);
   }
 
-  async keep(conversation) {
-    if (this.underWay.get(conversation.id)?.isDropped) return;
-    this.keptAt = performance.now();
+  // Keeps a conversation that is being answered; the list and other tabs learn of a `change` alone, not of each token.
+  // Resolves to the messages that are kept then, null if none are.
+  async keep(entry, change = null) {
+    const { conversation } = entry;
+    if (entry.isDropped) return null;
+    entry.keptAtMs = performance.now();
     conversation.changedAt = Date.now();
+    let messages = null;
     try {
-      await this.app.store.keep(structuredClone(conversation));
+      messages = await this.app.store.keep(conversation);
+      if (!messages) this.app.gone(conversation.id);
     } catch (error) {
       this.tell(storageProblem(error));
     }
+    if (!change || entry.isDropped) return messages;
+    this.app.store.tell(change, conversation.id);
     this.app.listChanged();
+    return messages;
   }
 
   announce(answer) {
     const view = this.views.get(answer.id);
-    view?.update();
+    if (!view) return; // another tab took it out
+    view.update();
     const said = { complete: "Answer: ", stopped: "Stopped: ", failed: "" }[answer.status];
     if (answer.status !== "failed") this.app.announce(said + view.body.textContent.slice(0, MAX_ANNOUNCED));
   }
 
   addView(message) {
-    const host = { store: this.app.store, edit: (one, text) => this.edit(one, text), retry: () => this.retry() };
+    const host = {
+      store: this.app.store,
+      edit: (one, text) => this.edit(one, text),
+      retry: () => this.retry(),
+      drawn: () => this.scroller.follow(),
+    };
     const view = message.role === "user" ? new QuestionView(message, host) : new AnswerView(message, host);
     this.views.set(message.id, view);
     this.column.append(view.node);

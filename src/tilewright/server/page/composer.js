@@ -3,7 +3,7 @@
 import { KINDS, Refused, attach, kindsOf, nounsOf } from "./attachments.js";
 import { takePicture } from "./camera.js";
 import { element, icon, iconButton } from "./dom.js";
-import { previewNode } from "./previews.js";
+import { previewNode, unreadNode } from "./previews.js";
 
 const MAX_HEIGHT = 0.4; // of the window, before the text scrolls
 
@@ -11,7 +11,8 @@ export class Composer {
   // host: { store, model(), tell(text), failed(error), send(question), stop(), editLast() }
   constructor(host) {
     this.host = host;
-    this.draft = { id: "new", text: "", attachments: [] };
+    this.draft = newDraft("new");
+    this.reading = new Set(); // drafts that wait for their files, shown or not
     this.isBusy = false;
     this.build();
     this.listen();
@@ -57,8 +58,8 @@ export class Composer {
   listen() {
     this.text.addEventListener("input", () => this.changed());
     this.text.addEventListener("keydown", (event) => this.pressed(event));
-    this.picker.addEventListener("change", async () => {
-      await this.add([...this.picker.files]);
+    this.picker.addEventListener("change", () => {
+      this.add([...this.picker.files]);
       this.picker.value = "";
     });
     document.addEventListener("paste", (event) => {
@@ -92,8 +93,8 @@ export class Composer {
     const isTouch = matchMedia("(pointer: coarse)").matches;
     if (event.key === "Enter" && !event.shiftKey && !isTouch) {
       event.preventDefault();
-      if (!this.isBusy) this.send();
-    } else if (event.key === "ArrowUp" && !this.text.value && !this.draft.attachments.length) {
+      this.send();
+    } else if (event.key === "ArrowUp" && !this.text.value && this.isEmpty) {
       if (this.host.editLast()) event.preventDefault();
     }
   }
@@ -116,7 +117,7 @@ export class Composer {
           : "The model is not known yet";
     }
     this.attachButton.setAttribute("aria-label", `Add ${nounsOf(model) || "files"}`);
-    this.hint.textContent = isUnable ? "text only" : "";
+    this.isTextOnly = isUnable;
     this.update();
   }
 
@@ -130,13 +131,14 @@ export class Composer {
     this.sendButton.replaceChildren(icon(this.isBusy ? "stop" : "send"));
     this.sendButton.setAttribute("aria-label", label);
     this.sendButton.title = label;
-    this.sendButton.disabled = !this.isBusy && (this.isEmpty || !this.host.model());
+    this.sendButton.disabled = !this.isBusy && (this.isEmpty || !this.host.model() || this.draft.isSending);
+    this.hint.textContent = this.draft.isSending ? "sent when its files are read" : this.isTextOnly ? "text only" : "";
     this.text.style.height = "auto";
     this.text.style.height = `${Math.min(this.text.scrollHeight, innerHeight * MAX_HEIGHT)}px`;
   }
 
   get isEmpty() {
-    return !this.text.value.trim() && !this.draft.attachments.length;
+    return !this.text.value.trim() && !this.draft.attachments.length && !this.draft.unread.length;
   }
 
   changed() {
@@ -145,15 +147,26 @@ export class Composer {
     this.keep();
   }
 
-  keep() {
-    return this.host.store.keepDraft(structuredClone(this.draft)).catch((error) => this.host.failed(error));
+  keep(draft = this.draft) {
+    return this.host.store.keepDraft(draft).catch((error) => this.host.failed(error));
   }
 
   // Shows the draft of a conversation.
   async load(id) {
-    const draft = await this.host.store.draft(id).catch(() => ({ id, text: "", attachments: [] }));
+    const live = [...this.reading].find((draft) => draft.id === id && !draft.isDropped);
+    const draft = live ?? newDraft(id);
     this.draft = draft;
-    if (this.text.value !== draft.text) this.text.value = draft.text;
+    this.show();
+    const kept = live ? null : await this.host.store.draft(id).catch(() => null);
+    if (!kept || draft !== this.draft) return; // there is none, or another one was opened meanwhile
+    draft.text = kept.text + draft.text;
+    draft.attachments = [...kept.attachments, ...draft.attachments];
+    if (draft.id !== id) this.keep(); // its conversation began meanwhile
+    this.show();
+  }
+
+  show() {
+    if (this.text.value !== this.draft.text) this.text.value = this.draft.text;
     this.showFiles();
   }
 
@@ -167,27 +180,47 @@ export class Composer {
         attachments.push(attachment);
         if (note) this.host.tell(note);
       } catch (error) {
-        if (!(error instanceof Refused)) throw error;
-        this.host.tell(error.message);
+        const isRefused = error instanceof Refused;
+        this.host.tell(isRefused ? error.message : `${file.name} cannot be read: ${error.message}`);
       }
     }
     return attachments;
   }
 
+  // Adds files to the draft that is shown now; when they are read, another one may be.
   async add(files) {
     const { draft } = this;
-    draft.attachments.push(...(await this.attach(files)));
+    const unread = files.map(({ name }) => ({ name }));
+    draft.unread = [...draft.unread, ...unread];
+    this.reading.add(draft);
     this.showFiles();
-    this.keep();
     this.text.focus();
+    const attachments = await this.attach(files);
+    draft.unread = draft.unread.filter((one) => !unread.includes(one));
+    draft.attachments = [...draft.attachments, ...attachments];
+    if (attachments.length < files.length) draft.isSending = false; // its writer is told, and decides
+    if (!draft.unread.length) this.reading.delete(draft);
+    if (draft.isDropped) {
+      await this.host.store.forgetFiles(attachments);
+      return;
+    }
+    this.keep(draft);
+    if (draft !== this.draft) return;
+    this.showFiles();
+    if (!draft.isSending || draft.unread.length) return;
+    draft.isSending = false;
+    this.send();
   }
 
-  // The draft belongs to the conversation that has just begun.
+  // Forgets the files that are still being read for a conversation that is deleted; without an id, for all.
+  dropReading(id = null) {
+    for (const draft of this.reading) if (id === null || draft.id === id) draft.isDropped = true;
+  }
+
+  // What is written belongs to another conversation from now on: one that has just begun, or none yet.
   moveDraft(id) {
-    this.host.store
-      .keepDraft({ id: this.draft.id, text: "", attachments: [] })
-      .catch((error) => this.host.failed(error));
-    this.draft.id = id;
+    this.keep(newDraft(this.draft.id));
+    Object.assign(this.draft, { id, isDropped: false });
     this.keep();
   }
 
@@ -198,9 +231,12 @@ export class Composer {
   }
 
   showFiles() {
-    const { attachments } = this.draft;
-    this.tray.replaceChildren(...attachments.map((one) => previewNode(one, this.host.store, () => this.remove(one))));
-    this.tray.hidden = !attachments.length;
+    const { attachments, unread } = this.draft;
+    this.tray.replaceChildren(
+      ...attachments.map((one) => previewNode(one, this.host.store, () => this.remove(one))),
+      ...unread.map(({ name }) => unreadNode(name)),
+    );
+    this.tray.hidden = !this.tray.children.length;
     this.update();
   }
 
@@ -212,14 +248,25 @@ export class Composer {
     this.text.focus();
   }
 
+  // Sends what is written; if files of it are still being read, as soon as they are.
   send() {
-    if (this.isEmpty || !this.host.model()) return;
-    const { id, attachments } = this.draft;
-    const question = { text: this.text.value.trim(), attachments };
-    this.draft = { id, text: "", attachments: [] };
+    const { draft } = this;
+    if (this.isEmpty || this.isBusy || !this.host.model()) return;
+    draft.isSending = draft.unread.length > 0;
+    if (draft.isSending) {
+      this.update();
+      return;
+    }
+    this.draft = newDraft(draft.id);
+    const text = this.text.value.trim();
     this.text.value = "";
     this.showFiles();
     this.keep();
-    this.host.send(question);
+    this.host.send({ text, attachments: draft.attachments });
   }
+}
+
+// What is being written for a conversation, "new" for one that has not begun. `unread`: { name } of files that come.
+function newDraft(id) {
+  return { id, text: "", attachments: [], unread: [], isSending: false, isDropped: false };
 }

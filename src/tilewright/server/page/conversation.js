@@ -29,6 +29,27 @@ export function titleOf(conversation) {
   return text.length > MAX_TITLE ? `${text.slice(0, MAX_TITLE - 1).trimEnd()}…` : text;
 }
 
+// What the list of conversations shows of one.
+export function titleRow(conversation) {
+  return { id: conversation.id, title: titleOf(conversation), changedAt: conversation.changedAt };
+}
+
+export function attachmentsOf(messages) {
+  return messages.flatMap((message) => message.attachments ?? []);
+}
+
+// The messages of a conversation that two tabs changed: `mine` here, `kept` by both. `base` has the ids of those that
+// were kept when this tab last looked: what it lacks now was taken out here, what `kept` lacks was taken out there.
+export function mergedMessages(base, mine, kept, isOwn) {
+  const here = new Map(mine.map((message) => [message.id, message]));
+  const there = new Set(kept.map(({ id }) => id));
+  const stay = kept.filter(({ id }) => here.has(id) || !base.has(id));
+  return [
+    ...stay.map((message) => (isOwn(here.get(message.id)) ? here.get(message.id) : message)),
+    ...mine.filter(({ id }) => !there.has(id) && !base.has(id)),
+  ];
+}
+
 // The messages as the server takes them, up to `end`. Files are read by `file(id)`.
 export async function requestMessages(conversation, end, system, file) {
   const messages = system ? [{ role: "system", content: system }] : [];
@@ -61,6 +82,5 @@ function dataUrl(blob) {
 
 // How many bytes the files of a conversation have in a request, where three bytes take four characters.
 export function encodedBytes(conversation) {
-  const attachments = conversation.messages.flatMap((message) => message.attachments ?? []);
-  return attachments.reduce((sum, { sizeBytes }) => sum + Math.ceil(sizeBytes / 3) * 4, 0);
+  return attachmentsOf(conversation.messages).reduce((sum, { sizeBytes }) => sum + Math.ceil(sizeBytes / 3) * 4, 0);
 }

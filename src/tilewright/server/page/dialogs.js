@@ -53,12 +53,23 @@ export async function confirmDialog(title, text, yes) {
   return answer === true;
 }
 
-// Resolves to what the user wrote, or null.
-export function askDialog({ title, label, text = "", value = "", yes, type = "text" }) {
+// Resolves to what the user wrote, or null. `check` gives what is wrong with it, or null.
+export function askDialog({ title, label, text = "", value = "", yes, type = "text", check = () => null }) {
   return openDialog(title, (body, close) => {
-    const input = element("input", { id: "asked", type, autocomplete: "off", autofocus: true });
+    const input = element("input", {
+      id: "asked",
+      type,
+      autocomplete: "off",
+      autofocus: true,
+      "aria-describedby": "asked-wrong",
+    });
+    const wrong = element("span", { class: "wrong", id: "asked-wrong", role: "alert" });
     input.value = value;
-    const done = () => input.value.trim() && close(input.value.trim());
+    const done = () => {
+      const written = input.value.trim();
+      wrong.textContent = (written && check(written)) ?? "";
+      if (written && !wrong.textContent) close(written);
+    };
     input.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.isComposing) return;
       event.preventDefault(); // or the button that the focus goes back to would be pressed by it
@@ -68,6 +79,7 @@ export function askDialog({ title, label, text = "", value = "", yes, type = "te
     body.append(
       element("label", { for: "asked" }, label),
       input,
+      wrong,
       actions(
         button("Cancel", () => close()),
         button(yes, done, "primary"),

@@ -14,8 +14,9 @@ export class EventParser {
   }
 
   read(text) {
-    if (this.endsInReturn && text.startsWith("\n")) text = text.slice(1);
+    const isPaired = this.endsInReturn && text.startsWith("\n");
     if (text) this.endsInReturn = text.endsWith("\r");
+    if (isPaired) text = text.slice(1);
     const lines = text.split(/\r\n|\r|\n/);
     lines[0] = this.rest + lines[0];
     this.rest = lines.pop();

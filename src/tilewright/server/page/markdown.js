@@ -10,17 +10,29 @@ const MAX_DEPTH = 8; // of lists and quotes within one another; what is deeper i
 export class MarkdownView {
   constructor(root) {
     this.root = root;
+    this.isPlain = false; // since something went wrong: the text is shown as it is written
     this.settled = 0; // where in the text the first block begins that may still change
     this.tail = []; // the nodes of those blocks
     this.code = null; // the fence that the text ends within, as `openFence` tells it
   }
 
   update(text) {
+    try {
+      if (!this.isPlain) this.draw(text);
+    } catch (error) {
+      console.error("This answer is shown as it is written, its Markdown could not be:", error);
+      this.isPlain = true;
+      this.root.classList.add("plain");
+    }
+    if (this.isPlain) this.root.textContent = text;
+  }
+
+  draw(text) {
     if (this.growCode(text)) return;
     const blocks = blocksOf(text, this.settled);
     const nodes = blocks.map((block) => blockNode(block, 0));
     this.tail.forEach((node) => node.remove());
-    this.root.append(...nodes);
+    appendAll(this.root, nodes);
     const numOpen = isUnsure(blocks, text) ? 2 : 1;
     this.tail = nodes.slice(-numOpen);
     if (blocks.length) this.settled = blocks[Math.max(0, blocks.length - numOpen)].start;
@@ -69,9 +81,15 @@ function blockNode({ kind, lines }, depth) {
   return NODES[kind](lines, depth);
 }
 
+// One by one: as arguments of one call, some ten thousand nodes are more than the stack holds.
+function appendAll(parent, nodes) {
+  for (const node of nodes) parent.append(node);
+  return parent;
+}
+
 function appendBlocks(parent, text, depth) {
   if (depth >= MAX_DEPTH) parent.append(text);
-  else parent.append(...blocksOf(text).map((block) => blockNode(block, depth)));
+  else for (const block of blocksOf(text)) parent.append(blockNode(block, depth));
 }
 
 function withInline(tag, text, properties) {
@@ -129,14 +147,14 @@ const NODES = {
     );
     const row = (line, tag) => {
       const cells = cellsOf(line).slice(0, sides.length);
-      return element(
-        "tr",
-        {},
-        ...cells.map((cell, column) => withInline(tag, cell, { class: sides[column] && `to-${sides[column]}` })),
+      return appendAll(
+        element("tr"),
+        cells.map((cell, column) => withInline(tag, cell, { class: sides[column] && `to-${sides[column]}` })),
       );
     };
     const head = element("thead", {}, row(lines[0], "th"));
-    const body = element("tbody", {}, ...lines.slice(2).map((line) => row(line, "td")));
+    const rows = lines.slice(2).map((line) => row(line, "td"));
+    const body = appendAll(element("tbody"), rows);
     return element(
       "div",
       { class: "table", tabindex: "0", role: "region", "aria-label": "Table" },

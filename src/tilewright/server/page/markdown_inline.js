@@ -44,7 +44,7 @@ export function appendInline(parent, source) {
   build(parent, new Scanner(source).pieces());
 }
 
-// Pieces in order: { text }, { node }, { run } of emphasis, { bracket } that may begin a link, { link, pieces }.
+// Pieces in order: { text }, { node }, { run } of emphasis, { bracket } that may begin a link, { url, inner }.
 class Scanner {
   constructor(source) {
     this.source = source;
@@ -181,9 +181,12 @@ class Scanner {
     const { isImage } = this.out[start];
     const inner = this.out.splice(start).slice(1);
     emphasise(inner);
-    this.out.push({ url: safeUrl(target.url), isImage, inner, written: target.url });
+    // Within a picture there is text alone, and no link within a link: so nothing nests without an end.
+    const plain = isImage && plainText(inner);
+    const content = isImage ? (plain ? [{ text: plain }] : []) : inner;
+    this.out.push({ url: safeUrl(target.url), isImage, inner: content, written: target.url });
     this.position = target.end;
-    if (!isImage) this.brackets = []; // no link within a link
+    if (!isImage) this.brackets = [];
   }
 
   entity() {
@@ -310,6 +313,17 @@ function emphasise(pieces) {
     }
     if (closer.canOpen && closer.left > 0) openers.push(closer);
   }
+}
+
+// What is left of pieces without their marks.
+function plainText(pieces) {
+  let text = "";
+  for (const piece of pieces) {
+    if (piece.inner) text += plainText(piece.inner);
+    else if (piece.run) text += piece.run.repeat(piece.left);
+    else text += piece.text ?? piece.bracket ?? piece.node.textContent;
+  }
+  return text;
 }
 
 function build(parent, pieces) {

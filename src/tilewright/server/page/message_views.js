@@ -5,6 +5,7 @@ import { actions, button } from "./dialogs.js";
 import { copyButton, element, iconButton } from "./dom.js";
 import { figuresNode } from "./figures.js";
 import { MarkdownView } from "./markdown.js";
+import { Pace } from "./pace.js";
 import { previewNode } from "./previews.js";
 
 export class QuestionView {
@@ -19,6 +20,7 @@ export class QuestionView {
   show() {
     const { message, host } = this;
     const files = message.attachments.map((one) => previewNode(one, host.store));
+    this.editor = null;
     this.editButton = iconButton("edit", "Edit question", () => this.edit(), { hidden: !this.isLast });
     this.node.replaceChildren(
       ...(files.length ? [element("div", { class: "files" }, ...files)] : []),
@@ -36,12 +38,18 @@ export class QuestionView {
     );
   }
 
+  // Only the last question can be edited: an editor closes when there is another.
   setLast(isLast) {
     this.isLast = isLast;
+    if (!isLast && this.editor) this.show();
     this.editButton.hidden = !isLast;
   }
 
   edit() {
+    if (this.editor) {
+      this.editor.querySelector("textarea").focus();
+      return;
+    }
     const text = element("textarea", {
       "aria-label": "Edit question",
       rows: Math.min(12, this.message.text.split("\n").length + 1),
@@ -63,14 +71,14 @@ export class QuestionView {
       event.stopPropagation();
     });
     const bubble = this.node.querySelector(".bubble");
-    const editor = element(
+    this.editor = element(
       "div",
       { class: "editor" },
       text,
       actions(button("Cancel", cancel), button("Ask again", send, "primary")),
     );
-    if (bubble) bubble.replaceWith(editor);
-    else this.node.querySelector("footer").before(editor);
+    if (bubble) bubble.replaceWith(this.editor);
+    else this.node.querySelector("footer").before(this.editor);
     this.node.querySelector("footer").hidden = true;
     text.focus();
   }
@@ -79,9 +87,13 @@ export class QuestionView {
 const STATES = { asking: "Reading", waiting: "", streaming: "", complete: "", stopped: "Stopped", failed: "" };
 
 export class AnswerView {
-  // host: { retry() }
+  // host: { retry(), drawn() }
   constructor(message, host) {
     this.message = message;
+    this.pace = new Pace(() => {
+      this.update();
+      host.drawn();
+    });
     this.thoughts = element("p", { class: "thoughts" });
     this.reasoning = element(
       "details",
@@ -123,6 +135,11 @@ export class AnswerView {
   setLast(isLast) {
     this.retryButton.hidden = !isLast;
     this.error.querySelector("button").hidden = !isLast || this.message.status === "waiting";
+  }
+
+  // Shows what came, soon.
+  changed() {
+    this.pace.changed();
   }
 
   update() {

@@ -21,6 +21,11 @@ export function previewNode(attachment, store, onRemove = null) {
   return node;
 }
 
+// A node for a file that is still being read.
+export function unreadNode(name) {
+  return element("div", { class: "preview unread", role: "status" }, named(`Reading ${name || "a file"}…`));
+}
+
 function named(text) {
   return element("span", { class: "named" }, icon("picture"), text);
 }

@@ -2,6 +2,7 @@
 
 import { actions, button, openDialog } from "./dialogs.js";
 import { element } from "./dom.js";
+import { lastingValues } from "./small_values.js";
 
 const KEY = "tilewright-settings";
 const MAX_STOPS = 32; // and the characters of one: what the server takes
@@ -69,7 +70,7 @@ const FIELDS = [
 // What was written into the fields, by name.
 function written() {
   try {
-    return JSON.parse(localStorage.getItem(KEY)) ?? {};
+    return JSON.parse(lastingValues.get(KEY)) ?? {};
   } catch {
     return {};
   }
@@ -95,7 +96,7 @@ export function openSettings(onChange) {
           wrong[0].input.focus();
           return;
         }
-        localStorage.setItem(
+        lastingValues.set(
           KEY,
           JSON.stringify(Object.fromEntries(rows.map((row) => [row.field.name, row.input.value]))),
         );

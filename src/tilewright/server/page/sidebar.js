@@ -2,7 +2,6 @@
 
 import { askDialog, confirmDialog } from "./dialogs.js";
 import { byId, element, icon, iconButton } from "./dom.js";
-import { titleOf } from "./conversation.js";
 import { themeButton } from "./theme.js";
 import { openShortcuts } from "./shortcuts.js";
 
@@ -13,6 +12,7 @@ export class Sidebar {
     this.node = byId("sidebar");
     this.stage = byId("stage");
     this.list = element("ul", { class: "conversations" });
+    this.rows = new Map(); // by the conversation's id
     this.deleteAll = element(
       "button",
       { type: "button", class: "quiet row", onclick: () => this.askDeleteAll() },
@@ -61,27 +61,26 @@ export class Sidebar {
     else if (had) byId("menu").focus();
   }
 
+  // Shows { id, title } of conversations. Rows that are there stay: one may have the focus, or be under a finger.
   show(conversations, currentId) {
-    this.list.replaceChildren(...conversations.map((one) => this.row(one, one.id === currentId)));
+    const focused = document.activeElement;
+    const ids = new Set(conversations.map(({ id }) => id));
+    for (const [id, row] of this.rows) {
+      if (ids.has(id)) continue;
+      row.node.remove();
+      this.rows.delete(id);
+    }
+    let next = this.list.firstElementChild;
+    for (const { id, title } of conversations) {
+      if (!this.rows.has(id)) this.rows.set(id, new Row(id, this));
+      const row = this.rows.get(id);
+      row.update(title, id === currentId);
+      if (row.node === next) next = next.nextElementSibling;
+      else this.list.insertBefore(row.node, next);
+    }
     this.deleteAll.hidden = !conversations.length;
-  }
-
-  row(conversation, isCurrent) {
-    const title = titleOf(conversation);
-    const open = element(
-      "button",
-      {
-        type: "button",
-        class: "title",
-        title,
-        "aria-current": isCurrent ? "page" : null,
-        onclick: () => this.pick(() => this.host.open(conversation.id)),
-      },
-      title,
-    );
-    const rename = iconButton("edit", `Rename ${title}`, () => this.askRename(conversation.id, title));
-    const remove = iconButton("trash", `Delete ${title}`, () => this.askDelete(conversation.id, title));
-    return element("li", { class: isCurrent ? "current" : null }, open, rename, remove);
+    // A row that moved has lost it.
+    if (this.list.contains(focused) && focused !== document.activeElement) focused.focus({ preventScroll: true });
   }
 
   pick(does) {
@@ -104,5 +103,35 @@ export class Sidebar {
   async askDeleteAll() {
     const text = "All conversations, drafts and files of this page will be gone from this browser.";
     if (await confirmDialog("Delete everything?", text, "Delete all")) this.host.removeAll();
+  }
+}
+
+class Row {
+  constructor(id, sidebar) {
+    this.open = element("button", {
+      type: "button",
+      class: "title",
+      onclick: () => sidebar.pick(() => sidebar.host.open(id)),
+    });
+    this.rename = iconButton("edit", "Rename", () => sidebar.askRename(id, this.title));
+    this.remove = iconButton("trash", "Delete", () => sidebar.askDelete(id, this.title));
+    this.node = element("li", {}, this.open, this.rename, this.remove);
+  }
+
+  update(title, isCurrent) {
+    this.node.classList.toggle("current", isCurrent);
+    if (isCurrent) this.open.setAttribute("aria-current", "page");
+    else this.open.removeAttribute("aria-current");
+    if (this.title === title) return;
+    this.title = title;
+    this.open.title = title;
+    this.open.textContent = title;
+    for (const [button, verb] of [
+      [this.rename, "Rename"],
+      [this.remove, "Delete"],
+    ]) {
+      button.setAttribute("aria-label", `${verb} ${title}`);
+      button.title = `${verb} ${title}`;
+    }
   }
 }

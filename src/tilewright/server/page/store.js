@@ -1,115 +1,156 @@
-// What the browser keeps: conversations, their files, and drafts, in IndexedDB. Pictures are too large for localStorage.
+// What the browser keeps: conversations, their titles, their files, and drafts. Several tabs may have the same one open:
+// each writes what it changed, and leaves what others did.
+
+import { attachmentsOf, mergedMessages, titleRow } from "./conversation.js";
+import { DiskTables, MemoryTables, OlderPageOpen, TABLE_NAMES } from "./tables.js";
 
 const NAME = "tilewright";
-const TABLES = { conversations: { keyPath: "id" }, drafts: { keyPath: "id" }, files: {} };
-
-function promised(request) {
-  return new Promise((resolve, reject) => {
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => reject(request.error);
-  });
-}
-
-// What stands in for a table where the browser keeps nothing, as some do in private windows.
-class MemoryTable {
-  constructor({ keyPath }) {
-    this.keyPath = keyPath;
-    this.rows = new Map();
-  }
-
-  get(key) {
-    return this.rows.get(key);
-  }
-
-  getAll() {
-    return [...this.rows.values()];
-  }
-
-  put(value, key) {
-    this.rows.set(key ?? value[this.keyPath], value);
-  }
-
-  delete(key) {
-    this.rows.delete(key);
-  }
-
-  clear() {
-    this.rows.clear();
-  }
-}
 
 export class Store {
-  constructor(database) {
-    this.database = database; // null: nothing outlives this visit
-    this.memory = Object.fromEntries(Object.entries(TABLES).map(([name, options]) => [name, new MemoryTable(options)]));
+  // `problem` says why nothing outlives this visit; null where it does.
+  constructor(tables, problem = null) {
+    this.tables = tables;
+    this.problem = problem;
+    this.turn = Promise.resolve(); // of the last one that changes conversations: one after another
+    this.bases = new WeakMap(); // conversation -> ids of its messages that were kept, when this tab last read or wrote it
+    this.own = new WeakSet(); // messages that were made in this tab, and change here alone
+    this.unkept = new Map(); // conversations that could not be kept, by id: they live as long as this visit
     this.files = new Map(); // of this visit: what does not fit the disk can still be sent
     this.urls = new Map(); // of these files, for showing them
-    this.channel = new BroadcastChannel(NAME);
+    this.channel = openChannel();
   }
 
+  // A store that lasts; where the browser keeps nothing, one for this visit.
   static async open() {
-    const request = indexedDB.open(NAME, 1);
-    request.onupgradeneeded = () => {
-      for (const [name, options] of Object.entries(TABLES)) request.result.createObjectStore(name, options);
-    };
-    return new Store(await promised(request));
+    try {
+      return new Store(await DiskTables.open(NAME));
+    } catch (error) {
+      return new Store(new MemoryTables(), error instanceof OlderPageOpen ? error.message : "perhaps a private window");
+    }
   }
 
-  // Runs `use` on a table; resolves when what it wrote is kept.
-  async within(table, mode, use) {
-    if (!this.database) return use(this.memory[table]);
-    const transaction = this.database.transaction(table, mode);
-    const done = new Promise((resolve, reject) => {
-      transaction.oncomplete = resolve;
-      transaction.onabort = () => reject(transaction.error ?? new DOMException("", "QuotaExceededError"));
-    });
-    const result = promised(use(transaction.objectStore(table)));
-    await Promise.all([result, done]);
+  read(table, use) {
+    return this.tables.within([table], "readonly", use);
+  }
+
+  write(table, use) {
+    return this.tables.within([table], "readwrite", use);
+  }
+
+  inTurn(does) {
+    const result = this.turn.then(does);
+    this.turn = result.catch(() => {});
     return result;
   }
 
-  // All conversations, the one changed last first.
-  async conversations() {
-    const all = await this.within("conversations", "readonly", (table) => table.getAll());
-    return all.sort((one, other) => other.changedAt - one.changedAt);
+  // What other tabs are told: { id, change }, where change is "asked", "changed" or "deleted" and no id means all.
+  tell(change, id = null) {
+    this.channel.postMessage({ id, change });
   }
 
-  conversation(id) {
-    return this.within("conversations", "readonly", (table) => table.get(id));
+  // [{ id, title, changedAt }] of all conversations, the one changed last first.
+  async titles() {
+    const kept = await this.read("titles", (table) => table.getAll());
+    const all = new Map(kept.map((row) => [row.id, row]));
+    for (const conversation of this.unkept.values()) all.set(conversation.id, titleRow(conversation));
+    return [...all.values()].sort((one, other) => other.changedAt - one.changedAt);
   }
 
-  async keep(conversation) {
-    await this.within("conversations", "readwrite", (table) => table.put(conversation));
-    this.channel.postMessage(conversation.id);
+  // A conversation, undefined if there is none.
+  async conversation(id) {
+    if (this.unkept.has(id)) return this.unkept.get(id);
+    const conversation = await this.read("conversations", (table) => table.get(id));
+    if (conversation) this.adopted(conversation);
+    return conversation;
   }
 
-  async forget(conversation) {
-    const draft = await this.draft(conversation.id);
-    await this.within("conversations", "readwrite", (table) => table.delete(conversation.id));
-    await this.within("drafts", "readwrite", (table) => table.delete(conversation.id));
-    await this.forgetFiles([
-      ...draft.attachments,
-      ...conversation.messages.flatMap((message) => message.attachments ?? []),
-    ]);
-    this.channel.postMessage(conversation.id);
+  // Tells that a conversation in memory has the messages that are kept.
+  adopted(conversation) {
+    this.bases.set(conversation, idsOf(conversation.messages));
+  }
+
+  // Keeps a conversation as it is when its turn comes. Resolves to the messages that are kept then, those of other tabs
+  // among them; null if another tab deleted it.
+  keep(conversation) {
+    return this.inTurn(async () => {
+      const base = this.bases.get(conversation);
+      const mine = [...conversation.messages]; // there may be more when this is written
+      for (const message of mine) if (!base?.has(message.id)) this.own.add(message);
+      try {
+        const messages = await this.tables.within(["conversations", "titles"], "readwrite", (conversations, titles) =>
+          this.merge(conversation, base, mine, conversations, titles),
+        );
+        this.bases.set(conversation, new Set([...(base ?? []), ...idsOf(mine)]));
+        this.unkept.delete(conversation.id);
+        return messages;
+      } catch (error) {
+        this.unkept.set(conversation.id, conversation);
+        throw error;
+      }
+    });
+  }
+
+  async merge(conversation, base, mine, conversations, titles) {
+    const kept = await conversations.get(conversation.id);
+    if (base && !kept) return null;
+    if (kept) conversation.title = kept.title; // it may have been renamed elsewhere
+    const isOwn = (message) => this.own.has(message);
+    const messages = mergedMessages(base ?? new Set(), mine, kept?.messages ?? [], isOwn);
+    const merged = { ...conversation, messages };
+    await conversations.put(merged);
+    await titles.put(titleRow(merged));
+    return messages;
+  }
+
+  async rename(id, title) {
+    if (this.unkept.has(id)) this.unkept.get(id).title = title;
+    await this.inTurn(() =>
+      this.tables.within(["conversations", "titles"], "readwrite", async (conversations, titles) => {
+        const conversation = await conversations.get(id);
+        if (!conversation) return;
+        conversation.title = title;
+        await conversations.put(conversation);
+        await titles.put(titleRow(conversation));
+      }),
+    );
+    this.tell("changed", id);
+  }
+
+  async forget(id) {
+    const attachments = await this.inTurn(() =>
+      this.tables.within(TABLE_NAMES, "readwrite", async (conversations, titles, drafts, files) => {
+        const messages = ((await conversations.get(id)) ?? this.unkept.get(id))?.messages ?? [];
+        const draft = await drafts.get(id);
+        const found = attachmentsOf(draft ? [...messages, draft] : messages);
+        for (const table of [conversations, titles, drafts]) await table.delete(id);
+        for (const attachment of found) await files.delete(attachment.id);
+        return found;
+      }),
+    );
+    this.unkept.delete(id);
+    for (const attachment of attachments) this.letGo(attachment.id);
+    this.tell("deleted", id);
   }
 
   async forgetAll() {
-    for (const table of Object.keys(TABLES)) await this.within(table, "readwrite", (one) => one.clear());
-    this.files.clear();
-    this.urls.forEach((url) => URL.revokeObjectURL(url));
-    this.urls.clear();
-    this.channel.postMessage(null);
+    await this.inTurn(() =>
+      this.tables.within(TABLE_NAMES, "readwrite", async (...tables) => {
+        for (const table of tables) await table.clear();
+      }),
+    );
+    this.unkept.clear();
+    for (const id of [...this.files.keys()]) this.letGo(id);
+    this.tell("deleted");
   }
 
   async keepFile(id, blob) {
     this.files.set(id, blob);
-    await this.within("files", "readwrite", (table) => table.put(blob, id));
+    await this.write("files", (table) => table.put(blob, id));
   }
 
   async file(id) {
     if (!this.files.has(id)) {
-      const blob = await this.within("files", "readonly", (table) => table.get(id));
+      const blob = await this.read("files", (table) => table.get(id));
       if (!blob) return null;
       this.files.set(id, blob);
     }
@@ -128,20 +169,38 @@ export class Store {
 
   async forgetFiles(attachments) {
     for (const { id } of attachments) {
-      this.files.delete(id);
-      if (this.urls.has(id)) URL.revokeObjectURL(this.urls.get(id));
-      this.urls.delete(id);
-      await this.within("files", "readwrite", (table) => table.delete(id));
+      this.letGo(id);
+      await this.write("files", (table) => table.delete(id));
     }
   }
 
-  async draft(id) {
-    return (await this.within("drafts", "readonly", (table) => table.get(id))) ?? { id, text: "", attachments: [] };
+  letGo(id) {
+    this.files.delete(id);
+    if (this.urls.has(id)) URL.revokeObjectURL(this.urls.get(id));
+    this.urls.delete(id);
   }
 
-  keepDraft(draft) {
-    const isEmpty = !draft.text && !draft.attachments.length;
-    return this.within("drafts", "readwrite", (table) => (isEmpty ? table.delete(draft.id) : table.put(draft)));
+  // What is half written for a conversation, undefined if nothing is.
+  draft(id) {
+    return this.read("drafts", (table) => table.get(id));
+  }
+
+  keepDraft({ id, text, attachments }) {
+    const isEmpty = !text && !attachments.length;
+    return this.write("drafts", (table) => (isEmpty ? table.delete(id) : table.put({ id, text, attachments })));
+  }
+}
+
+function idsOf(messages) {
+  return new Set(messages.map(({ id }) => id));
+}
+
+// To the other tabs; to nobody where the browser keeps nothing.
+function openChannel() {
+  try {
+    return new BroadcastChannel(NAME);
+  } catch {
+    return { postMessage() {} };
   }
 }
 

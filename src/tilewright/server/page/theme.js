@@ -1,6 +1,7 @@
 // Light, dark, or as the system says.
 
 import { element, icon } from "./dom.js";
+import { lastingValues } from "./small_values.js";
 
 const NEXT = { system: "light", light: "dark", dark: "system" };
 const LABELS = { system: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
@@ -15,7 +16,7 @@ export function themeButton() {
   });
   const set = (theme) => {
     root.dataset.theme = theme;
-    localStorage.setItem("tilewright-theme", theme);
+    lastingValues.set("tilewright-theme", theme);
     button.replaceChildren(icon(ICONS[theme]), LABELS[theme]);
   };
   set(root.dataset.theme in NEXT ? root.dataset.theme : "system");

@@ -12,7 +12,7 @@ const EXAMPLES = [
   ["Compare", "Compare tea and coffee in a small table."],
 ];
 
-// host: { ask({ text, files }) }
+// host: { ask({ text, files() }) } that resolves when it is asked, or cannot be
 export function welcomeNode(model, host) {
   const node = element("section", { class: "welcome", "aria-label": "Begin" }, mark());
   if (!model) {
@@ -40,11 +40,16 @@ export function welcomeNode(model, host) {
       ),
     );
   }
-  const examples = EXAMPLES.map(([verb, text]) =>
-    card(element("b", {}, verb), text, () => host.ask({ text, files: [] })),
+  const ask = async (asked) => {
+    cards.forEach((one) => (one.disabled = true)); // a second click would ask twice
+    await host.ask(asked);
+    cards.forEach((one) => (one.disabled = false));
+  };
+  const cards = EXAMPLES.map(([verb, text]) =>
+    card(element("b", {}, verb), text, () => ask({ text, files: async () => [] })),
   );
-  if (kindsOf(model).includes("image")) examples.unshift(sampleCard(host));
-  node.append(element("div", { class: "examples" }, ...examples));
+  if (kindsOf(model).includes("image")) cards.unshift(sampleCard(ask));
+  node.append(element("div", { class: "examples" }, ...cards));
   return node;
 }
 
@@ -52,12 +57,16 @@ function card(head, text, onclick) {
   return element("button", { type: "button", class: "card", onclick }, head, element("span", {}, text));
 }
 
-function sampleCard(host) {
-  const ask = async () => {
-    const blob = await (await fetch(SAMPLE)).blob();
-    host.ask({ text: SAMPLE_QUESTION, files: [new File([blob], "sample.png", { type: blob.type })] });
+function sampleCard(ask) {
+  const files = async () => {
+    const response = await fetch(SAMPLE);
+    if (!response.ok) throw new Error(`the sample picture was answered with status ${response.status}`);
+    const blob = await response.blob();
+    return [new File([blob], "sample.png", { type: blob.type })];
   };
-  const node = card(element("b", {}, "Try a sample picture"), SAMPLE_QUESTION, ask);
+  const node = card(element("b", {}, "Try a sample picture"), SAMPLE_QUESTION, () =>
+    ask({ text: SAMPLE_QUESTION, files }),
+  );
   node.classList.add("sample");
   node.prepend(element("img", { src: SAMPLE, alt: "", width: 56, height: 56 }));
   return node;

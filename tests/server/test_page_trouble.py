@@ -1,0 +1,378 @@
+"""The page where things go wrong: haste, two tabs, a browser that keeps nothing, a server that does not answer."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from conftest import serving
+from page_browser import HeldBackend, Visits, answers, hand_over, launched, png, send, until, wait_until_done
+
+from tilewright.server import remote
+from tilewright.server.backend import EngineUnavailable
+from tilewright.server.settings import ServerSettings
+
+REFUSED = "Failed to load resource"
+# Pictures are read when the test says so.
+SLOW_PICTURES = """
+  const read = createImageBitmap;
+  const isOpen = new Promise((resolve) => (window.openGate = resolve));
+  window.createImageBitmap = async (file) => {
+    await isOpen;
+    window.bitmap = await read(file);
+    return window.bitmap;
+  };
+"""
+FULL = """
+  const put = IDBObjectStore.prototype.put;
+  IDBObjectStore.prototype.put = function (...values) {
+    if (this.name === "conversations") throw new DOMException("full", "QuotaExceededError");
+    return put.apply(this, values);
+  };
+"""
+BLOCKED = """
+  for (const name of ["localStorage", "sessionStorage", "indexedDB", "BroadcastChannel"]) {
+    Object.defineProperty(window, name, { get() { throw new DOMException("denied", "SecurityError"); } });
+  }
+"""
+BUBBLES = "[...document.querySelectorAll('.bubble')].map((node) => node.textContent)"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visits(browser):
+    visits = Visits(browser)
+    yield visits
+    visits.close()
+
+
+@pytest.fixture
+def held():
+    """Makes servers that hold an answer back: held(pieces, **options) -> (Running, HeldBackend)."""
+    with contextlib.ExitStack() as stack:
+
+        def make(pieces=("Hello", " there"), **options):
+            backend = HeldBackend(pieces, **options)
+            return stack.enter_context(serving(lambda: backend)), backend
+
+        yield make
+
+
+def first_piece_came(page, index=0):
+    until(page, f"document.querySelectorAll('.markdown')[{index}]?.textContent === 'Hello'")
+
+
+def kept(page, table="conversations"):
+    """All rows of a table of the browser's database."""
+    return page.evaluate(
+        """(table) => new Promise((resolve) => {
+          indexedDB.open("tilewright").onsuccess = ({ target: { result: database } }) => {
+            database.transaction(table).objectStore(table).getAll().onsuccess = (event) => {
+              database.close();
+              resolve(event.target.result);
+            };
+          };
+        })""",
+        table,
+    )
+
+
+def other_tab(visits, page, url):
+    tab = page.context.new_page()
+    visits.watch(tab, url)
+    tab.goto(page.url)
+    until(tab, "document.querySelector('#model').value")
+    return tab
+
+
+def test_an_address_keeps_no_model_away(scripted, visits):
+    running, _ = scripted(("![" * 6000 + "](a)" * 6000,))
+    page = visits.open(running.url)
+    send(page, "Nest")
+    wait_until_done(page)
+    page.reload()
+    until(page, "document.querySelector('#model').value")
+    assert answers(page).count() == 1
+    page.evaluate(
+        """() => new Promise((resolve) => {
+          indexedDB.open("tilewright").onsuccess = ({ target: { result: database } }) => {
+            const transaction = database.transaction("conversations", "readwrite");
+            transaction.objectStore("conversations").put({ id: "broken", messages: [{ id: "q", role: "user" }] });
+            transaction.oncomplete = () => { database.close(); resolve(); };
+          };
+        })"""
+    )
+    page.goto(running.url + "/?c=broken")
+    page.get_by_text("The conversation of this address cannot be shown").wait_for()
+    until(page, "document.querySelector('#model').value")
+
+
+def test_one_editor_that_closes_when_something_else_is_asked(held, visits):
+    running, backend = held()
+    page = visits.open(running.url)
+    send(page, "One")
+    first_piece_came(page)
+    backend.release()
+    wait_until_done(page)
+    for _ in range(2):
+        page.locator("#question").press("ArrowUp")
+    assert page.locator(".editor").count() == 1
+    send(page, "Two")
+    first_piece_came(page, 1)
+    assert page.locator(".editor").count() == 0
+    backend.release()
+    wait_until_done(page, 2)
+    assert page.evaluate(BUBBLES) == ["One", "Two"] and len(backend.asked) == 2
+
+
+def test_the_sample_is_asked_once_and_where_it_was_clicked(held, visits):
+    running, backend = held(accepts=("image",))
+    page = visits.open(running.url)
+    page.get_by_role("button", name="Try a sample picture").dblclick()
+    first_piece_came(page)
+    backend.release()
+    wait_until_done(page)
+    page.keyboard.press("Control+Shift+O")
+    page.locator(".welcome .sample img").wait_for()
+    waiting = []
+    page.route("**/page/sample.png", lambda route: waiting.append(route))
+    page.get_by_role("button", name="Try a sample picture").click()
+    assert page.locator(".card:enabled").count() == 0
+    page.locator(".conversations .title").click()
+    until(page, "document.querySelector('.bubble')")
+    waiting.pop().continue_()
+    page.wait_for_timeout(200)
+    assert page.evaluate(BUBBLES) == ["What is in this picture?"] and len(backend.asked) == 1
+    assert len(kept(page, "files")) == 1
+
+
+def test_a_question_waits_for_its_picture(scripted, visits):
+    running, backend = scripted(accepts=("image",))
+    page = visits.open(running.url, scripts=[SLOW_PICTURES])
+    hand_over(page, "drop", png())
+    page.locator(".tray").get_by_text("Reading photo.png…").wait_for()
+    send(page, "What is it?")
+    page.get_by_text("sent when its files are read").wait_for()
+    assert not backend.asked
+    page.evaluate("openGate()")
+    wait_until_done(page)
+    assert [part["type"] for part in backend.asked[0].messages[0]["content"]] == ["image_url", "text"]
+    assert page.evaluate("bitmap.width") == 0  # its pixels were given back
+    send(page, "And now?")
+    wait_until_done(page, 2)
+    assert backend.asked[1].messages[-1]["content"] == "And now?"
+
+
+def test_a_picture_stays_with_the_question_it_was_added_to(scripted, visits):
+    running, _ = scripted(accepts=("image",))
+    page = visits.open(running.url, scripts=[SLOW_PICTURES])
+    send(page, "First")
+    wait_until_done(page)
+    hand_over(page, "drop", png())
+    page.locator(".tray").get_by_text("Reading").wait_for()
+    page.keyboard.press("Control+Shift+O")
+    page.locator(".welcome").wait_for()
+    page.evaluate("openGate()")
+    until(page, "window.bitmap?.width === 0")
+    assert page.locator(".tray").is_hidden()
+    page.get_by_role("button", name="First", exact=True).click()
+    page.locator(".tray img").wait_for()
+
+
+def test_what_is_written_stays_while_another_tab_asks(scripted, visits):
+    running, _ = scripted()
+    first = visits.open(running.url)
+    send(first, "One")
+    wait_until_done(first)
+    second = other_tab(visits, first, running.url)
+    first.locator("#question").fill("A long thought")
+    send(second, "Two")
+    wait_until_done(first, 2)
+    assert first.locator("#question").input_value() == "A long thought"
+    until(first, "document.querySelector('.send').title === 'Send'")
+    first.reload()
+    until(first, "document.querySelector('#question').value === 'A long thought'")
+
+
+def test_two_tabs_that_ask_at_once_lose_nothing(held, visits):
+    running, backend = held()
+    first = visits.open(running.url)
+    send(first, "One")
+    first_piece_came(first)
+    backend.release()
+    wait_until_done(first)
+    second = other_tab(visits, first, running.url)
+    send(first, "From the first")
+    first_piece_came(first, 1)
+    send(second, "From the second")
+    first_piece_came(second, 1)
+    backend.release()
+    for tab in (first, second):
+        wait_until_done(tab, 3)
+        assert tab.evaluate(BUBBLES) == ["One", "From the first", "From the second"]
+        assert answers(tab).locator(".markdown").all_inner_texts() == ["Hello there"] * 3
+    (conversation,) = kept(first)
+    assert [message["text"] for message in conversation["messages"]][::2] == first.evaluate(BUBBLES)
+    first.get_by_role("button", name="Answer again").click()  # and what one takes out does not come back
+    first_piece_came(first, 2)
+    backend.release()
+    wait_until_done(first, 3)
+    assert len(kept(first)[0]["messages"]) == 6
+
+
+def test_what_is_deleted_in_another_tab_does_not_come_back(held, visits):
+    running, backend = held()
+    first = visits.open(running.url)
+    send(first, "One")
+    first_piece_came(first)
+    until(first, "document.querySelector('.conversations .title')")
+    second = other_tab(visits, first, running.url)
+    first.locator("#question").fill("Half written")
+    second.locator(".title").hover()
+    second.get_by_role("button", name="Delete One").click()
+    second.get_by_role("button", name="Delete", exact=True).click()
+    first.locator(".welcome").wait_for()
+    until(first, "!document.querySelector('.conversations li')")
+    first.wait_for_timeout(200)
+    assert kept(first) == [] == kept(first, "titles")
+    assert backend.num_aborted == 1  # nobody waits for it
+    assert first.locator("#question").input_value() == "Half written"
+    send(first, "Anew")
+    first_piece_came(first)
+    backend.release()
+    wait_until_done(first)
+    assert [row["title"] for row in kept(first, "titles")] == ["Anew"]
+
+
+def test_a_key_that_no_header_can_carry_is_not_taken(scripted, visits):
+    visits.expected.append(REFUSED)
+    running, _ = scripted(settings=ServerSettings(api_keys=("secret",)))
+    page = visits.open(running.url, wait=False)
+    page.get_by_label("Key", exact=True).fill("ключ")
+    page.keyboard.press("Enter")
+    page.get_by_text("A key has letters, digits and signs of ASCII only.").wait_for()
+    page.evaluate("sessionStorage.setItem('tilewright-api-key', 'ключ')")  # as an older page kept it
+    page.reload()
+    page.get_by_label("Key", exact=True).fill("secret")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelector('#model').value")
+    with page.expect_request("**/health") as asked:
+        page.evaluate("import('/page/api.js').then(({ Api }) => new Api().health())")
+    assert "authorization" not in asked.value.headers
+
+
+@pytest.mark.parametrize(
+    ("told", "pauses_s"),
+    [
+        ("the model is being loaded", (5, 10, 20)),
+        ("the engine ended (signal 9) and is being started again; please ask again", (5,)),
+    ],
+)
+def test_asking_again_has_an_end(scripted, visits, told, pauses_s):
+    assert "please ask again" in Path(remote.__file__).read_text()  # by which the page knows that the engine was lost
+    visits.expected.append(REFUSED)
+    running, backend = scripted()
+    backend.error = EngineUnavailable(told)
+    page = visits.open(running.url)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
+    page.clock.install()
+    send(page, "Ready?")
+    for pause_s in pauses_s:
+        page.get_by_text(f"Asking again in {pause_s} s.").wait_for()
+        page.clock.run_for(pause_s * 1000 + 500)
+    page.clock.resume()
+    wait_until_done(page)
+    assert len(asked) == len(pauses_s) + 1
+    backend.error = None
+    page.get_by_role("button", name="Try again").click()
+    wait_until_done(page)
+    assert answers(page).locator(".markdown").inner_text() == "Hello there"
+
+
+def test_a_browser_that_blocks_site_data(scripted, visits):
+    visits.expected.append(REFUSED)
+    running, _ = scripted(settings=ServerSettings(api_keys=("secret",)))
+    page = visits.open(running.url, scripts=[BLOCKED], wait=False)
+    page.get_by_label("Key", exact=True).fill("secret")
+    page.keyboard.press("Enter")
+    page.get_by_text("This browser keeps nothing for this page").wait_for()
+    until(page, "document.querySelector('#model').value")
+    page.get_by_role("button", name="Theme: as the system").click()
+    send(page, "Still?")
+    wait_until_done(page)
+    page.get_by_role("button", name="Still?", exact=True).wait_for()
+
+
+def test_the_list_stays_under_the_hand_while_an_answer_comes(held, visits):
+    running, backend = held()
+    reads = """
+      window.tablesRead = [];
+      const getAll = IDBObjectStore.prototype.getAll;
+      IDBObjectStore.prototype.getAll = function () { tablesRead.push(this.name); return getAll.call(this); };
+    """
+    page = visits.open(running.url, scripts=[reads])
+    for text in ("First", "Second"):
+        page.keyboard.press("Control+Shift+O")
+        page.locator(".welcome").wait_for()
+        send(page, text)
+        first_piece_came(page)
+        backend.release()
+        wait_until_done(page)
+    page.get_by_role("button", name="First", exact=True).click()
+    send(page, "More")  # it goes to the top of the list
+    first_piece_came(page, 1)
+    page.get_by_role("button", name="First", exact=True).focus()
+    page.evaluate("window.focused = document.activeElement")
+    page.evaluate("tablesRead.length = 0")
+    page.wait_for_timeout(1100)  # what came is kept once a second
+    backend.release()
+    wait_until_done(page, 2)
+    until(page, "document.querySelector('.conversations .title').textContent === 'First'")
+    assert page.evaluate("document.activeElement === focused && focused.textContent") == "First"
+    assert page.evaluate("tablesRead") == ["titles"]  # once, at the end
+
+
+def test_what_an_older_page_kept_is_listed(scripted, visits):
+    visits.expected.append(REFUSED)  # the icon of a script
+    running, _ = scripted()
+    page = visits.open(running.url, wait=False, path="/page/ids.js")
+    page.evaluate(
+        """() => new Promise((resolve) => {
+          const request = indexedDB.open("tilewright", 1);
+          request.onupgradeneeded = () => {
+            for (const name of ["conversations", "drafts"]) request.result.createObjectStore(name, { keyPath: "id" });
+            request.result.createObjectStore("files");
+          };
+          request.onsuccess = () => {
+            const transaction = request.result.transaction("conversations", "readwrite");
+            const question = { id: "q", role: "user", text: "From before", attachments: [] };
+            transaction.objectStore("conversations").put({ id: "c", title: "", changedAt: 1, messages: [question] });
+            transaction.oncomplete = () => { request.result.close(); resolve(); };
+          };
+        })"""
+    )
+    page.goto(running.url)
+    page.get_by_role("button", name="From before", exact=True).click()
+    assert page.locator(".bubble").inner_text() == "From before"
+
+
+def test_what_could_not_be_kept_stays_until_a_reload(scripted, visits):
+    running, _ = scripted()
+    page = visits.open(running.url, scripts=[FULL])
+    send(page, "No room")
+    wait_until_done(page)
+    page.get_by_text("The browser has no room left").wait_for()
+    page.evaluate("document.querySelector('.skip').click()")
+    page.wait_for_timeout(200)
+    assert page.locator(".bubble").inner_text() == "No room" and re.search(r"\?c=\w+#question$", page.url)
+    page.keyboard.press("Control+Shift+O")
+    page.locator(".welcome").wait_for()
+    page.go_back()
+    until(page, "document.querySelector('.bubble')?.textContent === 'No room'")
+    assert page.locator(".conversations .title").all_inner_texts() == ["No room"]
