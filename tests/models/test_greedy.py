@@ -65,6 +65,13 @@ def case(request, networks, models, dtype):
     longer = (*prompts[1].inputs.token_ids, 1, 2, 3)
     positions = np.broadcast_to(np.arange(len(longer)), (num_axes, len(longer))).astype(np.int64)
     inputs.append(ModelInputs(longer, positions, len(longer)))
+    if request.param in tiny.CROSS_FAMILIES:
+        for pieces, seed in (
+            ([4, (1, 2), 9], 4),
+            ([(2, 2), 30, (1, 1), (1, 3), 5], 5),
+            ([4, (1, 2), 9, (1, 2), 3], 4),
+        ):
+            inputs.append(tiny.in_dtype(tiny.cross_prompt(pieces, seed).inputs, dtype))
     if num_axes == 3:
         for media, seed in (
             ([("image", (1, 6, 8))], 4),

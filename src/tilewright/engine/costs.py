@@ -61,7 +61,7 @@ def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int) -> Costs:
         kv_bytes_per_token=kv_spec.bytes_per_token(kv_itemsize),
         linear_flops_per_token=2 * sum(multiplies for _, multiplies in weights),
         head_flops=2 * head.n * head.k,
-        attention_flops_per_pair=4 * config.num_layers * config.attention.num_heads * config.attention.head_width,
+        attention_flops_per_pair=4 * config.num_kv_layers * config.attention.num_heads * config.attention.head_width,
     )
 
 

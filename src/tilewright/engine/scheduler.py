@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
+from tilewright.engine.scene import Scene
+from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.sequence import Sequence, Status
 from tilewright.engine.speculate import Speculator
 from tilewright.engine.step import Chunk, Event, Sampled, Step
@@ -59,12 +62,14 @@ class Scheduler:
         features: FeatureCache,
         limits: Limits,
         speculator: Speculator | None = None,
+        scenes: SceneCache | None = None,
     ) -> None:
         self.pool = pool
         self.prefix_cache = prefix_cache
         self.features = features
         self.limits = limits
         self.speculator = speculator
+        self.scenes = scenes or SceneCache(0, pool.page_size)  # none, for models without cross-attention
         self.max_context = min(limits.max_context, pool.num_tokens)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -89,7 +94,16 @@ class Scheduler:
         """Queues the sequences of a request; RequestError if they could never be answered."""
         for sequence in sequences:
             self.check(sequence.num_prompt_tokens)
+            self._check_scenes(sequence)
             bisect.insort(self.waiting, sequence, key=_arrival)
+
+    def _check_scenes(self, sequence: Sequence) -> None:
+        for scene in sequence.scenes:
+            if scene.num_states > self.scenes.num_states:
+                raise RequestError(
+                    f"{len(scene.media)} images side by side are {scene.num_states} encoder states, expected at most "
+                    f"{self.scenes.num_states}, for which there is memory: put text between them, or raise kv_memory"
+                )
 
     def abort(self, request_id: str) -> list[Sequence]:
         """The unfinished sequences of the request, which are dropped. Not while a step is under way."""
@@ -220,6 +234,7 @@ class Scheduler:
             start = sequence.num_computed_tokens
             stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
             stop = self._encode(step, sequence, start, stop)
+            stop = self._show(step, sequence, start, stop)
             if stop > start and self._reserve(sequence, stop):
                 step.chunks.append(Chunk(sequence, start, stop - start))
                 budget -= stop - start
@@ -299,6 +314,39 @@ class Scheduler:
                 sequence.pinned_keys.append(key)
         return stop
 
+    def _show(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
+        """Where the chunk ends: at `stop`, or before the first scene that this step cannot have ready for it."""
+        for scene in sequence.scenes_in(start, stop):
+            is_ready = self.scenes.is_filled(scene.key) or any(other.key == scene.key for other in step.scenes)
+            if not (is_ready or self._has_encoder_time(step, scene)) or not self._pin_scene(sequence, scene):
+                return max(start, scene.start)
+            if not is_ready:
+                step.scenes.append(scene)
+                self._encode_scene(step, sequence, scene)
+        return stop
+
+    def _has_encoder_time(self, step: Step, scene: Scene) -> bool:
+        media = {medium.key: medium for medium in (*step.encode, *scene.media) if not self.features.has(medium.key)}
+        num_patches = sum(math.prod(medium.grid) for medium in media.values())
+        return not step.encode or num_patches <= self.limits.max_encode_patches
+
+    def _encode_scene(self, step: Step, sequence: Sequence, scene: Scene) -> None:
+        """Has features made of those of its media that have none; they stay until the scene is made of them."""
+        for medium in scene.media:
+            if not self.features.has(medium.key) and all(other.key != medium.key for other in step.encode):
+                step.encode.append(medium)
+            if medium.key not in sequence.pinned_keys:
+                self.features.pin(medium.key)
+                sequence.pinned_keys.append(medium.key)
+
+    def _pin_scene(self, sequence: Sequence, scene: Scene) -> bool:
+        if scene.key in sequence.pinned_scenes:
+            return True
+        is_pinned = self.scenes.pin(scene)
+        if is_pinned:
+            sequence.pinned_scenes.append(scene.key)
+        return is_pinned
+
     def _unpin_read(self, sequence: Sequence) -> None:
         if sequence.pinned_keys:
             rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
@@ -307,6 +355,12 @@ class Scheduler:
                 if key not in needed:
                     self.features.unpin(key)
             sequence.pinned_keys = [key for key in sequence.pinned_keys if key in needed]
+        if sequence.pinned_scenes:
+            seen = {scene.key for scene in sequence.scenes_in(sequence.num_computed_tokens, sys.maxsize)}
+            for key in sequence.pinned_scenes:
+                if key not in seen:
+                    self.scenes.unpin(key)
+            sequence.pinned_scenes = [key for key in sequence.pinned_scenes if key in seen]
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has, or now got, pages for num_tokens."""
@@ -328,8 +382,11 @@ class Scheduler:
         self.pool.release(sequence.pages)
         for key in sequence.pinned_keys:
             self.features.unpin(key)
+        for key in sequence.pinned_scenes:
+            self.scenes.unpin(key)
         sequence.pages = []
         sequence.pinned_keys = []
+        sequence.pinned_scenes = []
         sequence.draft_token_ids = []
         sequence.num_computed_tokens = 0
 
