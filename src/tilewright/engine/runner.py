@@ -114,6 +114,7 @@ class Runner:
         self.kv_caches = kv_caches
         self.features = features
         self.scenes = scenes
+        self.cross_caches = cross_caches
         self.replay = replay
         page_size, num_pages = kv_caches[0].page_size, kv_caches[0].num_pages
         self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages)
@@ -148,16 +149,15 @@ class Runner:
 
     def _fill(self, scenes: Items[Scene]) -> None:
         """Writes the keys and values of scenes whose media are encoded to their pages."""
-        if not scenes or self._cross is None:
+        if not scenes or self.scenes is None:
             return
-        cache, kv_caches = self._cross.scenes, self._cross.kv_caches
         with self._arena.use():
             for scene in scenes:
-                slots = torch.from_numpy(cache.slots(scene.key, scene.num_states))
+                slots = torch.from_numpy(self.scenes.slots(scene.key, scene.num_states))
                 sizes = [medium.num_states for medium in scene.media]
                 for medium, places in zip(scene.media, slots.split(sizes), strict=True):
-                    self.model.decoder.store_states(self.features.get(medium.key), places, kv_caches)
-                cache.fill(scene.key)
+                    self.model.decoder.store_states(self.features.get(medium.key), places, self.cross_caches)
+                self.scenes.fill(scene.key)
 
     def _batch(self, num_tokens: int, num_sequences: int, logit_rows: Tensor | None, media: Items[MediaRun]) -> Batch:
         cross = self._cross.batch(num_tokens) if self._cross else None

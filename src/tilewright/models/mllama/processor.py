@@ -75,12 +75,26 @@ class MllamaProcessor:
         *,
         is_known: IsKnown | None = None,
     ) -> ModelInputs:
-        """The inputs of a text, or of token ids, with one placeholder token per picture, in order."""
-        ids = prompt_ids(self.tokenizer, text, token_ids)
+        """The inputs of a text, or of token ids, with one placeholder token per picture, in order.
+
+        A text gets the tokenizer's beginning-of-text, behind the pictures it begins with, unless it has one.
+        """
+        if text is not None and token_ids is None:
+            ids = self._begin(text)
+        else:
+            ids = prompt_ids(self.tokenizer, text, token_ids)
         content = [{"type": "image", "image": item} for item in images]
         content += [{"type": "video", "video": item} for item in videos]
         _, parts = normalize([{"role": "user", "content": content}], limits=self.limits, accepts=("image",))
         return self._place(ids, parts, None, is_known)
+
+    def _begin(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text)
+        begin = self.tokenizer.bos_token_id
+        if begin is None or begin in ids:
+            return ids
+        num_pictures = next((place for place, token_id in enumerate(ids) if token_id != self.image_token_id), len(ids))
+        return [*ids[:num_pictures], begin, *ids[num_pictures:]]
 
     def _place(
         self, ids: Sequence[int], parts: Sequence[MediaPart], fetch: Fetch | None, is_known: IsKnown | None
@@ -88,7 +102,7 @@ class MllamaProcessor:
         places = [place for place, token_id in enumerate(ids) if token_id == self.image_token_id]
         if len(places) > len(parts):
             raise RequestError(
-                f"the prompt has {len(places)} placeholders of images, expected {len(parts)}: one for each that is given"
+                f"the prompt has {len(places)} placeholders of images, expected {len(parts)}: one for each image given"
             )
         if len(places) < len(parts):
             raise RequestError(f"{parts[len(places)].name}: the prompt has no placeholder left for it")
