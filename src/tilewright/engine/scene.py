@@ -11,7 +11,7 @@ from hashlib import blake2b
 from tilewright.types import Medium
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # the same pictures may come again in a prompt, as another scene of the same key
 class Scene:
     """Media whose placeholders stand side by side. Tokens `start` .. `stop` see them, or those of them up to itself.
 

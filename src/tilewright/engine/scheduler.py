@@ -5,9 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tilewright.engine.feature_cache import FeatureCache
@@ -15,10 +14,10 @@ from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
 from tilewright.engine.scene import Scene
 from tilewright.engine.scene_cache import SceneCache
-from tilewright.engine.sequence import Sequence, Status
+from tilewright.engine.sequence import FeatureRun, Sequence, Status
 from tilewright.engine.speculate import Speculator
 from tilewright.engine.step import Chunk, Event, Sampled, Step
-from tilewright.types import FinishReason, RequestError
+from tilewright.types import FinishReason, Medium, RequestError
 
 
 @dataclass(frozen=True)
@@ -233,8 +232,7 @@ class Scheduler:
                 continue
             start = sequence.num_computed_tokens
             stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
-            stop = self._encode(step, sequence, start, stop)
-            stop = self._show(step, sequence, start, stop)
+            stop = self._make_ready(step, sequence, start, stop)
             if stop > start and self._reserve(sequence, stop):
                 step.chunks.append(Chunk(sequence, start, stop - start))
                 budget -= stop - start
@@ -299,53 +297,44 @@ class Scheduler:
         first_row = max(sequence.num_computed_tokens, len(sequence.prompt_logprobs) - 1)
         return first_row + self.limits.max_prompt_rows
 
-    def _encode(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
-        """Where the chunk ends: at `stop`, or before the first medium for which this step has no encoder time left."""
-        num_patches = sum(math.prod(medium.grid) for medium in step.encode)
-        for run in sequence.features_in(start, stop):
-            key = run.medium.key
-            if not self.features.has(key) and all(medium.key != key for medium in step.encode):
-                num_patches += math.prod(run.medium.grid)
-                if step.encode and num_patches > self.limits.max_encode_patches:
-                    return run.start
-                step.encode.append(run.medium)
-            if key not in sequence.pinned_keys:
-                self.features.pin(key)
-                sequence.pinned_keys.append(key)
-        return stop
-
-    def _show(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
-        """Where the chunk ends: at `stop`, or before the first scene that this step cannot have ready for it."""
-        for scene in sequence.scenes_in(start, stop):
-            is_ready = self.scenes.is_filled(scene.key) or any(other.key == scene.key for other in step.scenes)
-            if not (is_ready or self._has_encoder_time(step, scene)) or not self._pin_scene(sequence, scene):
-                return max(start, scene.start)
+    def _make_ready(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
+        """Where the chunk ends: at `stop`, or before the first medium or scene that this step cannot have ready."""
+        needs: list[FeatureRun | Scene] = [*sequence.features_in(start, stop), *sequence.scenes_in(start, stop)]
+        for need in sorted(needs, key=lambda need: need.start):
+            if isinstance(need, Scene):
+                is_ready = self._show(step, sequence, need)
+            else:
+                is_ready = self._encode(step, sequence, [need.medium])
             if not is_ready:
-                step.scenes.append(scene)
-                self._encode_scene(step, sequence, scene)
+                return max(start, need.start)
         return stop
 
-    def _has_encoder_time(self, step: Step, scene: Scene) -> bool:
-        media = {medium.key: medium for medium in (*step.encode, *scene.media) if not self.features.has(medium.key)}
-        num_patches = sum(math.prod(medium.grid) for medium in media.values())
-        return not step.encode or num_patches <= self.limits.max_encode_patches
-
-    def _encode_scene(self, step: Step, sequence: Sequence, scene: Scene) -> None:
-        """Has features made of those of its media that have none; they stay until the scene is made of them."""
-        for medium in scene.media:
-            if not self.features.has(medium.key) and all(other.key != medium.key for other in step.encode):
-                step.encode.append(medium)
+    def _encode(self, step: Step, sequence: Sequence, media: Collection[Medium]) -> bool:
+        """Whether the media have features, or get them in this step. Not if there is no encoder time left for them."""
+        planned = {medium.key for medium in step.encode}
+        missing = {m.key: m for m in media if m.key not in planned and not self.features.has(m.key)}
+        num_patches = sum(math.prod(medium.grid) for medium in (*step.encode, *missing.values()))
+        if missing and step.encode and num_patches > self.limits.max_encode_patches:
+            return False
+        step.encode.extend(missing.values())
+        for medium in media:
             if medium.key not in sequence.pinned_keys:
                 self.features.pin(medium.key)
                 sequence.pinned_keys.append(medium.key)
+        return True
 
-    def _pin_scene(self, sequence: Sequence, scene: Scene) -> bool:
-        if scene.key in sequence.pinned_scenes:
+    def _show(self, step: Step, sequence: Sequence, scene: Scene) -> bool:
+        """Whether the sequence can look at a scene in this step: it has pages, and what fills them."""
+        if scene not in sequence.pinned_scenes:
+            if not self.scenes.pin(scene):
+                return False
+            sequence.pinned_scenes.append(scene)
+        if self.scenes.is_filled(scene.key) or any(other.key == scene.key for other in step.scenes):
             return True
-        is_pinned = self.scenes.pin(scene)
-        if is_pinned:
-            sequence.pinned_scenes.append(scene.key)
-        return is_pinned
+        if not self._encode(step, sequence, scene.media):
+            return False
+        step.scenes.append(scene)
+        return True
 
     def _unpin_read(self, sequence: Sequence) -> None:
         if sequence.pinned_keys:
@@ -355,12 +344,10 @@ class Scheduler:
                 if key not in needed:
                     self.features.unpin(key)
             sequence.pinned_keys = [key for key in sequence.pinned_keys if key in needed]
-        if sequence.pinned_scenes:
-            seen = {scene.key for scene in sequence.scenes_in(sequence.num_computed_tokens, sys.maxsize)}
-            for key in sequence.pinned_scenes:
-                if key not in seen:
-                    self.scenes.unpin(key)
-            sequence.pinned_scenes = [key for key in sequence.pinned_scenes if key in seen]
+        for scene in list(sequence.pinned_scenes):
+            if scene.stop <= sequence.num_computed_tokens:
+                self.scenes.unpin(scene.key)
+                sequence.pinned_scenes.remove(scene)
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has, or now got, pages for num_tokens."""
@@ -382,8 +369,8 @@ class Scheduler:
         self.pool.release(sequence.pages)
         for key in sequence.pinned_keys:
             self.features.unpin(key)
-        for key in sequence.pinned_scenes:
-            self.scenes.unpin(key)
+        for scene in sequence.pinned_scenes:
+            self.scenes.unpin(scene.key)
         sequence.pages = []
         sequence.pinned_keys = []
         sequence.pinned_scenes = []

@@ -80,7 +80,7 @@ class Sequence:
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.pinned_keys: list[bytes] = []  # of media that are being read
         self.scenes: list[Scene] = scenes_of(inputs.media) if leader is None else leader.scenes
-        self.pinned_scenes: list[bytes] = []  # keys of those that tokens to be computed see
+        self.pinned_scenes: list[Scene] = []  # those that tokens under way see
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprob] = []  # of the output
@@ -146,7 +146,7 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether all that is left to compute is the token sampled last, and what it sees is there."""
         is_last = self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
-        return is_last and (not self.scenes or self.scenes[-1].key in self.pinned_scenes)
+        return is_last and (not self.scenes or self.scenes[-1] in self.pinned_scenes)
 
     @property
     def is_finished(self) -> bool:
