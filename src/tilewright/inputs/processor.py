@@ -17,6 +17,8 @@ from tilewright.types import Messages, ModelInputs, RequestError
 class TextProcessor:
     """Turns requests into `ModelInputs`; pictures, videos and sounds are refused in the model's name."""
 
+    picture_token_ids: tuple[int, ...] = ()
+
     def __init__(self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.name = name
         self.tokenizer = tokenizer

@@ -71,6 +71,10 @@ class Processor(Protocol):
     @property
     def prompt(self) -> Callable[..., ModelInputs]: ...
 
+    @property
+    def picture_token_ids(self) -> tuple[int, ...]:
+        """What stands for a picture in a prompt's ids; nothing where it takes none."""
+
 
 @dataclass(frozen=True)
 class Family:

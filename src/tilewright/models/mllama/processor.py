@@ -46,6 +46,10 @@ class MllamaProcessor:
         self.settings = read_preprocessing(config, folder)
         self.image_token_id: int = config["image_token_index"]
 
+    @property
+    def picture_token_ids(self) -> tuple[int, ...]:
+        return (self.image_token_id,)
+
     def chat(
         self,
         messages: Messages,
