@@ -26,6 +26,7 @@ class SceneCache:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.num_pages_used = 0  # of pinned scenes: those nobody else can have now
         self.num_lookups = 0
         self.num_hits = 0
         self._free = list(range(num_pages - 1, -1, -1))
@@ -36,11 +37,6 @@ class SceneCache:
     def num_states(self) -> int:
         """As many as the largest scene may have."""
         return self.num_pages * self.page_size
-
-    @property
-    def num_pages_used(self) -> int:
-        """Pages of pinned scenes: those nobody could have now."""
-        return sum(len(self._entries[key].pages) for key in tuple(self._pins))
 
     @property
     def hit_rate(self) -> float:
@@ -71,6 +67,8 @@ class SceneCache:
         self.num_lookups += 1
         self.num_hits += is_known
         self._pins[key] += 1
+        if self._pins[key] == 1:
+            self.num_pages_used += needed
         return True
 
     def fill(self, key: bytes) -> None:
@@ -81,6 +79,7 @@ class SceneCache:
         self._pins[key] -= 1
         if self._pins[key] <= 0:
             del self._pins[key]
+            self.num_pages_used -= len(self._entries[key].pages)
             if not self._entries[key].is_filled:
                 self._drop(key)
 
