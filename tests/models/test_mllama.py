@@ -5,7 +5,7 @@ import tiny
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_parity import expected, logits_of, prompts_for, relative
+from test_parity import expected, logits_of, prompts_for, relative, rms
 
 from tilewright.layers import attention as attention_layer
 from tilewright.layers import cross_attention as cross_attention_layer
@@ -77,6 +77,24 @@ def test_bf16_states_are_as_close_to_the_truth_as_transformers(networks, models,
             .mean()
         )
     assert sum(ours).sqrt() <= 1.25 * sum(theirs).sqrt()
+
+
+def test_a_checkpoint_in_bf16_loses_nothing_by_gates_in_its_weights(networks, make_runner, tmp_path):
+    """Released ones are in bf16. Multiplied by a gate a weight is rounded once more, its product once or twice less."""
+    hf, folder = networks("mllama")
+    stored = {name: tensor.bfloat16() for name, tensor in hf.state_dict().items()}
+    save_tensors(tmp_path, folder, lambda tensors: stored)
+    exact, half = type(hf)(hf.config).eval(), type(hf)(hf.config).to(torch.bfloat16).eval()
+    for network in (exact, half):
+        network.load_state_dict(stored)
+    model = load_folder(tmp_path, torch.bfloat16)
+    ours, theirs = [], []
+    for prompt in prompts_for("mllama", hf):
+        truth = expected(exact, prompt)
+        (logits,) = logits_of(make_runner(model, dtype=torch.bfloat16), [prompt], dtype=torch.bfloat16)
+        ours.append(logits - truth)
+        theirs.append(expected(half, prompt, torch.bfloat16) - truth)
+    assert rms(torch.cat(ours)) <= 1.25 * rms(torch.cat(theirs))
 
 
 @pytest.mark.parametrize("num_tiles", [1, 3, 4])

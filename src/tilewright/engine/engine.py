@@ -38,7 +38,8 @@ class Engine:
     tells. Requests may come from any thread; they are computed together.
 
     dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
-    kv_memory       bytes for keys and values, or "4GB"; None: half of what is free
+    kv_memory       bytes for keys and values, those of pictures that are looked at included, or "4GB"; None: half of
+                    what is free
     max_context     tokens a prompt and its answer may have; None: as many as the model allows
     max_sequences   answers that are computed together
     max_tokens_per_step  tokens of prompts and answers computed in one step
