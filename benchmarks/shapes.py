@@ -111,6 +111,7 @@ class Bench:
             make_decoder=NoText,
             prefix_cache=False,
         )
+        self.core.scheduler.features.max_bytes = 1 << 40  # none is to be encoded again in a round
         self.rng = np.random.default_rng(0)
 
     @property

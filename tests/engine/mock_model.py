@@ -41,7 +41,7 @@ def states_of(key: bytes, count: int) -> np.ndarray:
     return features_of(key, count).sum(1).numpy().view(np.int32).astype(np.int64)
 
 
-def absorb(state, token_id: int, feature, positions: np.ndarray, seen: np.ndarray) -> int:
+def absorb(state, token_id: int, feature, positions: np.ndarray, seen: np.ndarray = NOTHING) -> int:
     """The content of a token's slot; `state` has read all the slots before it and reads this one too."""
     read = state.copy()
     read.update(np.ascontiguousarray(seen).tobytes())
