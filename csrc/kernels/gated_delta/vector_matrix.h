@@ -1,0 +1,47 @@
+// The products of a chunk on vectors of fp32, whatever the inputs are stored in. Include after a Vec.
+#pragma once
+
+#include "base/dot.h"
+#include "kernels/gated_delta/right.h"
+
+namespace tilewright {
+namespace {
+
+struct VectorMatrix {
+  using Element = float;
+  static constexpr int kParts = 1;  // numbers that a value is kept as the sum of
+
+  static void store_left(float* row, int64_t, Vec v) { v.store(row); }
+  static void store_right(float* pair_row, int64_t, int column, Vec even, Vec odd) {
+    even.store(pair_row + column);
+    odd.store(pair_row + kTileColumns + column);
+  }
+
+  template <class T>
+  static void copy_row(const T* row, int64_t width, int64_t padded, float* copy) {
+    for_each_vec(width, [&](int64_t i, auto count) { store_some(load_some(row + i, count), copy + i, count); });
+    for (int64_t i = width; i < padded; ++i) copy[i] = 0.0f;
+  }
+
+  // rows [tokens, depth] as right-hand tiles of their transpose, and the transpose [depth, kChunkTokens] itself.
+  static void transpose(const float* rows, int64_t tokens, int64_t depth, float* tiles, float* columns) {
+    for (int64_t token = 0; token < tokens; token += kTileColumns) {
+      for (int64_t d = 0; d < depth; ++d, tiles += kTileColumns) {
+        for (int i = 0; i < kTileColumns; ++i) tiles[i] = rows[(token + i) * depth + d];
+        __builtin_memcpy(columns + d * kChunkTokens + token, tiles, kTileColumns * sizeof(float));
+      }
+    }
+  }
+
+  // c [rows, 32] = A B, or +=; A has `left_parts` parts, B kParts.
+  template <bool kAccumulate>
+  void multiply(const float* a, int64_t stride, int64_t, int, int64_t rows, const Right<float>& b, int64_t depth_tiles,
+                float* c) {
+    multiply_tiles<float, kAccumulate>(
+        a, stride, static_cast<int>(rows), [&](int d, int j) { return b.tile(d, j); }, 2, static_cast<int>(depth_tiles),
+        c, kStripColumns);
+  }
+};
+
+}  // namespace
+}  // namespace tilewright
