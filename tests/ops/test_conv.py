@@ -29,8 +29,8 @@ class Case:
         assert torch.equal(states, expected_states)
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 8])
-@pytest.mark.parametrize("channels", [1, 15, 64, 97])
+@pytest.mark.parametrize("width", [2, 4, 7])
+@pytest.mark.parametrize("channels", [1, 64, 97])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_matches_the_twin(isa, dtype, lengths, channels, width):
     Case(lengths, channels, width, dtype).check()

@@ -20,7 +20,28 @@ struct ChunkFactors {
   float beta[kChunkTokens];
   float since[kChunkTokens], since_rest[kChunkTokens];  // g summed up since the chunk began, in two parts
   float decay[kChunkTokens];                            // exp(since)
-  float left[kChunkTokens];                             // the decay from a token to the end of the chunk
+  // What a token's rows are multiplied with:
+  float read[kChunkTokens];   // -beta decay k: of k S, to be taken from beta v
+  float query[kChunkTokens];  // decay q: of q S
+  float left[kChunkTokens];   // k times the decay from the token to the end of the chunk: of U, to be added to S
+};
+
+// Asks for the rows of the next chunk one line at a time, between the steps of this one: they lie a token's whole width
+// apart, where no hardware looks ahead.
+struct RowPrefetch {
+  const char* row;
+  int64_t stride_bytes, row_bytes;
+  int64_t num_rows, offset = 0;
+
+  void next() {
+    // Into L2: rows a multiple of 4 KB apart would all fall into one set of L1.
+    __builtin_prefetch(row + offset, 0, 2);
+    offset += 64;
+    if (offset < row_bytes) return;
+    offset = 0;
+    row += stride_bytes;
+    --num_rows;
+  }
 };
 
 template <class Matrix, class T>
@@ -69,7 +90,7 @@ class Chunks {
     take(inverse_, kSquare);
     take(solver_, kParts * kSquare);
     take(weights_, kParts * kSquare);
-    take(state_tiles_, kParts * depth_ * kStripColumns);
+    take(state_tiles_, 2 * kParts * depth_ * kStripColumns);
     take(reads_, 2 * kChunkTokens * kStripColumns);
     take(added_, kChunkTokens * kStripColumns);
     take(right_tiles_, kParts * kChunkTokens * kStripColumns);
@@ -138,8 +159,9 @@ class Chunks {
     Matrix::transpose(rows_, padded_, depth_, key_tiles_, columns_);
     for (int s = 0; s < padded_ / kStripColumns; ++s) {
       const Right<E> keys = {key_tiles_ + s * kStripColumns * depth_, kTileElements, depth_ * kTileColumns, 0};
+      NoPieces none;
       matrix_.template multiply<false>(rows_, depth_, 0, 1, 2 * padded_, keys, depth_tiles_,
-                                       scores_ + s * 2 * kChunkTokens * kStripColumns);
+                                       scores_ + s * 2 * kChunkTokens * kStripColumns, none);
     }
   }
 
@@ -155,8 +177,11 @@ class Chunks {
     const Vec last = Vec::set1(factors_.since[padded_ - 1]), last_rest = Vec::set1(factors_.since_rest[padded_ - 1]);
     for (int i = 0; i < padded_; i += Vec::kLanes) {
       const Vec sum = Vec::load(factors_.since + i), rest = Vec::load(factors_.since_rest + i);
-      exp(sum + rest).store(factors_.decay + i);
-      exp((last - sum) + (last_rest - rest)).store(factors_.left + i);
+      const Vec decay = exp(sum + rest), k = Vec::load(factors_.k + i);
+      decay.store(factors_.decay + i);
+      (Vec::zero() - Vec::load(factors_.beta + i) * decay * k).store(factors_.read + i);
+      (decay * Vec::load(factors_.q + i)).store(factors_.query + i);
+      (exp((last - sum) + (last_rest - rest)) * k).store(factors_.left + i);
     }
   }
 
@@ -187,90 +212,146 @@ class Chunks {
   }
 
   // c [tokens, 32] = A B, or +=, with A [tokens, tokens] lower triangular: 32 rows reach no deeper than their own end.
-  template <bool kAccumulate>
-  void multiply_lower(const E* a, const Right<E>& b, float* c) {
+  template <bool kAccumulate, class Beside>
+  void multiply_lower(const E* a, const Right<E>& b, float* c, Beside& beside) {
     for (int row = 0; row < padded_; row += kStripColumns)
       matrix_.template multiply<kAccumulate>(a + row * kChunkTokens, kChunkTokens, kSquare, kParts, kStripColumns, b,
-                                             row / kStripColumns + 1, c + row * kStripColumns);
+                                             row / kStripColumns + 1, c + row * kStripColumns, beside);
   }
 
-  // fn(pair, column, place) for each Vec of a strip of `pairs` pairs of rows, `place` where the pair goes in `right`.
+  // A piece of work is one Vec of a pair of rows of a strip.
+  static constexpr int kPiecesPerPair = kStripColumns / Vec::kLanes;
+
+  // Pieces of fn(row, column, place, lane): `place` is the pair's row in the tiles of `right`, `lane` its column there.
   template <class Fn>
-  void for_each_pair(int64_t pairs, const Right<E>& right, Fn fn) {
-    for (int64_t pair = 0; pair < pairs; ++pair)
-      for (int column = 0; column < kStripColumns; column += Vec::kLanes)
-        fn(2 * pair, column, right.tile(pair / 16, column / kTileColumns) + pair % 16 * 32, column % kTileColumns);
+  auto over_pairs(int64_t rows, const Right<E>& right, Fn fn) {
+    auto piece = [this, right, fn](int64_t index) {
+      fetch_next();
+      const int64_t pair = index / kPiecesPerPair;
+      const int column = static_cast<int>(index % kPiecesPerPair) * Vec::kLanes;
+      fn(2 * pair, column, right.tile(pair / 16, column / kTileColumns) + pair % 16 * 32, column % kTileColumns);
+    };
+    return Pieces<decltype(piece)>{piece, rows / 2 * kPiecesPerPair};
+  }
+
+  // The rows of the chunk after this one: v of this head and, once, q and k.
+  void plan_fetches(int64_t head) {
+    const int64_t left = args_.starts[item_.sequence + 1] - token_end_;
+    const int64_t rows = left < kChunkTokens ? left : kChunkTokens;
+    auto plan = [&](const void* data, int64_t token_stride, int64_t head_offset, int64_t width, int64_t num_rows) {
+      const T* row = static_cast<const T*>(data) + token_end_ * token_stride + head_offset;
+      const int64_t element = static_cast<int64_t>(sizeof(T));
+      return RowPrefetch{reinterpret_cast<const char*>(row), token_stride * element, width * element, num_rows};
+    };
+    const int64_t key_rows = head == item_.head_begin ? rows : 0;
+    fetches_[0] = plan(args_.v, args_.v_token_stride, head * args_.v_head_stride + item_.column_begin,
+                       item_.column_end - item_.column_begin, rows);
+    fetches_[1] = plan(args_.k, args_.k_token_stride, key_head_ * args_.k_head_stride, args_.key_width, key_rows);
+    fetches_[2] = plan(args_.q, args_.q_token_stride, key_head_ * args_.q_head_stride, args_.key_width, key_rows);
+  }
+
+  void fetch_next() {
+    for (RowPrefetch& fetch : fetches_)
+      if (fetch.num_rows > 0) return fetch.next();
   }
 
   void run_head(int64_t head) {
+    plan_fetches(head);
     make_square(head);
-    for (int64_t strip = 0; strip < num_strips_; ++strip)
-      run_strip(head, strip_of(head, strip), item_.column_begin + strip * kStripColumns);
+    pack_state(head, 0).rest();
+    for (int64_t strip = 0; strip < num_strips_; ++strip) {
+      auto next_state = pack_state(head, strip + 1);
+      const int64_t column = item_.column_begin + strip * kStripColumns;
+      if (item_.column_end - column >= kStripColumns)
+        run_strip(head, strip, column, next_state, right_side<true>(head, column));
+      else
+        run_strip(head, strip, column, next_state, right_side<false>(head, column));
+      next_state.rest();
+    }
   }
 
-  void run_strip(int64_t head, float* state, int64_t column) {
-    const Right<E> state_tiles = Right<E>::of_strip(state_tiles_, depth_tiles_);
-    const Right<E> right = Right<E>::of_strip(right_tiles_, kChunkTokens / kTileDepth);
-    const Right<E> added = Right<E>::of_strip(added_tiles_, kChunkTokens / kTileDepth);
-    const Right<E> left = Right<E>::of_strip(left_tiles_, kChunkTokens / kTileDepth);
+  // Two strips of a state as tiles: while one is worked on, the next is made.
+  Right<E> state_tiles(int64_t strip) const {
+    return Right<E>::of_strip(state_tiles_ + strip % 2 * kParts * depth_ * kStripColumns, depth_tiles_);
+  }
+  Right<E> token_tiles(E* data) const { return Right<E>::of_strip(data, kChunkTokens / kTileDepth); }
 
-    const Vec chunk_decay = Vec::set1(factors_.decay[padded_ - 1]);
-    for_each_pair(depth_ / 2, state_tiles, [&](int64_t d, int c, E* place, int lane) {
+  // A strip of a state as tiles, and decayed to the end of the chunk. None beyond the last strip.
+  auto pack_state(int64_t head, int64_t strip) {
+    float* state = strip_of(head, strip);
+    const Vec decay = Vec::set1(factors_.decay[padded_ - 1]);
+    const Right<E> tiles = state_tiles(strip);
+    return over_pairs(strip < num_strips_ ? depth_ : 0, tiles, [=](int64_t d, int c, E* place, int lane) {
       float* even = state + d * kStripColumns + c;
       float* odd = even + kStripColumns;
       const Vec first = Vec::load(even), second = Vec::load(odd);
-      Matrix::store_right(place, state_tiles.part_stride, lane, first, second);
-      (first * chunk_decay).store(even);
-      (second * chunk_decay).store(odd);
+      Matrix::store_right(place, tiles.part_stride, lane, first, second);
+      (first * decay).store(even);
+      (second * decay).store(odd);
     });
-    matrix_.template multiply<false>(rows_, depth_, 0, 1, 2 * padded_, state_tiles, depth_tiles_, reads_);
-
-    for_each_pair(padded_ / 2, right, [&](int64_t i, int c, E* place, int lane) {
-      Matrix::store_right(place, right.part_stride, lane, correction(head, i, column, c),
-                          correction(head, i + 1, column, c));
-    });
-    multiply_lower<false>(solver_, right, added_);
-
-    for_each_pair(padded_ / 2, added, [&](int64_t i, int c, E* place, int lane) {
-      const Vec first = Vec::load(added_ + i * kStripColumns + c),
-                second = Vec::load(added_ + (i + 1) * kStripColumns + c);
-      Matrix::store_right(place, added.part_stride, lane, first, second);
-      E* left_place = left.data + (place - added.data);
-      Matrix::store_right(left_place, left.part_stride, lane, first * Vec::set1(factors_.left[i] * factors_.k[i]),
-                          second * Vec::set1(factors_.left[i + 1] * factors_.k[i + 1]));
-      for (int64_t row = i; row < i + 2; ++row) {
-        float* read = reads_ + (padded_ + row) * kStripColumns + c;
-        (Vec::load(read) * Vec::set1(factors_.decay[row] * factors_.q[row])).store(read);
-      }
-    });
-    multiply_lower<true>(weights_, added, reads_ + padded_ * kStripColumns);
-    store_out(head, column);
-    matrix_.template multiply<true>(columns_, kChunkTokens, 0, 1, depth_, left, padded_ / kTileDepth, state);
   }
 
-  // beta (v - e S^T k) of token i.
-  Vec correction(int64_t head, int64_t i, int64_t column, int c) const {
-    if (i >= count_) return Vec::zero();
+  // beta (V - e K S), zero for the tokens that pad the chunk.
+  template <bool kWhole>
+  auto right_side(int64_t head, int64_t column) {
     const T* v =
-        static_cast<const T*>(args_.v) + (token_begin_ + i) * args_.v_token_stride + head * args_.v_head_stride;
-    const int64_t left = item_.column_end - column - c;
-    Vec value = Vec::zero();
-    if (left >= Vec::kLanes)
-      value = Vec::load(v + column + c);
-    else if (left > 0)
-      value = Vec::load(v + column + c, left);
-    const Vec read = Vec::load(reads_ + i * kStripColumns + c) * Vec::set1(factors_.decay[i] * factors_.k[i]);
-    return Vec::set1(factors_.beta[i]) * (value - read);
+        static_cast<const T*>(args_.v) + token_begin_ * args_.v_token_stride + head * args_.v_head_stride + column;
+    const int64_t columns = item_.column_end - column;
+    auto value = [this, v, columns](int64_t i, int c) {
+      if (i >= count_) return Vec::zero();
+      const T* place = v + i * args_.v_token_stride + c;
+      const Vec values = kWhole ? Vec::load(place) : Vec::load(place, columns - c < 0 ? 0 : columns - c);
+      return fma(Vec::load(reads_ + i * kStripColumns + c), Vec::set1(factors_.read[i]),
+                 values * Vec::set1(factors_.beta[i]));
+    };
+    const Right<E> right = token_tiles(right_tiles_);
+    return over_pairs(padded_, right, [=](int64_t i, int c, E* place, int lane) {
+      Matrix::store_right(place, right.part_stride, lane, value(i, c), value(i + 1, c));
+    });
   }
 
-  void store_out(int64_t head, int64_t column) const {
-    const int64_t left = item_.column_end - column;
+  // U as tiles, U decayed to the end of the chunk as tiles, and q S made ready for P U to be added.
+  auto added_values() {
+    const Right<E> added = token_tiles(added_tiles_), left = token_tiles(left_tiles_);
+    return over_pairs(padded_, added, [=, this](int64_t i, int c, E* place, int lane) {
+      const float* row = added_ + i * kStripColumns + c;
+      const Vec first = Vec::load(row), second = Vec::load(row + kStripColumns);
+      Matrix::store_right(place, added.part_stride, lane, first, second);
+      Matrix::store_right(left.data + (place - added.data), left.part_stride, lane, first * Vec::set1(factors_.left[i]),
+                          second * Vec::set1(factors_.left[i + 1]));
+      float* read = reads_ + (padded_ + i) * kStripColumns + c;
+      (Vec::load(read) * Vec::set1(factors_.query[i])).store(read);
+      (Vec::load(read + kStripColumns) * Vec::set1(factors_.query[i + 1])).store(read + kStripColumns);
+    });
+  }
+
+  template <class NextState, class RightSide>
+  void run_strip(int64_t head, int64_t strip, int64_t column, NextState& next_state, RightSide right_side) {
+    const Right<E> state = state_tiles(strip);
+    float* q_reads = reads_ + padded_ * kStripColumns;
+    matrix_.template multiply<false>(rows_, depth_, 0, 1, padded_, state, depth_tiles_, reads_, next_state);
+    matrix_.template multiply<false>(rows_ + padded_ * depth_, depth_, 0, 1, padded_, state, depth_tiles_, q_reads,
+                                     right_side);
+    right_side.rest();
+    multiply_lower<false>(solver_, token_tiles(right_tiles_), added_, next_state);
+    added_values().rest();
+    multiply_lower<true>(weights_, token_tiles(added_tiles_), q_reads, next_state);
+    auto outputs = out_rows(head, column);
+    matrix_.template multiply<true>(columns_, kChunkTokens, 0, 1, depth_, token_tiles(left_tiles_),
+                                    padded_ / kTileDepth, strip_of(head, strip), outputs);
+    outputs.rest();
+  }
+
+  // The outputs of a strip, a token to a piece.
+  auto out_rows(int64_t head, int64_t column) {
+    const int64_t columns = item_.column_end - column, width = columns < kStripColumns ? columns : kStripColumns;
     T* out = static_cast<T*>(args_.out) + token_begin_ * args_.out_token_stride + head * args_.out_head_stride + column;
-    for (int i = 0; i < count_; ++i, out += args_.out_token_stride) {
+    auto piece = [this, out, width](int64_t i) {
       const float* row = reads_ + (padded_ + i) * kStripColumns;
-      for_each_vec(left < kStripColumns ? left : kStripColumns,
-                   [&](int64_t c, auto count) { store_some(Vec::load(row + c), out + c, count); });
-    }
+      T* target = out + i * args_.out_token_stride;
+      for_each_vec(width, [&](int64_t c, auto count) { store_some(Vec::load(row + c), target + c, count); });
+    };
+    return Pieces<decltype(piece)>{piece, count_};
   }
 
   const GatedDeltaArgs& args_;
@@ -282,6 +363,7 @@ class Chunks {
   int64_t token_begin_ = 0, token_end_ = 0;  // of the chunk
   int count_ = 0, padded_ = 0;               // its tokens
   ChunkFactors factors_;
+  RowPrefetch fetches_[3];
   Matrix matrix_;
 
   E* rows_;                                      // [k, then q][padded][depth]
@@ -290,7 +372,7 @@ class Chunks {
   float* scores_;                                // [2 strips][k, then q][padded][32]: times k transposed
   float *lower_, *inverse_;                      // [kChunkTokens][kChunkTokens]
   E *solver_, *weights_;                         // [parts][kChunkTokens][kChunkTokens]: the inverse, and P
-  E* state_tiles_;                               // of a strip
+  E* state_tiles_;                               // of two strips
   float* reads_;                                 // [k, then q][padded][32]: times the state; then the output
   float* added_;                                 // [padded][32]: U
   E *right_tiles_, *added_tiles_, *left_tiles_;  // beta (V - e K S), U, and U decayed to the chunk's end

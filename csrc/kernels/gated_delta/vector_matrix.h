@@ -33,10 +33,10 @@ struct VectorMatrix {
     }
   }
 
-  // c [rows, 32] = A B, or +=; A has `left_parts` parts, B kParts.
-  template <bool kAccumulate>
+  // c [rows, 32] = A B, or +=. Products and other vector work share the units: pieces are left to their rest().
+  template <bool kAccumulate, class Beside>
   void multiply(const float* a, int64_t stride, int64_t, int, int64_t rows, const Right<float>& b, int64_t depth_tiles,
-                float* c) {
+                float* c, Beside&) {
     multiply_tiles<float, kAccumulate>(
         a, stride, static_cast<int>(rows), [&](int d, int j) { return b.tile(d, j); }, 2, static_cast<int>(depth_tiles),
         c, kStripColumns);

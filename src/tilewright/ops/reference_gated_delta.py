@@ -1,6 +1,6 @@
 """Gated delta nets in plain torch, as ops.reference has the other ops.
 
-T packed tokens, B sequences, G key heads of width K, H value heads of width V; value head h reads key head h // (H / G).
+T packed tokens, B sequences, G key heads of width K, H value heads of width V; value head h reads key head h // (H/G).
 A sequence's state is read from its slot of a pool (a negative slot: zeros), and the state after a token is written to
 the slot that `write_slots` [T] gives it (negative: not kept). Without write_slots the state after the last token
 goes back to where it was read.
