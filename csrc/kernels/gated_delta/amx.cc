@@ -36,11 +36,15 @@ struct TileMatrix {
     _mm512_store_si512(pair_row + part_stride, interleave(even - low_halves(high), odd - high_halves(high)));
   }
 
-  static void copy_row(const bf16* row, int64_t width, int64_t padded, bf16* copy) {
+  static float copy_row(const bf16* row, int64_t width, int64_t padded, bf16* copy) {
+    __m512 squares = _mm512_setzero_ps();
     for (int64_t i = 0; i < padded; i += 32) {
       const __mmask32 mask = width - i >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((uint64_t{1} << (width - i)) - 1);
-      _mm512_store_si512(copy + i, _mm512_maskz_loadu_epi16(mask, row + i));
+      const __m512i pairs = _mm512_maskz_loadu_epi16(mask, row + i);
+      _mm512_store_si512(copy + i, pairs);
+      squares = _mm512_dpbf16_ps(squares, reinterpret_cast<__m512bh>(pairs), reinterpret_cast<__m512bh>(pairs));
     }
+    return _mm512_reduce_add_ps(squares);
   }
 
   static void transpose(const bf16* rows, int64_t tokens, int64_t depth, bf16* tiles, bf16* columns) {
@@ -65,8 +69,9 @@ struct TileMatrix {
     }
   }
 
-  // 32 rows at a time in 2 x 2 tiles of sums, each operand loaded as few times as eight tiles allow. The rest of A times
-  // the rest of B is below what is kept. A step is eight tile products, 128 cycles: eight pieces of some 16 instructions.
+  // 32 rows at a time in 2 x 2 tiles of sums, each operand loaded as few times as eight tiles allow. The rest of A
+  // times the rest of B is below what is kept. A step is eight tile products, 128 cycles: eight pieces of some 16
+  // instructions.
   template <bool kAccumulate, class Beside>
   void multiply(const bf16* a, int64_t stride, int64_t part_stride, int left_parts, int64_t rows, const Right<bf16>& b,
                 int64_t depth_tiles, float* c, Beside& beside) {

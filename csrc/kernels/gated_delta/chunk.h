@@ -147,10 +147,9 @@ class Chunks {
     const T* q = static_cast<const T*>(args_.q) + begin * args_.q_token_stride + key_head_ * args_.q_head_stride;
     E* q_rows = rows_ + padded_ * depth_;
     for (int i = 0; i < count_; ++i, k += args_.k_token_stride, q += args_.q_token_stride) {
-      Matrix::copy_row(k, args_.key_width, depth_, rows_ + i * depth_);
-      Matrix::copy_row(q, args_.key_width, depth_, q_rows + i * depth_);
-      factors_.k[i] = unit_factor(args_, k);
-      factors_.q[i] = unit_factor(args_, q) * args_.scale;
+      factors_.k[i] = unit_factor(args_, Matrix::copy_row(k, args_.key_width, depth_, rows_ + i * depth_));
+      factors_.q[i] =
+          unit_factor(args_, Matrix::copy_row(q, args_.key_width, depth_, q_rows + i * depth_)) * args_.scale;
     }
     const size_t padding = static_cast<size_t>((padded_ - count_) * depth_) * sizeof(E);
     __builtin_memset(rows_ + count_ * depth_, 0, padding);
@@ -193,6 +192,10 @@ class Chunks {
       const Vec sum = Vec::set1(factors_.since[i]), rest = Vec::set1(factors_.since_rest[i]);
       const Vec k_factor = Vec::set1(factors_.beta[i] * factors_.k[i]), q_factor = Vec::set1(factors_.q[i]);
       for (int j = 0; j < i / kStripColumns * kStripColumns + kStripColumns; j += Vec::kLanes) {
+        if (j > i) {
+          Matrix::store_left(weights_ + i * kChunkTokens + j, kSquare, Vec::zero());
+          continue;
+        }
         const float* score = scores_ + j / kStripColumns * 2 * kChunkTokens * kStripColumns + j % kStripColumns;
         const Vec between = (sum - Vec::load(factors_.since + j)) + (rest - Vec::load(factors_.since_rest + j));
         const Vec weight = exp(min(between, Vec::zero())) * Vec::load(factors_.k + j);

@@ -17,10 +17,9 @@
 namespace tilewright {
 namespace {
 
-// The factor that makes a row of length 1.
-template <class T>
-inline float unit_factor(const GatedDeltaArgs& args, const T* row) {
-  return args.normalize ? 1.0f / std::sqrt(sum_of_squares(row, args.key_width) + args.eps) : 1.0f;
+// The factor that makes a row of length 1, given the sum of its squares.
+inline float unit_factor(const GatedDeltaArgs& args, float squares) {
+  return args.normalize ? 1.0f / std::sqrt(squares + args.eps) : 1.0f;
 }
 
 // q and k of the tokens of a sequence for one key head.
@@ -36,7 +35,8 @@ void load_tokens(const GatedDeltaArgs& args, int64_t key_head, StepTokens& token
     const int64_t token = tokens.begin + t;
     const T* q = static_cast<const T*>(args.q) + token * args.q_token_stride + key_head * args.q_head_stride;
     const T* k = static_cast<const T*>(args.k) + token * args.k_token_stride + key_head * args.k_head_stride;
-    const Vec q_factor = Vec::set1(unit_factor(args, q) * args.scale), k_factor = Vec::set1(unit_factor(args, k));
+    const Vec q_factor = Vec::set1(unit_factor(args, sum_of_squares(q, args.key_width)) * args.scale);
+    const Vec k_factor = Vec::set1(unit_factor(args, sum_of_squares(k, args.key_width)));
     float *q_out = tokens.q + t * args.key_width, *k_out = tokens.k + t * args.key_width;
     tokens.dots[t] = accumulate(args.key_width, [&](Vec sum, int64_t i, auto count) {
       const Vec q_unit = load_some(q + i, count) * q_factor, k_unit = load_some(k + i, count) * k_factor;

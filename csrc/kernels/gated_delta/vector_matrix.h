@@ -17,10 +17,15 @@ struct VectorMatrix {
     odd.store(pair_row + kTileColumns + column);
   }
 
+  // Copies a row, padded with zeros, and gives the sum of its squares.
   template <class T>
-  static void copy_row(const T* row, int64_t width, int64_t padded, float* copy) {
-    for_each_vec(width, [&](int64_t i, auto count) { store_some(load_some(row + i, count), copy + i, count); });
+  static float copy_row(const T* row, int64_t width, int64_t padded, float* copy) {
     for (int64_t i = width; i < padded; ++i) copy[i] = 0.0f;
+    return accumulate(width, [&](Vec sum, int64_t i, auto count) {
+      const Vec v = load_some(row + i, count);
+      store_some(v, copy + i, count);
+      return fma(v, v, sum);
+    });
   }
 
   // rows [tokens, depth] as right-hand tiles of their transpose, and the transpose [depth, kChunkTokens] itself.

@@ -3,7 +3,7 @@
 Beside them is plain torch: for a prompt the chunked form in fp32, for the rest the ops that transformers uses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -21,6 +21,8 @@ BATCHES = (1, 8)
 CHUNK = twins.CHUNK_TOKENS
 # The twin goes token by token; this many show a wrong kernel.
 CHECKED_TOKENS = 200
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
 
 
 def rows() -> Iterator[Row]:
@@ -65,7 +67,7 @@ def _starts(*starts: int) -> Tensor:
     return torch.tensor(starts, dtype=torch.int32)
 
 
-def _inputs(net: LinearAttention, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _inputs(net: LinearAttention, tokens: int, dtype: torch.dtype) -> Inputs:
     """q, k and v as slices of a packed row, g and beta."""
     keys = net.key_heads * net.width
     packed = _in_huge_pages(random(tokens, net.qkv_width, dtype=dtype))
@@ -78,15 +80,20 @@ def _inputs(net: LinearAttention, tokens: int, dtype: torch.dtype) -> tuple[Tens
     return q, k, v, g, beta
 
 
+def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    q, k, v, g, beta = map(change, inputs)
+    return q, k, v, g, beta
+
+
 def _prompt(net: LinearAttention, dtype: torch.dtype) -> Calls:
     inputs = _inputs(net, PROMPT, dtype)
-    wide = [x.float().contiguous() for x in inputs]
+    wide = _each(inputs, lambda x: x.float().contiguous())
     states = torch.zeros(1, net.value_heads, net.width, net.width)
     starts, slots = _starts(0, PROMPT), _starts(0)
     out = _in_huge_pages(torch.zeros(PROMPT, net.value_heads, net.width, dtype=dtype))
 
     def check() -> bool:
-        some = [x[:CHECKED_TOKENS] for x in inputs]
+        some = _each(inputs, lambda x: x[:CHECKED_TOKENS])
         actual_states, expected_states = torch.zeros_like(states), torch.zeros_like(states)
         arguments = _starts(0, CHECKED_TOKENS), slots
         actual = gated_delta.gated_delta_rule(*some, actual_states, *arguments)
