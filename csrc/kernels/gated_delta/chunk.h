@@ -2,7 +2,7 @@
 // products: VectorMatrix or TileMatrix.
 //
 // A state is worked on in strips of 32 columns, each through a whole chunk: its 16 KB and what is made of it stay in
-// L1. q and k enter the products as they come; q_factor and k_factor make them of length 1.
+// L1. q and k enter the products as they come; ChunkFactors make them of length 1.
 #pragma once
 
 #include "base/denormals.h"
@@ -79,7 +79,8 @@ class Chunks {
   void place(char* base) {
     size_bytes_ = 0;
     auto take = [&](auto*& pointer, int64_t count) {
-      pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + size_bytes_);
+      pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(reinterpret_cast<uintptr_t>(base) +
+                                                                             static_cast<uintptr_t>(size_bytes_));
       size_bytes_ += round_up(count * static_cast<int64_t>(sizeof(*pointer)), 64);
     };
     take(rows_, 2 * kChunkTokens * depth_);

@@ -148,9 +148,11 @@ void step_head(const GatedDeltaArgs& args, int64_t sequence, int64_t head, bool 
   const float* state = args.state(args.read_slots[sequence], head);
   for (int64_t column = 0; column < args.value_width;) {
     const int64_t left = args.value_width - column;
-    const float* next = state + column + kStepColumns;
-    if (left <= kStepColumns) next = more_heads ? state + args.key_width * args.value_width : state;
-    if (!state) next = work;
+    const float* next = work;
+    if (state && left > kStepColumns)
+      next = state + column + kStepColumns;
+    else if (state && more_heads)
+      next = state + args.key_width * args.value_width;
     constexpr std::integral_constant<int, Vec::kLanes> kWhole{};
     if (left >= kStepColumns) {
       step_block<T, kStepVecs>(args, sequence, head, tokens, column, kWhole, next, work);
