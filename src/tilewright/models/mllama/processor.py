@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
-from tilewright.inputs.media import Fetch, Limits, MediaPart, content_key
+from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, content_key
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.processor import prompt_ids
 from tilewright.inputs.tokenizer import Tokenizer
@@ -26,6 +26,8 @@ IsKnown = Callable[[bytes], bool]
 
 class MllamaProcessor:
     """Turns requests into `ModelInputs`. May be called from several threads at once."""
+
+    accepts: Sequence[MediaKind] = ("image",)
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class MllamaProcessor:
         """
         if self.template is None:
             raise RequestError("the model has no chat template: give it a prompt instead")
-        normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=("image",))
+        normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=self.accepts)
         text = self.template.render(normalized, tools=tools, **template_args)
         inputs = self._place(self.tokenizer.encode(text), parts, fetch, is_known)
         return dataclasses.replace(inputs, opens_reasoning=opens_reasoning(text))
@@ -89,7 +91,7 @@ class MllamaProcessor:
             ids = prompt_ids(self.tokenizer, text, token_ids)
         content = [{"type": "image", "image": item} for item in images]
         content += [{"type": "video", "video": item} for item in videos]
-        _, parts = normalize([{"role": "user", "content": content}], limits=self.limits, accepts=("image",))
+        _, parts = normalize([{"role": "user", "content": content}], limits=self.limits, accepts=self.accepts)
         return self._place(ids, parts, None, is_known)
 
     def _begin(self, text: str) -> list[int]:
