@@ -8,14 +8,14 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt README.md \
 
 .PHONY: demo
 demo: .venv/.package
-	$(BIN)/tilewright info
+	@$(BIN)/tilewright demo
 
 .PHONY: test lint test-cpp test-python
 test: lint test-cpp test-python
 
 lint: .venv/.test
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks training
+	$(BIN)/ruff format --check src tests benchmarks training
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 

@@ -63,6 +63,14 @@ def _picture(call: Call, seed: int, full: bool) -> dict[str, float]:
     return {"figure": answer["seconds"], "prompt_tokens": answer["prompt_tokens"]}
 
 
+def _second_question(call: Call, seed: int, full: bool) -> dict[str, float]:
+    """Another question about a picture that was asked about before."""
+    sizes = {"width": 1024, "height": 1024, "picture_seed": seed}
+    call(call="picture", count=1, prompt_tokens=16, new_tokens=1, seed=seed, **sizes)
+    answer = call(call="picture", count=1, prompt_tokens=16, new_tokens=1, seed=seed + 1, **sizes)
+    return {"figure": answer["seconds"], "prompt_tokens": answer["prompt_tokens"]}
+
+
 def _eight_pictures(call: Call, seed: int, full: bool) -> dict[str, float]:
     sizes = {"width": 448, "height": 448}
     new_tokens = 32 if full else 2
@@ -81,6 +89,7 @@ WORKLOADS = {
         Workload("W1", "decode, 128-token prompt, 64 new", "tokens/s", _decode, is_rate=True),
         Workload("W2", "prefill of 1,024 tokens", "tokens/s", _prefill, is_rate=True),
         Workload("W3", "first token, 1024x1024 picture + 16 tokens", "s", _picture, needs_vision=True),
+        Workload("W3q", "another question about such a picture", "s", _second_question, needs_vision=True),
         Workload("W4", "8 requests, 448x448 picture + 64 tokens, 32 new", "s", _eight_pictures, needs_vision=True),
         Workload("W4c", "the same 8 requests again", "s", _eight_pictures, needs_vision=True),
         Workload("W4t", "8 requests, 128 tokens, 32 new", "s", _eight_texts, needs_vision=False),

@@ -6,6 +6,7 @@ reads per second, or of a matrix product of torch's, both measured between the r
 
   python benchmarks/shapes.py Qwen3-VL-8B-Instruct.json
   python benchmarks/shapes.py Qwen3-VL-30B-A3B-Instruct.json --batch 1 8 --rounds 5 --json 30b.json
+  python benchmarks/shapes.py Llama-3.2-11B-Vision-Instruct.json
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from tilewright.bench.probe import probe
 from tilewright.engine.assembly import PAGE_SIZE, build_core
-from tilewright.engine.costs import costs_of
+from tilewright.engine.costs import Costs, costs_of
 from tilewright.engine.scheduler import Limits
 from tilewright.models.registry import family_of
 from tilewright.ops.linear import PackedWeight
@@ -69,19 +70,23 @@ def random_value(weight: Weight, block: torch.Tensor) -> Any:
         return value + 1 if value.dim() == 1 else value
     if isinstance(weight, Linear):
         rows = sum(source.shape[0] for source in sources[: weight.num_parts])
-        bias = len(sources) > weight.num_parts
-        return packed(rows, sources[0].shape[1], weight.gated, bias, block)
+        return packed(rows, sources[0].shape[1], weight.gated, weight.has_bias, block)
     if isinstance(weight, PatchEmbedding):
         width, channels, frames, height, _ = sources[0].shape
         pixels = channels * height * height
         return PatchWeights(
             packed(width, pixels, False, True, block), packed(width, frames * pixels, False, True, block)
         )
-    assert isinstance(weight, Experts)
-    gated = weight.num_parts == 2
-    value = PackedExperts.empty(weight.num_experts, weight.rows, weight.columns, gated, torch.bfloat16)
-    fill(value.data, block)
-    return value
+    if isinstance(weight, Experts):
+        gated = weight.num_parts == 2
+        value = PackedExperts.empty(weight.num_experts, weight.rows, weight.columns, gated, torch.bfloat16)
+        fill(value.data, block)
+        return value
+    tensors = [torch.empty(source.shape, dtype=torch.bfloat16) for source in sources]
+    for tensor in tensors:
+        fill(tensor, block)
+    weight.build(tensors, torch.bfloat16)  # what a family puts together itself, and is small
+    return weight.value
 
 
 def make_model(config: dict) -> Any:
@@ -97,18 +102,36 @@ class Bench:
         self.model = model
         limits = Limits(max_context=max_context)
         num_pages = -(-max_context // PAGE_SIZE) * max_sequences
-        self.core = build_core(model, torch.bfloat16, limits, num_pages, make_decoder=NoText, prefix_cache=False)
+        self.core = build_core(
+            model,
+            torch.bfloat16,
+            limits,
+            num_pages,
+            num_scene_pages=self.pages_per_picture * (max_sequences + 1),
+            make_decoder=NoText,
+            prefix_cache=False,
+        )
+        self.core.scheduler.features.max_bytes = 1 << 40  # none is to be encoded again in a round
         self.rng = np.random.default_rng(0)
+
+    @property
+    def pages_per_picture(self) -> int:
+        return -(-self.model.cross_spec.max_states // PAGE_SIZE) if self.model.cross_spec else 0
 
     def inputs(self, num_tokens: int) -> ModelInputs:
         ids = tuple(self.rng.integers(0, min(self.model.vocab_size, 40000), num_tokens).tolist())
         positions = np.broadcast_to(np.arange(num_tokens), (self.model.num_position_axes, num_tokens))
         return ModelInputs(ids, positions.astype(np.int64), num_tokens)
 
-    def decode(self, batch: int, prompt_tokens: int, steps: int) -> float:
-        """Seconds per step."""
+    def decode(self, batch: int, prompt_tokens: int, steps: int, medium: Medium | None = None) -> float:
+        """Seconds per step; each sequence looks at `medium` as if it was one of its own."""
         for index in range(batch):
-            self.core.add(str(index), self.inputs(prompt_tokens), GREEDY)
+            inputs = self.inputs(prompt_tokens)
+            if medium is not None:
+                own = replace(medium, key=index.to_bytes(16, "little"))
+                self.core.scheduler.features.put(own.key, self.states)
+                inputs = replace(inputs, media=(own,))
+            self.core.add(str(index), inputs, GREEDY)
         while any(not item.is_decoding for item in self.core.scheduler.running + self.core.scheduler.waiting):
             self.core.step()
         times = [self.step_seconds() for _ in range(steps)]
@@ -122,14 +145,19 @@ class Bench:
             pass
         seconds = perf_counter() - begin
         self.finish(1)
-        self.core.scheduler.features.clear()
         return seconds
+
+    def forget(self) -> None:
+        """Drops all that is kept of pictures."""
+        self.core.scheduler.features.clear()
+        self.core.scheduler.scenes.clear()
 
     def encode(self, medium: Medium) -> float:
         begin = perf_counter()
         self.core.runner.encode([medium])
         seconds = perf_counter() - begin
-        self.core.scheduler.features.clear()
+        self.states = self.core.scheduler.features.get(medium.key)
+        self.forget()
         return seconds
 
     def step_seconds(self) -> float:
@@ -147,6 +175,41 @@ def picture(vision: Any, side: int) -> Medium:
     pixels = torch.randn(patches**2, 3 * vision.patch_size**2).bfloat16()
     span = Span(4, patches**2 // vision.merge_size**2)
     return Medium("image", b"0123456789abcdef", (1, patches, patches), (span,), lambda: pixels)
+
+
+def tiled_picture(vision: Any) -> Medium:
+    """As many tiles as there may be, in a square, which text attends to from the first token on."""
+    side = vision.tile_size // vision.patch_size
+    rows = round(vision.max_tiles**0.5)
+    tiling = (rows, vision.max_tiles // rows)
+    num_tiles = tiling[0] * tiling[1]
+    pixels = torch.randn(num_tiles * side**2, 3 * vision.patch_size**2).bfloat16()
+    return Medium(
+        "image",
+        b"0123456789abcdef",
+        (vision.max_tiles, side, side),
+        (Span(0, 1),),
+        lambda: pixels,
+        num_states=num_tiles * vision.rows_per_tile,
+        tiling=tiling,
+    )
+
+
+def measure_tiled(bench: Bench, batches: list[int], costs: Costs) -> dict[str, float]:
+    """Of a model with cross-attention: a picture, another question about it, and decoding while it is looked at."""
+    medium, spec = tiled_picture(bench.model.vision.config), bench.model.cross_spec
+    row = {"picture, 4 tiles: encoder s": bench.encode(medium)}
+    row["picture, 4 tiles: first token s"] = bench.prefill(24, (medium,))
+    row["picture, 4 tiles: another question s"] = bench.prefill(24, (medium,))
+    for batch in batches:
+        seconds = bench.decode(batch, 128, 12, medium)
+        row[f"decode {batch}, each with a picture: tokens/s"] = batch / seconds
+        if batch == 1:
+            states_bytes = medium.num_states * spec.bytes_per_token(torch.bfloat16.itemsize)
+            read_bytes = costs.weight_bytes_per_step + costs.cross_bytes_per_step + states_bytes
+            row["decode 1, with a picture: GB/s"] = read_bytes / seconds / 1e9
+    bench.forget()
+    return row
 
 
 def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
@@ -176,10 +239,13 @@ def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
         rate = costs.prefill_flops(1024) / seconds / 1e12
         row["prefill 1024: tokens/s"], row["prefill 1024: TFLOP/s"] = 1024 / seconds, rate
         row["prefill 1024: share of torch's product"] = rate / limits.gemm_tflops
-        if vision:
+        if model.cross_spec:
+            row |= measure_tiled(bench, batches, costs)
+        elif vision:
             medium = picture(vision.config, 1024)
             row["picture 1024x1024: encoder s"] = bench.encode(medium)
             row["picture 1024x1024: first token s"] = bench.prefill(medium.num_features + 24, (medium,))
+            bench.forget()
         if number:  # the first round records plans and warms up
             for name, value in row.items():
                 note(name, value)

@@ -98,7 +98,6 @@ def test_a_reader_that_leaves_is_no_error(text_model):
         (["Hello", "-m", "MODEL", "--image", "nowhere.png"], "nowhere.png: there is no such file"),
         (["Hello", "-m", "MODEL", "--image", "PHOTO"], "takes text alone"),
         (["Hello", "-m", "./nothing/here/now"], "does not exist"),
-        (["Hello"], "model is None"),
         (["", "-m", "MODEL"], "the prompt is empty"),
         (["x" * 600, "-m", "MODEL", "--max-context", "512"], "512"),
     ],
@@ -210,4 +209,6 @@ def test_speeds():
     assert speeds(Completion("", (), "abort", 1, 0, Timings(0, 0, 0))) == "0 tokens"
     assert speeds(Completion("a", (1,), "stop", 1, 0, Timings(0, 0.5, 0.5))) == "1 token, TTFT 0.50 s"
     many = Completion("a", tuple(range(11)), "stop", 1, 0, Timings(0, 0.5, 1.5))
+    soon = Completion("a", (1,), "stop", 1, 0, Timings(0, 0.0124, 0.5))
+    assert speeds(soon) == "1 token, TTFT 12 ms"
     assert speeds(many) == "11 tokens, TTFT 0.50 s, 10.0 tokens/s"

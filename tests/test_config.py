@@ -28,6 +28,11 @@ def test_all_set():
     assert settings.bind_cpus == (0, 1, 2, 3, 4, 5, 6, 7, 9)
 
 
+def test_no_color_is_anything_but_nothing():
+    assert config.resolve({"NO_COLOR": "0"}, CPUS).no_color
+    assert not config.resolve({"NO_COLOR": ""}, CPUS).no_color and not resolve().no_color
+
+
 def test_as_many_threads_as_cpus_to_pin_to():
     assert resolve(BIND="4,2").num_threads == 2
     assert resolve(BIND="4,2").bind_cpus == (4, 2)

@@ -9,13 +9,14 @@ from sources import PACKAGE, ROOT, cpp_files, imported_modules, parse, python_fi
 # Top to bottom. A part imports from lower rows and from itself, never from its own row or a higher one.
 LEVELS = [
     ["cli"],
+    ["demo"],
     ["batch", "bench", "chat", "serve"],
     ["server"],
     ["machine", "engine_flags"],
     ["engine", "diffusion"],
     ["models"],
     ["layers"],
-    ["weights", "parallel", "inputs"],
+    ["weights", "parallel", "inputs", "embedded"],
     ["ops"],
     ["_kernels"],
     ["types", "config", "event_loop"],
@@ -23,7 +24,7 @@ LEVELS = [
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 # Without torch, so that the server starts, and --help answers, at once.
-FREE_OF_TORCH = ["cli", "batch", "chat", "serve", "engine_flags", "config", "types", "server"]
+FREE_OF_TORCH = ["cli", "batch", "chat", "demo", "serve", "engine_flags", "embedded", "config", "types", "server"]
 
 
 def part_of(module: str) -> str | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import tokenizers
 import torch
 import transformers
-from tiny import MROPE, TEXT, VISION
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tiny import LLAMA3, MLLAMA_TEXT, MLLAMA_VISION, MROPE, TEXT, VISION
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 SPECIAL = ["<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 FIRST_SPECIAL = 256
@@ -29,6 +29,21 @@ TEMPLATE = """{%- for message in messages -%}
 
 QWEN_SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
 QWEN_TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+
+LLAMA_SPECIAL = ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|image|>"]
+LLAMA_TEMPLATE = """{{- bos_token -}}
+{%- for message in messages -%}
+<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n
+{%- if message.content is string %}{{ message.content | trim }}{% else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' %}<|image|>{% else %}{{ part.text | trim }}{% endif -%}
+{%- endfor -%}
+{%- endif -%}
+<|eot_id|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif -%}
+"""
 
 
 def _write_tokenizer(folder: Path, special: list[str] = SPECIAL, tags: Sequence[str] = (), template=TEMPLATE) -> None:
@@ -99,4 +114,33 @@ def write_vision_model(folder: Path) -> Path:
     settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 256, "longest_edge": 4096}}
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         (folder / name).write_text(json.dumps(settings))
+    return folder
+
+
+def write_cross_model(folder: Path) -> Path:
+    """A Llama-3.2-Vision for pictures of up to four tiles of 16x16 pixels, in patches of 4."""
+    torch.manual_seed(0)
+    image_token_id = FIRST_SPECIAL + LLAMA_SPECIAL.index("<|image|>")  # the first that the head has no row for
+    config = transformers.MllamaConfig(
+        text_config={**TEXT, **MLLAMA_TEXT, "vocab_size": image_token_id, "rope_parameters": LLAMA3},
+        vision_config=MLLAMA_VISION,
+        image_token_index=image_token_id,
+    )
+    network = transformers.MllamaForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "gate" in name.rsplit(".", 1)[-1]:  # closed in a fresh network
+                parameter.fill_(0.7)
+    network.save_pretrained(folder)
+    _write_tokenizer(folder, LLAMA_SPECIAL, template=LLAMA_TEMPLATE)
+    begin = LLAMA_SPECIAL[1]
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, FIRST_SPECIAL + 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"eos_token": LLAMA_SPECIAL[0], "bos_token": begin, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    settings = {"size": {"height": 16, "width": 16}, "max_image_tiles": 4, "resample": 2, "image_mean": [0.4] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "image_std": [0.3] * 3}))
     return folder

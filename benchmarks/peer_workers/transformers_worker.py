@@ -14,12 +14,16 @@ class Transformers(System):
         import transformers
 
         self.checkpoint = checkpoint
+        self.is_cross = checkpoint.config["model_type"] == "mllama"
         auto = transformers.AutoModelForCausalLM
         if checkpoint.has_vision:
-            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
             auto = transformers.AutoModelForImageTextToText
-            self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint.folder)
+            # The halves in Pillow: the others want torchvision.
+            if self.is_cross:
+                from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil as Pil
+            else:
+                from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Pil
+            self.image_processor = Pil.from_pretrained(checkpoint.folder)
         self.model = auto.from_pretrained(
             checkpoint.folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
         ).eval()
@@ -36,16 +40,11 @@ class Transformers(System):
         import torch
 
         media = {}
-        if pictures:
-            config = self.checkpoint.config
-            made = self.image_processor(images=pictures, return_tensors="pt")
-            merged = config["vision_config"]["spatial_merge_size"] ** 2
-            counts = [int(grid.prod()) // merged for grid in made["image_grid_thw"]]
-            prompts = [self.checkpoint.around_picture(n, prompt) for n, prompt in zip(counts, prompts, strict=True)]
-            media = {"pixel_values": made["pixel_values"].to(torch.bfloat16), "image_grid_thw": made["image_grid_thw"]}
+        if pictures and self.is_cross:
+            prompts, media = self._to_look_at(prompts, pictures)
+        elif pictures:
+            prompts, media = self._in_place(prompts, pictures)
         input_ids = torch.tensor(prompts)
-        if pictures:
-            media["mm_token_type_ids"] = (input_ids == self.checkpoint.config["image_token_id"]).int()
         with torch.inference_mode():
             out = self.model.generate(
                 input_ids=input_ids,
@@ -57,6 +56,31 @@ class Transformers(System):
             )
         assert out.shape[1] == input_ids.shape[1] + new_tokens
         return input_ids.shape[1]
+
+    def _in_place(self, prompts: list, pictures: list) -> tuple[list, dict]:
+        """Prompts with pictures in the place of tokens, as Qwen3-VL has them."""
+        import torch
+
+        config = self.checkpoint.config
+        made = self.image_processor(images=pictures, return_tensors="pt")
+        merged = config["vision_config"]["spatial_merge_size"] ** 2
+        counts = [int(grid.prod()) // merged for grid in made["image_grid_thw"]]
+        prompts = [self.checkpoint.around_picture(n, prompt) for n, prompt in zip(counts, prompts, strict=True)]
+        media = {"pixel_values": made["pixel_values"].to(torch.bfloat16), "image_grid_thw": made["image_grid_thw"]}
+        media["mm_token_type_ids"] = (torch.tensor(prompts) == config["image_token_id"]).int()
+        return prompts, media
+
+    def _to_look_at(self, prompts: list, pictures: list) -> tuple[list, dict]:
+        """Prompts with a picture each that all their tokens attend to, as Llama-3.2-Vision has them."""
+        import torch
+
+        prompts = [self.checkpoint.around_picture(1, prompt) for prompt in prompts]
+        made = dict(self.image_processor(images=[[picture] for picture in pictures], return_tensors="pt"))
+        made.pop("num_tiles")
+        made["pixel_values"] = made["pixel_values"].to(torch.bfloat16)
+        seen = made["aspect_ratio_mask"][:, None]  # [B, 1, pictures, tiles]
+        made["cross_attention_mask"] = seen.expand(-1, len(prompts[0]), -1, -1).contiguous()
+        return prompts, made
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """One system under test, as a process that loads a checkpoint once and then obeys lines of JSON.
 
 In:  {"call": "text", "count": 1, "prompt_tokens": 128, "new_tokens": 65, "seed": 7}
-     {"call": "picture", ..., "width": 448, "height": 448}: `prompt_tokens` are those beside each picture
+     {"call": "picture", ..., "width": 448, "height": 448}: `prompt_tokens` are those beside each picture, which
+     `picture_seed` may make another call's
      {"call": "probe"}: how fast the machine is, of a worker that can tell
 Out: {"ready": {...}} once, then {"seconds": ..., ...}, or {"error": ...}, for every line.
 The same seed makes the same prompts and pictures in every system. Making them is not timed; preprocessing them is.
@@ -36,7 +37,9 @@ class Checkpoint:
         return np.random.default_rng([seed, 1]).integers(*self.id_range, count).tolist()
 
     def around_picture(self, num_placeholders: int, token_ids: list[int]) -> list[int]:
-        """A prompt of a picture and then text."""
+        """A prompt of a picture and then text; one placeholder where tokens attend to pictures from outside."""
+        if "vision_start_token_id" not in self.config:
+            return [self.config["image_token_index"], *token_ids]
         start, picture, end = (self.config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
         return [start, *[picture] * num_placeholders, end, *token_ids]
 
@@ -112,7 +115,8 @@ def _obey(system: System, checkpoint: Checkpoint, command: dict) -> dict[str, ob
     prompts = [checkpoint.token_ids(num_tokens, 100 * seed + i) for i in range(count)]
     pictures = None
     if command["call"] == "picture":
-        pictures = [picture(command["width"], command["height"], 100 * seed + i) for i in range(count)]
+        picture_seed = command.get("picture_seed", seed)
+        pictures = [picture(command["width"], command["height"], 100 * picture_seed + i) for i in range(count)]
     begin = perf_counter()
     num_prompt_tokens = system.generate(prompts, pictures, command["new_tokens"])
     return {"seconds": perf_counter() - begin, "prompt_tokens": num_prompt_tokens}

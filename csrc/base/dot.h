@@ -1,4 +1,5 @@
-// c[rows, 16 * column_tiles] = A B with B in tiles (base/tile.h), for machines without AMX. Include after a Vec.
+// c[rows, 16 * column_tiles] = A B, or += when kAccumulate, with B in tiles (base/tile.h), for machines without AMX.
+// Include after a Vec.
 //
 // Every output is one chain of fused multiply-adds in order of depth, whatever the number of rows: a row's result does
 // not depend on the rows beside it, which is what makes greedy decoding independent of the batch.
@@ -70,12 +71,13 @@ inline void multiply_pair(const bf16* left, int64_t lda, const bf16* const (&b)[
 #endif
 
 // Left bf16 (with B in bf16) multiplies pairs as they are; left fp32 widens B.
-template <class Left, class TB, int kRows, int kTiles, class TileAt>
+template <class Left, class TB, bool kAccumulate, int kRows, int kTiles, class TileAt>
 inline void dot_block(const Left* a, int64_t lda, TileAt tile_at, int tile, int depth_tiles, float* c, int64_t ldc) {
   Vec acc[kRows][kTiles][kDotVecs];
-  for (auto& row : acc)
-    for (auto& column : row)
-      for (Vec& v : column) v = Vec::zero();
+  for (int r = 0; r < kRows; ++r)
+    for (int t = 0; t < kTiles; ++t)
+      for (int v = 0; v < kDotVecs; ++v)
+        acc[r][t][v] = kAccumulate ? Vec::load(c + r * ldc + t * kTileColumns + v * Vec::kLanes) : Vec::zero();
   for (int d = 0; d < depth_tiles; ++d) {
     const TB* b[kTiles];
     for (int t = 0; t < kTiles; ++t) b[t] = tile_at(d, tile + t);
@@ -110,7 +112,7 @@ inline void with_rows(int rows, Fn fn) {
   fn(std::integral_constant<int, kMax>{});
 }
 
-template <class TB, class Left, class TileAt>
+template <class TB, bool kAccumulate = false, class Left, class TileAt>
 inline void multiply_tiles(const Left* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles,
                            float* c, int64_t ldc) {
   for (int row = 0; row < rows; row += kDotRows) {
@@ -119,11 +121,11 @@ inline void multiply_tiles(const Left* a, int64_t lda, int rows, TileAt tile_at,
       constexpr int kTiles = dot_tiles(num_rows.value);
       int tile = 0;
       for (; tile + kTiles <= column_tiles; tile += kTiles)
-        dot_block<Left, TB, num_rows.value, kTiles>(a + row * lda, lda, tile_at, tile, depth_tiles,
-                                                    c + row * ldc + tile * kTileColumns, ldc);
+        dot_block<Left, TB, kAccumulate, num_rows.value, kTiles>(a + row * lda, lda, tile_at, tile, depth_tiles,
+                                                                 c + row * ldc + tile * kTileColumns, ldc);
       for (; tile < column_tiles; ++tile)
-        dot_block<Left, TB, num_rows.value, 1>(a + row * lda, lda, tile_at, tile, depth_tiles,
-                                               c + row * ldc + tile * kTileColumns, ldc);
+        dot_block<Left, TB, kAccumulate, num_rows.value, 1>(a + row * lda, lda, tile_at, tile, depth_tiles,
+                                                            c + row * ldc + tile * kTileColumns, ldc);
     });
   }
 }

@@ -61,6 +61,8 @@ NB_MODULE(_kernels, m) {
   bind_attention(m);
   bind_linear(m);
   bind_moe(m);
+  bind_gated_delta(m);
+  bind_conv(m);
   bind_norm(m);
   bind_activation(m);
   bind_embedding(m);

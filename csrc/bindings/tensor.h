@@ -108,6 +108,8 @@ void launch(void (*kernel)(const Args&), const Args& args) {
 void bind_attention(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_moe(nb::module_& m);
+void bind_gated_delta(nb::module_& m);
+void bind_conv(nb::module_& m);
 void bind_norm(nb::module_& m);
 void bind_activation(nb::module_& m);
 void bind_embedding(nb::module_& m);

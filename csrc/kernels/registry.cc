@@ -16,6 +16,15 @@ constexpr KernelInfo kLinear[] = {
 constexpr KernelInfo kMoe[] = {
 #include "kernels/moe/kernels.inc"
 };
+constexpr KernelInfo kGatedDelta[] = {
+#include "kernels/gated_delta/kernels.inc"
+};
+constexpr KernelInfo kDeltaInputs[] = {
+#include "kernels/delta_inputs/kernels.inc"
+};
+constexpr KernelInfo kConv[] = {
+#include "kernels/conv/kernels.inc"
+};
 constexpr KernelInfo kNorm[] = {
 #include "kernels/norm/kernels.inc"
 };
@@ -45,9 +54,20 @@ constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
 }
 
 constexpr OpInfo kOps[] = {
-    op("attention", kAttention), op("kv_cache", kKvCache),      op("linear", kLinear),       op("moe", kMoe),
-    op("norm", kNorm),           op("activation", kActivation), op("embedding", kEmbedding), op("rope", kRope),
-    op("probe", kProbe),         op("image", kImage),           op("sample", kSample),
+    op("attention", kAttention),
+    op("kv_cache", kKvCache),
+    op("linear", kLinear),
+    op("moe", kMoe),
+    op("gated_delta", kGatedDelta),
+    op("delta_inputs", kDeltaInputs),
+    op("conv", kConv),
+    op("norm", kNorm),
+    op("activation", kActivation),
+    op("embedding", kEmbedding),
+    op("rope", kRope),
+    op("probe", kProbe),
+    op("image", kImage),
+    op("sample", kSample),
 };
 
 }  // namespace

@@ -32,8 +32,9 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "chat",
         help="an answer, or a conversation, in the terminal",
         description="Answers PROMPT on standard output as it is generated; all else goes to standard error. "
-        "Without PROMPT, on a terminal: a conversation.",
+        "Without PROMPT, on a terminal: a conversation. Without -m, the model that comes with the package.",
         epilog="""examples:
+  tilewright chat "What is on it?" --image shapes.png      the embedded model, which is tiny
   tilewright chat "What is a tile?" -m ./Qwen3-VL-2B-Instruct
   tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png
   tilewright chat "What happens here?" -m MODEL --video clip.mp4 --max-tokens 200
@@ -45,7 +46,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     parser.add_argument("--video", action="append", default=[], metavar="FILE", help="a video; may be repeated")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no loading bar, no speeds")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no loading bar, no speeds, no notices")
     parser.add_argument("-v", "--verbose", action="store_true", help="tell what is going on")
     group = parser.add_argument_group("sampling", "Where nothing is given, as the checkpoint recommends.")
     group.add_argument("--max-tokens", type=engine_flags.positive, metavar="N", help="tokens of an answer at most")
@@ -128,7 +129,9 @@ def speeds(completion: Completion) -> str:
     count, timings = len(completion.token_ids), completion.timings
     if not count:
         return "0 tokens"
-    parts = [f"{count} token{'s' if count > 1 else ''}", f"TTFT {timings.first_token_s:.2f} s"]
+    first_s = timings.first_token_s
+    first = f"{first_s:.2f} s" if first_s >= 0.1 else f"{first_s * 1000:.0f} ms"
+    parts = [f"{count} token{'s' if count > 1 else ''}", f"TTFT {first}"]
     if count > 1 and timings.total_s > timings.first_token_s:
         parts.append(f"{(count - 1) / (timings.total_s - timings.first_token_s):.1f} tokens/s")
     return ", ".join(parts)
@@ -137,13 +140,18 @@ def speeds(completion: Completion) -> str:
 def answer_once(conversation: Conversation, prompt: str) -> int:
     try:
         completion = conversation.answer(prompt)
-    except BrokenPipeError:  # the reader had enough, as `| head` has
-        # Python writes what is left when it ends, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        forget_reader()
         return 0
     if completion.finish_reason == "abort":
         raise KeyboardInterrupt  # what was said stays on standard output; the exit status tells
     return 0
+
+
+def forget_reader() -> None:
+    """Ends standard output well for a reader that had enough, as `| head` has."""
+    # Python writes what is left when it ends, and would complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _ask() -> str:

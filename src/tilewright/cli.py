@@ -31,12 +31,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tilewright {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_demo(commands)
     _add_chat(commands)
     _add_serve(commands)
     _add_batch(commands)
     _add_info(commands)
     _add_bench(commands)
     return parser
+
+
+def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright import demo
+
+    demo.add_arguments(commands)
 
 
 def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

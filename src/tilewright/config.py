@@ -7,6 +7,7 @@ TILEWRIGHT_BIND          CPUs the threads are pinned to, such as "0-7,9"; unset:
 TILEWRIGHT_CACHE_DIR     where packed weights are kept between starts, or "off"; unset: tilewright in XDG_CACHE_HOME or,
                          without that, in ~/.cache
 TILEWRIGHT_API_KEY       the key, or keys with commas between, that `tilewright serve` asks for; unset: none
+NO_COLOR                 anything: no colours in the terminal; unset: colours where a terminal shows them
 OPENAI_API_KEY           what `tilewright bench serve` shows the server it measures; unset: nothing
 """
 
@@ -35,6 +36,7 @@ class Config:
     num_threads: int | None = None  # None: one per CPU of the process
     bind_cpus: tuple[int, ...] = ()  # empty: threads are not pinned
     cache_dir: Path | None = None  # None: packed weights are not kept
+    no_color: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     openai_api_key: str | None = field(default=None, repr=False)
 
@@ -55,7 +57,16 @@ def resolve(environment: Mapping[str, str], available_cpus: Collection[int]) -> 
     cache_dir = _parse_cache_dir(environment)
     api_keys = tuple(key for text in environment.get("TILEWRIGHT_API_KEY", "").split(",") if (key := text.strip()))
     openai_api_key = environment.get("OPENAI_API_KEY") or None
-    config = Config(tuple(sorted(available_cpus)), max_isa, num_threads, bind_cpus, cache_dir, api_keys, openai_api_key)
+    config = Config(
+        tuple(sorted(available_cpus)),
+        max_isa=max_isa,
+        num_threads=num_threads,
+        bind_cpus=bind_cpus,
+        cache_dir=cache_dir,
+        no_color=bool(environment.get("NO_COLOR")),
+        api_keys=api_keys,
+        openai_api_key=openai_api_key,
+    )
     _log.debug(
         "max_isa %s, num_threads %s, bind_cpus %s, cache_dir %s",
         max_isa,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
+from tilewright import embedded
 from tilewright.types import RequestError, UnsupportedConfig
 
 if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
 
-MODEL_HELP = "a folder, a GGUF file or a hub id"
+MODEL_HELP = f"a folder, a GGUF file or a hub id (default: the embedded {embedded.MODEL_NAME})"
 _NAMES = (
     "dtype",
     "kv_memory",
@@ -64,14 +66,20 @@ def _number(text: str, least: int) -> int:
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of the Engine that the flags give."""
+    """The arguments of the Engine that the flags give, the embedded model where they name none."""
     given = {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
-    return {"model": options.model, **given}
+    return {"model": str(embedded.path()) if options.model is None else options.model, **given}
 
 
 def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> Engine:
-    """The Engine of the flags, and of `more` that has none. A model that cannot be loaded is a RequestError."""
-    return make_engine(progress=progress, **engine_options(options), **more)
+    """The Engine of the flags, and of `more` that has none. A model that cannot be loaded is a RequestError.
+
+    That the embedded model is used, where none is named, is told on standard error unless the flags say to be quiet.
+    """
+    given = engine_options(options)
+    if options.model is None and not getattr(options, "quiet", False):
+        print(f"tilewright: {embedded.notice('-m ./Qwen3-VL-2B-Instruct')}", file=sys.stderr)
+    return make_engine(progress=progress, **given, **more)
 
 
 def make_engine(**options: Any) -> Engine:

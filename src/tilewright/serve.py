@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright import config, engine_flags
+from tilewright import config, embedded, engine_flags
 from tilewright.engine.memory import parse_bytes
 from tilewright.event_loop import run_loop
 from tilewright.types import RequestError
@@ -28,14 +28,18 @@ HOST = "127.0.0.1"
 PORT = 8000
 DRAIN_S = 60.0
 
+_log = logging.getLogger(__name__)
+
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command `serve`."""
     parser = commands.add_parser(
         "serve",
         help="a server with OpenAI's interface",
-        description="Serves MODEL to many clients at once, by OpenAI's interface, at http://127.0.0.1:8000/v1.",
+        description="Serves MODEL to many clients at once, by OpenAI's interface, at http://127.0.0.1:8000/v1. "
+        "Without MODEL, the small one that comes with the package.",
         epilog="""examples:
+  tilewright serve                                    the embedded model, which is tiny
   tilewright serve ./Qwen3-VL-2B-Instruct
   tilewright serve Qwen/Qwen3-VL-2B-Instruct --port 9000
   TILEWRIGHT_API_KEY=secret tilewright serve MODEL --host 0.0.0.0
@@ -120,9 +124,12 @@ def run(options: argparse.Namespace) -> int:
     log_lines.configure(is_json, _log_level(options))
     _allow_many_connections()
     settings = make_settings(options)
+    engine_options = engine_flags.engine_options(options)
+    if options.model is None:
+        _log.info(embedded.notice("tilewright serve ./Qwen3-VL-2B-Instruct"))
     listener = _listen(options.host, options.port)
     engine = {
-        **engine_flags.engine_options(options),
+        **engine_options,
         "progress": sys.stderr.isatty() and not options.quiet,
         "isolate_media": True,
         "media_limits": dataclasses.asdict(settings.media.limits),
@@ -219,27 +226,26 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
             proxy_headers=False, timeout_graceful_shutdown=round(drain_s),
         )
     )  # fmt: skip
-    log = logging.getLogger("tilewright.serve")
     loop = asyncio.get_running_loop()
 
     def end() -> None:
         server.force_exit = server.should_exit  # told twice, it ends at once
         server.should_exit = True
-        log.info("ending: finishing what is being answered")
+        _log.info("ending: finishing what is being answered")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if not settings.api_keys and settings.allowed_hosts == ():
-        log.warning("anybody who can reach %s may use it: there is no API key", url)
+        _log.warning("anybody who can reach %s may use it: there is no API key", url)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(backend.start())
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
-            log.info("%s is ready: a page to talk to it at %s/, it answers at %s/v1", desk.model.name, url, url)
+            _log.info("%s is ready: a page to talk to it at %s/, it answers at %s/v1", desk.model.name, url, url)
         await serving
     except EngineRefused as error:
         server.should_exit = True

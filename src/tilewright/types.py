@@ -97,13 +97,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture or a video within a prompt. Its features fill its spans in order."""
+    """A picture or a video within a prompt. Its features fill its spans in order.
+
+    In models with cross-attention they stay outside as states, which the tokens from its span on attend to.
+    """
 
     kind: Literal["image", "video"]
     key: bytes  # 16 bytes: a hash of the content and of the preprocessing; caches go by it
-    grid: tuple[int, int, int]  # frame groups, rows and columns of patches, before merging
+    grid: tuple[int, int, int]  # frame groups or tiles, rows and columns of patches, before merging
     spans: tuple[Span, ...]
     load: Callable[[], Tensor]  # the patches [N, C * frames * P * P] the encoder reads; called when they are needed
+    num_states: int = 0  # encoder states that tokens attend to; 0: features take the place of tokens
+    tiling: tuple[int, int] = (1, 1)  # rows and columns of tiles a picture is cut into
 
     @property
     def num_features(self) -> int:

@@ -3,7 +3,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from tiny_checkpoint import write_experts_model, write_text_model, write_vision_model
+from tiny_checkpoint import write_cross_model, write_experts_model, write_text_model, write_vision_model
 
 from tilewright import Engine, cli, machine
 from tilewright.bench import models, probe
@@ -111,6 +111,18 @@ def test_costs_by_hand(tmp_path, text_model):
         sparse = costs(engine)
     experts = 8 * width + 3 * 3 * 48 * width  # the router, and three matrices of three experts
     assert sparse.linear_flops_per_token == 2 * (3 * attention + 3 * inner * width + 2 * experts)
+
+
+def test_a_model_that_looks_at_pictures(run, tmp_path):
+    folder = str(write_cross_model(tmp_path))
+    for what in ("picture", "batch", "decode"):
+        assert run(what, "-m", folder, "--rounds", "1", *SMALL[what])[0] == 0
+    with Engine(folder, dtype="float32", pack_cache=False, max_context=512) as engine:
+        counted = costs(engine)
+    query, key_value, mlp = 96 * 96, 2 * 48 * 96, 3 * 160 * 96
+    assert counted.linear_flops_per_token == 2 * 3 * (2 * query + key_value + mlp)  # what text alone goes through
+    looking = 4 * 2 * (2 * query + mlp)  # keys and values are of the picture
+    assert looking <= counted.cross_bytes_per_step < 1.25 * looking
 
 
 def test_shares_are_of_the_probe_between():

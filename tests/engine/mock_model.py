@@ -1,7 +1,8 @@
 """A "language model" without arithmetic: each slot of its KV cache holds a hash of all the slots before it.
 
 It reads them through the pages of the sequence, so a wrong page, a stale one, a wrong border of a chunk or a draft that
-was not taken back changes every token after it. `answer` is the same without pages, batches, caches and drafts.
+was not taken back changes every token after it; and what tokens look at through the pages of scenes. `answer` is the
+same without pages, batches, caches and drafts.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
 from tilewright.engine.sampler import Sampler, uniform
+from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.scheduler import Limits, Scheduler
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.speculate import Speculator
@@ -24,6 +26,7 @@ VOCABULARY_SIZE = 24
 EOS = 0
 PLACEHOLDER = 23
 NOT_WRITTEN = -(2**62)
+NOTHING = np.empty(0, np.int64)
 
 _table = np.random.default_rng(0).normal(0.0, 2.0, (61, VOCABULARY_SIZE)).astype(np.float32)
 
@@ -33,9 +36,15 @@ def features_of(key: bytes, count: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=(count, 2)).astype(np.float32))
 
 
-def absorb(state, token_id: int, feature, positions: np.ndarray) -> int:
+def states_of(key: bytes, count: int) -> np.ndarray:
+    """What is kept of a picture that tokens look at."""
+    return features_of(key, count).sum(1).numpy().view(np.int32).astype(np.int64)
+
+
+def absorb(state, token_id: int, feature, positions: np.ndarray, seen: np.ndarray = NOTHING) -> int:
     """The content of a token's slot; `state` has read all the slots before it and reads this one too."""
     read = state.copy()
+    read.update(np.ascontiguousarray(seen).tobytes())
     read.update(np.int64(token_id).tobytes() if feature is None else feature.numpy().tobytes())
     read.update(np.ascontiguousarray(positions).tobytes())
     value = int.from_bytes(read.digest()[:7], "little")
@@ -58,9 +67,11 @@ def logits_of(state, token_ids: list[int]) -> np.ndarray:
 class MockRunner:
     """Checks what it is given, as well as computing it."""
 
-    def __init__(self, pool: PagePool, features: FeatureCache, limits: Limits) -> None:
+    def __init__(self, pool: PagePool, features: FeatureCache, scenes: SceneCache, limits: Limits) -> None:
         self.pool = pool
         self.features = features
+        self.scenes = scenes
+        self.states = np.full((scenes.num_pages, scenes.page_size), NOT_WRITTEN, np.int64)
         self.limits = limits
         self.values = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
         self.tokens = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
@@ -71,19 +82,33 @@ class MockRunner:
         self.steps.append([(chunk.sequence, chunk.start, chunk.num_tokens) for chunk in step.chunks])
         assert step.chunks and step.num_tokens <= self.limits.max_tokens_per_step
         assert len({chunk.sequence for chunk in step.chunks}) == len(step.chunks) <= self.limits.max_sequences
-        self._encode(step.encode)
+        self._encode(step)
+        self._fill(step.scenes)
         logits = [row for chunk in step.chunks for row in self._compute(chunk)]
         assert len(logits) == step.num_logits
         return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, VOCABULARY_SIZE)
 
-    def _encode(self, media):
+    def _encode(self, step):
+        media = step.encode
         num_patches = sum(int(np.prod(medium.grid)) for medium in media)
-        assert len(media) <= 1 or num_patches <= self.limits.max_encode_patches
+        first_scene = step.scenes[0].media if step.scenes else ()
+        are_one_scene = {medium.key for medium in media} <= {medium.key for medium in first_scene}
+        assert len(media) <= 1 or are_one_scene or num_patches <= self.limits.max_encode_patches
         for medium in media:
             medium.load()
             assert not self.features.has(medium.key)
-            self.features.put(medium.key, features_of(medium.key, medium.num_features))
+            self.features.put(medium.key, features_of(medium.key, medium.num_states or medium.num_features))
             self.num_encoded += 1
+
+    def _fill(self, scenes):
+        assert len({scene.key for scene in scenes}) == len(scenes)
+        for scene in scenes:
+            assert not self.scenes.is_filled(scene.key)
+            for medium in scene.media:
+                assert len(self.features.get(medium.key)) == medium.num_states
+            states = np.concatenate([states_of(medium.key, medium.num_states) for medium in scene.media])
+            self.states.reshape(-1)[self.scenes.slots(scene.key, scene.num_states)] = states
+            self.scenes.fill(scene.key)
 
     def _compute(self, chunk):
         sequence, size = chunk.sequence, self.pool.page_size
@@ -99,10 +124,15 @@ class MockRunner:
             for index in range(run.length):
                 features[run.start + index] = self.features.get(run.medium.key)[run.first_feature + index]
         positions = sequence.positions(chunk.start, chunk.stop)
+        seen = {}
+        for sight in sequence.sights(chunk.start, chunk.stop):
+            states = self.states[self.scenes.pages(sight.scene.key)].reshape(-1)[: sight.num_states]
+            assert NOT_WRITTEN not in states and len(states) == sight.num_states
+            seen.update(dict.fromkeys(range(sight.start, sight.stop), states))
         for index, token_id in enumerate(chunk.token_ids):
             position = chunk.start + index
             page = sequence.pages[position // size]
-            value = absorb(state, token_id, features.get(position), positions[:, index])
+            value = absorb(state, token_id, features.get(position), positions[:, index], seen.get(position, NOTHING))
             self.values[page, position % size] = value
             self.tokens[page, position % size] = token_id
             token_ids.append(token_id)
@@ -124,6 +154,7 @@ def make_core(
     num_pages=64,
     page_size=4,
     *,
+    num_scene_pages=64,
     prefix_cache=True,
     num_drafts=0,
     max_feature_bytes=1 << 20,
@@ -133,6 +164,7 @@ def make_core(
 ) -> EngineCore:
     pool = PagePool(num_pages, page_size)
     features = FeatureCache(max_feature_bytes)
+    scenes = SceneCache(num_scene_pages, page_size)
     all_limits = Limits(max_context=max_context, **limits)
     scheduler = Scheduler(
         pool,
@@ -140,9 +172,10 @@ def make_core(
         features,
         all_limits,
         Speculator(num_drafts) if num_drafts else None,
+        scenes,
     )
     return EngineCore(
-        MockRunner(pool, features, all_limits),
+        MockRunner(pool, features, scenes, all_limits),
         scheduler,
         Sampler(),
         make_decoder=make_decoder,
@@ -157,7 +190,10 @@ def text_inputs(token_ids) -> ModelInputs:
 
 
 def media_inputs(parts) -> ModelInputs:
-    """Parts are tokens, or (key, lengths of spans): a medium, with token 22 between its spans."""
+    """Parts are tokens, or (key, lengths of spans): a medium, with token 22 between its spans.
+
+    (key, number of states) is one that tokens look at.
+    """
     token_ids: list[int] = []
     media = []
     for part in parts:
@@ -165,6 +201,11 @@ def media_inputs(parts) -> ModelInputs:
             token_ids.append(part)
             continue
         key, lengths = part
+        if isinstance(lengths, int):
+            place = (Span(len(token_ids), 1),)
+            token_ids.append(PLACEHOLDER)
+            media.append(Medium("image", key, (1, 2, lengths), place, lambda: torch.empty(0), num_states=lengths))
+            continue
         spans = []
         for length in lengths:
             spans.append(Span(len(token_ids), length))
@@ -188,7 +229,10 @@ def run_all(core: EngineCore, max_steps=10_000):
 def answer(inputs: ModelInputs, params: SamplingParams, index=0, max_context=10_000) -> list[int]:
     """The output of answer `index`, computed token by token in one piece."""
     feature_of = {}
+    looks_from = {medium.spans[0].start: medium for medium in inputs.media if medium.num_states}
     for medium in inputs.media:
+        if medium.num_states:
+            continue
         rows = iter(features_of(medium.key, medium.num_features))
         for span in medium.spans:
             for position in range(span.start, span.start + span.length):
@@ -196,8 +240,12 @@ def answer(inputs: ModelInputs, params: SamplingParams, index=0, max_context=10_
     state = hashlib.blake2b()
     token_ids = list(inputs.token_ids)
     num_prompt = len(token_ids)
+    seen = NOTHING
     for position, token_id in enumerate(token_ids):
-        absorb(state, token_id, feature_of.get(position), inputs.positions[:, position])
+        if medium := looks_from.get(position):
+            before = seen if position - 1 in looks_from else NOTHING
+            seen = np.concatenate([before, states_of(medium.key, medium.num_states)])
+        absorb(state, token_id, feature_of.get(position), inputs.positions[:, position], seen)
     seeded = Sequence("", inputs, params, index=index, seed=params.seed)
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
     while True:
@@ -208,7 +256,7 @@ def answer(inputs: ModelInputs, params: SamplingParams, index=0, max_context=10_
         if len(token_ids) >= max_context or num_output == params.max_tokens:
             break
         next_position = inputs.next_position + num_output - 1
-        absorb(state, token_ids[-1], None, np.full(len(inputs.positions), next_position, np.int64))
+        absorb(state, token_ids[-1], None, np.full(len(inputs.positions), next_position, np.int64), seen)
     return token_ids[num_prompt:]
 
 

@@ -124,6 +124,26 @@ def test_a_medium_that_cannot_be_read_any_more_fails_its_request_alone():
     assert loop.stats().num_pages_used == 0 and not loop.core.scheduler.features._pins
 
 
+def test_a_scene_that_cannot_be_filled_gives_its_pages_back():
+    loop = EngineLoop(make_core(max_tokens_per_step=100), threaded=False)
+    inputs = media_inputs([1, (b"k" * 16, 5), 2])
+
+    def gone():
+        raise OSError("the file is gone")
+
+    broken = dataclasses.replace(inputs, media=tuple(dataclasses.replace(item, load=gone) for item in inputs.media))
+    other = media_inputs([3, (b"m" * 16, 9), 2])
+    handles = [loop.submit(lambda ready=ready: ready, params()) for ready in (broken, other)]
+    while loop.step():
+        pass
+    with pytest.raises(EngineError, match="the file is gone"):
+        handles[0].result(TIMEOUT_S)
+    assert list(handles[1].result()[0].token_ids) == answer(other, params())
+    scenes = loop.core.scheduler.scenes
+    assert loop.stats().num_scene_pages_used == 0 and not loop.core.scheduler.features._pins
+    assert len(scenes._free) == scenes.num_pages - 3  # what is still kept of the other
+
+
 def test_a_step_that_cannot_be_scheduled_fails_all():
     loop = EngineLoop(make_core(), threaded=False)
     handles = [loop.submit(lambda: prompt(1), params()) for _ in range(2)]

@@ -50,6 +50,14 @@ def test_sizes(text, size_bytes):
     assert memory.parse_bytes(text) == size_bytes
 
 
+def test_pages_of_scenes():
+    assert memory.num_scene_pages(10, 5, 100, 4000) == 100  # a quarter
+    assert memory.num_scene_pages(10, 5, 2, 4000) == 10  # two pictures are all that can be looked at
+    assert memory.num_scene_pages(10, 5, 100, 80) == 5  # one at least
+    with pytest.raises(RequestError, match="kv_memory is 50 bytes, expected more than the 50 that"):
+        memory.num_scene_pages(10, 5, 100, 50)
+
+
 @pytest.mark.parametrize("text", ["much", "1i", "-5", "3TB"])
 def test_what_is_no_size(text):
     with pytest.raises(RequestError, match="expected bytes or a size"):

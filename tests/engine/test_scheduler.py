@@ -194,6 +194,70 @@ class TestMedia:
         assert sequence.num_cached_tokens == 12 and core.runner.num_encoded == 2
 
 
+class TestScenes:
+    def test_a_picture_is_stored_once_and_encoded_once(self):
+        core = make_core()
+        core.add("a", media_inputs([1, (KEY, 5), 2, (b"l" * 16, 3), (KEY, 5), 3]), GREEDY)
+        core.add("b", media_inputs([3, (KEY, 5), 2]), GREEDY)
+        step = core.scheduler.schedule()
+        assert [medium.key for medium in step.encode] == [KEY, b"l" * 16]
+        assert [scene.num_states for scene in step.scenes] == [5, 8]
+        scenes = core.scheduler.scenes
+        assert (scenes.num_lookups, scenes.num_hits, scenes.num_pages_used) == (3, 1, 2 + 2)
+
+    def test_a_chunk_ends_before_a_scene_that_has_no_place(self):
+        core = make_core(num_scene_pages=2)
+        inputs = media_inputs([1, (KEY, 5), 2, 3, (b"l" * 16, 5), 4, (KEY, 5), 5])
+        (sequence,) = core.add("a", inputs, GREEDY)
+        run_all(core)
+        assert [(start, count) for chunks in core.runner.steps for _, start, count in chunks][:3] == [
+            (0, 4),
+            (4, 2),
+            (6, 2),
+        ]
+        assert sequence.output_token_ids == answer(inputs, GREEDY)
+        assert core.runner.num_encoded == 2  # features of the first were kept
+
+    def test_a_scene_is_encoded_whole(self):
+        core = make_core(max_encode_patches=12)
+        # 2 patches a state: 10 for each, so that two are more than a step may have, and must be had.
+        inputs = media_inputs([1, (KEY, 5), 2, (b"l" * 16, 5), (b"m" * 16, 5), 3])
+        (sequence,) = core.add("a", inputs, GREEDY)
+        run_all(core)
+        assert [(start, count) for chunks in core.runner.steps for _, start, count in chunks][:2] == [(0, 3), (3, 3)]
+        assert sequence.output_token_ids == answer(inputs, GREEDY)
+
+    def test_those_behind_a_scene_without_a_place_wait_for_it(self):
+        core = make_core(num_scene_pages=2)
+        sequences = [core.add(str(i), media_inputs([1, (bytes([i]) * 16, 7), 2]), greedy(6))[0] for i in range(3)]
+        text = core.add("text", prompt(4), greedy(3))[0]
+        run_all(core)
+        for sequence in (*sequences, text):
+            assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
+        assert [sequence.finished_s for sequence in sequences] == sorted(item.finished_s for item in sequences)
+        assert text.finished_s < sequences[1].finished_s
+
+    def test_another_picture_before_the_same_text_is_another_prefix(self):
+        core = make_core()
+        for key in (KEY, b"l" * 16, KEY):
+            (sequence,) = core.add("a", media_inputs([1, 2, 3, 4, (key, 9), 6, 7, 8, 9]), GREEDY)
+            run_all(core)
+            assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
+        assert sequence.num_cached_tokens == 8 and core.runner.num_encoded == 2
+
+    def test_a_found_prefix_behind_the_picture_still_sees_it(self):
+        core = make_core(max_feature_bytes=0)
+        inputs = media_inputs([1, (KEY, 9), *range(1, 12)])
+        for num_encoded in (1, 1, 2):
+            (sequence,) = core.add("a", inputs, GREEDY)
+            run_all(core)
+            assert sequence.output_token_ids == answer(inputs, GREEDY)
+            assert core.runner.num_encoded == num_encoded
+            if sequence.num_cached_tokens:
+                core.scheduler.scenes.clear()
+        assert sequence.num_cached_tokens == 12
+
+
 def test_prompt_logprobs_bound_the_rows_of_a_step():
     core = make_core(max_prompt_rows=4, max_tokens_per_step=64)
     (sequence,) = core.add("a", prompt(10), greedy(2, prompt_logprobs=0))

@@ -4,6 +4,7 @@ import torch
 
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.runner import Runner
+from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.scheduler import Limits
 from tilewright.models.registry import family_of
 from tilewright.ops.kv_cache import KvCache
@@ -55,9 +56,15 @@ def make_runner():
     """A Runner over fresh pages of 32 tokens."""
 
     def make(model, *, num_pages=64, replay=False, dtype=torch.float32):
-        spec = model.kv_spec
-        caches = [KvCache.empty(num_pages, 32, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)]
+        def caches(spec):
+            return [
+                KvCache.empty(num_pages, 32, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)
+            ]
+
         limits = Limits(max_context=32 * num_pages, max_tokens_per_step=2048, max_sequences=16)
-        return Runner(model, caches, FeatureCache(1 << 30), limits, replay=replay)
+        cross = {}
+        if model.cross_spec:
+            cross = {"scenes": SceneCache(num_pages, 32), "cross_caches": caches(model.cross_spec)}
+        return Runner(model, caches(model.kv_spec), FeatureCache(1 << 30), limits, replay=replay, **cross)
 
     return make

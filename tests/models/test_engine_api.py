@@ -185,5 +185,3 @@ def test_options_that_cannot_be(engine, tmp_path_factory, options, words):
     folder = tiny_checkpoint.write_text_model(tmp_path_factory.mktemp("text"))
     with pytest.raises(RequestError, match=words):
         tilewright.Engine(folder, pack_cache=False, **options)
-    with pytest.raises(RequestError, match="model is None"):
-        tilewright.Engine()

@@ -26,13 +26,25 @@ class NoText:
 class Answers:
     """Requests through the real scheduler, runner and sampler."""
 
-    def __init__(self, model, dtype, *, num_pages=64, tokens_per_step=1024, prefix_cache=False, drafts=0, replay=True):
+    def __init__(
+        self,
+        model,
+        dtype,
+        *,
+        num_pages=64,
+        num_scene_pages=64,
+        tokens_per_step=1024,
+        prefix_cache=False,
+        drafts=0,
+        replay=True,
+    ):
         limits = Limits(max_context=512, max_tokens_per_step=tokens_per_step, max_sequences=min(16, tokens_per_step))
         self.core = build_core(
             model,
             dtype,
             limits,
             num_pages,
+            num_scene_pages=num_scene_pages,
             make_decoder=NoText,
             page_size=PAGE_SIZE,
             speculate=drafts,
@@ -41,7 +53,7 @@ class Answers:
         )
         self.scheduler = self.core.scheduler
         self.features = self.scheduler.features
-        for cache in self.core.runner.kv_caches:
+        for cache in [*self.core.runner.kv_caches, *self.core.runner.cross_caches]:
             cache.data.fill_(float("nan"))  # what was never written must not be read
 
     def to(self, prompts, params=GREEDY):
@@ -49,11 +61,11 @@ class Answers:
         sequences = [self.core.add(str(i), inputs, params)[0] for i, inputs in enumerate(prompts)]
         while self.core.has_work:
             self.core.step()
-        assert self.scheduler.pool.num_used == 0
+        assert self.scheduler.pool.num_used == self.scheduler.scenes.num_pages_used == 0
         return [sequence.output_token_ids for sequence in sequences]
 
 
-@pytest.fixture(params=["qwen3_vl", "qwen3_moe"])
+@pytest.fixture(params=["qwen3_vl", "qwen3_moe", "mllama"])
 def case(request, networks, models, dtype):
     """A model and prompts for it, of which two share a beginning and one repeats itself."""
     hf, _ = networks(request.param)
@@ -65,6 +77,13 @@ def case(request, networks, models, dtype):
     longer = (*prompts[1].inputs.token_ids, 1, 2, 3)
     positions = np.broadcast_to(np.arange(len(longer)), (num_axes, len(longer))).astype(np.int64)
     inputs.append(ModelInputs(longer, positions, len(longer)))
+    if request.param in tiny.CROSS_FAMILIES:
+        for pieces, seed in (
+            ([4, (1, 2), 9], 4),
+            ([(2, 2), 30, (1, 1), (1, 3), 5], 5),
+            ([4, (1, 2), 9, (1, 2), 3], 4),
+        ):
+            inputs.append(tiny.in_dtype(tiny.cross_prompt(pieces, seed).inputs, dtype))
     if num_axes == 3:
         for media, seed in (
             ([("image", (1, 6, 8))], 4),
@@ -103,7 +122,10 @@ def test_answers_do_not_depend_on_how_they_are_computed(case, alone, how):
         "chunks of 32": Answers(model, dtype, tokens_per_step=32),
         "with drafts": Answers(model, dtype, drafts=4),
         "few pages": Answers(model, dtype, num_pages=8),
-        "few pages, cached": Answers(model, dtype, num_pages=9, prefix_cache=True, drafts=3, tokens_per_step=40),
+        "one scene at a time": Answers(model, dtype, num_scene_pages=3),
+        "few pages, cached": Answers(
+            model, dtype, num_pages=9, num_scene_pages=5, prefix_cache=True, drafts=3, tokens_per_step=40
+        ),
     }
     for name, answers in ways.items():
         assert answers.to(prompts, PARAMS[how]) == alone[how], name
@@ -119,7 +141,13 @@ def test_answers_do_not_depend_on_what_is_cached(case, alone):
     prefix = answers.scheduler.prefix_cache
     assert prefix.num_tokens_hit > 0
     if any(inputs.media for inputs in prompts):
-        prefix.pool.clear()  # the pictures' tokens are computed again, from features that are still there
-        hits = answers.features.num_hits
+        scenes = answers.scheduler.scenes
+        prefix.pool.clear()  # the pictures' tokens are computed again, from features or scenes that are still there
+        hits = answers.features.num_hits + scenes.num_hits
         assert answers.to(prompts) == alone["greedy"]
-        assert answers.features.num_hits > hits
+        assert answers.features.num_hits + scenes.num_hits > hits
+        prefix.pool.clear()
+        scenes.clear()  # and scenes from features
+        num_lookups, num_hits = answers.features.num_lookups, answers.features.num_hits
+        assert answers.to(prompts) == alone["greedy"]
+        assert answers.features.num_lookups - num_lookups == answers.features.num_hits - num_hits > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from transformers.models.mllama.image_processing_pil_mllama import (
+    build_aspect_ratio_mask_np,
+    convert_aspect_ratios_to_ids_np,
+)
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 from tilewright.types import Medium, ModelInputs, Span
 
@@ -49,6 +58,19 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MLLAMA_TEXT = {"num_hidden_layers": 5, "cross_attention_layers": [1, 4], "pad_token_id": 0, "eos_token_id": 1}
+MLLAMA_VISION = {
+    "hidden_size": 72,
+    "attention_heads": 3,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_global_layers": 2,
+    "intermediate_layers_indices": [0, 2],
+    "vision_output_dim": 216,
+    "image_size": 16,  # 17 rows a tile, filled up to 24
+    "patch_size": 4,
+    "initializer_range": 0.15,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -80,12 +102,19 @@ def _configs() -> dict[str, transformers.PreTrainedConfig]:
         ),
         "qwen3_vl": _vision_language(transformers.Qwen3VLConfig, {}, tie_word_embeddings=True),
         "qwen3_vl_moe": _vision_language(transformers.Qwen3VLMoeConfig, EXPERTS, tie_word_embeddings=False),
+        # The last layer is one that attends to pictures, and so is one in between.
+        "mllama": transformers.MllamaConfig(
+            text_config={**TEXT, **MLLAMA_TEXT, "rope_parameters": LLAMA3},
+            vision_config=MLLAMA_VISION,
+            image_token_index=VOCAB,
+        ),
     }
 
 
 CONFIGS = _configs()
 FAMILIES = list(CONFIGS)
 VISION_FAMILIES = [name for name in FAMILIES if "_vl" in name]
+CROSS_FAMILIES = [name for name in FAMILIES if "mllama" in name]
 
 
 def make_network(name: str) -> torch.nn.Module:
@@ -93,7 +122,9 @@ def make_network(name: str) -> torch.nn.Module:
     torch.manual_seed(FAMILIES.index(name))
     config = CONFIGS[name]
     mapping = (
-        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if "_vl" in name else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if name in VISION_FAMILIES + CROSS_FAMILIES
+        else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     )
     network = mapping[type(config)](config).eval()
     network.set_attn_implementation("eager")
@@ -101,6 +132,9 @@ def make_network(name: str) -> torch.nn.Module:
         for parameter in network.parameters():
             if parameter.dim() == 1:
                 parameter.normal_(1.0 if parameter.mean() > 0.5 else 0.0, 0.2)
+        for parameter_name, parameter in network.named_parameters():
+            if "gate" in parameter_name.rsplit(".", 1)[-1]:  # closed in a fresh network
+                parameter.uniform_(0.5, 1.0)
     return network
 
 
@@ -156,6 +190,63 @@ def media_prompt(network: torch.nn.Module, media: list[tuple[str, tuple[int, int
     positions, _ = network.model.get_rope_index(arguments["input_ids"], types[None].int(), **grids)
     positions = positions[:, 0].numpy().astype(np.int64)
     return Prompt(ModelInputs(tuple(ids), positions, int(positions.max()) + 1, tuple(made)), arguments)
+
+
+def cross_prompt(pieces: list[int | tuple[int, int]], seed: int) -> Prompt:
+    """Numbers of words and (rows, columns) of the tiles of pictures, for a model with cross-attention."""
+    rng = np.random.default_rng(seed)
+    ids, media, tiles = [], [], []
+    for piece in pieces:
+        if isinstance(piece, int):
+            ids += rng.integers(0, IMAGE, piece).tolist()
+            continue
+        num_tiles = piece[0] * piece[1]
+        pixels = torch.randn(num_tiles, 3, 16, 16, generator=torch.Generator().manual_seed(100 * seed + len(media)))
+        patches = pixels.view(num_tiles, 3, 4, 4, 4, 4).permute(0, 2, 4, 1, 3, 5).reshape(num_tiles * 16, 48)
+        key = f"{seed}/{len(media)}".encode().rjust(16, b"-")
+        place = Span(len(ids), 1)
+        media.append(Medium("image", key, (4, 4, 4), (place,), _Patches(patches), 17 * num_tiles, piece))
+        tiles.append(pixels)
+        ids.append(VOCAB)
+    arguments = {"input_ids": torch.tensor(ids)[None]}
+    if media:
+        tilings = [[medium.tiling for medium in media]]
+        arguments["pixel_values"] = torch.stack([torch.cat([t, torch.zeros(4 - len(t), 3, 16, 16)]) for t in tiles])[
+            None
+        ]
+        arguments["aspect_ratio_ids"] = torch.from_numpy(convert_aspect_ratios_to_ids_np(tilings, 4))
+        arguments["aspect_ratio_mask"] = torch.from_numpy(build_aspect_ratio_mask_np(tilings, 4))
+        seen = [get_cross_attention_token_mask(ids, VOCAB)]
+        mask = convert_sparse_cross_attention_mask_to_dense(seen, [[len(t) for t in tiles]], 4, len(ids))
+        arguments["cross_attention_mask"] = torch.from_numpy(mask)
+    positions = np.arange(len(ids), dtype=np.int64)[None]
+    return Prompt(ModelInputs(tuple(ids), positions, len(ids), tuple(media)), arguments)
+
+
+@contextlib.contextmanager
+def blind_before_pictures(network: torch.nn.Module):
+    """transformers with Meta's rule for tokens that see nothing: it masks attention's result of theirs as the MLP's.
+
+    transformers masks the MLP's alone, so that those tokens see all pictures of the prompt, also such that come later.
+    """
+    hooks = []
+    for layer in network.model.language_model.layers:
+        if not hasattr(layer, "cross_attn"):
+            continue
+
+        def keep(layer, arguments, keywords):
+            layer.cross_attn.row_mask = keywords["full_text_row_masked_out_mask"]
+
+        def mask(attention, arguments, result):
+            return result[0] * attention.row_mask[:, 0], result[1]
+
+        hooks.append(layer.register_forward_pre_hook(keep, with_kwargs=True))
+        hooks.append(layer.cross_attn.register_forward_hook(mask))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass

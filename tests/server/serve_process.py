@@ -13,10 +13,11 @@ import openai
 
 
 class ServerProcess:
-    """`tilewright serve` in a process of its own, on any free port."""
+    """`tilewright serve` in a process of its own, on any free port; without a model, with the embedded one."""
 
     def __init__(self, model, *flags, max_file_bytes=resource.RLIM_INFINITY, **environment):
-        command = [sys.executable, "-m", "tilewright.cli", "serve", str(model), "--port", "0", "--kv-memory", "64MB"]
+        named = [] if model is None else [str(model)]
+        command = [sys.executable, "-m", "tilewright.cli", "serve", *named, "--port", "0", "--kv-memory", "64MB"]
         self.process = subprocess.Popen(
             [*command, "--log-format", "json", *flags],
             stderr=subprocess.PIPE,

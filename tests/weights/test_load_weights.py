@@ -66,6 +66,20 @@ def test_linears(make_checkpoint, monkeypatch, block_bytes, source_dtype, dtype,
 
 
 @pytest.mark.parametrize("source_dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_scaled_by_the_tanh_of_a_gate(make_checkpoint, source_dtype, bias):
+    """In fp32, rounded once: the gate costs nothing later, and no accuracy now."""
+    parts = [("part0", 37), ("part1", 20)]
+    tensors = tensors_of(parts, 40, source_dtype, bias) | {"gate": torch.tensor([0.3], dtype=source_dtype)}
+    weight = Linear(parts, 40, bias=bias, tanh_scale="gate")
+    load([weight], make_checkpoint(tensors), dtype=torch.bfloat16)
+    scale = tensors["gate"].float().tanh()
+    stacked = torch.cat([tensors[f"{name}.weight"].float() for name, _ in parts]) * scale
+    biases = torch.cat([tensors[f"{name}.bias"].float() for name, _ in parts]) * scale if bias else None
+    assert same_packed(weight.value, pack_weight(stacked, biases, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("source_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (13,), (3000, 1200), (4, 3, 2)])
 def test_plain_tensors_are_copies(make_checkpoint, source_dtype, dtype, shape):

@@ -1,4 +1,4 @@
-// exp, tanh, sigmoid, silu, gelu on Vec. Include after one of scalar.h, avx2.h, avx512.h.
+// exp, tanh, sigmoid, softplus, silu, gelu on Vec. Include after one of scalar.h, avx2.h, avx512.h.
 #pragma once
 
 namespace tilewright {
@@ -52,6 +52,23 @@ inline Vec sigmoid(Vec x) {
   } else {
     return reciprocal(one + exp(Vec::zero() - x));
   }
+}
+
+// log(1 + e^x) as max(x, 0) + log(1 + y) with y = e^-|x|, and log(1 + y) as 2 artanh(s), s = y / (2 + y) <= 1/3: the
+// series to s^15 leaves 3e-9 of it. Relative error under 4e-7.
+inline Vec softplus(Vec x) {
+  const Vec y = exp(min(x, Vec::zero() - x));
+  const Vec s = y / (y + Vec::set1(2.0f));
+  const Vec square = s * s;
+  Vec p = Vec::set1(2.0f / 15);
+  p = fma(p, square, Vec::set1(2.0f / 13));
+  p = fma(p, square, Vec::set1(2.0f / 11));
+  p = fma(p, square, Vec::set1(2.0f / 9));
+  p = fma(p, square, Vec::set1(2.0f / 7));
+  p = fma(p, square, Vec::set1(2.0f / 5));
+  p = fma(p, square, Vec::set1(2.0f / 3));
+  p = fma(p, square, Vec::set1(2.0f));
+  return fma(p, s, max(Vec::zero(), x));
 }
 
 template <bool kRough = false>

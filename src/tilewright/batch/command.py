@@ -36,6 +36,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "the order they are done. A request that cannot be served gets a line too, with its status and error. "
         "Stopped or killed, the same command goes on where it was.",
         epilog="""examples:
+  tilewright batch questions.jsonl answers.jsonl               by the embedded model, which is tiny
   tilewright batch questions.jsonl answers.jsonl -m ./Qwen3-VL-2B-Instruct
   tilewright batch in.jsonl out.jsonl -m MODEL --errors failed.jsonl
   tilewright batch in.jsonl out.jsonl -m MODEL --name gpt-4o-mini      a file that was made for another model

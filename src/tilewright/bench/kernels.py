@@ -17,8 +17,9 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     parser = subparsers.add_parser(
         "kernels",
         help="every kernel beside torch's own op and the machine's limit",
-        description="Times each kernel at the shapes of Qwen3-VL 2B and 8B, in turns with torch's way to the same "
-        "result. A kernel that disagrees with its twin gets no figure, and the exit status is 1.",
+        description="Times each kernel at the shapes of Qwen3-VL 2B and 8B and of Qwen3.5's linear attention, in turns "
+        "with torch's way to the same result. A kernel that disagrees with its twin gets no figure, and the exit "
+        "status is 1.",
         epilog="""examples:
   tilewright bench kernels                              all of them
   tilewright bench kernels --filter "linear 2B"         rows whose name and shape have these words

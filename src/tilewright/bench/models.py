@@ -38,6 +38,7 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
             description=f"Measures {what}. Prompts are random and new in every round; answers are greedy and go on to "
             "the last token. The machine's own speed is probed between the rounds.",
             epilog=f"""examples:
+  tilewright bench {name}                                 the embedded model
   tilewright bench {name} -m MODEL
   tilewright bench {name} -m MODEL --rounds 9 --json {name}.json --plot {name}.png""",
             formatter_class=argparse.RawDescriptionHelpFormatter,

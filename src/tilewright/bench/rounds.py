@@ -15,7 +15,6 @@ from PIL import Image
 from tilewright.bench.probe import Probe
 from tilewright.engine.costs import Costs, costs_of
 from tilewright.engine.engine import Engine
-from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.types import Completion, RequestError
 
 
@@ -61,8 +60,7 @@ class Prompts:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        processor = engine.loaded.processor
-        self.placeholders = processor.placeholders if isinstance(processor, Qwen3VlProcessor) else None
+        self.picture_token_ids = engine.loaded.processor.picture_token_ids
         vocabulary_size = engine.loaded.model.vocab_size
         # Special tokens are the first or the last of a vocabulary.
         self.id_range = vocabulary_size // 8, vocabulary_size * 7 // 8
@@ -71,10 +69,9 @@ class Prompts:
         return np.random.default_rng(seed).integers(*self.id_range, count).tolist()
 
     def ids_with_picture(self, count: int, *seed: int) -> list[int]:
-        if self.placeholders is None:
+        if not self.picture_token_ids:
             raise RequestError(f"{self.engine.loaded.name} takes text alone, expected a model that takes pictures")
-        places = self.placeholders
-        return [places.start, places.image, places.end, *self.ids(count, *seed)]
+        return [*self.picture_token_ids, *self.ids(count, *seed)]
 
     def picture(self, size: tuple[int, int], *seed: int) -> Image.Image:
         """Gradients under noise."""
@@ -172,7 +169,7 @@ def batch(engine: Engine, options: argparse.Namespace) -> Measure:
     def measure(number: int) -> Amounts:
         each = range(options.batch)
         images = None
-        if prompts.placeholders is not None:
+        if prompts.picture_token_ids:
             images = [prompts.picture(options.size, number, i) for i in each]
             ids = [prompts.ids_with_picture(options.prompt_tokens, number, i) for i in each]
         else:

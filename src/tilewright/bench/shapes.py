@@ -81,3 +81,26 @@ class Experts:
 
 
 SPARSE_MODELS = (Experts("30B-A3B", 2048, 768, 128, 8),)
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The gated delta net of a layer: heads of `width` in keys and values, a convolution over `conv_width` tokens."""
+
+    name: str
+    key_heads: int
+    value_heads: int
+    width: int = 128
+    conv_width: int = 4
+
+    @property
+    def state_elements(self) -> int:
+        return self.value_heads * self.width * self.width
+
+    @property
+    def qkv_width(self) -> int:
+        return (2 * self.key_heads + self.value_heads) * self.width
+
+
+# Qwen3.5 0.8B and 2B have the first, 4B, 9B and 35B-A3B the second.
+LINEAR_ATTENTIONS = (LinearAttention("3.5-2B", 16, 16), LinearAttention("3.5-9B", 16, 32))

@@ -14,9 +14,10 @@ from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
 from tilewright.engine.runner import Runner
 from tilewright.engine.sampler import Sampler
+from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.scheduler import Limits, Scheduler
 from tilewright.engine.speculate import Speculator
-from tilewright.models.protocol import Model
+from tilewright.models.protocol import KvSpec, Model
 from tilewright.ops.kv_cache import KvCache
 
 PAGE_SIZE = 64
@@ -29,6 +30,7 @@ def build_core(
     limits: Limits,
     num_pages: int,
     *,
+    num_scene_pages: int = 0,
     make_decoder: Callable[[], Decoder],
     eos_token_ids: Collection[int] = (),
     constraints: ConstraintCompiler | None = None,
@@ -37,20 +39,30 @@ def build_core(
     prefix_cache: bool = True,
     replay: bool = True,
 ) -> EngineCore:
-    """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`."""
-    spec = model.kv_spec
-    kv_caches = [
-        KvCache.empty(num_pages, page_size, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)
-    ]
+    """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`.
+
+    A model with cross-attention has `num_scene_pages` more, for those of encoder states.
+    """
+    kv_caches = _caches(model.kv_spec, num_pages, page_size, dtype)
+    scenes, cross_caches = None, []
+    if model.cross_spec is not None:
+        scenes = SceneCache(num_scene_pages, page_size)
+        cross_caches = _caches(model.cross_spec, num_scene_pages, page_size, dtype)
     features = FeatureCache(FEATURE_CACHE_BYTES)
     pool = PagePool(num_pages, page_size)
     speculator = Speculator(speculate) if speculate else None
     return EngineCore(
-        Runner(model, kv_caches, features, limits, replay=replay),
-        Scheduler(pool, PrefixCache(pool, enabled=prefix_cache), features, limits, speculator),
+        Runner(model, kv_caches, features, limits, scenes=scenes, cross_caches=cross_caches, replay=replay),
+        Scheduler(pool, PrefixCache(pool, enabled=prefix_cache), features, limits, speculator, scenes),
         Sampler(),
         make_decoder=make_decoder,
         vocabulary_size=model.vocab_size,
+        num_embeddings=model.decoder.config.num_embeddings,
         eos_token_ids=eos_token_ids,
         constraints=constraints,
     )
+
+
+def _caches(spec: KvSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> list[KvCache]:
+    """One per layer."""
+    return [KvCache.empty(num_pages, page_size, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)]

@@ -20,8 +20,9 @@ from tilewright.types import Completion, Delta, Medium, ModelInputs, RequestErro
 class Runner(Protocol):
     """Computes a step.
 
-    Encodes step.encode into the feature cache, writes keys and values of the chunks' tokens, drafts included, into the
-    pages of their sequences, and returns the logits rows they ask for, in order: fp32 [step.num_logits, V].
+    Encodes step.encode into the feature cache, fills the pages of step.scenes from it, writes keys and values of the
+    chunks' tokens, drafts included, into the pages of their sequences, and returns the logits rows they ask for, in
+    order: fp32 [step.num_logits, V].
     """
 
     def run(self, step: Step) -> Tensor: ...
@@ -38,6 +39,7 @@ class EngineCore:
         *,
         make_decoder: Callable[[], Decoder],
         vocabulary_size: int,
+        num_embeddings: int | None = None,
         eos_token_ids: Collection[int] = (),
         constraints: ConstraintCompiler | None = None,
     ) -> None:
@@ -46,6 +48,7 @@ class EngineCore:
         self.sampler = sampler
         self.make_decoder = make_decoder
         self.vocabulary_size = vocabulary_size
+        self.num_embeddings = num_embeddings or vocabulary_size  # tokens that may be read, if never written
         self.eos_token_ids = frozenset(eos_token_ids)
         self.constraints = constraints
         self.failures: dict[str, RequestError] = {}  # requests that the last step had to drop
@@ -78,14 +81,14 @@ class EngineCore:
         grammar: Grammar | None = None,
     ) -> list[Sequence]:
         """The sequences of a new request, queued; RequestError if it cannot be answered."""
-        for name, ids in (
-            ("the prompt", inputs.token_ids),
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
+        for name, ids, count in (
+            ("the prompt", inputs.token_ids, self.num_embeddings),
+            ("logit_bias", params.logit_bias, self.vocabulary_size),
+            ("stop_token_ids", params.stop_token_ids, self.vocabulary_size),
         ):
             for token_id in (min(ids), max(ids)) if ids else ():
-                if not 0 <= token_id < self.vocabulary_size:
-                    raise RequestError(f"{name} has token {token_id}, expected 0 to {self.vocabulary_size - 1}")
+                if not 0 <= token_id < count:
+                    raise RequestError(f"{name} has token {token_id}, expected 0 to {count - 1}")
         self.scheduler.check(len(inputs.token_ids))
         sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s, grammar)
         self.scheduler.add(sequences)

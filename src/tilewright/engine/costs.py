@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tilewright.layers.cross_attention import CrossLayer
 from tilewright.layers.decoder import Decoder
 from tilewright.layers.moe import SparseMlp
 from tilewright.models.protocol import KvSpec
@@ -14,7 +15,7 @@ from tilewright.weights.spec import Linear, walk
 
 @dataclass(frozen=True)
 class Costs:
-    """Of the text side of a model; a vision tower is no part of it."""
+    """Of the text side of a model; a vision tower is no part of it, nor are layers that text alone leaves out."""
 
     weight_bytes_per_step: int  # of one token: each packed weight once, of experts only those a token is sent to
     expert_bytes_per_token: int  # the part of these that another token, sent elsewhere, reads anew
@@ -23,6 +24,7 @@ class Costs:
     linear_flops_per_token: int  # without the head, which only the tokens that are sampled from need
     head_flops: int
     attention_flops_per_pair: int  # of one query and one key, over all layers
+    cross_bytes_per_step: int = 0  # of the layers that a token which looks at a picture goes through besides
 
     def decode_bytes(self, context: int) -> int:
         """What a step of one sequence reads that has `context` tokens."""
@@ -61,13 +63,16 @@ def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int) -> Costs:
         kv_bytes_per_token=kv_spec.bytes_per_token(kv_itemsize),
         linear_flops_per_token=2 * sum(multiplies for _, multiplies in weights),
         head_flops=2 * head.n * head.k,
-        attention_flops_per_pair=4 * config.num_layers * config.attention.num_heads * config.attention.head_width,
+        attention_flops_per_pair=4 * config.num_kv_layers * config.attention.num_heads * config.attention.head_width,
+        cross_bytes_per_step=sum(_cross_sizes(decoder)),
     )
 
 
 def _weights_of_a_token(decoder: Decoder) -> Iterator[tuple[int, int]]:
     """(bytes, multiply-adds) of everything in the layers that one token goes through. Norms are some KB: left out."""
     for layer in decoder.layers:
+        if isinstance(layer, CrossLayer):
+            continue
         for weight in walk(layer):
             if isinstance(weight, Linear):
                 yield _size_bytes(weight.value), weight.value.n * weight.value.k
@@ -75,6 +80,15 @@ def _weights_of_a_token(decoder: Decoder) -> Iterator[tuple[int, int]]:
             for experts in (layer.mlp.gate_up.value, layer.mlp.down.value):
                 chosen = layer.mlp.config.experts_per_token
                 yield chosen * experts.data[0].nbytes, chosen * experts.n * experts.k
+
+
+def _cross_sizes(decoder: Decoder) -> Iterator[int]:
+    """Bytes of each linear of cross-attention layers but those that make keys and values, once for a picture."""
+    for layer in decoder.layers:
+        if isinstance(layer, CrossLayer):
+            for weight in walk(layer):
+                if isinstance(weight, Linear) and weight is not layer.attention.key_value:
+                    yield _size_bytes(weight.value)
 
 
 def _expert_sizes(decoder: Decoder) -> Iterator[tuple[int, int, int]]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tilewright import embedded
 from tilewright.engine.assembly import PAGE_SIZE, build_core
 from tilewright.engine.constraint import ConstraintCompiler
 from tilewright.engine.costs import costs_of
 from tilewright.engine.handle import Handle
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
-from tilewright.engine.memory import num_kv_pages
+from tilewright.engine.memory import kv_bytes, num_kv_pages, num_scene_pages
 from tilewright.engine.scheduler import Limits
 from tilewright.engine.stats import Stats
 from tilewright.inputs.chat import has_media
@@ -23,6 +25,8 @@ from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
 
+_log = logging.getLogger(__name__)
+
 
 class Engine:
     """A model, ready to answer many requests at once.
@@ -30,10 +34,12 @@ class Engine:
         with Engine("path/to/Qwen3-VL-2B-Instruct") as engine:
             print(engine.chat([{"role": "user", "content": "What is a tile?"}], max_tokens=100).text)
 
-    `model` is a folder, a GGUF file or a hub id. Requests may come from any thread; they are computed together.
+    `model` is a folder, a GGUF file or a hub id; None: the small one that comes with the package, which a warning
+    tells. Requests may come from any thread; they are computed together.
 
     dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
-    kv_memory       bytes for keys and values, or "4GB"; None: half of what is free
+    kv_memory       bytes for keys and values, those of pictures that are looked at included, or "4GB"; None: half of
+                    what is free
     max_context     tokens a prompt and its answer may have; None: as many as the model allows
     max_sequences   answers that are computed together
     max_tokens_per_step  tokens of prompts and answers computed in one step
@@ -66,8 +72,10 @@ class Engine:
         media_limits: MediaLimits | None = None,
         isolate_media: bool = False,
     ) -> None:
-        _require_supported(model=model, tp=tp, quantize=quantize, device=device)
-        assert model is not None
+        _require_supported(tp=tp, quantize=quantize, device=device)
+        if model is None:
+            model = embedded.path()
+            _log.warning(embedded.notice('Engine("./Qwen3-VL-2B-Instruct")'))
         self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
         self.loaded: LoadedModel = load_model(
             model,
@@ -83,11 +91,13 @@ class Engine:
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
         )
+        num_pages, for_scenes = _num_pages(self.loaded, limits, kv_memory)
         core = build_core(
             self.loaded.model,
             self.loaded.dtype,
             limits,
-            _num_pages(self.loaded, limits, kv_memory),
+            num_pages,
+            num_scene_pages=for_scenes,
             make_decoder=self.loaded.tokenizer.stream,
             eos_token_ids=self.loaded.tokenizer.stop_token_ids,
             constraints=ConstraintCompiler(self.loaded.tokenizer, self.loaded.model.vocab_size),
@@ -219,9 +229,7 @@ class Engine:
         return self.loop.submit(prepare, params, has_media=has_media)
 
 
-def _require_supported(*, model: str | Path | None, tp: int, quantize: str | None, device: str) -> None:
-    if model is None:
-        raise RequestError("model is None, expected a folder, a GGUF file or a hub id")
+def _require_supported(*, tp: int, quantize: str | None, device: str) -> None:
     if tp != 1:
         raise RequestError(f"tp is {tp}, expected 1: tensor parallelism is not built yet")
     if quantize is not None:
@@ -230,11 +238,18 @@ def _require_supported(*, model: str | Path | None, tp: int, quantize: str | Non
         raise RequestError(f"device is {device!r}, expected cpu")
 
 
-def _num_pages(loaded: LoadedModel, limits: Limits, kv_memory: int | str | None) -> int:
-    """Pages for keys and values, as many as fit the memory."""
+def _num_pages(loaded: LoadedModel, limits: Limits, kv_memory: int | str | None) -> tuple[int, int]:
+    """Pages for keys and values of tokens, and of encoder states: as many as fit the memory."""
+    itemsize, size_bytes = loaded.dtype.itemsize, kv_bytes(kv_memory)
+    cross, for_scenes = loaded.model.cross_spec, 0
+    if cross is not None:
+        scene_page_bytes = cross.bytes_per_token(itemsize) * PAGE_SIZE
+        pages_per_medium = -(-cross.max_states // PAGE_SIZE)
+        for_scenes = num_scene_pages(scene_page_bytes, pages_per_medium, limits.max_sequences, size_bytes)
+        size_bytes -= for_scenes * scene_page_bytes
     most_pages = -(-limits.max_context // PAGE_SIZE) * limits.max_sequences
-    page_bytes = loaded.model.kv_spec.bytes_per_token(loaded.dtype.itemsize) * PAGE_SIZE
-    return num_kv_pages(page_bytes, most_pages, kv_memory)
+    page_bytes = loaded.model.kv_spec.bytes_per_token(itemsize) * PAGE_SIZE
+    return num_kv_pages(page_bytes, most_pages, size_bytes), for_scenes
 
 
 def _per_prompt(name: str, items: Sequence[Any], num_prompts: int) -> Sequence[Any]:

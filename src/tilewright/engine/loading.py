@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tilewright import config as settings
+from tilewright import embedded
 from tilewright.inputs.chat import ChatTemplate
 from tilewright.inputs.media import Limits
 from tilewright.inputs.opener import Opener
@@ -46,6 +47,9 @@ def load_model(
     opener: Opener | None = None,
 ) -> LoadedModel:
     """The model in a folder, a GGUF file or behind a hub id, its weights packed, with its processor and tokenizer."""
+    # The embedded model goes by its own name, and packs in 80 ms (10 from a cache): no large one's entry gives way.
+    is_embedded = embedded.is_embedded(name)
+    own_name = embedded.MODEL_NAME if is_embedded else Path(name).name
     checkpoint = open_checkpoint(name)
     family = family_of(checkpoint.config)
     model = family.build(checkpoint.config, checkpoint.shapes)
@@ -55,7 +59,7 @@ def load_model(
         checkpoint,
         dtype=weight_dtype,
         rename=model.checkpoint_name,
-        cache_dir=settings.current().cache_dir if pack_cache else None,
+        cache_dir=settings.current().cache_dir if pack_cache and not is_embedded else None,
         progress=progress,
     )
     tokenizer = _tokenizer(checkpoint)
@@ -63,7 +67,7 @@ def load_model(
     template = ChatTemplate(sources, tokenizer.special_tokens) if sources else None
     processor: Processor
     if family.make_processor is None:
-        processor = TextProcessor(Path(name).name, tokenizer, template)
+        processor = TextProcessor(own_name, tokenizer, template)
     else:
         processor = family.make_processor(
             checkpoint.config,
@@ -75,7 +79,7 @@ def load_model(
             opener=opener,
         )
     defaults = sampling_defaults(checkpoint.files)
-    return LoadedModel(Path(name).name, model, processor, tokenizer, weight_dtype, defaults, report)
+    return LoadedModel(own_name, model, processor, tokenizer, weight_dtype, defaults, report)
 
 
 def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:

@@ -11,6 +11,8 @@ from tilewright.types import RequestError
 
 # Of what is free once the weights are loaded; the rest is for activations, pictures and other programs.
 KV_SHARE = 0.5
+# Of that, for encoder states: a picture of Llama-3.2-Vision takes as much as 1,600 tokens of text.
+SCENE_SHARE = 0.25
 
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
@@ -65,10 +67,25 @@ def _group_bytes() -> Iterator[tuple[int, int]]:
                     yield int(limit), int(used)
 
 
-def num_kv_pages(page_bytes: int, max_pages: int, kv_memory: int | str | None) -> int:
-    """Pages that fit `kv_memory`, or a share of the free memory; no more than could ever be used."""
-    size_bytes = available_bytes() * KV_SHARE if kv_memory is None else parse_bytes(kv_memory)
-    pages = int(size_bytes // page_bytes)
+def kv_bytes(kv_memory: int | str | None) -> int:
+    """What `kv_memory` says, or a share of the free memory."""
+    return int(available_bytes() * KV_SHARE) if kv_memory is None else parse_bytes(kv_memory)
+
+
+def num_scene_pages(page_bytes: int, pages_per_medium: int, max_media: int, size_bytes: int) -> int:
+    """Pages for encoder states: a share of `size_bytes`, at least one medium's, no more than could be seen at once."""
+    if page_bytes * pages_per_medium >= size_bytes:
+        raise RequestError(
+            f"kv_memory is {size_bytes} bytes, expected more than the {page_bytes * pages_per_medium} that the encoder "
+            "states of one image take"
+        )
+    pages = int(size_bytes * SCENE_SHARE // page_bytes)
+    return min(max(pages, pages_per_medium), pages_per_medium * max_media)
+
+
+def num_kv_pages(page_bytes: int, max_pages: int, size_bytes: int) -> int:
+    """Pages that fit `size_bytes`; no more than could ever be used."""
+    pages = size_bytes // page_bytes
     if pages < 1:
-        raise RequestError(f"kv_memory is {int(size_bytes)} bytes, expected at least one page of {page_bytes}")
+        raise RequestError(f"kv_memory is {size_bytes} bytes, expected at least one page of {page_bytes}")
     return min(pages, max_pages)

@@ -15,9 +15,9 @@ DIGEST_BYTES = 16
 class PrefixCache:
     """Finds the pages of a sequence's beginning that another one has computed, and counts how often.
 
-    A full page is keyed by a digest over the digest of the page before it, its token ids, their rope positions and the
-    features among them, so equal digests mean equal keys and values. Generated tokens are stored too: the next turn of
-    a conversation finds the answer.
+    A full page is keyed by a digest over the digest of the page before it, its token ids, their rope positions, the
+    features among them and what they see by cross-attention, so equal digests mean equal keys and values. Generated
+    tokens are stored too: the next turn of a conversation finds the answer.
     """
 
     def __init__(self, pool: PagePool, *, enabled: bool = True) -> None:
@@ -70,5 +70,8 @@ class PrefixCache:
             for run in sequence.features_in(start, stop):
                 state.update(run.medium.key)
                 state.update(struct.pack("<qqq", run.start - start, run.first_feature, run.length))
+            for sight in sequence.sights(start, stop):
+                state.update(sight.scene.key)
+                state.update(struct.pack("<qqq", sight.start - start, sight.stop - start, sight.num_states))
             digests.append(state.digest())
         return digests[index]

@@ -1,4 +1,4 @@
-"""Runs a step: encodes its media, lays its chunks out as a batch, and gives the logits."""
+"""Runs a step: encodes its media, fills its scenes, lays its chunks out as a batch, and gives the logits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.engine.cross_buffers import CrossBuffers
 from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.scene import Scene
+from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.scheduler import Limits
 from tilewright.engine.step import Chunk, Step, last_rows
-from tilewright.layers.batch import Batch, MediaRun
+from tilewright.layers.batch import Batch, CrossBatch, MediaRun
 from tilewright.models.protocol import Model
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena, Plan
@@ -67,6 +70,7 @@ class StepBuffers:
         kv_caches: Items[KvCache],
         logit_rows: Tensor | None,
         media: Items[MediaRun],
+        cross: CrossBatch | None,
     ) -> Batch:
         """The first `num_tokens` tokens of `num_sequences` sequences, as views."""
         return Batch(
@@ -79,6 +83,7 @@ class StepBuffers:
             kv_caches=kv_caches,
             logit_rows=logit_rows,
             media=media,
+            cross=cross,
         )
 
 
@@ -89,7 +94,10 @@ class RecordedStep:
 
 
 class Runner:
-    """The model with its pages of keys and values. `replay`: small steps are recorded once per shape and replayed."""
+    """The model with its pages of keys and values. `replay`: small steps are recorded once per shape and replayed.
+
+    A model with cross-attention has a second set of caches, with the pages of `scenes`.
+    """
 
     def __init__(
         self,
@@ -98,30 +106,37 @@ class Runner:
         features: FeatureCache,
         limits: Limits,
         *,
+        scenes: SceneCache | None = None,
+        cross_caches: Items[KvCache] = (),
         replay: bool = True,
     ) -> None:
         self.model = model
         self.kv_caches = kv_caches
         self.features = features
+        self.scenes = scenes
+        self.cross_caches = cross_caches
         self.replay = replay
         page_size, num_pages = kv_caches[0].page_size, kv_caches[0].num_pages
         self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages)
+        self._cross = CrossBuffers(limits.max_tokens_per_step, scenes, cross_caches) if scenes else None
         self._arena = Arena()
-        self._recorded: OrderedDict[tuple[int, int], RecordedStep] = OrderedDict()
+        self._recorded: OrderedDict[tuple[int, ...], RecordedStep] = OrderedDict()
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
         """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
         self.encode(step.encode)
+        self._fill(step.scenes)
         self._buffers.fill(step.chunks)
+        seen = self._cross.fill(step.chunks) if self._cross else ()
         num_tokens, num_sequences = step.num_tokens, len(step.chunks)
         media = self._media_runs(step.chunks)
         wants_all = step.num_logits == num_tokens
         if self.replay and wants_all and not media and num_tokens <= MAX_RECORDED_TOKENS:
-            return self._run_recorded(num_tokens, num_sequences)
+            return self._run_recorded((num_tokens, num_sequences, *seen))
         logit_rows = None if wants_all else _logit_rows(step.chunks)
         with self._arena.use():
-            return self.model.forward(self._buffers.batch(num_tokens, num_sequences, self.kv_caches, logit_rows, media))
+            return self.model.forward(self._batch(num_tokens, num_sequences, logit_rows, media))
 
     @torch.inference_mode()
     def encode(self, media: Items[Medium]) -> None:
@@ -132,8 +147,24 @@ class Runner:
             for medium, features in zip(media, self.model.encode(media), strict=True):
                 self.features.put(medium.key, features)
 
-    def _run_recorded(self, num_tokens: int, num_sequences: int) -> Tensor:
-        shape = num_tokens, num_sequences
+    def _fill(self, scenes: Items[Scene]) -> None:
+        """Writes the keys and values of scenes whose media are encoded to their pages."""
+        if not scenes or self.scenes is None:
+            return
+        with self._arena.use():
+            for scene in scenes:
+                slots = torch.from_numpy(self.scenes.slots(scene.key, scene.num_states))
+                sizes = [medium.num_states for medium in scene.media]
+                for medium, places in zip(scene.media, slots.split(sizes), strict=True):
+                    self.model.decoder.store_states(self.features.get(medium.key), places, self.cross_caches)
+                self.scenes.fill(scene.key)
+
+    def _batch(self, num_tokens: int, num_sequences: int, logit_rows: Tensor | None, media: Items[MediaRun]) -> Batch:
+        cross = self._cross.batch(num_tokens) if self._cross else None
+        return self._buffers.batch(num_tokens, num_sequences, self.kv_caches, logit_rows, media, cross)
+
+    def _run_recorded(self, shape: tuple[int, ...]) -> Tensor:
+        """`shape` is the numbers of tokens and sequences, then those of tokens and spans that see something."""
         recorded = self._recorded.get(shape)
         if recorded is not None:
             self._recorded.move_to_end(shape)
@@ -141,7 +172,7 @@ class Runner:
             return recorded.logits
         plan = Plan(self._arena)
         with plan.record():
-            logits = self.model.forward(self._buffers.batch(num_tokens, num_sequences, self.kv_caches, None, ()))
+            logits = self.model.forward(self._batch(shape[0], shape[1], None, ()))
         self._recorded[shape] = RecordedStep(plan, logits)
         if len(self._recorded) > MAX_PLANS:
             self._recorded.popitem(last=False)

@@ -6,16 +6,18 @@ import bisect
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.sequence import Sequence, Status
+from tilewright.engine.scene import Scene
+from tilewright.engine.scene_cache import SceneCache
+from tilewright.engine.sequence import FeatureRun, Sequence, Status
 from tilewright.engine.speculate import Speculator
 from tilewright.engine.step import Chunk, Event, Sampled, Step
-from tilewright.types import FinishReason, RequestError
+from tilewright.types import FinishReason, Medium, RequestError
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,14 @@ class Scheduler:
         features: FeatureCache,
         limits: Limits,
         speculator: Speculator | None = None,
+        scenes: SceneCache | None = None,
     ) -> None:
         self.pool = pool
         self.prefix_cache = prefix_cache
         self.features = features
         self.limits = limits
         self.speculator = speculator
+        self.scenes = scenes or SceneCache(0, pool.page_size)  # none, for models without cross-attention
         self.max_context = min(limits.max_context, pool.num_tokens)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -89,7 +93,16 @@ class Scheduler:
         """Queues the sequences of a request; RequestError if they could never be answered."""
         for sequence in sequences:
             self.check(sequence.num_prompt_tokens)
+            self._check_scenes(sequence)
             bisect.insort(self.waiting, sequence, key=_arrival)
+
+    def _check_scenes(self, sequence: Sequence) -> None:
+        for scene in sequence.scenes:
+            if scene.num_states > self.scenes.num_states:
+                raise RequestError(
+                    f"{len(scene.media)} images side by side are {scene.num_states} encoder states, expected at most "
+                    f"{self.scenes.num_states}, for which there is memory: put text between them, or raise kv_memory"
+                )
 
     def abort(self, request_id: str) -> list[Sequence]:
         """The unfinished sequences of the request, which are dropped. Not while a step is under way."""
@@ -219,7 +232,7 @@ class Scheduler:
                 continue
             start = sequence.num_computed_tokens
             stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
-            stop = self._encode(step, sequence, start, stop)
+            stop = self._make_ready(step, sequence, start, stop)
             if stop > start and self._reserve(sequence, stop):
                 step.chunks.append(Chunk(sequence, start, stop - start))
                 budget -= stop - start
@@ -284,20 +297,44 @@ class Scheduler:
         first_row = max(sequence.num_computed_tokens, len(sequence.prompt_logprobs) - 1)
         return first_row + self.limits.max_prompt_rows
 
-    def _encode(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
-        """Where the chunk ends: at `stop`, or before the first medium for which this step has no encoder time left."""
-        num_patches = sum(math.prod(medium.grid) for medium in step.encode)
-        for run in sequence.features_in(start, stop):
-            key = run.medium.key
-            if not self.features.has(key) and all(medium.key != key for medium in step.encode):
-                num_patches += math.prod(run.medium.grid)
-                if step.encode and num_patches > self.limits.max_encode_patches:
-                    return run.start
-                step.encode.append(run.medium)
-            if key not in sequence.pinned_keys:
-                self.features.pin(key)
-                sequence.pinned_keys.append(key)
+    def _make_ready(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
+        """Where the chunk ends: at `stop`, or before the first medium or scene that this step cannot have ready."""
+        needs: list[FeatureRun | Scene] = [*sequence.features_in(start, stop), *sequence.scenes_in(start, stop)]
+        for need in sorted(needs, key=lambda need: need.start):
+            if isinstance(need, Scene):
+                is_ready = self._show(step, sequence, need)
+            else:
+                is_ready = self._encode(step, sequence, [need.medium])
+            if not is_ready:
+                return max(start, need.start)
         return stop
+
+    def _encode(self, step: Step, sequence: Sequence, media: Collection[Medium]) -> bool:
+        """Whether the media have features, or get them in this step. Not if there is no encoder time left for them."""
+        planned = {medium.key for medium in step.encode}
+        missing = {m.key: m for m in media if m.key not in planned and not self.features.has(m.key)}
+        num_patches = sum(math.prod(medium.grid) for medium in (*step.encode, *missing.values()))
+        if missing and step.encode and num_patches > self.limits.max_encode_patches:
+            return False
+        step.encode.extend(missing.values())
+        for medium in media:
+            if medium.key not in sequence.pinned_keys:
+                self.features.pin(medium.key)
+                sequence.pinned_keys.append(medium.key)
+        return True
+
+    def _show(self, step: Step, sequence: Sequence, scene: Scene) -> bool:
+        """Whether the sequence can look at a scene in this step: it has pages, and what fills them."""
+        if scene not in sequence.pinned_scenes:
+            if not self.scenes.pin(scene):
+                return False
+            sequence.pinned_scenes.append(scene)
+        if self.scenes.is_filled(scene.key) or any(other.key == scene.key for other in step.scenes):
+            return True
+        if not self._encode(step, sequence, scene.media):
+            return False
+        step.scenes.append(scene)
+        return True
 
     def _unpin_read(self, sequence: Sequence) -> None:
         if sequence.pinned_keys:
@@ -307,6 +344,10 @@ class Scheduler:
                 if key not in needed:
                     self.features.unpin(key)
             sequence.pinned_keys = [key for key in sequence.pinned_keys if key in needed]
+        for scene in list(sequence.pinned_scenes):
+            if scene.stop <= sequence.num_computed_tokens:
+                self.scenes.unpin(scene.key)
+                sequence.pinned_scenes.remove(scene)
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has, or now got, pages for num_tokens."""
@@ -328,8 +369,11 @@ class Scheduler:
         self.pool.release(sequence.pages)
         for key in sequence.pinned_keys:
             self.features.unpin(key)
+        for scene in sequence.pinned_scenes:
+            self.scenes.unpin(scene.key)
         sequence.pages = []
         sequence.pinned_keys = []
+        sequence.pinned_scenes = []
         sequence.draft_token_ids = []
         sequence.num_computed_tokens = 0
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from tilewright.engine.constraint import Grammar
 from tilewright.engine.constraint_matcher import Matcher
+from tilewright.engine.scene import Scene, Sight, scenes_of
 from tilewright.engine.stats import Reads
 from tilewright.types import FinishReason, Medium, ModelInputs, SamplingParams, Timings, TokenLogprob
 
@@ -79,6 +80,8 @@ class Sequence:
         self.num_stored_pages = 0  # the first of `pages`, which the prefix cache has seen
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.pinned_keys: list[bytes] = []  # of media that are being read
+        self.scenes: list[Scene] = scenes_of(inputs.media) if leader is None else leader.scenes
+        self.pinned_scenes: list[Scene] = []  # those that tokens under way see
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprob] = []  # of the output
@@ -143,8 +146,9 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all that is left to compute is the token sampled last."""
-        return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+        """Whether all that is left to compute is the token sampled last, and what it sees is there."""
+        is_last = self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+        return is_last and (not self.scenes or self.scenes[-1] in self.pinned_scenes)
 
     @property
     def is_finished(self) -> bool:
@@ -198,6 +202,14 @@ class Sequence:
             runs.append(FeatureRun(run.medium, run.first_feature + first - run.start, first, last - first))
         return runs
 
+    def scenes_in(self, start: int, stop: int) -> list[Scene]:
+        """The scenes that some of tokens start .. stop see, in order."""
+        return [scene for scene in self.scenes if scene.start < stop and start < scene.stop]
+
+    def sights(self, start: int, stop: int) -> list[Sight]:
+        """What tokens start .. stop see, in order; those that see nothing are left out."""
+        return [sight for scene in self.scenes_in(start, stop) for sight in scene.sights(start, stop)]
+
     def timings(self) -> Timings:
         """Seconds since it was submitted; what has not happened yet counts as now."""
         now = time.perf_counter() if self.finished_s is None else self.finished_s
@@ -208,6 +220,8 @@ class Sequence:
 def _feature_runs(media: tuple[Medium, ...]) -> list[FeatureRun]:
     runs = []
     for medium in media:
+        if medium.num_states:
+            continue
         first_feature = 0
         for span in medium.spans:
             runs.append(FeatureRun(medium, first_feature, span.start, span.length))

@@ -22,6 +22,9 @@ class Stats:
     prefix_hit_rate: float
     feature_hit_rate: float
     feature_bytes: int
+    num_scene_pages: int  # for encoder states that tokens attend to; 0 in models without cross-attention
+    num_scene_pages_used: int
+    scene_hit_rate: float
     num_preemptions: int
     num_drafts_proposed: int
     num_drafts_accepted: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tilewright.engine.scene import Scene
 from tilewright.engine.sequence import Sequence
 from tilewright.types import FinishReason, Medium, TokenLogprob
 
@@ -61,10 +62,11 @@ def last_rows(sizes: Iterable[int], counts: Iterable[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Step:
-    """Chunks to compute in one batch, and the media that must be encoded before."""
+    """Chunks to compute in one batch, the media that must be encoded before, and the scenes made of such."""
 
     chunks: list[Chunk] = field(default_factory=list)
     encode: list[Medium] = field(default_factory=list)  # distinct, not in the feature cache
+    scenes: list[Scene] = field(default_factory=list)  # distinct, with pages that are not filled yet
 
     @property
     def num_tokens(self) -> int:

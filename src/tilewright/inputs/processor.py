@@ -18,6 +18,7 @@ class TextProcessor:
     """Turns requests into `ModelInputs`; pictures, videos and sounds are refused in the model's name."""
 
     accepts: Sequence[MediaKind] = ()
+    picture_token_ids: tuple[int, ...] = ()
 
     def __init__(self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.name = name

@@ -1,7 +1,7 @@
 """What the layers of a language model read besides the hidden state: who stands where, and whose keys lie where.
 
 Legend of shape suffixes: T packed tokens, D model width, H query heads, G kv heads, K head width, B sequences,
-V vocabulary, A rope axes, M tokens that are media.
+V vocabulary, A rope axes, M tokens that are media, R tokens that attend to encoder states, S spans of these.
 """
 
 from __future__ import annotations
@@ -24,6 +24,21 @@ class MediaRun:
 
 
 @dataclass(frozen=True)
+class CrossBatch:
+    """The tokens that attend to encoder states, in spans that see the same ones, and where those lie.
+
+    Tokens that see nothing (text alone, or before the first picture) are none of them: a cross-attention layer leaves
+    them as they are.
+    """
+
+    rows_R: Tensor | None  # int64, which of the batch's tokens; None: all
+    query_starts: Tensor  # int32 [S + 1]: span s has tokens query_starts[s] to query_starts[s + 1] of the R
+    lengths: Tensor  # int32 [S]: encoder states span s sees
+    block_table: Tensor  # int32 [S, pages]
+    kv_caches: Sequence[KvCache]  # one per cross-attention layer
+
+
+@dataclass(frozen=True)
 class Batch:
     """Tokens of several sequences, packed one sequence after the other."""
 
@@ -33,6 +48,7 @@ class Batch:
     query_starts: Tensor  # int32 [B + 1]: sequence b has tokens query_starts[b] to query_starts[b + 1]
     kv_lengths: Tensor  # int32 [B]: keys of sequence b, those of its tokens here included
     block_table: Tensor  # int32 [B, pages]
-    kv_caches: Sequence[KvCache]  # one per layer
+    kv_caches: Sequence[KvCache]  # one per self-attention layer
     logit_rows: Tensor | None = None  # int64: tokens whose logits are wanted; None: all
     media: Sequence[MediaRun] = ()
+    cross: CrossBatch | None = None  # None: no token sees any encoder state

@@ -19,13 +19,15 @@ def activation_named(name: str) -> str:
 
 
 class GatedMlp:
-    """x + down(act(gate(h)) * up(h)), updating x."""
+    """x + down(act(gate(h)) * up(h)), updating x. `tanh_scale` names a scalar whose tanh multiplies what is added."""
 
-    def __init__(self, name: str, width: int, inner_width: int, *, activation: str, bias: bool) -> None:
+    def __init__(
+        self, name: str, width: int, inner_width: int, *, activation: str, bias: bool, tanh_scale: str | None = None
+    ) -> None:
         self.activation = activation
         parts = [(f"{name}.gate_proj", inner_width), (f"{name}.up_proj", inner_width)]
         self.gate_up = Linear(parts, width, bias=bias, gated=True)
-        self.down = Linear([(f"{name}.down_proj", width)], inner_width, bias=bias)
+        self.down = Linear([(f"{name}.down_proj", width)], inner_width, bias=bias, tanh_scale=tanh_scale)
 
     def __call__(self, x_TD: Tensor, h_TD: Tensor) -> None:
         inner = linear(h_TD, self.gate_up.value, activation=self.activation)

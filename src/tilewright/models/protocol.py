@@ -27,6 +27,13 @@ class KvSpec:
         return self.num_layers * self.num_heads * elements_per_token(self.head_width) * itemsize
 
 
+@dataclass(frozen=True)
+class CrossSpec(KvSpec):
+    """The keys and values one encoder state leaves behind in cross-attention layers."""
+
+    max_states: int  # of one medium
+
+
 class Model(Protocol):
     """A network whose weights are `weights.spec.Weight`s found by walking its attributes."""
 
@@ -35,6 +42,10 @@ class Model(Protocol):
     num_position_axes: int
     kv_spec: KvSpec
     decoder: Decoder  # its text side
+
+    @property
+    def cross_spec(self) -> CrossSpec | None:
+        """What its cross-attention layers keep; None where features take the place of tokens."""
 
     def checkpoint_name(self, name: str) -> str | None:
         """The model's name for a tensor of the checkpoint; None for one that by rule is not used."""
@@ -64,6 +75,10 @@ class Processor(Protocol):
 
     @property
     def prompt(self) -> Callable[..., ModelInputs]: ...
+
+    @property
+    def picture_token_ids(self) -> tuple[int, ...]:
+        """What stands for a picture in a prompt's ids; nothing where it takes none."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tilewright.models import text
+from tilewright.models.mllama import model as mllama
 from tilewright.models.protocol import Family
 from tilewright.models.qwen3_vl import model as qwen3_vl
 from tilewright.types import UnsupportedConfig
 
-FAMILIES: Mapping[str, Family] = {**text.FAMILIES, **qwen3_vl.FAMILIES}
+FAMILIES: Mapping[str, Family] = {**text.FAMILIES, **qwen3_vl.FAMILIES, **mllama.FAMILIES}
 
 
 def family_of(config: Mapping[str, object]) -> Family:

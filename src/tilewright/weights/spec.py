@@ -127,26 +127,44 @@ class Plain(Weight[Tensor]):
 class Linear(Weight[PackedWeight]):
     """A packed weight [sum of rows, columns]; parts are stacked, so that q, k and v or gate and up are one product.
 
-    `parts` are (name without ".weight", rows). `gated`: two parts, gate then up.
+    `parts` are (name without ".weight", rows). `gated`: two parts, gate then up. `tanh_scale` names a scalar [1] whose
+    tanh multiplies the result; it is multiplied into weight and bias in fp32, which are rounded once.
     """
 
-    def __init__(self, parts: Sequence[tuple[str, int]], columns: int, *, bias: bool = False, gated: bool = False):
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, int]],
+        columns: int,
+        *,
+        bias: bool = False,
+        gated: bool = False,
+        tanh_scale: str | None = None,
+    ) -> None:
         weights = [Source(f"{name}.weight", (rows, columns)) for name, rows in parts]
         biases = [Source(f"{name}.bias", (rows,)) for name, rows in parts] if bias else []
-        super().__init__(weights + biases)
+        super().__init__(weights + biases + ([Source(tanh_scale, (1,))] if tanh_scale else []))
         self.num_parts = len(parts)
         self.gated = gated
+        self.has_bias = bias
+        self.is_scaled = tanh_scale is not None
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
-        weights, biases = readers[: self.num_parts], readers[self.num_parts :]
+        scale = readers[-1].read().float().tanh() if self.is_scaled else None
+        weights, others = readers[: self.num_parts], readers[self.num_parts :]
+        biases = others[: self.num_parts] if self.has_bias else ()
+        bias = torch.cat([item.read().float() for item in biases]) if biases else None
         self._value = pack_weight_rows(
-            lambda begin, end: _stacked_rows(weights, begin, end),
+            lambda begin, end: _scaled(_stacked_rows(weights, begin, end), scale),
             sum(weight.shape[0] for weight in weights),
             weights[0].shape[1],
-            torch.cat([bias.read().float() for bias in biases]) if biases else None,
+            None if bias is None else _scaled(bias, scale),
             gated=self.gated,
             dtype=dtype,
         )
+
+
+def _scaled(tensor: Tensor, scale: Tensor | None) -> Tensor:
+    return tensor if scale is None else tensor.float() * scale
 
 
 def _stacked_rows(parts: Sequence[Reader], begin: int, end: int) -> Tensor:

@@ -60,6 +60,10 @@ class Qwen3VlProcessor:
             end=config["vision_end_token_id"],
         )
 
+    @property
+    def picture_token_ids(self) -> tuple[int, ...]:
+        return self.placeholders.start, self.placeholders.image, self.placeholders.end
+
     def chat(
         self,
         messages: Messages,

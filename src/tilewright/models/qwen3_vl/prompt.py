@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.models.pixels import Pixels
 from tilewright.models.qwen3_vl.preprocessing import Preprocessing
 from tilewright.ops import image as image_ops
 from tilewright.types import Medium, ModelInputs, RequestError, Span
@@ -49,9 +49,7 @@ class Patches:
         settings: Preprocessing,
         dtype: torch.dtype,
     ) -> None:
-        self._read = read
-        self._pixels: Tensor | None = None
-        self._lock = Lock()
+        self._pixels = Pixels(read)
         self._size = size
         self._temporal_patch_size = temporal_patch_size
         self._settings = settings
@@ -59,10 +57,7 @@ class Patches:
 
     def decode(self) -> Tensor:
         """The pixels, 8-bit RGB."""
-        with self._lock:
-            if self._pixels is None:
-                self._pixels = self._read()
-            return self._pixels
+        return self._pixels()
 
     def load(self) -> Tensor:
         """What the encoder reads: [N, 3 * frames of a group * P * P]."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.mlp import activation_named
 from tilewright.models.text_config import Config, integer
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.linear import linear
-from tilewright.ops.norm import layer_norm
 from tilewright.ops.plan import empty, scope
 from tilewright.ops.rope import rope_qk, rope_table, vision_axes
 from tilewright.types import Medium
@@ -76,10 +76,10 @@ class VisionBlock:
     def __init__(self, name: str, config: VisionConfig) -> None:
         self.config = config
         width = config.width
-        self.norm1 = LayerNorm(f"{name}.norm1", width)
+        self.norm1 = LayerNorm(f"{name}.norm1", width, EPS)
         self.qkv = Linear([(f"{name}.attn.qkv", 3 * width)], width, bias=True)
         self.output = Linear([(f"{name}.attn.proj", width)], width, bias=True)
-        self.norm2 = LayerNorm(f"{name}.norm2", width)
+        self.norm2 = LayerNorm(f"{name}.norm2", width, EPS)
         self.mlp_in = Linear([(f"{name}.mlp.linear_fc1", config.mlp_width)], width, bias=True)
         self.mlp_out = Linear([(f"{name}.mlp.linear_fc2", width)], config.mlp_width, bias=True)
 
@@ -100,7 +100,7 @@ class PatchMerger:
     def __init__(self, name: str, config: VisionConfig, *, norm_merged: bool) -> None:
         self.merged_width = config.width * config.merge_size**2
         self.norm_merged = norm_merged
-        self.norm = LayerNorm(f"{name}.norm", self.merged_width if norm_merged else config.width)
+        self.norm = LayerNorm(f"{name}.norm", self.merged_width if norm_merged else config.width, EPS)
         self.fc1 = Linear([(f"{name}.linear_fc1", self.merged_width)], self.merged_width, bias=True)
         self.fc2 = Linear([(f"{name}.linear_fc2", config.output_width)], self.merged_width, bias=True)
 
@@ -108,14 +108,6 @@ class PatchMerger:
         normed = self.norm(x_ND.view(-1, self.merged_width) if self.norm_merged else x_ND)
         inner = linear(normed.view(-1, self.merged_width), self.fc1.value, activation="gelu_erf")
         linear(inner, self.fc2.value, out=out)
-
-
-class LayerNorm:
-    def __init__(self, name: str, width: int) -> None:
-        self.weight, self.bias = Plain(f"{name}.weight", width), Plain(f"{name}.bias", width)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight.value, self.bias.value, EPS)
 
 
 class VisionTower:

@@ -1,0 +1,70 @@
+#include "kernels/delta_inputs/delta_inputs.h"
+
+#include <cstring>
+
+#include "base/parallel.h"
+#include "kernels/manifest.h"
+
+namespace tilewright {
+
+#define KERNEL(isa, name) extern const DeltaInputsKernels name;
+#include "kernels/delta_inputs/kernels.inc"
+#undef KERNEL
+
+namespace {
+
+constexpr Entry<DeltaInputsKernels> kTable[] = {
+#define KERNEL(isa, name) {Isa::isa, &name},
+#include "kernels/delta_inputs/kernels.inc"
+#undef KERNEL
+};
+
+// Copies the next `count` elements of a packed row to where they belong.
+struct Reader {
+  const char* source;
+  int64_t element_bytes;
+
+  void copy(void* target, int64_t offset, int64_t count) {
+    const size_t bytes = static_cast<size_t>(count * element_bytes);
+    std::memcpy(static_cast<char*>(target) + offset * element_bytes, source, bytes);
+    source += bytes;
+  }
+};
+
+void split_token(const SplitArgs& args, int64_t token) {
+  const int64_t element = static_cast<int64_t>(size_of(args.dtype));
+  // Contiguous is the same with one group that has all the heads.
+  const int64_t groups = args.interleaved ? args.key_heads : 1;
+  const int64_t keys = args.key_heads / groups * args.key_width, heads = args.value_heads / groups;
+  const int64_t values = heads * args.value_width;
+  Reader packed = {static_cast<const char*>(args.qkvz) + token * args.qkvz_stride * element, element};
+  Reader gates = {static_cast<const char*>(args.ba) + token * args.ba_stride * element, element};
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t row = token * args.qkv_stride;
+    packed.copy(args.qkv, row + group * keys, keys);
+    packed.copy(args.qkv, row + (groups + group) * keys, keys);
+    packed.copy(args.qkv, row + 2 * groups * keys + group * values, values);
+    packed.copy(args.z, token * args.z_stride + group * values, values);
+    gates.copy(args.b, token * args.b_stride + group * heads, heads);
+    gates.copy(args.a, token * args.a_stride + group * heads, heads);
+  }
+}
+
+}  // namespace
+
+void split_projections(const SplitArgs& args) {
+  const int64_t row_elements = 2 * (args.key_heads * args.key_width + args.value_heads * (args.value_width + 1));
+  const int64_t row_bytes = row_elements * static_cast<int64_t>(size_of(args.dtype));
+  parallel_chunks(args.num_tokens, grain_for(args.num_tokens, 2 * row_bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) split_token(args, token);
+  });
+}
+
+void delta_gates(const GatesArgs& args) {
+  const auto kernel = select(kTable).gates;
+  // An element costs two exponentials and a division: as much as moving some 64 bytes.
+  const int64_t grain = grain_for(args.num_tokens, 64 * args.num_heads);
+  parallel_chunks(args.num_tokens, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+}  // namespace tilewright

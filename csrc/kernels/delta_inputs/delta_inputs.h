@@ -1,0 +1,45 @@
+// What goes into the gated delta rule: the packed projections taken apart, and the gates.
+//
+//   split_projections   qkvz [T, 2 G K + 2 H V] and ba [T, 2 H] into q|k|v [T, 2 G K + H V], z [T, H V], b, a [T, H].
+//                       contiguous:  q of all key heads, k of all, v of all value heads, z of all; b of all, a of all
+//                       interleaved: for each key head its q, its k, the v of its value heads, their z; their b, their
+//                       a
+//   delta_gates         g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b), [T, H], in fp32
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+
+namespace tilewright {
+
+struct SplitArgs {
+  const void *qkvz, *ba;
+  int64_t qkvz_stride, ba_stride;  // elements from token to token, as below
+  void *qkv, *z, *b, *a;
+  int64_t qkv_stride, z_stride, b_stride, a_stride;
+  int64_t num_tokens, key_heads, value_heads, key_width, value_width;
+  bool interleaved;
+  DType dtype;
+};
+
+void split_projections(const SplitArgs& args);
+
+struct GatesArgs {
+  const void *a, *b;
+  int64_t a_stride, b_stride;
+  DType dtype;                  // of a, b
+  const void *a_log, *dt_bias;  // [H]
+  DType a_log_dtype, dt_bias_dtype;
+  float *g, *beta;
+  int64_t g_stride, beta_stride;
+  int64_t num_tokens, num_heads;
+};
+
+void delta_gates(const GatesArgs& args);
+
+struct DeltaInputsKernels {
+  void (*gates)(const GatesArgs& args, int64_t token_begin, int64_t token_end);
+};
+
+}  // namespace tilewright

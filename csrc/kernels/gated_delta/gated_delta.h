@@ -1,0 +1,83 @@
+// The gated delta rule: linear attention whose state forgets and corrects itself. For each token of a sequence and each
+// value head, with S [K, V] in fp32:
+//
+//   S = exp(g) S                          g <= 0: the decay
+//   S = S + k (beta (v - S^T k))^T        what S returns for k moves towards v by beta
+//   out = scale S^T q
+//
+// With `normalize`, q and k count as x / sqrt(sum(x^2) + eps). Value head h reads key head h / (H / G).
+//
+// Up to kStepTokens tokens go one by one, the state passing through the caches once for all of them. More go in chunks
+// of kChunkTokens: with e_i = exp(g_1 + .. + g_i) within the chunk and L_ij = beta_i (k_i . k_j) e_i / e_j for j < i,
+//
+//   U   = (I + L)^-1 beta (V - e K S)                     what the chunk adds to the state, token by token
+//   out = scale (e Q S + P U)                             P_ij = (q_i . k_j) e_i / e_j for j <= i
+//   S   = e_C S + K^T (e_C / e_i) U
+//
+// With bf16 inputs the products run on tiles where there are any. q and k enter them as they are and their lengths are
+// divided out in fp32; S, U, P and the inverse enter as the sum of two bf16, 16 bits of mantissa. Decays, the inverse,
+// the state and all sums are fp32.
+//
+// States lie in a pool of slots. A sequence's is read from read_slots[b] (negative: zeros), and the state after a token
+// is written to write_slots[token] (negative: not kept); without write_slots the state after the last token goes back
+// to where it was read. A slot that is written must not be read or written by another sequence of the call.
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/tile.h"
+
+namespace tilewright {
+
+struct GatedDeltaArgs {
+  const void *q, *k;  // [T, G, K]
+  int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride;
+  const void* v;  // [T, H, V]
+  int64_t v_token_stride, v_head_stride;
+  void* out;  // [T, H, V]
+  int64_t out_token_stride, out_head_stride;
+  DType dtype;            // of q, k, v, out
+  const float *g, *beta;  // [T, H]
+  int64_t g_stride, beta_stride;
+  float* states;  // [slots, H, K, V]
+  int64_t slot_stride;
+  const int32_t* starts;       // [B + 1]
+  const int32_t* read_slots;   // [B]
+  const int32_t* write_slots;  // [T], or null
+  int64_t num_sequences, key_heads, value_heads, key_width, value_width;
+  float scale, eps;
+  bool normalize;
+
+  TILEWRIGHT_INLINE int64_t group() const { return value_heads / key_heads; }
+  TILEWRIGHT_INLINE int64_t num_tokens(int64_t sequence) const { return starts[sequence + 1] - starts[sequence]; }
+  // The state of a head, or null for a negative slot.
+  TILEWRIGHT_INLINE float* state(int64_t slot, int64_t head) const {
+    return slot < 0 ? nullptr : states + slot * slot_stride + head * key_width * value_width;
+  }
+  // Where the state after a token goes.
+  TILEWRIGHT_INLINE int64_t write_slot(int64_t sequence, int64_t token) const {
+    if (write_slots) return write_slots[token];
+    return token + 1 == starts[sequence + 1] ? read_slots[sequence] : -1;
+  }
+};
+
+void gated_delta_rule(const GatedDeltaArgs& args);
+
+inline constexpr int kChunkTokens = 64;
+inline constexpr int kStepTokens = 12;
+
+// A share of the work: value heads of one key head and columns of their states, through a whole sequence.
+struct DeltaItem {
+  int32_t sequence;
+  int32_t head_begin, head_end;      // value heads
+  int32_t column_begin, column_end;  // begins at a multiple of kStripColumns
+};
+
+struct GatedDeltaKernels {
+  // Token by token; heads of any key heads, all columns.
+  void (*step)(const GatedDeltaArgs& args, const DeltaItem& item);
+  void (*chunk)(const GatedDeltaArgs& args, const DeltaItem& item);
+};
+
+}  // namespace tilewright

@@ -1,0 +1,205 @@
+"""The gated delta nets of Qwen3.5: a prompt, decode steps, and what comes before and after the rule.
+
+Beside them is plain torch: for a prompt the chunked form in fp32, for the rest the ops that transformers uses.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilewright.bench.row import ROTATION_BYTES, Calls, Row, close, random
+from tilewright.bench.shapes import LINEAR_ATTENTIONS, LinearAttention
+from tilewright.ops import conv, gated_delta, norm, reference
+from tilewright.ops import reference_gated_delta as twins
+from tilewright.ops.memory import empty_in_huge_pages
+
+PROMPT = 2048
+BATCHES = (1, 8)
+CHUNK = twins.CHUNK_TOKENS
+# The twin goes token by token; this many show a wrong kernel.
+CHECKED_TOKENS = 200
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
+
+
+def rows() -> Iterator[Row]:
+    for net in LINEAR_ATTENTIONS:
+        heads, width = net.value_heads, net.width
+        sizes = f"{net.key_heads}/{heads} heads of {width}"
+        row_bytes = 2 * (net.qkv_width + heads * width) + 8 * heads
+        for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+            moved = PROMPT * row_bytes * dtype.itemsize // 2 + 8 * net.state_elements
+            flops = 2 * PROMPT * heads * width * (3 * width + 2 * CHUNK)
+            yield Row(
+                "gated_delta prompt",
+                f"{net.name} {name} {PROMPT} tokens, {sizes}",
+                moved,
+                flops,
+                partial(_prompt, net, dtype),
+            )
+        for batch in BATCHES:
+            moved = batch * (8 * net.state_elements + row_bytes)
+            flops = 6 * batch * net.state_elements
+            yield Row(
+                "gated_delta step", f"{net.name} batch {batch}, {sizes}", moved, flops, partial(_step, net, batch)
+            )
+        channels = net.qkv_width
+        shape = f"{net.name} [{PROMPT}, {channels}]"
+        flops = 2 * PROMPT * channels * net.conv_width
+        yield Row("causal_conv", shape, 4 * PROMPT * channels, flops, partial(_conv, net))
+        packed = channels + heads * width
+        yield Row("split_projections", f"{net.name} [{PROMPT}, {packed}]", 4 * PROMPT * packed, 0, partial(_split, net))
+        yield Row("delta_gates", f"{net.name} [{PROMPT}, {heads}]", 12 * PROMPT * heads, 0, partial(_gates, net))
+        elements = PROMPT * heads * width
+        shape = f"{net.name} [{PROMPT}, {heads}, {width}]"
+        yield Row("rms_norm gated", shape, 6 * elements, 8 * elements, partial(_norm, net))
+
+
+def _in_huge_pages(tensor: Tensor) -> Tensor:
+    """The same numbers where an engine has its activations and states."""
+    return empty_in_huge_pages(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _starts(*starts: int) -> Tensor:
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+def _inputs(net: LinearAttention, tokens: int, dtype: torch.dtype) -> Inputs:
+    """q, k and v as slices of a packed row, g and beta."""
+    keys = net.key_heads * net.width
+    packed = _in_huge_pages(random(tokens, net.qkv_width, dtype=dtype))
+    q, k, v = (x.unflatten(1, (-1, net.width)) for x in packed.split([keys, keys, net.value_heads * net.width], dim=1))
+    generator = torch.Generator().manual_seed(1)
+    g, beta = (
+        -torch.rand(tokens, net.value_heads, generator=generator),
+        torch.rand(tokens, net.value_heads, generator=generator),
+    )
+    return q, k, v, g, beta
+
+
+def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    q, k, v, g, beta = map(change, inputs)
+    return q, k, v, g, beta
+
+
+def _prompt(net: LinearAttention, dtype: torch.dtype) -> Calls:
+    inputs = _inputs(net, PROMPT, dtype)
+    wide = _each(inputs, lambda x: x.float().contiguous())
+    states = torch.zeros(1, net.value_heads, net.width, net.width)
+    starts, slots = _starts(0, PROMPT), _starts(0)
+    out = _in_huge_pages(torch.zeros(PROMPT, net.value_heads, net.width, dtype=dtype))
+
+    def check() -> bool:
+        some = _each(inputs, lambda x: x[:CHECKED_TOKENS])
+        actual_states, expected_states = torch.zeros_like(states), torch.zeros_like(states)
+        arguments = _starts(0, CHECKED_TOKENS), slots
+        actual = gated_delta.gated_delta_rule(*some, actual_states, *arguments)
+        expected = twins.gated_delta_rule(*some, expected_states, *arguments)
+        return close(actual, expected) and close(actual_states, expected_states, steps=0.1)
+
+    return Calls(
+        lambda _: gated_delta.gated_delta_rule(*inputs, states, starts, slots, out=out),
+        lambda _: twins.gated_delta_rule_chunked(*wide, states[0]),
+        check,
+    )
+
+
+def _step(net: LinearAttention, batch: int) -> Calls:
+    """Calls rotate among the slots of a pool that no cache holds, as layers do among their pools."""
+    inputs = _inputs(net, batch, torch.bfloat16)
+    shape = (net.value_heads, net.width, net.width)
+    num_calls = max(2, ROTATION_BYTES // (4 * batch * net.state_elements))
+    states = empty_in_huge_pages(num_calls * batch * net.state_elements, torch.float32).view(-1, *shape)
+    states[:] = random(*shape, dtype=torch.float32, scale=0.1)
+    starts, slots = _starts(*range(batch + 1)), torch.arange(num_calls * batch, dtype=torch.int32).view(-1, batch)
+    out = torch.empty(batch, *shape[::2], dtype=torch.bfloat16)
+    group = net.value_heads // net.key_heads
+
+    def theirs(call: int) -> Tensor:
+        q, k, v, g, beta = (x.float() for x in inputs)
+        q, k = (functional.normalize(x, dim=-1).repeat_interleave(group, dim=1) for x in (q, k))
+        first = call % num_calls * batch
+        state = states[first : first + batch]
+        state.mul_(g.exp()[:, :, None, None])
+        change = (v - (state * k[..., None]).sum(-2)) * beta[..., None]
+        state.add_(k[..., None] * change[..., None, :])
+        return (state * (q * net.width**-0.5)[..., None]).sum(-2).bfloat16()
+
+    def check() -> bool:
+        actual_states, expected_states = states[:batch].clone(), states[:batch].clone()
+        actual = gated_delta.gated_delta_rule(*inputs, actual_states, starts, slots[0])
+        expected = twins.gated_delta_rule(*inputs, expected_states, starts, slots[0])
+        return close(actual, expected) and close(actual_states, expected_states, steps=0.01)
+
+    def ours(call: int) -> Tensor:
+        return gated_delta.gated_delta_rule(*inputs, states, starts, slots[call % num_calls], out=out)
+
+    return Calls(ours, theirs, check)
+
+
+def _conv(net: LinearAttention) -> Calls:
+    x, weight = _in_huge_pages(random(PROMPT, net.qkv_width)), random(net.conv_width, net.qkv_width, seed=1)
+    states = torch.zeros(1, net.conv_width - 1, net.qkv_width)
+    starts, slots, out = _starts(0, PROMPT), _starts(0), _in_huge_pages(x)
+    their_x, their_weight = x.t().contiguous()[None], weight.t().contiguous()[:, None]
+
+    def theirs(_: int) -> Tensor:
+        y = functional.conv1d(their_x, their_weight, padding=net.conv_width - 1, groups=net.qkv_width)
+        return functional.silu(y[..., :PROMPT])
+
+    def check() -> bool:
+        actual = conv.causal_conv(x, weight, torch.zeros_like(states), starts, slots)
+        return close(actual, twins.causal_conv(x, weight, torch.zeros_like(states), starts, slots))
+
+    return Calls(lambda _: conv.causal_conv(x, weight, states, starts, slots, out=out), theirs, check)
+
+
+def _split(net: LinearAttention) -> Calls:
+    heads = net.key_heads, net.value_heads, net.width, net.width
+    qkvz = _in_huge_pages(random(PROMPT, net.qkv_width + net.value_heads * net.width))
+    ba = random(PROMPT, 2 * net.value_heads, seed=1)
+
+    def check() -> bool:
+        actual = gated_delta.split_projections(qkvz, ba, *heads, interleaved=True)
+        expected = twins.split_projections(qkvz, ba, *heads, interleaved=True)
+        return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+    return Calls(
+        lambda _: gated_delta.split_projections(qkvz, ba, *heads, interleaved=True),
+        lambda _: twins.split_projections(qkvz, ba, *heads, interleaved=True),
+        check,
+    )
+
+
+def _gates(net: LinearAttention) -> Calls:
+    a, b = random(PROMPT, net.value_heads), random(PROMPT, net.value_heads, seed=1)
+    a_log, dt_bias = random(net.value_heads, dtype=torch.float32), random(net.value_heads, seed=1)
+    out = torch.empty(a.shape), torch.empty(a.shape)
+
+    def check() -> bool:
+        actual, expected = gated_delta.delta_gates(a, b, a_log, dt_bias), twins.gates(a, b, a_log, dt_bias)
+        return all(close(x, y, steps=0.01) for x, y in zip(actual, expected, strict=True))
+
+    return Calls(
+        lambda _: gated_delta.delta_gates(a, b, a_log, dt_bias, out=out),
+        lambda _: twins.gates(a, b, a_log, dt_bias),
+        check,
+    )
+
+
+def _norm(net: LinearAttention) -> Calls:
+    shape = PROMPT, net.value_heads, net.width
+    x, gate, weight = _in_huge_pages(random(*shape)), _in_huge_pages(random(*shape, seed=1)), torch.ones(net.width)
+    out = _in_huge_pages(x)
+
+    def theirs(_: int) -> Tensor:
+        normed = functional.rms_norm(x.float(), (net.width,), weight, 1e-6)
+        return (normed * functional.silu(gate.float())).to(x.dtype)
+
+    def check() -> bool:
+        return close(norm.rms_norm(x, weight, 1e-6, gate=gate), reference.rms_norm(x, weight, 1e-6, gate=gate))
+
+    return Calls(lambda _: norm.rms_norm(x, weight, 1e-6, gate=gate, out=out), theirs, check)

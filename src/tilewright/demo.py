@@ -1,0 +1,139 @@
+"""`tilewright demo`: questions about a picture, answered before your eyes."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright import chat, config, embedded, engine_flags
+from tilewright.types import Completion, RequestError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from tilewright.engine.engine import Engine
+
+QUESTIONS = ("Describe the picture.", "How many shapes are there?", "What word is written?")
+MAX_TOKENS = 64
+BOLD, DIM, RESET = "\033[1m", "\033[2m", "\033[0m"
+PREVIEW_SIZE = 36, 36  # pixels at most, width and height
+_CUBE_LEVELS = (0, 95, 135, 175, 215, 255)  # of each channel among the 216 colours that every terminal has
+
+
+def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `demo`."""
+    parser = commands.add_parser(
+        "demo",
+        help="questions about a picture, answered before your eyes",
+        description="Answers each QUESTION about a picture on standard output, with the time to the first token and "
+        "the speed. Without any of it: three questions about the picture that comes with the package, to the model "
+        "that does. NO_COLOR turns colours off, and so does a pipe.",
+        epilog="""examples:
+  tilewright demo
+  tilewright demo "How many circles are there?" "Where is the star?"
+  tilewright demo "What is on it?" -m ./Qwen3-VL-2B-Instruct --image photo.jpg
+  NO_COLOR=1 tilewright demo""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"default: {' '.join(QUESTIONS)}")
+    parser.add_argument("--image", metavar="FILE", help="the picture (default: the one that comes with the package)")
+    parser.add_argument(
+        "--max-tokens", type=engine_flags.positive, default=MAX_TOKENS, metavar="N",
+        help=f"tokens of an answer at most (default {MAX_TOKENS})",
+    )  # fmt: skip
+    engine_flags.add_arguments(parser, max_sequences=1)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    picture = embedded.DEMO_PICTURE if options.image is None else Path(options.image).expanduser()
+    image = _opened(picture)
+    style = Style.of_terminal()
+    started_s = time.perf_counter()
+    with engine_flags.open_engine(options, progress=sys.stderr.isatty()) as engine:
+        try:
+            ready = f"ready in {time.perf_counter() - started_s:.1f} s"
+            print(f"{style.bold(engine.loaded.name)} {style.dim(ready)}")
+            print(f"{picture} {style.dim(f'{image.width}x{image.height}')}")
+            if style.is_colourful and sys.stdout.encoding.lower().startswith("utf"):
+                print("\n" + preview(image))
+            for question in options.questions or QUESTIONS:
+                print(f"\n{style.bold(question)}", flush=True)
+                completion = answer(engine, picture, question, options.max_tokens)
+                print(f"\n{style.dim(chat.speeds(completion))}", flush=True)
+        except BrokenPipeError:
+            chat.forget_reader()
+    return 0
+
+
+def _opened(picture: Path) -> Image.Image:
+    """The picture; RequestError before a model is loaded for nothing."""
+    from PIL import Image
+
+    try:
+        return Image.open(picture).convert("RGB")
+    except FileNotFoundError:
+        raise RequestError(f"image {picture}: there is no such file") from None
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise RequestError(f"image {picture}: {error}") from error
+
+
+def answer(engine: Engine, picture: Path, question: str, max_tokens: int) -> Completion:
+    """The answer, written to standard output as it comes."""
+    content = [{"type": "image", "image": str(picture)}, {"type": "text", "text": question}]
+    handle = engine.submit_chat([{"role": "user", "content": content}], temperature=0.0, max_tokens=max_tokens)
+    try:
+        for delta in handle:
+            print(delta.text, end="", flush=True)
+    except BaseException:  # Ctrl-C, or a reader that has gone
+        handle.abort()
+        raise
+    (completion,) = handle.result()
+    return completion
+
+
+@dataclass(frozen=True)
+class Style:
+    """Bold and dim text where standard output shows it, plain text elsewhere."""
+
+    is_colourful: bool
+
+    @classmethod
+    def of_terminal(cls) -> Style:
+        return cls(sys.stdout.isatty() and not config.current().no_color)
+
+    def bold(self, text: str) -> str:
+        return f"{BOLD}{text}{RESET}" if self.is_colourful else text
+
+    def dim(self, text: str) -> str:
+        return f"{DIM}{text}{RESET}" if self.is_colourful else text
+
+
+def preview(image: Image.Image) -> str:
+    """The picture in characters: each is two pixels, one above the other."""
+    scale = min(PREVIEW_SIZE[0] / image.width, PREVIEW_SIZE[1] / image.height)
+    columns = min(max(1, round(image.width * scale)), shutil.get_terminal_size().columns)
+    rows = max(1, round(image.height * scale / 2))
+    data = image.resize((columns, 2 * rows)).tobytes()
+    colours = [_cube_colour(*data[begin : begin + 3]) for begin in range(0, len(data), 3)]
+    lines = []
+    for begin in range(0, len(colours), 2 * columns):
+        upper, lower = colours[begin : begin + columns], colours[begin + columns : begin + 2 * columns]
+        cells = [f"\033[38;5;{above};48;5;{below}m▀" for above, below in zip(upper, lower, strict=True)]
+        lines.append("".join(cells) + RESET)
+    return "\n".join(lines)
+
+
+def _cube_colour(red: int, green: int, blue: int) -> int:
+    """The number of the nearest of a terminal's 216 colours."""
+    return 16 + 36 * _cube_level(red) + 6 * _cube_level(green) + _cube_level(blue)
+
+
+def _cube_level(value: int) -> int:
+    return min(range(6), key=lambda level: abs(_CUBE_LEVELS[level] - value))

@@ -1,0 +1,34 @@
+"""The model that comes with the package, for whoever names none. Imports no torch.
+
+`tiny_vl/` is a checkpoint folder as any other and is loaded by the same code; docs/embedded.md tells what it can do.
+"""
+
+from pathlib import Path
+
+from tilewright.types import RequestError
+
+MODEL_NAME = "tilewright-tiny-vl"
+ABILITIES = "20M parameters; it knows drawn shapes, short words, bar charts"
+DEMO_PICTURE = Path(__file__).with_name("tiny_vl_demo.png")
+
+_FOLDER = Path(__file__).with_name("tiny_vl")
+
+
+def path() -> Path:
+    """The folder of the embedded model; RequestError where the package was built without it."""
+    if not (_FOLDER / "config.json").is_file():
+        raise RequestError(
+            f"no model is named, and this package was built without the embedded one ({_FOLDER} has no config.json): "
+            "name a folder, a GGUF file or a hub id"
+        )
+    return _FOLDER
+
+
+def is_embedded(model: str | Path) -> bool:
+    """Whether `model` is the folder of the embedded model, however it is written."""
+    return Path(model).expanduser().resolve() == _FOLDER.resolve()
+
+
+def notice(how_to_name_another: str) -> str:
+    """The line that whoever named no model is told."""
+    return f"no model named: using the embedded {MODEL_NAME} ({ABILITIES}). Another: {how_to_name_another}"

@@ -1,0 +1,72 @@
+"""What tokens see by cross-attention: pictures of adjacent placeholders, up to the next ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+
+from tilewright.types import Medium
+
+
+@dataclass(frozen=True, eq=False)  # the same pictures may come again in a prompt, as another scene of the same key
+class Scene:
+    """Media whose placeholders stand side by side. Tokens `start` .. `stop` see them, or those of them up to itself.
+
+    Their states lie one after the other, so that the token of the second sees the states of the first two, and the
+    third's those of all three.
+    """
+
+    media: tuple[Medium, ...]
+    start: int
+    stop: int  # where the next scene starts
+
+    @cached_property
+    def key(self) -> bytes:
+        """16 bytes that stand for the contents, in order."""
+        return blake2b(b"".join(medium.key for medium in self.media), digest_size=16).digest()
+
+    @property
+    def num_states(self) -> int:
+        return sum(medium.num_states for medium in self.media)
+
+    def sights(self, start: int, stop: int) -> Iterator[Sight]:
+        """What tokens start .. stop see, cut to those that see the scene."""
+        num_states = 0
+        for index, medium in enumerate(self.media):
+            num_states += medium.num_states
+            first = self.start + index
+            last = first + 1 if index + 1 < len(self.media) else self.stop
+            if max(first, start) < min(last, stop):
+                yield Sight(self, max(first, start), min(last, stop), num_states)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Tokens start .. stop of a sequence see the first num_states states of a scene."""
+
+    scene: Scene
+    start: int
+    stop: int
+    num_states: int
+
+
+def scenes_of(media: Iterable[Medium]) -> list[Scene]:
+    """The scenes of a prompt, in order; media whose features take the place of tokens are in none."""
+    groups: list[list[Medium]] = []
+    for medium in sorted((item for item in media if item.num_states), key=_place):
+        if groups and _place(groups[-1][-1]) + 1 == _place(medium):
+            groups[-1].append(medium)
+        else:
+            groups.append([medium])
+    starts = [_place(group[0]) for group in groups]
+    return [
+        Scene(tuple(group), start, stop)
+        for group, start, stop in zip(groups, starts, [*starts[1:], sys.maxsize], strict=False)
+    ]
+
+
+def _place(medium: Medium) -> int:
+    return medium.spans[0].start

@@ -1,0 +1,84 @@
+"""A decoder layer that attends to encoder states instead of to its own sequence (Llama-3.2-Vision)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewright.layers.attention import AttentionConfig
+from tilewright.layers.batch import Batch, CrossBatch
+from tilewright.layers.mlp import GatedMlp
+from tilewright.ops.attention import paged_attention
+from tilewright.ops.embedding import embedding, scatter_rows
+from tilewright.ops.kv_cache import KvCache, kv_store
+from tilewright.ops.linear import linear
+from tilewright.ops.norm import rms_norm
+from tilewright.weights.spec import Linear, Plain
+
+
+class CrossAttention:
+    """What each token's heads attend to among the encoder states; queries and keys are RMS-normed, none is turned."""
+
+    def __init__(self, name: str, config: AttentionConfig, layer: int, gate: str) -> None:
+        self.config, self.layer = config, layer
+        query_width = config.num_heads * config.head_width
+        kv_width = config.num_kv_heads * config.head_width
+        self.query = Linear([(f"{name}.q_proj", query_width)], config.width)
+        self.key_value = Linear([(f"{name}.k_proj", kv_width), (f"{name}.v_proj", kv_width)], config.width)
+        self.output = Linear([(f"{name}.o_proj", config.width)], query_width, tanh_scale=gate)
+        self.q_norm = Plain(f"{name}.q_norm.weight", config.head_width)
+        self.k_norm = Plain(f"{name}.k_norm.weight", config.head_width)
+
+    def __call__(self, h_RD: Tensor, cross: CrossBatch) -> Tensor:
+        config = self.config
+        q_RHK = linear(h_RD, self.query.value).view(h_RD.shape[0], -1, config.head_width)
+        rms_norm(q_RHK, self.q_norm.value, config.eps, out=q_RHK)
+        cache = cross.kv_caches[self.layer]
+        attended = paged_attention(q_RHK, cache, cross.block_table, cross.query_starts, cross.lengths, causal=False)
+        return attended.view(h_RD.shape[0], -1)
+
+    def store(self, states_ND: Tensor, cache: KvCache, slots_N: Tensor) -> None:
+        """Writes the keys and values of encoder states [N, D] to their slots."""
+        config = self.config
+        key_value = linear(states_ND, self.key_value.value).view(len(states_ND), -1, config.head_width)
+        k_NGK, v_NGK = key_value.split(config.num_kv_heads, dim=1)
+        rms_norm(k_NGK, self.k_norm.value, config.eps, out=k_NGK)
+        kv_store(k_NGK, v_NGK, cache, slots_N)
+
+
+class CrossLayer:
+    """x + tanh(gate) attention(norm(x)), then x + tanh(gate) mlp(norm(x)), for tokens that see encoder states.
+
+    The others are left as they are, bit for bit: Meta's own implementation masks both branches of theirs.
+    """
+
+    def __init__(
+        self, name: str, config: AttentionConfig, layer: int, *, mlp_width: int, activation: str, mlp_bias: bool
+    ) -> None:
+        """`layer` counts cross-attention layers alone."""
+        self.eps = config.eps
+        self.attention_norm = Plain(f"{name}.input_layernorm.weight", config.width)
+        self.attention = CrossAttention(f"{name}.cross_attn", config, layer, f"{name}.cross_attn_attn_gate")
+        self.mlp_norm = Plain(f"{name}.post_attention_layernorm.weight", config.width)
+        self.mlp = GatedMlp(
+            f"{name}.mlp",
+            config.width,
+            mlp_width,
+            activation=activation,
+            bias=mlp_bias,
+            tanh_scale=f"{name}.cross_attn_mlp_gate",
+        )
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
+        """x, updated in place; with `rows`, only those of its tokens."""
+        if batch.cross is not None:
+            rows_R = batch.cross.rows_R
+            x_RD = x_TD if rows_R is None else embedding(rows_R, x_TD)
+            self._update(x_RD, batch.cross)
+            if rows_R is not None:
+                scatter_rows(x_TD, rows_R, x_RD)
+        return x_TD if rows is None else x_TD[rows]
+
+    def _update(self, x_RD: Tensor, cross: CrossBatch) -> None:
+        attended = self.attention(rms_norm(x_RD, self.attention_norm.value, self.eps), cross)
+        linear(attended, self.attention.output.value, residual=x_RD, out=x_RD)
+        self.mlp(x_RD, rms_norm(x_RD, self.mlp_norm.value, self.eps))

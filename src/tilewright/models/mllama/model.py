@@ -1,0 +1,86 @@
+"""Llama-3.2-Vision: a Llama decoder with layers in between that attend to the vision tower's states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from tilewright.layers.batch import Batch
+from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.models.mllama.processor import MllamaProcessor
+from tilewright.models.mllama.vision import VisionConfig, VisionTower
+from tilewright.models.protocol import CrossSpec, Family, KvSpec
+from tilewright.models.text_config import Config, decoder_config, integer, table
+from tilewright.types import Medium, UnsupportedConfig
+
+TEXT, VISION, PROJECTOR = "model.language_model", "model.vision_model", "model.multi_modal_projector"
+NUM_EXTRA_EMBEDDINGS = 8  # the picture's token among them
+# As the released checkpoints name them, and as newer tools save them.
+_RENAMED = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": f"{TEXT}.",
+    "vision_model.": f"{VISION}.",
+    "multi_modal_projector.": f"{PROJECTOR}.",
+}
+
+
+def model_name(stored_name: str) -> str:
+    """Our name for a tensor under either of its names."""
+    for prefix, ours in _RENAMED.items():
+        if stored_name.startswith(prefix):
+            return ours + stored_name.removeprefix(prefix)
+    return stored_name
+
+
+class Mllama:
+    num_position_axes = 1
+
+    def __init__(self, text: DecoderConfig, vision: VisionConfig, biases: frozenset[str]) -> None:
+        self.vocab_size, self.max_context = text.vocab_size, text.max_context
+        attention = text.attention
+        self.kv_spec = KvSpec(text.num_kv_layers, attention.num_kv_heads, attention.head_width)
+        self.cross_spec = CrossSpec(
+            len(text.cross_layers),
+            attention.num_kv_heads,
+            attention.head_width,
+            max_states=vision.max_tiles * vision.rows_per_tile,
+        )
+        self.decoder = Decoder(TEXT, text)
+        self.vision = VisionTower(VISION, PROJECTOR, vision, text.width, biases)
+
+    def checkpoint_name(self, name: str) -> str | None:
+        return self.decoder.checkpoint_name(model_name(name))
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.decoder(batch)
+
+    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
+        return self.vision(media)
+
+    def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        raise NotImplementedError("tokens attend to features here; none takes the place of a token")
+
+
+def _build(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mllama:
+    text_config, vision_config = table(config, "text_config"), table(config, "vision_config")
+    text = replace(
+        decoder_config(text_config, tied=False),
+        cross_layers=_cross_layers(text_config),
+        num_extra_embeddings=NUM_EXTRA_EMBEDDINGS,
+    )
+    biases = frozenset(name for name in map(model_name, shapes) if name.endswith(".bias"))
+    return Mllama(text, VisionConfig.from_dict(vision_config), biases)
+
+
+def _cross_layers(config: Config) -> tuple[int, ...]:
+    layers, num_layers = config.get("cross_attention_layers"), integer(config, "num_hidden_layers")
+    if not isinstance(layers, (list, tuple)) or not layers or not set(layers) < set(range(num_layers)):
+        raise UnsupportedConfig(
+            f"text_config has cross_attention_layers {layers!r}, expected some of its layers, 0 to {num_layers - 1}"
+        )
+    return tuple(sorted(set(layers)))
+
+
+FAMILIES = {"mllama": Family(_build, MllamaProcessor)}

@@ -1,0 +1,249 @@
+"""The vision tower of Llama-3.2-Vision: the tiles of a picture in, encoder states that text attends to out.
+
+N: patches of all tiles, each tile's class token first. A picture always has the most tiles there may be, and each tile
+rows up to a multiple of 8; what is not of the picture is padding. Two rows of padding do not see each other, any other
+two do. So the picture's own rows come first and padding behind: those see all keys, padding sees the first ones, and
+attention is two calls without a mask. Padding cannot be left out: the picture's rows look at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.layers.layer_norm import LayerNorm
+from tilewright.layers.mlp import activation_named
+from tilewright.models.mllama.weights import MapProjector, PatchProjection, PositionTables, TileTable
+from tilewright.models.text_config import Config, integer
+from tilewright.ops.attention import varlen_attention
+from tilewright.ops.linear import linear
+from tilewright.ops.norm import layer_norm
+from tilewright.ops.plan import empty, scope
+from tilewright.types import Medium, UnsupportedConfig
+from tilewright.weights.spec import Linear
+
+OUTER_EPS = 1e-5  # of the norms before and after the layers, whatever the config says of those within
+ROW_MULTIPLE = 8  # a tile is padded to so many rows
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    width: int
+    mlp_width: int
+    num_local_layers: int
+    num_global_layers: int
+    num_heads: int
+    tile_size: int  # pixels on a side
+    patch_size: int
+    num_channels: int
+    max_tiles: int
+    inner_maps: tuple[int, ...]  # local layers whose results are handed on beside the last one's
+    activation: str
+    eps: float
+
+    @classmethod
+    def from_dict(cls, config: Config) -> VisionConfig:
+        width = integer(config, "hidden_size")
+        inner_maps = config.get("intermediate_layers_indices")
+        num_local_layers = integer(config, "num_hidden_layers")
+        if not isinstance(inner_maps, (list, tuple)) or not all(i in range(num_local_layers) for i in inner_maps):
+            raise UnsupportedConfig(
+                f"vision_config has intermediate_layers_indices {inner_maps!r}, expected some of its layers, 0 to "
+                f"{num_local_layers - 1}"
+            )
+        output_width = width * (1 + len(inner_maps))
+        if integer(config, "vision_output_dim") != output_width:
+            raise UnsupportedConfig(
+                f"vision_config has vision_output_dim {config['vision_output_dim']}, expected {output_width}: "
+                f"hidden_size {width} for the last layer and each of intermediate_layers_indices"
+            )
+        return cls(
+            width=width,
+            mlp_width=integer(config, "intermediate_size"),
+            num_local_layers=num_local_layers,
+            num_global_layers=integer(config, "num_global_layers"),
+            num_heads=integer(config, "attention_heads"),
+            tile_size=integer(config, "image_size"),
+            patch_size=integer(config, "patch_size"),
+            num_channels=integer(config, "num_channels", 3),
+            max_tiles=integer(config, "max_num_tiles"),
+            inner_maps=tuple(inner_maps),
+            activation=activation_named(str(config.get("hidden_act", "gelu"))),
+            eps=float(config.get("norm_eps", 1e-5)),  # type: ignore[arg-type]
+        )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Patches, and the class token before them."""
+        return (self.tile_size // self.patch_size) ** 2 + 1
+
+
+def arrangements(max_tiles: int) -> list[tuple[int, int]]:
+    """Every (rows, columns) of tiles a picture may be cut into. Its place in the list, from 1 on, is its id."""
+    sides = range(1, max_tiles + 1)
+    return [(rows, columns) for rows in sides for columns in sides if rows * columns <= max_tiles]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of each tile lie: `num_tiles` tiles of the picture, their padding, then tiles of padding."""
+
+    num_tiles: int
+    max_tiles: int
+    per_tile: int
+
+    @property
+    def num_real(self) -> int:
+        return self.num_tiles * self.per_tile
+
+    @property
+    def num_padding(self) -> int:
+        """Rows that fill up one tile."""
+        return -self.per_tile % ROW_MULTIPLE
+
+    @property
+    def total(self) -> int:
+        return self.max_tiles * (self.per_tile + self.num_padding)
+
+    def filled(self, tile: int) -> slice:
+        """Rows that have a class token and patches, if only of padding."""
+        if tile < self.num_tiles:
+            return slice(tile * self.per_tile, (tile + 1) * self.per_tile)
+        begin = tile * (self.per_tile + self.num_padding)
+        return slice(begin, begin + self.per_tile)
+
+    def filling(self, tile: int) -> slice:
+        """Rows that fill the tile up."""
+        begin = self.num_real + tile * self.num_padding if tile < self.num_tiles else self.filled(tile).stop
+        return slice(begin, begin + self.num_padding)
+
+
+class VisionLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x)), updating x; both scaled by the tanh of a gate if `is_gated`."""
+
+    def __init__(self, name: str, config: VisionConfig, biases: frozenset[str], *, is_gated: bool) -> None:
+        self.config = config
+        width = config.width
+        self.norm1 = LayerNorm(f"{name}.input_layernorm", width, config.eps)
+        self.qkv = Linear([(f"{name}.self_attn.{part}_proj", width) for part in "qkv"], width)
+        attention_gate, mlp_gate = (f"{name}.gate_attn", f"{name}.gate_ffn") if is_gated else (None, None)
+        self.output = Linear([(f"{name}.self_attn.o_proj", width)], width, tanh_scale=attention_gate)
+        self.norm2 = LayerNorm(f"{name}.post_attention_layernorm", width, config.eps)
+        fc1, fc2 = f"{name}.mlp.fc1", f"{name}.mlp.fc2"
+        self.mlp_in = Linear([(fc1, config.mlp_width)], width, bias=f"{fc1}.bias" in biases)
+        self.mlp_out = Linear([(fc2, width)], config.mlp_width, bias=f"{fc2}.bias" in biases, tanh_scale=mlp_gate)
+
+    def __call__(self, x_ND: Tensor, num_real: int, num_wanted: int) -> None:
+        """Updates the first `num_wanted` rows, which are all or those of the picture."""
+        heads = self.config.num_heads
+        qkv = linear(self.norm1(x_ND), self.qkv.value).view(len(x_ND), 3 * heads, self.config.head_width)
+        q, k, v = qkv.split(heads, dim=1)
+        attended = empty((num_wanted, heads, self.config.head_width), x_ND.dtype)
+        _attend(q[:num_real], k, v, attended[:num_real])
+        _attend(q[num_real:num_wanted], k[:num_real], v[:num_real], attended[num_real:])
+        x_ND = x_ND[:num_wanted]
+        linear(attended.view(num_wanted, -1), self.output.value, residual=x_ND, out=x_ND)
+        inner = linear(self.norm2(x_ND), self.mlp_in.value, activation=self.config.activation)
+        linear(inner, self.mlp_out.value, residual=x_ND, out=x_ND)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """Every query sees every key."""
+    if len(q):
+        starts = [torch.tensor([0, len(tensor)], dtype=torch.int32) for tensor in (q, k)]
+        varlen_attention(q, k, v, *starts, out=out)
+
+
+class VisionTower:
+    """`biases` are those the checkpoint has: a linear without one has none, which is a bias of zero."""
+
+    def __init__(
+        self, name: str, projector_name: str, config: VisionConfig, output_width: int, biases: frozenset[str]
+    ) -> None:
+        self.config = config
+        width, tiles = config.width, config.max_tiles
+        self.arrangements = tuple(arrangements(tiles))
+        num_ids = 1 + len(self.arrangements)  # id 0: no picture
+        patch = config.patch_size
+        self.patches = PatchProjection(f"{name}.patch_embedding", (width, config.num_channels, patch, patch))
+        self.positions = PositionTables(name, num_ids, tiles, config.rows_per_tile, width)
+        self.norm_before = LayerNorm(f"{name}.layernorm_pre", width, OUTER_EPS)
+        self.local_layers = [
+            VisionLayer(f"{name}.transformer.layers.{i}", config, biases, is_gated=False)
+            for i in range(config.num_local_layers)
+        ]
+        self.norm_between = LayerNorm(f"{name}.layernorm_post", width, OUTER_EPS)
+        self.tile_table = TileTable(f"{name}.post_tile_positional_embedding", num_ids, tiles, width)
+        self.global_layers = [
+            VisionLayer(f"{name}.global_transformer.layers.{i}", config, biases, is_gated=True)
+            for i in range(config.num_global_layers)
+        ]
+        has_bias = f"{projector_name}.bias" in biases
+        self.projector = MapProjector(projector_name, output_width, width, len(config.inner_maps), bias=has_bias)
+
+    def __call__(self, media: Sequence[Medium]) -> list[Tensor]:
+        """The states [its tiles * rows of a tile, output width] of each picture.
+
+        One after the other: a picture with its padding is 6,432 rows, from which on more gain nothing.
+        """
+        return [self._encode(medium) for medium in media]
+
+    def _encode(self, medium: Medium) -> Tensor:
+        config = self.config
+        rows = Rows(medium.tiling[0] * medium.tiling[1], config.max_tiles, config.rows_per_tile)
+        states = torch.empty(rows.num_real, self.projector.value.out_features, dtype=self.positions.value.dtype)
+        arrangement = 1 + self.arrangements.index(medium.tiling)
+        with scope():
+            maps = empty((rows.num_real, config.width * (1 + len(config.inner_maps))), states.dtype)
+            last_map, *inner_maps = maps.split(config.width, dim=1)
+            x_ND = self._embed(medium.load(), rows, arrangement)
+            for i, layer in enumerate(self.local_layers):
+                with scope():
+                    layer(x_ND, rows.num_real, rows.total)
+                for index, kept in zip(config.inner_maps, inner_maps, strict=True):
+                    if index == i:
+                        kept.copy_(x_ND[: rows.num_real])
+            self._norm_between(x_ND, rows, arrangement)
+            for i, layer in enumerate(self.global_layers):
+                with scope():
+                    is_last = i == len(self.global_layers) - 1  # of which nobody reads the padding
+                    layer(x_ND, rows.num_real, rows.num_real if is_last else rows.total)
+            last_map.copy_(x_ND[: rows.num_real])
+            linear(maps, self.projector.value, out=states)
+        return states
+
+    def _embed(self, patches: Tensor, rows: Rows, arrangement: int) -> Tensor:
+        """Patches with their positions, normed [N, D]; tiles of padding are black, rows that fill a tile up zero."""
+        positions = self.positions.value[arrangement]
+        x_ND = empty((rows.total, self.config.width), positions.dtype)
+        per_tile = rows.per_tile - 1
+        for tile, position_PD in enumerate(positions):
+            part = x_ND[rows.filled(tile)]
+            part[0] = position_PD[0]
+            if tile < rows.num_tiles:
+                pixels = patches[tile * per_tile : (tile + 1) * per_tile]
+                linear(pixels, self.patches.value, residual=position_PD[1:], out=part[1:])
+            else:
+                part[1:] = position_PD[1:]
+            self.norm_before(part, out=part)
+            x_ND[rows.filling(tile)] = 0
+        return x_ND
+
+    def _norm_between(self, x_ND: Tensor, rows: Rows, arrangement: int) -> None:
+        """Norms x in place and adds the embedding of its tile to every row: one more term of the norm's bias."""
+        norm = self.norm_between
+        for tile, part in self._parts(x_ND, rows):
+            bias = norm.bias.value.float() + self.tile_table.value[arrangement, tile]
+            layer_norm(part, norm.weight.value, bias.to(x_ND.dtype), norm.eps, out=part)
+
+    def _parts(self, x_ND: Tensor, rows: Rows) -> Iterator[tuple[int, Tensor]]:
+        for tile in range(rows.max_tiles):
+            yield tile, x_ND[rows.filled(tile)]
+            yield tile, x_ND[rows.filling(tile)]

@@ -1,0 +1,127 @@
+"""`tilewright demo`: plain where it is piped, colourful where a terminal shows it."""
+
+import contextlib
+import io
+import re
+
+import pytest
+from PIL import Image
+from tiny_checkpoint import write_text_model, write_vision_model
+
+from tilewright import Engine, cli, config, demo, embedded
+
+FLAGS = ["--max-context", "512", "--kv-memory", "32MB", "--max-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_vision_model(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(autouse=True)
+def in_place(model, monkeypatch):
+    """The model of random weights in place of the embedded one."""
+    monkeypatch.setattr(embedded, "_FOLDER", model)
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    with Engine(model, pack_cache=False, max_context=512, max_sequences=1) as engine:
+        yield engine
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def shown_on(terminal, monkeypatch, **variables):
+    """What a question's demo writes to a terminal in such an environment."""
+    settings = config.resolve(variables, [0])
+    monkeypatch.setattr(config, "current", lambda: settings)
+    with contextlib.redirect_stdout(terminal):
+        assert cli.main(["demo", "Well?", *FLAGS]) == 0
+    return terminal.getvalue()
+
+
+def answered(engine, picture, question):
+    parts = [{"type": "image", "image": str(picture)}, {"type": "text", "text": question}]
+    return engine.chat([{"role": "user", "content": parts}], max_tokens=6, temperature=0.0).text
+
+
+def test_three_questions_about_the_bundled_picture(engine, capsys):
+    assert cli.main(["demo", *FLAGS]) == 0
+    captured = capsys.readouterr()
+    head, *blocks = captured.out.split("\n\n")
+    name, path = head.split("\n")
+    assert name.startswith(f"{embedded.MODEL_NAME} ready in ")
+    assert path == f"{embedded.DEMO_PICTURE} 256x256"
+    assert len(blocks) == 3
+    for block, question in zip(blocks, demo.QUESTIONS, strict=True):
+        text = answered(engine, embedded.DEMO_PICTURE, question)
+        assert block.startswith(f"{question}\n{text}\n")
+        assert re.fullmatch(
+            r"6 tokens, TTFT [\d.]+ m?s, [\d.]+ tokens/s\n?", block.removeprefix(f"{question}\n{text}\n")
+        )
+    assert "\033" not in captured.out
+    assert captured.err.count("\n") == 1 and "Another: -m" in captured.err
+
+
+def test_another_model_picture_and_question(engine, model, tmp_path, capsys):
+    picture = tmp_path / "mine.png"
+    Image.effect_noise((32, 24), 90).save(picture)
+    assert cli.main(["demo", "What is it?", "-m", str(model), "--image", str(picture), *FLAGS]) == 0
+    captured = capsys.readouterr()
+    assert f"{picture} 32x24\n\nWhat is it?\n{answered(engine, picture, 'What is it?')}\n6 tokens" in captured.out
+    assert not captured.err
+
+
+def test_colours_where_a_terminal_shows_them(monkeypatch):
+    shown = shown_on(Terminal(), monkeypatch)
+    assert f"{demo.BOLD}Well?{demo.RESET}\n" in shown
+    assert shown.count("▀") == 36 * 36 // 2, "a square picture"
+
+
+def test_no_color(monkeypatch):
+    shown = shown_on(Terminal(), monkeypatch, NO_COLOR="1")
+    assert "Well?" in shown and "\033" not in shown and "▀" not in shown
+
+
+def test_a_terminal_without_blocks_gets_no_preview(monkeypatch):
+    monkeypatch.setattr(Terminal, "encoding", "latin-1")
+    shown = shown_on(Terminal(), monkeypatch)
+    assert "▀" not in shown and demo.BOLD in shown
+
+
+def test_the_preview_has_the_pictures_colours(monkeypatch):
+    monkeypatch.setattr(demo, "PREVIEW_SIZE", (2, 2))
+    picture = Image.new("RGB", (2, 2))
+    for place, colour in {(0, 0): (255, 0, 0), (1, 0): (0, 250, 5), (0, 1): (0, 0, 255), (1, 1): (255,) * 3}.items():
+        picture.putpixel(place, colour)
+    assert demo.preview(picture) == "\033[38;5;196;48;5;21m▀\033[38;5;46;48;5;231m▀\033[0m"
+
+
+@pytest.mark.parametrize(("size", "shown"), [((400, 100), (36, 4)), ((10, 4000), (1, 18)), ((4000, 1), (36, 1))])
+def test_the_preview_fits_whatever_the_shape(size, shown):
+    lines = demo.preview(Image.new("RGB", size)).splitlines()
+    assert (lines[0].count("▀"), len(lines)) == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--image", "nowhere.png"], "nowhere.png: there is no such file"),
+        (["--image", __file__], "cannot identify image file"),
+        (["-m", "./nothing/here/now"], "does not exist"),
+        (["-m", "TEXT"], "takes text alone"),
+    ],
+)
+def test_users_errors_are_a_line(arguments, words, tmp_path, capsys):
+    if "TEXT" in arguments:
+        arguments = ["-m", str(write_text_model(tmp_path))]
+        capsys.readouterr()
+    assert cli.main(["demo", "--no-pack-cache", *arguments, *FLAGS]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("tilewright: ") and words in captured.err and captured.err.count("\n") == 1

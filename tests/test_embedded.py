@@ -1,0 +1,205 @@
+"""Commands and the library without a model named: the embedded one, said in one line that is never on stdout."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from package_copy import copy_package, environment
+from PIL import Image
+from serve_process import ServerProcess
+from sources import ROOT
+from tiny_checkpoint import write_text_model, write_vision_model
+
+from tilewright import Engine, cli, config, embedded, machine
+from tilewright.bench import probe
+from tilewright.types import RequestError
+
+FLAGS = ["--max-context", "512", "--kv-memory", "32MB"]
+NOTICE = "no model named: using the embedded tilewright-tiny-vl"
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    """A checkpoint folder with random weights."""
+    return write_vision_model(tmp_path_factory.mktemp("stand_in"))
+
+
+@pytest.fixture
+def in_place(stand_in, monkeypatch):
+    """The stand-in in place of the embedded model, within this process."""
+    monkeypatch.setattr(embedded, "_FOLDER", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def left_out(tmp_path, monkeypatch):
+    """A package that was built without the embedded model."""
+    monkeypatch.setattr(embedded, "_FOLDER", tmp_path / "tiny_vl")
+
+
+def answer_of(model):
+    with Engine(model, pack_cache=False, max_context=512, max_sequences=1) as engine:
+        return engine.chat([{"role": "user", "content": "Hello"}], max_tokens=6, temperature=0.0).text
+
+
+def test_the_library(in_place, caplog):
+    told = answer_of(str(in_place))
+    assert not caplog.records, "a model that is named is not worth a word"
+    assert answer_of(None) == told
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and NOTICE in record.message
+    assert record.message.endswith('Another: Engine("./Qwen3-VL-2B-Instruct")')
+
+
+def test_it_has_its_own_name_however_it_is_found(in_place, tmp_path):
+    for model in (None, str(in_place), tmp_path / "link"):
+        if model == tmp_path / "link":
+            model.symlink_to(in_place)
+        with Engine(model, max_context=512, max_sequences=1) as engine:
+            assert engine.loaded.name == embedded.MODEL_NAME
+
+
+def test_it_takes_no_place_in_the_pack_cache(in_place, tmp_path, monkeypatch):
+    settings = replace(config.current(), cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(config, "current", lambda: settings)
+    Engine(max_context=512, max_sequences=1).close()
+    assert not settings.cache_dir.exists()
+    shutil.copytree(in_place, tmp_path / "named")
+    Engine(tmp_path / "named", max_context=512, max_sequences=1).close()
+    assert len(list(settings.cache_dir.iterdir())) == 1
+
+
+def test_chat(in_place, capsys):
+    arguments = ["chat", "Hello", "--max-tokens", "6", "--temperature", "0", *FLAGS]
+    assert cli.main([*arguments, "-m", str(in_place)]) == 0
+    named = capsys.readouterr()
+    assert NOTICE not in named.err
+    assert cli.main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.out == named.out
+    notice, speeds = captured.err.splitlines()
+    assert notice.startswith(f"tilewright: {NOTICE} (20M parameters;") and speeds.startswith("6 tokens")
+    assert notice.endswith("Another: -m ./Qwen3-VL-2B-Instruct")
+    assert cli.main([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr() == (named.out, "")
+
+
+def test_a_folder_called_none_is_a_folder(left_out, tmp_path, monkeypatch, capsys):
+    write_text_model(tmp_path / "None")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["chat", "Hello", "-m", "None", "--max-tokens", "2", "--no-pack-cache", *FLAGS]) == 0
+    assert "no model named" not in capsys.readouterr().err
+    with Engine("None", pack_cache=False, max_context=512, max_sequences=1) as engine:
+        assert engine.loaded.name == "None"
+
+
+def test_bench(in_place, monkeypatch, capsys):
+    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 18.0, 1.5, 2.0))
+    monkeypatch.setattr(machine, "measure", lambda: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
+    assert cli.main(["bench", "picture", "--size", "32x32", "--rounds", "1", *FLAGS]) == 0
+    captured = capsys.readouterr()
+    assert "first token" in captured.out and "embedded" not in captured.out
+    assert NOTICE in captured.err
+
+
+def test_batch(in_place, tmp_path, capsys):
+    body = {"model": embedded.MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    request = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(request))
+    assert cli.main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *FLAGS]) == 0
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.count(NOTICE) == 1
+    answered = json.loads((tmp_path / "out.jsonl").read_text())
+    assert answered["response"]["body"]["model"] == embedded.MODEL_NAME
+
+
+def test_a_package_without_it_says_so(left_out, tmp_path, capsys):
+    with pytest.raises(RequestError, match="built without the embedded one"):
+        Engine()
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}})
+    )
+    files = [str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
+    for command in (
+        ["chat", "Hello"],
+        ["demo"],
+        ["serve", "--port", "0"],
+        ["batch", *files, "-q"],
+        ["bench", "decode"],
+    ):
+        assert cli.main(command) == 2
+        captured = capsys.readouterr()
+        last = captured.err.splitlines()[-1]  # a benchmark may have found the machine busy before
+        assert not captured.out and "Traceback" not in captured.err
+        assert last.startswith("tilewright: no model is named, and") and last.endswith("a GGUF file or a hub id")
+
+
+@pytest.mark.parametrize("command", ["chat", "serve", "batch", "demo", "bench decode"])
+def test_help_says_that_none_need_be_named(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "--help"])
+    assert "(default: the embedded tilewright-tiny-vl)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_serve_as_users_start_it(stand_in, tmp_path):
+    """Two processes, of a package that has the stand-in: the name is known to both."""
+    path = copy_package(tmp_path, stand_in)
+    server = ServerProcess(None, "--max-context", "512", PYTHONPATH=str(path))
+    try:
+        with server.client() as client:
+            (model,) = client.models.list().data
+            assert model.id == embedded.MODEL_NAME
+            chat = client.chat.completions.create(
+                model=model.id, messages=[{"role": "user", "content": "Hello"}], max_tokens=4
+            )
+            assert chat.model == embedded.MODEL_NAME and chat.usage.completion_tokens
+    finally:
+        server.end()
+    messages = [json.loads(line).get("message", "") for line in server.lines]
+    (notice,) = [message for message in messages if NOTICE in message]
+    assert notice.endswith("Another: tilewright serve ./Qwen3-VL-2B-Instruct")
+
+
+def test_wheel_and_sdist_carry_it(stand_in, tmp_path):
+    """Built from a copy of the tree by the project's own build, without the kernels, which take minutes."""
+    pytest.importorskip("scikit_build_core")
+    project = tmp_path / "project"
+    names = ["pyproject.toml", "README.md", "LICENSE", "CMakeLists.txt", ".gitignore"]
+    project.mkdir()
+    for name in names:
+        shutil.copy(ROOT / name, project)
+    (project / "src").mkdir()
+    copy_package(project / "src", stand_in)
+    script = "from scikit_build_core.build import build_sdist, build_wheel\nbuild_sdist('dist')\n"
+    script += "build_wheel('dist', {'wheel.cmake': 'false'})"
+    subprocess.run([sys.executable, "-c", script], cwd=project, check=True, capture_output=True, timeout=120)
+    (wheel,), (sdist,) = (list((project / "dist").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
+    files = {path.relative_to(stand_in) for path in stand_in.rglob("*") if path.is_file()}
+    expected = {Path("embedded", "tiny_vl", file) for file in files} | {Path("embedded", "tiny_vl_demo.png")}
+    packed = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
+    assert {Path("tilewright", file) for file in expected} <= packed
+    with tarfile.open(sdist) as archive:
+        packed = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
+    assert {Path("src", "tilewright", file) for file in expected} <= packed
+
+
+def test_the_demo_picture_is_a_picture():
+    with Image.open(embedded.DEMO_PICTURE) as picture:
+        assert picture.size == (256, 256) and picture.mode == "RGB"
+
+
+def test_a_process_that_names_none(stand_in, tmp_path):
+    """Nothing but the answer on stdout, where no logging is set up: Python's own handler takes the notice."""
+    script = "import tilewright\nwith tilewright.Engine(max_context=512, max_sequences=1) as e:\n"
+    script += " print(e.chat([{'role': 'user', 'content': 'Hello'}], max_tokens=3, temperature=0.0).text)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(copy_package(tmp_path, stand_in)),
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert NOTICE not in done.stdout and done.stderr.count(NOTICE) == 1 and done.stderr.count("\n") == 1
