@@ -84,7 +84,7 @@ def test_chat(in_place, capsys):
     captured = capsys.readouterr()
     assert captured.out == named.out
     notice, speeds = captured.err.splitlines()
-    assert notice.startswith(f"tilewright: {NOTICE} (20M parameters;") and speeds.startswith("6 tokens")
+    assert notice.startswith(f"tilewright: {NOTICE} (21M parameters;") and speeds.startswith("6 tokens")
     assert notice.endswith("Another: -m ./Qwen3-VL-2B-Instruct")
     assert cli.main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr() == (named.out, "")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tilewright.engine.engine import Engine
 
-QUESTIONS = ("Describe the picture.", "How many shapes are there?", "What word is written?")
+QUESTIONS = ("Describe the picture.", "How many shapes are there?", "What does it say?")
 MAX_TOKENS = 64
 BOLD, DIM, RESET = "\033[1m", "\033[2m", "\033[0m"
 PREVIEW_SIZE = 36, 36  # pixels at most, width and height

@@ -107,10 +107,17 @@ class ScriptedBackend:
     num_restarts = 0
 
     def __init__(
-        self, pieces=("Hello", " there"), *, template=None, accepts=(), opens_reasoning=False, holds_back=False
+        self,
+        pieces=("Hello", " there"),
+        *,
+        name="scripted",
+        template=None,
+        accepts=(),
+        opens_reasoning=False,
+        holds_back=False,
     ) -> None:
         self.pieces = list(pieces)
-        self.model = ModelInfo("scripted", 4096, 8, template, accepts)
+        self.model = ModelInfo(name, 4096, 8, template, accepts)
         self.opens_reasoning = opens_reasoning
         self.holds_back = holds_back  # nothing comes after the first piece
         self.asked = []

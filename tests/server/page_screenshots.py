@@ -73,9 +73,9 @@ def main() -> None:
             context = browser.new_context(**options, reduced_motion="reduce")
             page = context.new_page()
             page.goto(url)
-            for begin in ("Explain", "Write", "Try a sample picture"):
+            for card in (2, 1, 0):  # the first, which shows a picture, last
                 page.keyboard.press("Control+Shift+O")
-                page.get_by_role("button", name=begin).click()
+                page.locator(".welcome .card").nth(card).click()
                 page.locator(".answer").wait_for()
                 wait_until_done(page)
             page.evaluate("document.activeElement.blur()")

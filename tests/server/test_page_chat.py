@@ -10,6 +10,7 @@ from conftest import ScriptedBackend, serving
 from page_browser import answers, hand_over, png, send, until, wait_until_done
 from PIL import Image
 
+from tilewright import embedded
 from tilewright.inputs.media import Limits
 from tilewright.server.backend import EngineFailure, EngineUnavailable, ModelInfo
 from tilewright.server.media import MediaPolicy
@@ -113,6 +114,21 @@ def test_the_sample_picture_and_removing_one(vision_server, visits):
     page.get_by_role("button", name="Try a sample picture").click()
     wait_until_done(page)
     assert page.locator(".question .preview img").count() == 1
+
+
+def test_the_embedded_model_is_asked_what_it_was_taught(scripted, visits):
+    running, backend = scripted(name=embedded.MODEL_NAME, accepts=("image",))
+    page = visits.open(running.url)
+    assert "nothing of the world" in page.locator(".welcome .tiny").inner_text()
+    page.get_by_role("button", name="Count").click()
+    wait_until_done(page)
+    page.keyboard.press("Control+Shift+O")
+    page.get_by_role("button", name="What can you do?").click()
+    wait_until_done(page)
+    counted, asked = (ask.messages[0]["content"] for ask in backend.asked)
+    assert [part["type"] for part in counted] == ["image_url", "text"]
+    assert base64.b64decode(counted[0]["image_url"]["url"].partition(",")[2]) == embedded.DEMO_PICTURE.read_bytes()
+    assert asked == "What can you do?" or asked == [{"type": "text", "text": "What can you do?"}]
 
 
 def test_a_video_is_answered(vision_server, visits, tmp_path):

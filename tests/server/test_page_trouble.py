@@ -120,7 +120,7 @@ def test_the_sample_is_asked_once_and_where_it_was_clicked(held, visits):
     until(page, "document.querySelector('.bubble')")
     waiting.pop().continue_()
     page.wait_for_timeout(200)
-    assert page.evaluate(BUBBLES) == ["What is in this picture?"] and len(backend.asked) == 1
+    assert page.evaluate(BUBBLES) == ["What's in this picture?"] and len(backend.asked) == 1
     assert len(kept(page, "files")) == 1
 
 

@@ -62,7 +62,7 @@ def picture_lesson(rng: Random, width: int, height: int, num_asks: int, photos: 
     if way < 0.03:
         return photo_lesson(rng, width, height, num_asks, photos)
     make: Callable[[Random, int, int, int], Lesson]
-    make = text_lesson if way < 0.48 else shape_lesson if way < 0.8 else chart_lesson
+    make = text_lesson if way < 0.45 else shape_lesson if way < 0.75 else chart_lesson
     return make(rng, width, height, num_asks)
 
 

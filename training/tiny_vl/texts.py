@@ -28,6 +28,7 @@ def text_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
     if not lines:
         return text_lesson(rng, width, height, num_asks)
     asks = _read_one(rng, lines[0]) if len(lines) == 1 else _read_some(rng, lines)
+    asks += _find(rng, lines)
     asks.append(_refuse(rng, lines))
     if rng.random() < 0.4:
         asks += _other_asks(rng, lines, background)
@@ -141,6 +142,24 @@ def _read_some(rng: Random, lines: list[Line]) -> list[Ask]:
     question = any_of(rng, "How many texts are there?", "How many words are there?", "How many words do you see?")
     asks.append(Ask("count", question, f"There are {len(lines)}."))
     return asks
+
+
+def _find(rng: Random, lines: list[Line]) -> list[Ask]:
+    """Whether a text is there, and which: the other way round from reading it."""
+    texts = {line.text for line in lines}
+    line, other = rng.choice(lines), random_text(rng)
+    asks = []
+    for text in (line.text, other):
+        question = any_of(
+            rng, f'Does it say "{text}"?', f'Is "{text}" written there?', f'Do you see the text "{text}"?'
+        )
+        asks.append(Ask("read", question, "Yes." if text in texts else "No."))
+    if len(lines) > 1 and len(texts) == len(lines):
+        word = any_of(rng, "colour", "color")
+        question = any_of(rng, f'What {word} is the text "{line.text}"?', f'What {word} is "{line.text}"?')
+        asks.append(Ask("read", question, f"The text is {line.colour}."))
+    rng.shuffle(asks)
+    return asks[:2]
 
 
 def _colour_of(rng: Random, line: Line) -> Ask:

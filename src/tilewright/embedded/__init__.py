@@ -8,7 +8,7 @@ from pathlib import Path
 from tilewright.types import RequestError
 
 MODEL_NAME = "tilewright-tiny-vl"
-ABILITIES = "20M parameters; it knows drawn shapes, short words, bar charts"
+ABILITIES = "21M parameters; it knows drawn shapes, short words, bar charts"
 DEMO_PICTURE = Path(__file__).with_name("tiny_vl_demo.png")
 
 _FOLDER = Path(__file__).with_name("tiny_vl")

@@ -5,11 +5,17 @@ import { element, icon } from "./dom.js";
 
 const EMBEDDED = "tilewright-tiny-vl";
 const SAMPLE = "page/sample.png";
-const SAMPLE_QUESTION = "What is in this picture?";
+const SAMPLE_QUESTION = "What's in this picture?";
 const EXAMPLES = [
-  ["Explain", "Why is the sky blue, and sunsets red?"],
-  ["Write", "Write a haiku about rain on a tin roof."],
-  ["Compare", "Compare tea and coffee in a small table."],
+  { verb: "Explain", text: "Why is the sky blue, and sunsets red?" },
+  { verb: "Write", text: "Write a haiku about rain on a tin roof." },
+  { verb: "Compare", text: "Compare tea and coffee in a small table." },
+];
+// It knows drawings and next to nothing else, so most of what it is asked is about one.
+const EMBEDDED_EXAMPLES = [
+  { verb: "Count", text: "How many shapes are there?", files: sampleFiles },
+  { verb: "Read", text: "What does it say?", files: sampleFiles },
+  { verb: "Ask", text: "What can you do?" },
 ];
 
 // host: { ask({ text, files() }) } that resolves when it is asked, or cannot be
@@ -34,7 +40,7 @@ export function welcomeNode(model, host) {
       element(
         "p",
         { class: "tiny" },
-        "This tiny model comes with Tilewright to show that everything works; do not expect much. For real answers, start ",
+        "This tiny model comes with Tilewright and knows drawn shapes, short words and bar charts, nothing of the world. For real answers, start ",
         element("code", {}, "tilewright serve Qwen/Qwen3-VL-2B-Instruct"),
         ".",
       ),
@@ -45,8 +51,9 @@ export function welcomeNode(model, host) {
     await host.ask(asked);
     cards.forEach((one) => (one.disabled = false));
   };
-  const cards = EXAMPLES.map(([verb, text]) =>
-    card(element("b", {}, verb), text, () => ask({ text, files: async () => [] })),
+  const examples = model.id === EMBEDDED ? EMBEDDED_EXAMPLES : EXAMPLES;
+  const cards = examples.map(({ verb, text, files = async () => [] }) =>
+    card(element("b", {}, verb), text, () => ask({ text, files })),
   );
   if (kindsOf(model).includes("image")) cards.unshift(sampleCard(ask));
   node.append(element("div", { class: "examples" }, ...cards));
@@ -57,15 +64,16 @@ function card(head, text, onclick) {
   return element("button", { type: "button", class: "card", onclick }, head, element("span", {}, text));
 }
 
+async function sampleFiles() {
+  const response = await fetch(SAMPLE);
+  if (!response.ok) throw new Error(`the sample picture was answered with status ${response.status}`);
+  const blob = await response.blob();
+  return [new File([blob], "sample.png", { type: blob.type })];
+}
+
 function sampleCard(ask) {
-  const files = async () => {
-    const response = await fetch(SAMPLE);
-    if (!response.ok) throw new Error(`the sample picture was answered with status ${response.status}`);
-    const blob = await response.blob();
-    return [new File([blob], "sample.png", { type: blob.type })];
-  };
   const node = card(element("b", {}, "Try a sample picture"), SAMPLE_QUESTION, () =>
-    ask({ text: SAMPLE_QUESTION, files }),
+    ask({ text: SAMPLE_QUESTION, files: sampleFiles }),
   );
   node.classList.add("sample");
   node.prepend(element("img", { src: SAMPLE, alt: "", width: 56, height: 56 }));
