@@ -9,6 +9,7 @@ from PIL import Image
 
 import tilewright
 from tilewright.engine.loop import EngineError
+from tilewright.models.mllama.processor import MllamaProcessor
 from tilewright.types import RequestError
 
 
@@ -65,6 +66,21 @@ def test_a_second_question_encodes_nothing(engine, encoded):
     assert engine.stats().scene_hit_rate == 0.75
     engine.chat(about(one, picture(2), "Both?"), max_tokens=4)  # the first one's features are still there
     assert len(encoded) == 2
+
+
+def test_what_is_kept_of_a_picture_spares_reading_it(engine, encoded, monkeypatch):
+    one, read = picture(1), []
+    canvas = MllamaProcessor._canvas
+    monkeypatch.setattr(MllamaProcessor, "_canvas", lambda *given: read.append(given) or canvas(*given))
+    first = engine.chat(about(one, "What is it?"), max_tokens=8).token_ids
+    scheduler = engine.loop.core.scheduler
+    scheduler.features.clear()  # given up by others, while the keys and values made of them are still there
+    assert engine.chat(about(one, "What is it?"), max_tokens=8).token_ids == first
+    assert len(read) == len(encoded) == 1
+    scheduler.features.clear()
+    scheduler.scenes.clear()
+    assert engine.chat(about(one, "What is it?"), max_tokens=8).token_ids == first
+    assert len(read) == len(encoded) == 2
 
 
 def test_pictures_and_text_at_once(engine):
@@ -132,6 +148,14 @@ def test_too_little_memory_for_many_is_waited_for(folder):
             engine.chat(about(*pictures[:3], "x"), max_tokens=6)
         apart = [part for one in pictures[:3] for part in (one, "and")]
         assert engine.chat(about(*apart), max_tokens=6).finish_reason == "length"
+
+
+def test_one_answer_at_a_time_may_see_many_pictures(folder):
+    """However few answers there are at once: memory alone bounds how many pictures one of them sees."""
+    options = {"max_sequences": 1, "kv_memory": "20MB", "max_context": 256, "pack_cache": False}
+    with tilewright.Engine(folder, dtype="float32", **options) as engine:
+        answer = engine.chat(about(*(picture(seed, 32, 32) for seed in range(5)), "x"), max_tokens=3)
+        assert answer.finish_reason == "length"
 
 
 def test_too_little_memory_for_one(folder):
