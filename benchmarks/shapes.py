@@ -214,7 +214,7 @@ def measure_tiled(bench: Bench, batches: list[int], costs: Costs) -> dict[str, f
 
 def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
     bench = Bench(model, max(batches), 2048)
-    costs = costs_of(model.decoder, model.kv_spec, torch.bfloat16.itemsize)
+    costs = costs_of(model.decoder, model.kv_spec, torch.bfloat16.itemsize, model.cross_spec)
     vision = getattr(model, "vision", None)
     figures: dict[str, list[float]] = {}
 

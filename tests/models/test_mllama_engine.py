@@ -8,6 +8,7 @@ import tiny_checkpoint
 from PIL import Image
 
 import tilewright
+from tilewright.engine.costs import costs_of
 from tilewright.engine.loop import EngineError
 from tilewright.models.mllama.processor import MllamaProcessor
 from tilewright.types import RequestError
@@ -81,6 +82,23 @@ def test_what_is_kept_of_a_picture_spares_reading_it(engine, encoded, monkeypatc
     scheduler.scenes.clear()
     assert engine.chat(about(one, "What is it?"), max_tokens=8).token_ids == first
     assert len(read) == len(encoded) == 2
+
+
+def test_steps_that_look_at_a_picture_read_more(engine, monkeypatch):
+    """The bytes of an answer's last step, in which one token is computed: with a picture, with two, and without."""
+    counter, steps = engine.loop._counter, []
+    count = counter.count
+    monkeypatch.setattr(counter, "count", lambda step: (steps.append(step), count(step)))
+    model, num_tokens, last = engine.loaded.model, [], []
+    costs = costs_of(model.decoder, model.kv_spec, 4, model.cross_spec)
+    for parts in (["What?"], [picture(1), "What?"], [picture(1), picture(2), "What?"], [picture(1), "x", picture(2)]):
+        answer = engine.chat(about(*parts), max_tokens=2, ignore_eos=True)
+        num_tokens.append(answer.num_prompt_tokens + 1)
+        last.append(steps[-1])
+    seen = [0, 34, 68, 34]  # two tiles of 17 a picture; the last one's alone where text is between
+    wanted = [costs.decode_bytes(tokens, states) for tokens, states in zip(num_tokens, seen, strict=True)]
+    assert [step.read_bytes for step in last] == wanted
+    assert last[1].flops - last[0].flops > costs.cross_linear_flops_per_token
 
 
 def test_pictures_and_text_at_once(engine):

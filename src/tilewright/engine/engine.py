@@ -109,7 +109,8 @@ class Engine:
             replay=replay,
         )
         self._features, self._scenes = core.scheduler.features, core.scheduler.scenes
-        costs = costs_of(self.loaded.model.decoder, self.loaded.model.kv_spec, self.loaded.dtype.itemsize)
+        network, itemsize = self.loaded.model, self.loaded.dtype.itemsize
+        costs = costs_of(network.decoder, network.kv_spec, itemsize, network.cross_spec)
         self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
 
     def chat(self, messages: Any, **options: Any) -> Any:
