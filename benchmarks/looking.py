@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import resource
 import statistics
 import sys
 from pathlib import Path
@@ -70,11 +70,10 @@ class Asker:
 
 
 def memory_bytes() -> dict[str, int]:
-    """What this process holds and has held at most; the checkpoint's mapped pages are part of the peak alone."""
-    status = Path("/proc/self/status").read_text()
-    names = {"peak_resident_bytes": "VmHWM", "resident_bytes": "VmRSS", "anonymous_bytes": "RssAnon"}
-    found = {name: re.search(rf"^{field}:\s*(\d+) kB", status, re.MULTILINE) for name, field in names.items()}
-    return {name: 1024 * int(match[1]) for name, match in found.items() if match}
+    """What this process holds, and has held at most, pages of the checkpoint that it read included."""
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_resident_bytes": 1024 * peak_kib, "resident_bytes": resource.getpagesize() * resident_pages}
 
 
 def note(text: str) -> None:

@@ -10,8 +10,11 @@ from PIL import Image
 import tilewright
 from tilewright.engine.costs import costs_of
 from tilewright.engine.loop import EngineError
+from tilewright.engine.sequence import Sequence
 from tilewright.models.mllama.processor import MllamaProcessor
-from tilewright.types import RequestError
+from tilewright.types import Constraint, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +182,21 @@ def test_one_answer_at_a_time_may_see_many_pictures(folder):
 def test_too_little_memory_for_one(folder):
     with pytest.raises(RequestError, match="the encoder states of one image"):
         tilewright.Engine(folder, dtype="float32", kv_memory="50KB", pack_cache=False)
+
+
+def test_a_picture_is_no_draft(engine):
+    """The answer repeats what stands before the picture, so that its token comes next: one that is never written."""
+    (letter,) = engine.loaded.tokenizer.encode("A")
+    options = {"images": [picture(1)], "max_tokens": 8, "logit_bias": {letter: 100.0}}
+    for constraint in (None, Constraint("regex", "A+")):
+        assert engine.generate("AA<|image|>x", constraint=constraint, **options).text == "A" * 8
+    inputs = engine.loaded.processor.prompt("78<|image|>6", images=[picture(1)])
+    (sequence,) = Sequence.for_request("x", inputs, GREEDY)
+    sequence.token_ids += engine.loaded.tokenizer.encode("9678")
+    speculator = engine.loop.core.scheduler.speculator
+    assert speculator.propose(sequence, 4) == []
+    sequence.token_ids += engine.loaded.tokenizer.encode("967")
+    assert speculator.propose(sequence, 4) == engine.loaded.tokenizer.encode("8967")
 
 
 def test_prompts_of_tokens(engine):
