@@ -5,6 +5,8 @@ round each workload is run by one after the other, in changing order, while the 
 how fast the machine is at that moment. Ratios are taken within a round, so that a machine that drifts hits both sides.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -12,8 +14,9 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 
@@ -22,6 +25,7 @@ from peer_report import as_table, summary, write_plot
 
 WORKERS = Path(__file__).parent / "peer_workers"
 DECODED = 64  # tokens of W1
+LARGE_SIDE = 1024  # of W3's picture, unless told otherwise
 # libgomp's threads spin for a few milliseconds after their last region, libiomp's for 200.
 SETTLE_S = 0.3
 MAX_IDLE_SHARE = 0.05  # of a processor, by all that should sleep
@@ -38,6 +42,15 @@ class Workload:
     run: Callable[[Call, int, bool], dict[str, float]]
     needs_vision: bool | None = None  # None: both kinds of model
     is_rate: bool = False  # more is better
+    has_large_picture: bool = False  # of the size that --side says
+    is_usual: bool = True  # run if no works are named
+
+    def with_side(self, side: int) -> Workload:
+        """The same with another size of a large picture."""
+        if not self.has_large_picture or side == LARGE_SIDE:
+            return self
+        title = self.title.replace(f"{LARGE_SIDE}x{LARGE_SIDE}", f"{side}x{side}")
+        return replace(self, title=title, run=partial(self.run, side=side))
 
 
 def _decode(call: Call, seed: int, full: bool) -> dict[str, float]:
@@ -57,18 +70,30 @@ def _prefill(call: Call, seed: int, full: bool) -> dict[str, float]:
     return {"figure": 1024 / seconds, "all_s": seconds}
 
 
-def _picture(call: Call, seed: int, full: bool) -> dict[str, float]:
-    sizes = {"width": 1024, "height": 1024}
+def _picture(call: Call, seed: int, full: bool, side: int = LARGE_SIDE) -> dict[str, float]:
+    sizes = {"width": side, "height": side}
     answer = call(call="picture", count=1, prompt_tokens=16, new_tokens=1, seed=seed, **sizes)
     return {"figure": answer["seconds"], "prompt_tokens": answer["prompt_tokens"]}
 
 
-def _second_question(call: Call, seed: int, full: bool) -> dict[str, float]:
+def _second_question(call: Call, seed: int, full: bool, side: int = LARGE_SIDE) -> dict[str, float]:
     """Another question about a picture that was asked about before."""
-    sizes = {"width": 1024, "height": 1024, "picture_seed": seed}
-    call(call="picture", count=1, prompt_tokens=16, new_tokens=1, seed=seed, **sizes)
+    sizes = {"width": side, "height": side, "picture_seed": seed}
+    first = call(call="picture", count=1, prompt_tokens=16, new_tokens=1, seed=seed, **sizes)
     answer = call(call="picture", count=1, prompt_tokens=16, new_tokens=1, seed=seed + 1, **sizes)
-    return {"figure": answer["seconds"], "prompt_tokens": answer["prompt_tokens"]}
+    figures = {"figure": answer["seconds"], "prompt_tokens": answer["prompt_tokens"], "first_s": first["seconds"]}
+    return {**figures, "share_of_first": answer["seconds"] / first["seconds"]}
+
+
+def _decode_beside_picture(call: Call, seed: int, full: bool, side: int = LARGE_SIDE) -> dict[str, float]:
+    """Tokens after the first one, whose time a worker must tell: a picture takes longer than they do."""
+    new_tokens = 1 + (DECODED if full else 4)
+    sizes = {"width": side, "height": side}
+    answer = call(call="picture", count=1, prompt_tokens=16, new_tokens=new_tokens, seed=seed, **sizes)
+    if "first_token_s" not in answer:
+        raise WorkerError("the worker does not tell when the first token came")
+    first_s, all_s = answer["first_token_s"], answer["seconds"]
+    return {"figure": (new_tokens - 1) / (all_s - first_s), "first_s": first_s, "all_s": all_s}
 
 
 def _eight_pictures(call: Call, seed: int, full: bool) -> dict[str, float]:
@@ -87,9 +112,33 @@ WORKLOADS = {
     work.name: work
     for work in (
         Workload("W1", "decode, 128-token prompt, 64 new", "tokens/s", _decode, is_rate=True),
+        Workload(
+            "W1p",
+            "decode beside a 1024x1024 picture, 64 new",
+            "tokens/s",
+            _decode_beside_picture,
+            needs_vision=True,
+            is_rate=True,
+            has_large_picture=True,
+            is_usual=False,
+        ),
         Workload("W2", "prefill of 1,024 tokens", "tokens/s", _prefill, is_rate=True),
-        Workload("W3", "first token, 1024x1024 picture + 16 tokens", "s", _picture, needs_vision=True),
-        Workload("W3q", "another question about such a picture", "s", _second_question, needs_vision=True),
+        Workload(
+            "W3",
+            "first token, 1024x1024 picture + 16 tokens",
+            "s",
+            _picture,
+            needs_vision=True,
+            has_large_picture=True,
+        ),
+        Workload(
+            "W3q",
+            "another question about such a picture",
+            "s",
+            _second_question,
+            needs_vision=True,
+            has_large_picture=True,
+        ),
         Workload("W4", "8 requests, 448x448 picture + 64 tokens, 32 new", "s", _eight_pictures, needs_vision=True),
         Workload("W4c", "the same 8 requests again", "s", _eight_pictures, needs_vision=True),
         Workload("W4t", "8 requests, 128 tokens, 32 new", "s", _eight_texts, needs_vision=False),
@@ -181,7 +230,10 @@ examples:
     parser.add_argument("--transformers", metavar="PYTHON", help="Python of an environment with transformers")
     parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM's CPU build")
     parser.add_argument("--rival", action="append", default=[], metavar="COMMAND", help="another worker's command line")
-    parser.add_argument("--works", type=_works, metavar="W1,W2,...", help="default: all the model can do")
+    parser.add_argument("--works", type=_works, metavar="W1,W2,...", help="default: all the model can do, but W1p")
+    parser.add_argument(
+        "--side", type=int, default=LARGE_SIDE, metavar="PIXELS", help=f"of the large picture (default {LARGE_SIDE})"
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="runs of each workload by each (default 5)")
     parser.add_argument(
         "--engine", action="append", default=[], metavar="NAME=VALUE", help="an option of ours, such as speculate=4"
@@ -265,7 +317,8 @@ def _document(options: argparse.Namespace, session: Session, works: list[Workloa
 def _measure(options: argparse.Namespace, session: Session) -> dict:
     systems = session.workers
     has_vision = session.ours.details["has_vision"]
-    works = options.works or [work for work in WORKLOADS.values() if work.needs_vision in (None, has_vision)]
+    usual = [work for work in WORKLOADS.values() if work.is_usual and work.needs_vision in (None, has_vision)]
+    works = [work.with_side(options.side) for work in options.works or usual]
     unfit = [work.name for work in works if work.needs_vision and not has_vision]
     if unfit:
         raise WorkerError(f"{unfit[0]} needs a model that sees, which {options.model.name} does not")

@@ -1,74 +1,160 @@
-"""A Llama-3.2-Vision of about a billion parameters with random weights: python benchmarks/random_mllama.py FOLDER
+"""A Llama-3.2-Vision with random weights, as fast as it can be written: python benchmarks/random_mllama.py FOLDER
 
-Big enough for a step to be bound by the machine and not by Python, small enough for two cores; benchmarks/peers.py and
-`tilewright serve` take the folder as any checkpoint's. Its tokens are bytes. Needs transformers.
+Without a config it has about a billion parameters: big enough for a step to be bound by the machine and not by Python,
+small enough for two cores. `--config` takes a real one's sizes. benchmarks/peers.py, benchmarks/looking.py and
+`tilewright serve` take the folder as any checkpoint's. Its tokens are bytes.
+
+Weights are one block of random numbers over and over, begun elsewhere for every tensor: 21 GB are written as fast as
+the folder's file system takes them, by many threads.
+
+  python benchmarks/random_mllama.py /tmp/mllama-1b
+  python benchmarks/random_mllama.py /dev/shm/mllama-11b --config Llama-3.2-11B-Vision-Instruct.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import perf_counter
+from typing import BinaryIO
 
 import tokenizers
 import torch
-import transformers
+from shapes import biases_of
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
+from tilewright.models.registry import family_of
+from tilewright.weights.spec import Source, walk
+
 SPECIAL = ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
-VOCABULARY_SIZE = 32_000
-TEXT = {
-    "vocab_size": VOCABULARY_SIZE,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 16,
-    "cross_attention_layers": [3, 8, 13],
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "pad_token_id": 0,
-    "bos_token_id": 257,
-    "eos_token_id": 256,
-}
-VISION = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "attention_heads": 12,
-    "num_hidden_layers": 16,
-    "num_global_layers": 4,
-    "intermediate_layers_indices": [3, 7, 11, 14],
-    "vision_output_dim": 5 * 768,
-    "image_size": 560,
-    "patch_size": 14,
+BILLION = {
+    "architectures": ["MllamaForConditionalGeneration"],
+    "model_type": "mllama",
+    "dtype": "bfloat16",
+    "image_token_index": 32_000,
+    "text_config": {
+        "model_type": "mllama_text_model",
+        "vocab_size": 32_000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 16,
+        "cross_attention_layers": [3, 8, 13],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "pad_token_id": 0,
+        "bos_token_id": 257,
+        "eos_token_id": 256,
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {
+        "model_type": "mllama_vision_model",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "attention_heads": 12,
+        "num_hidden_layers": 16,
+        "num_global_layers": 4,
+        "intermediate_layers_indices": [3, 7, 11, 14],
+        "vision_output_dim": 5 * 768,
+        "image_size": 560,
+        "patch_size": 14,
+        "max_num_tiles": 4,
+        "num_channels": 3,
+        "hidden_act": "gelu",
+        "norm_eps": 1e-5,
+    },
 }
 TEMPLATE = """{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n
 {%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
 {%- if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|eot_id|>{% endfor %}
 {%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"""
 
-
-def write_weights(folder: Path) -> int:
-    """How many parameters there are; all in bf16, gates open."""
-    config = transformers.MllamaConfig(text_config=TEXT, vision_config=VISION, image_token_index=VOCABULARY_SIZE)
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    network = transformers.MllamaForConditionalGeneration(config)
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if "gate" in name.rsplit(".", 1)[-1]:
-                parameter.fill_(0.5)
-    network.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in network.parameters())
+BLOCK_ELEMENTS = 1 << 24
+SHARD_BYTES = 1 << 30  # enough of them for every thread of 16 to have one of 21 GB
+ITEM_BYTES = 2  # bf16
 
 
-def write_tokenizer(folder: Path) -> None:
+def sources_of(config: dict) -> list[Source]:
+    """Name and shape of every tensor of a checkpoint, biases included."""
+    model = family_of(config).build(config, biases_of(config))
+    return [source for weight in walk(model) for source in weight.sources]
+
+
+def shards_of(sources: list[Source]) -> list[list[Source]]:
+    shards: list[list[Source]] = [[]]
+    size_bytes = 0
+    for source in sources:
+        if size_bytes >= SHARD_BYTES:
+            shards.append([])
+            size_bytes = 0
+        shards[-1].append(source)
+        size_bytes += ITEM_BYTES * math.prod(source.shape)
+    return shards
+
+
+def write_shard(path: Path, shard: list[Source], block: memoryview) -> None:
+    """A safetensors file: the length of a header, the header, the tensors one after the other."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for source in shard:
+        begin, end = end, end + ITEM_BYTES * math.prod(source.shape)
+        header[source.name] = {"dtype": "BF16", "shape": list(source.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for source in shard:
+            write_tensor(file, source, block)
+
+
+def write_tensor(file: BinaryIO, source: Source, block: memoryview) -> None:
+    """Norms of one, gates half open, all else random with a deviation of 0.02."""
+    left = ITEM_BYTES * math.prod(source.shape)
+    if "gate" in source.name.rsplit(".", 1)[-1] or ("norm" in source.name and source.name.endswith(".weight")):
+        value = torch.full(source.shape, 1.0 if "norm" in source.name else 0.5, dtype=torch.bfloat16)
+        file.write(value.view(torch.uint8).numpy().tobytes())
+        return
+    begin = zlib.crc32(source.name.encode()) % BLOCK_ELEMENTS * ITEM_BYTES
+    while left:
+        written = file.write(block[begin : begin + left])
+        left, begin = left - written, 0
+
+
+def write_weights(folder: Path, config: dict, num_threads: int) -> int:
+    """How many parameters there are, all in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    values = (torch.randn(BLOCK_ELEMENTS, generator=generator) * 0.02).bfloat16()
+    block = memoryview(values.view(torch.uint8).numpy())
+    sources = sources_of(config)
+    shards = shards_of(sources)
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(lambda name, shard: write_shard(folder / name, shard, block), names, shards))
+    files = {source.name: name for name, shard in zip(names, shards, strict=True) for source in shard}
+    num_parameters = sum(math.prod(source.shape) for source in sources)
+    index = {"metadata": {"total_size": ITEM_BYTES * num_parameters}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return num_parameters
+
+
+def write_tokenizer(folder: Path, config: dict) -> None:
     """Bytes, what Llama puts around turns, and fillers up to the picture's token, which the head has no row for."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    fillers = [f"<|reserved_{i}|>" for i in range(len(alphabet) + len(SPECIAL), config["image_token_index"])]
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *SPECIAL, *fillers, "<|image|>"])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fillers = [f"<|reserved_{i}|>" for i in range(len(alphabet) + len(SPECIAL), VOCABULARY_SIZE)]
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *fillers, "<|image|>")])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, "<|image|>")])
     begin = SPECIAL[1]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
@@ -77,10 +163,14 @@ def write_tokenizer(folder: Path) -> None:
     names = {"eos_token": SPECIAL[0], "bos_token": begin, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def write_preprocessing(folder: Path, config: dict) -> None:
+    vision = config["vision_config"]
     settings = {
         "image_processor_type": "MllamaImageProcessor",
-        "size": {"height": VISION["image_size"], "width": VISION["image_size"]},
-        "max_image_tiles": 4,
+        "size": {"height": vision["image_size"], "width": vision["image_size"]},
+        "max_image_tiles": vision["max_num_tiles"],
         "resample": 2,
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
@@ -91,10 +181,16 @@ def write_tokenizer(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the checkpoint goes")
-    folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"{folder}: {write_weights(folder) / 1e9:.2f}B parameters")
-    write_tokenizer(folder)
+    parser.add_argument("--config", type=Path, help="a config.json (default: a billion parameters)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that write (default: all)")
+    options = parser.parse_args()
+    config = json.loads(options.config.read_text()) if options.config else BILLION
+    options.folder.mkdir(parents=True, exist_ok=True)
+    begin = perf_counter()
+    num_parameters = write_weights(options.folder, config, options.threads)
+    write_tokenizer(options.folder, config)
+    write_preprocessing(options.folder, config)
+    print(f"{options.folder}: {num_parameters / 1e9:.2f}B parameters in {perf_counter() - begin:.1f} s")
 
 
 if __name__ == "__main__":

@@ -89,8 +89,15 @@ def random_value(weight: Weight, block: torch.Tensor) -> Any:
     return weight.value
 
 
+def biases_of(config: dict) -> dict[str, tuple[int, ...]]:
+    """A name and shape beside each linear's: families that look in a checkpoint for a bias find one there."""
+    linears = [weight for weight in walk(family_of(config).build(config, {})) if isinstance(weight, Linear)]
+    sources = [source for weight in linears for source in weight.sources if source.name.endswith(".weight")]
+    return {source.name.removesuffix("weight") + "bias": source.shape[:1] for source in sources}
+
+
 def make_model(config: dict) -> Any:
-    model = family_of(config).build(config, {})
+    model = family_of(config).build(config, biases_of(config))
     block = (torch.randn(1 << 22) * 0.02).bfloat16()
     for weight in walk(model):
         weight.restore(random_value(weight, block))
@@ -197,7 +204,7 @@ def tiled_picture(vision: Any) -> Medium:
 
 def measure_tiled(bench: Bench, batches: list[int], costs: Costs) -> dict[str, float]:
     """Of a model with cross-attention: a picture, another question about it, and decoding while it is looked at."""
-    medium, spec = tiled_picture(bench.model.vision.config), bench.model.cross_spec
+    medium = tiled_picture(bench.model.vision.config)
     row = {"picture, 4 tiles: encoder s": bench.encode(medium)}
     row["picture, 4 tiles: first token s"] = bench.prefill(24, (medium,))
     row["picture, 4 tiles: another question s"] = bench.prefill(24, (medium,))
@@ -205,16 +212,14 @@ def measure_tiled(bench: Bench, batches: list[int], costs: Costs) -> dict[str, f
         seconds = bench.decode(batch, 128, 12, medium)
         row[f"decode {batch}, each with a picture: tokens/s"] = batch / seconds
         if batch == 1:
-            states_bytes = medium.num_states * spec.bytes_per_token(torch.bfloat16.itemsize)
-            read_bytes = costs.weight_bytes_per_step + costs.cross_bytes_per_step + states_bytes
-            row["decode 1, with a picture: GB/s"] = read_bytes / seconds / 1e9
+            row["decode 1, with a picture: GB/s"] = costs.decode_bytes(134, medium.num_states) / seconds / 1e9
     bench.forget()
     return row
 
 
 def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
     bench = Bench(model, max(batches), 2048)
-    costs = costs_of(model.decoder, model.kv_spec, torch.bfloat16.itemsize)
+    costs = costs_of(model.decoder, model.kv_spec, torch.bfloat16.itemsize, model.cross_spec)
     vision = getattr(model, "vision", None)
     figures: dict[str, list[float]] = {}
 

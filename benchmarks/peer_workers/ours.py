@@ -32,7 +32,7 @@ class Tilewright(System):
         from tilewright.engine.costs import costs_of
 
         loaded = self.engine.loaded
-        costs = costs_of(loaded.model.decoder, loaded.model.kv_spec, loaded.dtype.itemsize)
+        costs = costs_of(loaded.model.decoder, loaded.model.kv_spec, loaded.dtype.itemsize, loaded.model.cross_spec)
         return {"costs": asdict(costs), "machine": machine.as_dict(machine.describe())}
 
     def generate(self, prompts: list, pictures: list | None, new_tokens: int) -> int:
@@ -44,6 +44,7 @@ class Tilewright(System):
             prompt_token_ids=prompts, max_tokens=new_tokens, temperature=0.0, ignore_eos=True, **media
         )
         assert all(len(answer.token_ids) == new_tokens for answer in answers)
+        self.first_token_s = answers[0].timings.first_token_s
         return answers[0].num_prompt_tokens
 
     def probe(self) -> dict[str, float]:

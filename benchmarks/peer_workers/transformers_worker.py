@@ -2,6 +2,7 @@
 batch of equal lengths, which needs no padding. python transformers_worker.py FOLDER"""
 
 import sys
+from time import perf_counter
 
 from worker import Checkpoint, System, serve, take_stdout
 
@@ -39,6 +40,7 @@ class Transformers(System):
     def generate(self, prompts: list, pictures: list | None, new_tokens: int) -> int:
         import torch
 
+        begin, self.first_token_s = perf_counter(), None
         media = {}
         if pictures and self.is_cross:
             prompts, media = self._to_look_at(prompts, pictures)
@@ -52,10 +54,19 @@ class Transformers(System):
                 do_sample=False,
                 max_new_tokens=new_tokens,
                 min_new_tokens=new_tokens,
+                stopping_criteria=[lambda ids, scores: self._note_token(ids, begin)],
                 **media,
             )
         assert out.shape[1] == input_ids.shape[1] + new_tokens
         return input_ids.shape[1]
+
+    def _note_token(self, ids, begin: float):
+        """Called after every token: notes when the first one came, and stops none."""
+        import torch
+
+        if self.first_token_s is None:
+            self.first_token_s = perf_counter() - begin
+        return torch.zeros(len(ids), dtype=torch.bool)
 
     def _in_place(self, prompts: list, pictures: list) -> tuple[list, dict]:
         """Prompts with pictures in the place of tokens, as Qwen3-VL has them."""

@@ -4,7 +4,8 @@ In:  {"call": "text", "count": 1, "prompt_tokens": 128, "new_tokens": 65, "seed"
      {"call": "picture", ..., "width": 448, "height": 448}: `prompt_tokens` are those beside each picture, which
      `picture_seed` may make another call's
      {"call": "probe"}: how fast the machine is, of a worker that can tell
-Out: {"ready": {...}} once, then {"seconds": ..., ...}, or {"error": ...}, for every line.
+Out: {"ready": {...}} once, then {"seconds": ..., ...}, or {"error": ...}, for every line; "first_token_s" of the first
+     request, from a system that tells it.
 The same seed makes the same prompts and pictures in every system. Making them is not timed; preprocessing them is.
 Imported by the environments of all systems: needs numpy and Pillow, nothing else.
 """
@@ -63,6 +64,7 @@ class System:
 
     name = ""
     keeps_prefixes = False  # whether a call that comes again may be answered faster
+    first_token_s: float | None = None  # of the last call, since it began, where the system tells it
 
     def versions(self) -> dict[str, str]:
         raise NotImplementedError
@@ -119,4 +121,5 @@ def _obey(system: System, checkpoint: Checkpoint, command: dict) -> dict[str, ob
         pictures = [picture(command["width"], command["height"], 100 * picture_seed + i) for i in range(count)]
     begin = perf_counter()
     num_prompt_tokens = system.generate(prompts, pictures, command["new_tokens"])
-    return {"seconds": perf_counter() - begin, "prompt_tokens": num_prompt_tokens}
+    answer = {"seconds": perf_counter() - begin, "prompt_tokens": num_prompt_tokens}
+    return answer if system.first_token_s is None else {**answer, "first_token_s": system.first_token_s}

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from sources import ROOT
-from tiny_checkpoint import write_text_model
+from tiny_checkpoint import write_cross_model, write_text_model
 
 BENCHMARKS = ROOT / "benchmarks"
 FAKE = """
@@ -163,9 +163,35 @@ def test_ours_for_real(peers, tmp_path, monkeypatch, capsys):
     assert "W4t" in capsys.readouterr().out
 
 
+def test_questions_about_pictures_for_real(peers, tmp_path, monkeypatch, capsys):
+    """Ours and transformers on a tiny checkpoint that looks at pictures."""
+    folder, path = write_cross_model(tmp_path), tmp_path / "peers.json"
+    monkeypatch.setattr(peers.Session, "run_round", _calls_only)
+    options = ["--transformers", sys.executable, "--works", "W1p,W3,W3q", "--side", "24", "--rounds", "1"]
+    options += ["--engine", "pack_cache=false", "--engine", "kv_memory=20MB", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["peers.py", str(folder), *options])
+    assert peers.main() == 0, capsys.readouterr().err
+    table, document = capsys.readouterr().out, json.loads(path.read_text())
+    assert "decode beside a 24x24 picture" in table and "first token, 24x24 picture" in table
+    assert {(row["work"], row["system"]) for row in document["rows"]} == {
+        (work, system) for work in ("W1p", "W3", "W3q") for system in ("ours", "transformers")
+    }
+    for row in document["rows"]:
+        assert row["figure"] > 0 and row.get("prompt_tokens", 17) == 17
+        if row["work"] == "W1p":
+            assert 0 < row["first_s"] < row["all_s"]
+        if row["work"] == "W3q":
+            assert row["share_of_first"] == row["figure"] / row["first_s"]
+
+
+def test_a_worker_that_does_not_tell_its_first_token(run):
+    status, _, _, captured = run("--works", "W1p", "--rounds", "1")
+    assert status == 2 and "does not tell when the first token came" in captured.err
+
+
 def _calls_only(self, number, works, full):
     probe = {"read_gb_s": 10.0, "read_gb_s_median": 9.0, "gemm_tflops": 1.0, "peak_tflops": 2.0}
     for work in works:
-        row = self._run(work, self.ours, number, full)
+        rows = [self._run(work, worker, number, full) for worker in self.workers]
         if full:
-            self.rows.append({"round": number, **row, "probe": {"before": probe, "after": probe}})
+            self.rows += [{"round": number, **row, "probe": {"before": probe, "after": probe}} for row in rows]

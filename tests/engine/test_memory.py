@@ -52,7 +52,7 @@ def test_sizes(text, size_bytes):
 
 def test_pages_of_scenes():
     assert memory.num_scene_pages(10, 5, 100, 4000) == 100  # a quarter
-    assert memory.num_scene_pages(10, 5, 2, 4000) == 10  # two pictures are all that can be looked at
+    assert memory.num_scene_pages(10, 5, 2, 4000) == 10  # two pictures are all there may be
     assert memory.num_scene_pages(10, 5, 100, 80) == 5  # one at least
     with pytest.raises(RequestError, match="kv_memory is 50 bytes, expected more than the 50 that"):
         memory.num_scene_pages(10, 5, 100, 50)

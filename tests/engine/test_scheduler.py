@@ -1,5 +1,5 @@
 import pytest
-from mock_model import answer, make_core, media_inputs, run_all, text_inputs
+from mock_model import NOT_WRITTEN, answer, make_core, media_inputs, run_all, text_inputs
 
 from tilewright.engine.scheduler import Limits
 from tilewright.types import RequestError, SamplingParams
@@ -256,6 +256,23 @@ class TestScenes:
             if sequence.num_cached_tokens:
                 core.scheduler.scenes.clear()
         assert sequence.num_cached_tokens == 12
+
+    def test_one_that_comes_back_without_its_picture_waits_until_it_is_encoded_again(self):
+        """All but its last token is found again, as if it was to decode; but another one's picture goes first."""
+        core = make_core(max_encode_patches=12)  # 2 patches a state: one picture a step
+        parts = [[1, (key, 5), 2, 3] for key in (KEY, b"l" * 16)]
+        sequences = [core.add(str(i), media_inputs(items), greedy(12))[0] for i, items in enumerate(parts)]
+        while sequences[1].num_tokens != 9:
+            core.step()
+        for sequence in reversed(sequences):
+            core.scheduler._preempt(sequence)
+        core.scheduler.scenes.clear()
+        core.scheduler.features.clear()
+        core.runner.states[:] = NOT_WRITTEN
+        run_all(core)
+        assert core.runner.num_encoded == 4
+        for sequence in sequences:
+            assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
 
 
 def test_prompt_logprobs_bound_the_rows_of_a_step():

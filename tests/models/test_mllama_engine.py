@@ -8,8 +8,13 @@ import tiny_checkpoint
 from PIL import Image
 
 import tilewright
+from tilewright.engine.costs import costs_of
 from tilewright.engine.loop import EngineError
-from tilewright.types import RequestError
+from tilewright.engine.sequence import Sequence
+from tilewright.models.mllama.processor import MllamaProcessor
+from tilewright.types import Constraint, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,38 @@ def test_a_second_question_encodes_nothing(engine, encoded):
     assert engine.stats().scene_hit_rate == 0.75
     engine.chat(about(one, picture(2), "Both?"), max_tokens=4)  # the first one's features are still there
     assert len(encoded) == 2
+
+
+def test_what_is_kept_of_a_picture_spares_reading_it(engine, encoded, monkeypatch):
+    one, read = picture(1), []
+    canvas = MllamaProcessor._canvas
+    monkeypatch.setattr(MllamaProcessor, "_canvas", lambda *given: read.append(given) or canvas(*given))
+    first = engine.chat(about(one, "What is it?"), max_tokens=8).token_ids
+    scheduler = engine.loop.core.scheduler
+    scheduler.features.clear()  # given up by others, while the keys and values made of them are still there
+    assert engine.chat(about(one, "What is it?"), max_tokens=8).token_ids == first
+    assert len(read) == len(encoded) == 1
+    scheduler.features.clear()
+    scheduler.scenes.clear()
+    assert engine.chat(about(one, "What is it?"), max_tokens=8).token_ids == first
+    assert len(read) == len(encoded) == 2
+
+
+def test_steps_that_look_at_a_picture_read_more(engine, monkeypatch):
+    """The bytes of an answer's last step, in which one token is computed: with a picture, with two, and without."""
+    counter, steps = engine.loop._counter, []
+    count = counter.count
+    monkeypatch.setattr(counter, "count", lambda step: (steps.append(step), count(step)))
+    model, num_tokens, last = engine.loaded.model, [], []
+    costs = costs_of(model.decoder, model.kv_spec, 4, model.cross_spec)
+    for parts in (["What?"], [picture(1), "What?"], [picture(1), picture(2), "What?"], [picture(1), "x", picture(2)]):
+        answer = engine.chat(about(*parts), max_tokens=2, ignore_eos=True)
+        num_tokens.append(answer.num_prompt_tokens + 1)
+        last.append(steps[-1])
+    seen = [0, 34, 68, 34]  # two tiles of 17 a picture; the last one's alone where text is between
+    wanted = [costs.decode_bytes(tokens, states) for tokens, states in zip(num_tokens, seen, strict=True)]
+    assert [step.read_bytes for step in last] == wanted
+    assert last[1].flops - last[0].flops > costs.cross_linear_flops_per_token
 
 
 def test_pictures_and_text_at_once(engine):
@@ -134,9 +171,32 @@ def test_too_little_memory_for_many_is_waited_for(folder):
         assert engine.chat(about(*apart), max_tokens=6).finish_reason == "length"
 
 
+def test_one_answer_at_a_time_may_see_many_pictures(folder):
+    """However few answers there are at once: memory alone bounds how many pictures one of them sees."""
+    options = {"max_sequences": 1, "kv_memory": "20MB", "max_context": 256, "pack_cache": False}
+    with tilewright.Engine(folder, dtype="float32", **options) as engine:
+        answer = engine.chat(about(*(picture(seed, 32, 32) for seed in range(5)), "x"), max_tokens=3)
+        assert answer.finish_reason == "length"
+
+
 def test_too_little_memory_for_one(folder):
     with pytest.raises(RequestError, match="the encoder states of one image"):
         tilewright.Engine(folder, dtype="float32", kv_memory="50KB", pack_cache=False)
+
+
+def test_a_picture_is_no_draft(engine):
+    """The answer repeats what stands before the picture, so that its token comes next: one that is never written."""
+    (letter,) = engine.loaded.tokenizer.encode("A")
+    options = {"images": [picture(1)], "max_tokens": 8, "logit_bias": {letter: 100.0}}
+    for constraint in (None, Constraint("regex", "A+")):
+        assert engine.generate("AA<|image|>x", constraint=constraint, **options).text == "A" * 8
+    inputs = engine.loaded.processor.prompt("78<|image|>6", images=[picture(1)])
+    (sequence,) = Sequence.for_request("x", inputs, GREEDY)
+    sequence.token_ids += engine.loaded.tokenizer.encode("9678")
+    speculator = engine.loop.core.scheduler.speculator
+    assert speculator.propose(sequence, 4) == []
+    sequence.token_ids += engine.loaded.tokenizer.encode("967")
+    assert speculator.propose(sequence, 4) == engine.loaded.tokenizer.encode("8967")
 
 
 def test_prompts_of_tokens(engine):

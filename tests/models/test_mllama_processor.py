@@ -145,6 +145,30 @@ def test_prompts_are_those_of_transformers(processor, oracle, text):
     check(ids, expected, len(pictures))
 
 
+def _see_through():
+    pixels = np.random.default_rng(5).integers(0, 256, (30, 20, 4), dtype=np.uint8)
+    return Image.fromarray(pixels, "RGBA")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        picture(1, 1),
+        picture(300, 1),
+        picture(1, 300),
+        picture(33, 32),
+        _see_through(),
+        picture(20, 30).convert("L"),
+        picture(20, 30).convert("P"),
+        _see_through().convert("LA"),
+    ],
+    ids=["1x1", "tall", "wide", "a pixel more", "see-through", "grey", "palette", "grey see-through"],
+)
+def test_odd_pictures_are_those_of_transformers(processor, oracle, odd):
+    expected = oracle(images=[odd], text="<|image|>x", add_special_tokens=False)
+    check(processor.prompt("<|image|>x", images=[odd]), expected, 1)
+
+
 @settings(max_examples=500, deadline=None)
 @given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([16, 448, 560]), st.integers(1, 7))
 def test_the_tiles_chosen_are_those_of_transformers(height, width, tile, max_tiles):

@@ -50,7 +50,7 @@ def build_core(
         cross_caches = _caches(model.cross_spec, num_scene_pages, page_size, dtype)
     features = FeatureCache(FEATURE_CACHE_BYTES)
     pool = PagePool(num_pages, page_size)
-    speculator = Speculator(speculate) if speculate else None
+    speculator = Speculator(speculate, model.vocab_size) if speculate else None
     return EngineCore(
         Runner(model, kv_caches, features, limits, scenes=scenes, cross_caches=cross_caches, replay=replay),
         Scheduler(pool, PrefixCache(pool, enabled=prefix_cache), features, limits, speculator, scenes),

@@ -15,7 +15,11 @@ from tilewright.weights.spec import Linear, walk
 
 @dataclass(frozen=True)
 class Costs:
-    """Of the text side of a model; a vision tower is no part of it, nor are layers that text alone leaves out."""
+    """Of the text side of a model: a vision tower is no part of it.
+
+    Layers that tokens go through only if they look at a picture count apart (`cross_...`). What is made of a picture
+    once, by the tower and for their keys and values, counts nowhere.
+    """
 
     weight_bytes_per_step: int  # of one token: each packed weight once, of experts only those a token is sent to
     expert_bytes_per_token: int  # the part of these that another token, sent elsewhere, reads anew
@@ -25,21 +29,32 @@ class Costs:
     head_flops: int
     attention_flops_per_pair: int  # of one query and one key, over all layers
     cross_bytes_per_step: int = 0  # of the layers that a token which looks at a picture goes through besides
+    cross_bytes_per_state: int = 0  # keys and values there of one encoder state
+    cross_linear_flops_per_token: int = 0
+    cross_flops_per_pair: int = 0  # of one query and one encoder state
 
-    def decode_bytes(self, context: int) -> int:
-        """What a step of one sequence reads that has `context` tokens."""
-        return self.weight_bytes_per_step + context * self.kv_bytes_per_token
+    def decode_bytes(self, context: int, num_states: int = 0) -> int:
+        """What a step of one sequence reads that has `context` tokens and looks at `num_states` encoder states."""
+        return self.weight_bytes_per_step + context * self.kv_bytes_per_token + self.looking_bytes(num_states)
 
-    def step_bytes(self, num_tokens: int, num_keys: int) -> int:
+    def looking_bytes(self, num_states: int) -> int:
+        """What a step reads besides whose sequences look at `num_states` encoder states in all."""
+        return self.cross_bytes_per_step + num_states * self.cross_bytes_per_state if num_states else 0
+
+    def step_bytes(self, num_tokens: int, num_keys: int, num_states: int = 0) -> int:
         """What a step of many tokens reads at least, with `num_keys` tokens in the pages of its sequences."""
         experts = min(self.expert_bytes, num_tokens * self.expert_bytes_per_token)
         dense = self.weight_bytes_per_step - self.expert_bytes_per_token
-        return dense + experts + num_keys * self.kv_bytes_per_token
+        return dense + experts + num_keys * self.kv_bytes_per_token + self.looking_bytes(num_states)
 
     def step_flops(self, num_tokens: int, num_logits: int, num_pairs: int) -> int:
-        """What a step multiplies and adds, with `num_pairs` of a query and a key."""
+        """What a step multiplies and adds, with `num_pairs` of a query and a key; looking comes on top."""
         linears = num_tokens * self.linear_flops_per_token + num_logits * self.head_flops
         return linears + num_pairs * self.attention_flops_per_pair
+
+    def looking_flops(self, num_tokens: int, num_pairs: int) -> int:
+        """What tokens that look at pictures multiply and add besides, with `num_pairs` of a query and a state."""
+        return num_tokens * self.cross_linear_flops_per_token + num_pairs * self.cross_flops_per_pair
 
     def prefill_flops(self, num_tokens: int) -> int:
         """Of all linears over a prompt, and the head once. Attention comes on top: see `attention_flops`."""
@@ -50,12 +65,14 @@ class Costs:
         return self.attention_flops_per_pair * num_tokens * (num_tokens + 1) // 2
 
 
-def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int) -> Costs:
+def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int, cross_spec: KvSpec | None = None) -> Costs:
     """The costs of a loaded decoder."""
     config = decoder.config
     head = decoder.head.value
     weights = list(_weights_of_a_token(decoder))
     experts = list(_expert_sizes(decoder))
+    cross = list(_weights_of_a_look(decoder))
+    flops_per_layer_pair = 4 * config.attention.num_heads * config.attention.head_width
     return Costs(
         weight_bytes_per_step=_size_bytes(head) + sum(size_bytes for size_bytes, _ in weights),
         expert_bytes_per_token=sum(size_bytes * chosen for size_bytes, chosen, _ in experts),
@@ -63,8 +80,11 @@ def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int) -> Costs:
         kv_bytes_per_token=kv_spec.bytes_per_token(kv_itemsize),
         linear_flops_per_token=2 * sum(multiplies for _, multiplies in weights),
         head_flops=2 * head.n * head.k,
-        attention_flops_per_pair=4 * config.num_kv_layers * config.attention.num_heads * config.attention.head_width,
-        cross_bytes_per_step=sum(_cross_sizes(decoder)),
+        attention_flops_per_pair=config.num_kv_layers * flops_per_layer_pair,
+        cross_bytes_per_step=sum(size_bytes for size_bytes, _ in cross),
+        cross_bytes_per_state=cross_spec.bytes_per_token(kv_itemsize) if cross_spec else 0,
+        cross_linear_flops_per_token=2 * sum(multiplies for _, multiplies in cross),
+        cross_flops_per_pair=len(config.cross_layers) * flops_per_layer_pair,
     )
 
 
@@ -82,13 +102,13 @@ def _weights_of_a_token(decoder: Decoder) -> Iterator[tuple[int, int]]:
                 yield chosen * experts.data[0].nbytes, chosen * experts.n * experts.k
 
 
-def _cross_sizes(decoder: Decoder) -> Iterator[int]:
-    """Bytes of each linear of cross-attention layers but those that make keys and values, once for a picture."""
+def _weights_of_a_look(decoder: Decoder) -> Iterator[tuple[int, int]]:
+    """(bytes, multiply-adds) of linears of cross-attention layers, but those that make keys and values of pictures."""
     for layer in decoder.layers:
         if isinstance(layer, CrossLayer):
             for weight in walk(layer):
                 if isinstance(weight, Linear) and weight is not layer.attention.key_value:
-                    yield _size_bytes(weight.value)
+                    yield _size_bytes(weight.value), weight.value.n * weight.value.k
 
 
 def _expert_sizes(decoder: Decoder) -> Iterator[tuple[int, int, int]]:

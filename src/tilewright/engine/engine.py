@@ -16,6 +16,7 @@ from tilewright.engine.handle import Handle
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
 from tilewright.engine.memory import kv_bytes, num_kv_pages, num_scene_pages
+from tilewright.engine.scene import scene_key
 from tilewright.engine.scheduler import Limits
 from tilewright.engine.stats import Stats
 from tilewright.inputs.chat import has_media
@@ -91,7 +92,9 @@ class Engine:
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
         )
-        num_pages, for_scenes = _num_pages(self.loaded, limits, kv_memory)
+        # Pictures that running sequences see, or one request brings side by side: more need not be kept at once.
+        max_media = max(max_sequences, (media_limits or MediaLimits()).max_items)
+        num_pages, for_scenes = _num_pages(self.loaded, limits, max_media, kv_memory)
         core = build_core(
             self.loaded.model,
             self.loaded.dtype,
@@ -105,8 +108,9 @@ class Engine:
             prefix_cache=prefix_cache,
             replay=replay,
         )
-        self._features = core.scheduler.features
-        costs = costs_of(self.loaded.model.decoder, self.loaded.model.kv_spec, self.loaded.dtype.itemsize)
+        self._features, self._scenes = core.scheduler.features, core.scheduler.scenes
+        network, itemsize = self.loaded.model, self.loaded.dtype.itemsize
+        costs = costs_of(network.decoder, network.kv_spec, itemsize, network.cross_spec)
         self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
 
     def chat(self, messages: Any, **options: Any) -> Any:
@@ -166,7 +170,7 @@ class Engine:
     def submit_chat(self, messages: Messages, **options: Any) -> Handle:
         """The Handle of a conversation's answer. What is no sampling parameter goes to the template."""
         sampling = {name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}
-        processor, is_known = self.loaded.processor, self._features.has
+        processor, is_known = self.loaded.processor, self._is_known
         return self._submit(
             lambda: processor.chat(messages, is_known=is_known, **options), sampling, has_media=has_media(messages)
         )
@@ -184,7 +188,7 @@ class Engine:
         """The Handle of what follows a prompt."""
         if audios:
             raise RequestError(f"{self.loaded.name} does not take sound")
-        processor, is_known = self.loaded.processor, self._features.has
+        processor, is_known = self.loaded.processor, self._is_known
         return self._submit(
             lambda: processor.prompt(text, token_ids, images=images, videos=videos, is_known=is_known),
             sampling,
@@ -224,6 +228,10 @@ class Engine:
                 chosen[name] = 0 if chosen[name] else None
         return SamplingParams(**chosen)
 
+    def _is_known(self, media_key: bytes) -> bool:
+        """Whether a medium need not be read: its features are kept, or what is made of them where it is alone."""
+        return self._features.has(media_key) or self._scenes.is_filled(scene_key([media_key]))
+
     def _submit(self, prepare: Callable[[], ModelInputs], sampling: Mapping[str, Any], *, has_media: bool) -> Handle:
         params = self.sampling_params(**sampling)
         return self.loop.submit(prepare, params, has_media=has_media)
@@ -238,14 +246,14 @@ def _require_supported(*, tp: int, quantize: str | None, device: str) -> None:
         raise RequestError(f"device is {device!r}, expected cpu")
 
 
-def _num_pages(loaded: LoadedModel, limits: Limits, kv_memory: int | str | None) -> tuple[int, int]:
+def _num_pages(loaded: LoadedModel, limits: Limits, max_media: int, kv_memory: int | str | None) -> tuple[int, int]:
     """Pages for keys and values of tokens, and of encoder states: as many as fit the memory."""
     itemsize, size_bytes = loaded.dtype.itemsize, kv_bytes(kv_memory)
     cross, for_scenes = loaded.model.cross_spec, 0
     if cross is not None:
         scene_page_bytes = cross.bytes_per_token(itemsize) * PAGE_SIZE
         pages_per_medium = -(-cross.max_states // PAGE_SIZE)
-        for_scenes = num_scene_pages(scene_page_bytes, pages_per_medium, limits.max_sequences, size_bytes)
+        for_scenes = num_scene_pages(scene_page_bytes, pages_per_medium, max_media, size_bytes)
         size_bytes -= for_scenes * scene_page_bytes
     most_pages = -(-limits.max_context // PAGE_SIZE) * limits.max_sequences
     page_bytes = loaded.model.kv_spec.bytes_per_token(itemsize) * PAGE_SIZE

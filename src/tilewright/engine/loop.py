@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from tilewright.engine.costs import Costs
 from tilewright.engine.handle import Handle
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.stats import Stats, StepCount, StepCounter
+from tilewright.engine.step import Chunk
 from tilewright.types import Completion, Delta, ModelInputs, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -226,12 +228,7 @@ class EngineLoop:
         step = self.core.step_under_way
         assert step is not None
         chunks = step.chunks
-        read_bytes = flops = 0
-        if self._costs is not None:
-            # A query sees the keys before it and itself; a chunk's queries are its last tokens.
-            num_pairs = sum(chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2 for chunk in chunks)
-            read_bytes = self._costs.step_bytes(step.num_tokens, sum(chunk.stop for chunk in chunks))
-            flops = self._costs.step_flops(step.num_tokens, len(results), num_pairs)
+        read_bytes, flops = (0, 0) if self._costs is None else _read_and_computed(self._costs, chunks, len(results))
         count = StepCount(
             ended_s=time.perf_counter(),
             took_s=took_s,
@@ -247,3 +244,17 @@ class EngineLoop:
             if sequence.reads_at_first_token is None:
                 sequence.reads_at_first_token = self._counter.reads
         self.core.step_under_way = None  # with its sequences and their media, which nobody else may need any more
+
+
+def _read_and_computed(costs: Costs, chunks: Items[Chunk], num_logits: int) -> tuple[int, int]:
+    """Bytes that a step of these chunks read at least, and what it multiplied and added."""
+    num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    # A query sees the keys before it and itself; a chunk's queries are its last tokens.
+    num_pairs = sum(chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2 for chunk in chunks)
+    sights = [sight for chunk in chunks for sight in chunk.sequence.sights(chunk.start, chunk.stop)]
+    num_looking = sum(sight.stop - sight.start for sight in sights)
+    num_looks = sum((sight.stop - sight.start) * sight.num_states for sight in sights)
+    read_bytes = costs.step_bytes(
+        num_tokens, sum(chunk.stop for chunk in chunks), sum(sight.num_states for sight in sights)
+    )
+    return read_bytes, costs.step_flops(num_tokens, num_logits, num_pairs) + costs.looking_flops(num_looking, num_looks)

@@ -26,7 +26,7 @@ class Scene:
     @cached_property
     def key(self) -> bytes:
         """16 bytes that stand for the contents, in order."""
-        return blake2b(b"".join(medium.key for medium in self.media), digest_size=16).digest()
+        return scene_key(medium.key for medium in self.media)
 
     @property
     def num_states(self) -> int:
@@ -51,6 +51,11 @@ class Sight:
     start: int
     stop: int
     num_states: int
+
+
+def scene_key(media_keys: Iterable[bytes]) -> bytes:
+    """16 bytes that stand for media side by side, by their own keys."""
+    return blake2b(b"".join(media_keys), digest_size=16).digest()
 
 
 def scenes_of(media: Iterable[Medium]) -> list[Scene]:

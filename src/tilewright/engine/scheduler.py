@@ -185,7 +185,7 @@ class Scheduler:
         return in_context if max_tokens is None else min(in_context, max_tokens - sequence.num_output_tokens)
 
     def _schedule_decodes(self, step: Step) -> None:
-        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        decoding = [sequence for sequence in self.running if self._can_decode(sequence)]
         # Drafts leave half of a step to prompts, however small it is.
         num_spare_rows = min(self.limits.max_rows_with_drafts, self.limits.max_tokens_per_step // 2) - len(decoding)
         for sequence in decoding:
@@ -198,6 +198,12 @@ class Scheduler:
             num_drafts = len(sequence.draft_token_ids)
             num_spare_rows -= num_drafts
             step.chunks.append(Chunk(sequence, sequence.num_computed_tokens, 1 + num_drafts, num_drafts, is_forced))
+
+    def _can_decode(self, sequence: Sequence) -> bool:
+        """Whether a sequence decodes. Not while the scene it came back to has its pages, but nothing in them yet."""
+        if not sequence.is_decoding:
+            return False
+        return not sequence.scenes or self.scenes.is_filled(sequence.scenes[-1].key)
 
     def _draft(self, sequence: Sequence, max_drafts: int) -> bool:
         """Gives a sequence its drafts; whether they are tokens that its grammar forces, so that they are right."""
@@ -244,7 +250,7 @@ class Scheduler:
         behind it that are at most half as long as what it has left. So a short one waits for other short ones, but not
         for a long one, which in turn is never slowed down to less than half of the speed.
         """
-        prompts = [sequence for sequence in self.running if not sequence.is_decoding]
+        prompts = [sequence for sequence in self.running if not self._can_decode(sequence)]
         if budget > 0 and len(self.running) < self.limits.max_sequences:
             prompts = sorted(prompts + [item for item in self.waiting if not item.waits_for_leader], key=_arrival)
         if not prompts:

@@ -146,7 +146,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all that is left to compute is the token sampled last, and what it sees is there."""
+        """Whether all that is left to compute is the token sampled last, and what it sees has pages."""
         is_last = self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
         return is_last and (not self.scenes or self.scenes[-1] in self.pinned_scenes)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as SequenceOf
+from itertools import takewhile
 from weakref import WeakKeyDictionary
 
 from tilewright.engine.sequence import Sequence
@@ -30,12 +32,16 @@ class _History:
 
 
 class Speculator:
-    """Proposes up to num_drafts tokens for a sequence, and counts how many of them were right."""
+    """Proposes up to num_drafts tokens for a sequence, and counts how many of them were right.
 
-    def __init__(self, num_drafts: int = 4) -> None:
+    Tokens from vocabulary_size on are read and never written (Llama-3.2-Vision's picture): no draft has one.
+    """
+
+    def __init__(self, num_drafts: int = 4, vocabulary_size: int = sys.maxsize) -> None:
         if num_drafts < 1:
             raise ValueError(f"num_drafts is {num_drafts}, expected at least 1")
         self.num_drafts = num_drafts
+        self.vocabulary_size = vocabulary_size
         self.num_proposed = 0
         self.num_accepted = 0
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
@@ -55,7 +61,7 @@ class Speculator:
                 period = len(token_ids) - source
                 while len(drafts) < count:  # the match ends the sequence: the repetition goes on into the drafts
                     drafts.append(drafts[-period])
-                return drafts
+                return list(takewhile(lambda token_id: token_id < self.vocabulary_size, drafts))
         return []
 
     def record(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
