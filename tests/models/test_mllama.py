@@ -154,8 +154,11 @@ def test_a_bias_that_a_checkpoint_lacks_is_zero(networks, make_runner, tmp_path)
     hf, folder = networks("mllama")
 
     def is_dropped(name):
-        return name.endswith((".fc1.bias", ".fc2.bias", "multi_modal_projector.bias"))
+        return name.endswith(".bias")  # of linears, norms and the projector: nothing else has one
 
+    assert {name.split(".")[-2] for name in hf.state_dict() if is_dropped(name)} >= {
+        "fc1", "layernorm_pre", "layernorm_post", "input_layernorm", "multi_modal_projector"
+    }  # fmt: skip
     save_tensors(tmp_path, folder, lambda tensors: {k: v for k, v in tensors.items() if not is_dropped(k)})
     without = type(hf)(hf.config).eval()
     without.load_state_dict({k: torch.zeros_like(v) if is_dropped(k) else v for k, v in hf.state_dict().items()})

@@ -11,9 +11,10 @@ from tilewright.weights.spec import Plain
 class LayerNorm:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last axis."""
 
-    def __init__(self, name: str, width: int, eps: float) -> None:
+    def __init__(self, name: str, width: int, eps: float, *, bias: bool = True) -> None:
         self.eps = eps
-        self.weight, self.bias = Plain(f"{name}.weight", width), Plain(f"{name}.bias", width)
+        self.weight = Plain(f"{name}.weight", width)
+        self.bias = Plain(f"{name}.bias", width) if bias else None
 
     def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return layer_norm(x, self.weight.value, self.bias.value, self.eps, out=out)
+        return layer_norm(x, self.weight.value, self.bias.value if self.bias else None, self.eps, out=out)

@@ -131,11 +131,11 @@ class VisionLayer:
     def __init__(self, name: str, config: VisionConfig, biases: frozenset[str], *, is_gated: bool) -> None:
         self.config = config
         width = config.width
-        self.norm1 = LayerNorm(f"{name}.input_layernorm", width, config.eps)
+        self.norm1 = _norm(f"{name}.input_layernorm", width, config.eps, biases)
         self.qkv = Linear([(f"{name}.self_attn.{part}_proj", width) for part in "qkv"], width)
         attention_gate, mlp_gate = (f"{name}.gate_attn", f"{name}.gate_ffn") if is_gated else (None, None)
         self.output = Linear([(f"{name}.self_attn.o_proj", width)], width, tanh_scale=attention_gate)
-        self.norm2 = LayerNorm(f"{name}.post_attention_layernorm", width, config.eps)
+        self.norm2 = _norm(f"{name}.post_attention_layernorm", width, config.eps, biases)
         fc1, fc2 = f"{name}.mlp.fc1", f"{name}.mlp.fc2"
         self.mlp_in = Linear([(fc1, config.mlp_width)], width, bias=f"{fc1}.bias" in biases)
         self.mlp_out = Linear([(fc2, width)], config.mlp_width, bias=f"{fc2}.bias" in biases, tanh_scale=mlp_gate)
@@ -154,6 +154,10 @@ class VisionLayer:
         linear(inner, self.mlp_out.value, residual=x_ND, out=x_ND)
 
 
+def _norm(name: str, width: int, eps: float, biases: frozenset[str]) -> LayerNorm:
+    return LayerNorm(name, width, eps, bias=f"{name}.bias" in biases)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """Every query sees every key."""
     if len(q):
@@ -162,7 +166,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
 
 
 class VisionTower:
-    """`biases` are those the checkpoint has: a linear without one has none, which is a bias of zero."""
+    """`biases` are those the checkpoint has: what is stored without one has none, which is a bias of zero."""
 
     def __init__(
         self, name: str, projector_name: str, config: VisionConfig, output_width: int, biases: frozenset[str]
@@ -174,12 +178,12 @@ class VisionTower:
         patch = config.patch_size
         self.patches = PatchProjection(f"{name}.patch_embedding", (width, config.num_channels, patch, patch))
         self.positions = PositionTables(name, num_ids, tiles, config.rows_per_tile, width)
-        self.norm_before = LayerNorm(f"{name}.layernorm_pre", width, OUTER_EPS)
+        self.norm_before = _norm(f"{name}.layernorm_pre", width, OUTER_EPS, biases)
         self.local_layers = [
             VisionLayer(f"{name}.transformer.layers.{i}", config, biases, is_gated=False)
             for i in range(config.num_local_layers)
         ]
-        self.norm_between = LayerNorm(f"{name}.layernorm_post", width, OUTER_EPS)
+        self.norm_between = _norm(f"{name}.layernorm_post", width, OUTER_EPS, biases)
         self.tile_table = TileTable(f"{name}.post_tile_positional_embedding", num_ids, tiles, width)
         self.global_layers = [
             VisionLayer(f"{name}.global_transformer.layers.{i}", config, biases, is_gated=True)
@@ -240,7 +244,9 @@ class VisionTower:
         """Norms x in place and adds the embedding of its tile to every row: one more term of the norm's bias."""
         norm = self.norm_between
         for tile, part in self._parts(x_ND, rows):
-            bias = norm.bias.value.float() + self.tile_table.value[arrangement, tile]
+            bias = self.tile_table.value[arrangement, tile]
+            if norm.bias is not None:
+                bias = bias + norm.bias.value.float()
             layer_norm(part, norm.weight.value, bias.to(x_ND.dtype), norm.eps, out=part)
 
     def _parts(self, x_ND: Tensor, rows: Rows) -> Iterator[tuple[int, Tensor]]:
