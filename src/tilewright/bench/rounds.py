@@ -52,7 +52,7 @@ class Round:
 
 def costs(engine: Engine) -> Costs:
     model = engine.loaded.model
-    return costs_of(model.decoder, model.kv_spec, engine.loaded.dtype.itemsize)
+    return costs_of(model.decoder, model.kv_spec, engine.loaded.dtype.itemsize, model.state_spec)
 
 
 class Prompts:

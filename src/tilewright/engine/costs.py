@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tilewright.layers.cross_attention import CrossLayer
 from tilewright.layers.decoder import Decoder
 from tilewright.layers.moe import SparseMlp
-from tilewright.models.protocol import KvSpec
+from tilewright.models.protocol import KvSpec, StateSpec
 from tilewright.ops.linear import PackedWeight
 from tilewright.weights.spec import Linear, walk
 
@@ -24,17 +24,19 @@ class Costs:
     linear_flops_per_token: int  # without the head, which only the tokens that are sampled from need
     head_flops: int
     attention_flops_per_pair: int  # of one query and one key, over all layers
+    state_bytes_per_sequence: int = 0  # in recurrent layers
     cross_bytes_per_step: int = 0  # of the layers that a token which looks at a picture goes through besides
 
     def decode_bytes(self, context: int) -> int:
         """What a step of one sequence reads that has `context` tokens."""
-        return self.weight_bytes_per_step + context * self.kv_bytes_per_token
+        return self.weight_bytes_per_step + context * self.kv_bytes_per_token + self.state_bytes_per_sequence
 
-    def step_bytes(self, num_tokens: int, num_keys: int) -> int:
+    def step_bytes(self, num_tokens: int, num_keys: int, num_sequences: int) -> int:
         """What a step of many tokens reads at least, with `num_keys` tokens in the pages of its sequences."""
         experts = min(self.expert_bytes, num_tokens * self.expert_bytes_per_token)
         dense = self.weight_bytes_per_step - self.expert_bytes_per_token
-        return dense + experts + num_keys * self.kv_bytes_per_token
+        states = num_sequences * self.state_bytes_per_sequence
+        return dense + experts + num_keys * self.kv_bytes_per_token + states
 
     def step_flops(self, num_tokens: int, num_logits: int, num_pairs: int) -> int:
         """What a step multiplies and adds, with `num_pairs` of a query and a key."""
@@ -50,7 +52,7 @@ class Costs:
         return self.attention_flops_per_pair * num_tokens * (num_tokens + 1) // 2
 
 
-def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int) -> Costs:
+def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int, state_spec: StateSpec | None = None) -> Costs:
     """The costs of a loaded decoder."""
     config = decoder.config
     head = decoder.head.value
@@ -64,6 +66,7 @@ def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int) -> Costs:
         linear_flops_per_token=2 * sum(multiplies for _, multiplies in weights),
         head_flops=2 * head.n * head.k,
         attention_flops_per_pair=4 * config.num_kv_layers * config.attention.num_heads * config.attention.head_width,
+        state_bytes_per_sequence=0 if state_spec is None else state_spec.bytes_per_slot(kv_itemsize),
         cross_bytes_per_step=sum(_cross_sizes(decoder)),
     )
 

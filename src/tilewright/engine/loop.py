@@ -109,7 +109,7 @@ class EngineLoop:
     def stats(self) -> Stats:
         """How it is doing now."""
         scheduler = self.core.scheduler
-        pool, speculator = scheduler.pool, scheduler.speculator
+        pool, speculator, states = scheduler.pool, scheduler.speculator, scheduler.states
         counter, began_s = self._counter, self._step_began_s
         return Stats(
             num_running=len(scheduler.running),
@@ -123,6 +123,10 @@ class EngineLoop:
             num_scene_pages=scheduler.scenes.num_pages,
             num_scene_pages_used=scheduler.scenes.num_pages_used,
             scene_hit_rate=scheduler.scenes.hit_rate,
+            num_state_slots=states.num_slots if states else 0,
+            num_state_slots_used=states.num_used if states else 0,
+            num_state_snapshots=states.num_snapshots if states else 0,
+            state_hit_rate=states.hit_rate if states else 0.0,
             num_preemptions=scheduler.num_preemptions,
             num_drafts_proposed=speculator.num_proposed if speculator else 0,
             num_drafts_accepted=speculator.num_accepted if speculator else 0,
@@ -230,7 +234,7 @@ class EngineLoop:
         if self._costs is not None:
             # A query sees the keys before it and itself; a chunk's queries are its last tokens.
             num_pairs = sum(chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2 for chunk in chunks)
-            read_bytes = self._costs.step_bytes(step.num_tokens, sum(chunk.stop for chunk in chunks))
+            read_bytes = self._costs.step_bytes(step.num_tokens, sum(chunk.stop for chunk in chunks), len(chunks))
             flops = self._costs.step_flops(step.num_tokens, len(results), num_pairs)
         count = StepCount(
             ended_s=time.perf_counter(),

@@ -36,7 +36,7 @@ class PrefixCache:
         if not self.enabled or sequence.wants_prompt_logprobs:
             return pages
         for index in range((sequence.num_tokens - 1) // self.pool.page_size):
-            page = self.pool.find(self._digest(sequence, index))
+            page = self.pool.find(self.digest(sequence, index))
             if page is None:
                 break
             self.pool.retain(page)
@@ -55,10 +55,11 @@ class PrefixCache:
             return
         num_full = sequence.num_computed_tokens // self.pool.page_size
         for index in range(sequence.num_stored_pages, num_full):
-            self.pool.name(sequence.pages[index], self._digest(sequence, index))
+            self.pool.name(sequence.pages[index], self.digest(sequence, index))
         sequence.num_stored_pages = max(sequence.num_stored_pages, num_full)
 
-    def _digest(self, sequence: Sequence, index: int) -> bytes:
+    def digest(self, sequence: Sequence, index: int) -> bytes:
+        """What stands for everything up to the end of a sequence's page."""
         digests = sequence.page_digests
         while len(digests) <= index:
             parent = digests[-1] if digests else bytes(DIGEST_BYTES)
