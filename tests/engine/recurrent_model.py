@@ -148,7 +148,7 @@ def make_core(
 ) -> EngineCore:
     all_limits = Limits(max_context=max_context, **limits)
     pool = PagePool(num_pages, page_size)
-    beginnings = PrefixCache(pool, enabled=prefix_cache)
+    beginnings = PrefixCache(pool, enabled=prefix_cache, one_of_each=True)
     features = FeatureCache(1 << 20)
     model = RecurrentModel(vocabulary_size, num_axes)
     buffers = StateBuffers(SPEC, num_slots, torch.float32, all_limits)

@@ -40,7 +40,7 @@ BLOCKS = [[5, 6, 7, 8], [5, 6, 7, 9], [7, 8, 5, 6]]
 def prompts(draw):
     """Tokens, many with a beginning that others have too."""
     blocks = draw(st.lists(st.sampled_from(BLOCKS), max_size=8))
-    return text_inputs([*itertools.chain(*blocks)] + draw(st.lists(st.integers(1, 6), min_size=1, max_size=6)))
+    return text_inputs([*itertools.chain(*blocks), *draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))])
 
 
 @st.composite
@@ -151,6 +151,19 @@ class TestSnapshots:
         system = [1 + index % 5 for index in range(40)]
         counts = [ask(core, [*system, *([number] * 30)])[1] for number in (6, 7, 8, 9)]
         assert counts == [70 + 7, 70 + 7, 30 + 7, 30 + 7]
+        check_nothing_is_held(core)
+
+    def test_pages_that_are_computed_again_are_held_once(self):
+        core = make_core(num_pages=200)
+        ask(core, [1] * 40 + [2] * 9, greedy(1))
+        (sequence,) = core.add("b", text_inputs([1] * 40 + [3] * 9), greedy(9))
+        core.step()
+        assert sequence.num_cached_tokens == 0
+        assert all(
+            core.scheduler.pool.find(digest) == sequence.pages[i] for i, digest in enumerate(sequence.page_digests)
+        )
+        run_all(core)
+        assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
         check_nothing_is_held(core)
 
     def test_taken_in_the_middle_of_a_chunk_and_at_its_end(self):
@@ -333,6 +346,20 @@ class TestScarcity:
         assert core.scheduler.num_preemptions > 0 and True in preempted
         for sequence in sequences:
             assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
+        check_nothing_is_held(core)
+
+    def test_a_prompt_that_is_preempted_or_aborted_in_the_middle_goes_on_from_there(self):
+        core = make_core(max_tokens_per_step=14, max_sequences=2)
+        (sequence,) = core.add("a", prompt(40), greedy())
+        for _ in range(2):
+            core.step()
+        assert sequence.num_computed_tokens == 24  # whole pages of 14 tokens
+        core.scheduler._preempt(sequence)
+        core.step()
+        core.abort("a")
+        again, num_computed = ask(core, prompt(40).token_ids, greedy())
+        assert again.num_cached_tokens == 36 and num_computed == 40 - 36 + 7
+        assert core.runner.model.num_computed == 40 + 7
         check_nothing_is_held(core)
 
     def test_a_preempted_one_goes_on_from_its_last_snapshot(self):

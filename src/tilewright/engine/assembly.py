@@ -55,7 +55,8 @@ def build_core(
         cross_caches = _caches(model.cross_spec, num_scene_pages, page_size, dtype)
     features = FeatureCache(FEATURE_CACHE_BYTES)
     pool = PagePool(num_pages, page_size)
-    beginnings = PrefixCache(pool, enabled=prefix_cache)
+    # Those who branch off where no state was kept compute pages again that are there.
+    beginnings = PrefixCache(pool, enabled=prefix_cache, one_of_each=model.state_spec is not None)
     states = buffers = None
     if model.state_spec is not None:
         states = StateCache(num_state_slots, beginnings)

@@ -17,12 +17,14 @@ class PrefixCache:
 
     A full page is keyed by a digest over the digest of the page before it, its token ids, their rope positions, the
     features among them and what they see by cross-attention, so equal digests mean equal keys and values. Generated
-    tokens are stored too: the next turn of a conversation finds the answer.
+    tokens are stored too: the next turn of a conversation finds the answer. With `one_of_each`, a page that another
+    sequence has computed as well is given back in favour of the one that is found.
     """
 
-    def __init__(self, pool: PagePool, *, enabled: bool = True) -> None:
+    def __init__(self, pool: PagePool, *, enabled: bool = True, one_of_each: bool = False) -> None:
         self.pool = pool
         self.enabled = enabled
+        self.one_of_each = one_of_each
         self.num_tokens_looked_up = 0
         self.num_tokens_hit = 0
 
@@ -55,7 +57,13 @@ class PrefixCache:
             return
         num_full = sequence.num_computed_tokens // self.pool.page_size
         for index in range(sequence.num_stored_pages, num_full):
-            self.pool.name(sequence.pages[index], self.digest(sequence, index))
+            digest = self.digest(sequence, index)
+            self.pool.name(sequence.pages[index], digest)
+            found = self.pool.find(digest)
+            if self.one_of_each and found is not None and found != sequence.pages[index]:
+                self.pool.retain(found)
+                self.pool.release([sequence.pages[index]])
+                sequence.pages[index] = found
         sequence.num_stored_pages = max(sequence.num_stored_pages, num_full)
 
     def digest(self, sequence: Sequence, index: int) -> bytes:

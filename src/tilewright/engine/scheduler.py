@@ -222,6 +222,8 @@ class Scheduler:
             start = sequence.num_computed_tokens
             stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
             stop = self._make_ready(step, sequence, start, stop)
+            if self.states:
+                stop = self.states.chunk_end(sequence, start, stop)
             if stop > start and self._reserve(sequence, stop):
                 self._put(step, Chunk(sequence, start, stop - start))
                 budget -= stop - start

@@ -89,11 +89,19 @@ class StateCache:
         return True
 
     def close(self, sequence: Sequence) -> None:
-        """Takes back all slots of a sequence, if it has any."""
+        """Takes back all slots of a sequence, if it has any. If it stands at the end of a page, that is a snapshot."""
         slots, sequence.state_slots = sequence.state_slots, None
-        if slots is not None:
-            self._slots.release(list({slots.own, slots.read, *slots.kept.values()} - {NO_SLOT}))
-            self.num_running -= 1
+        if slots is None:
+            return
+        if slots.read == slots.own and not slots.kept:  # else a step under way may have written half of it
+            self._name(sequence, sequence.num_computed_tokens, slots.own)
+        self._slots.release(list({slots.own, slots.read, *slots.kept.values()} - {NO_SLOT}))
+        self.num_running -= 1
+
+    def chunk_end(self, sequence: Sequence, start: int, stop: int) -> int:
+        """Where a piece of a prompt ends that may go up to `stop`: with a page, so that `close` leaves a snapshot."""
+        border = stop // self._page_size * self._page_size
+        return border if start < border and stop < sequence.num_tokens else stop
 
     def plan(self, chunk: Chunk) -> None:
         """Gives a chunk the slots for the states that it leaves: its last, those of drafts, and snapshots."""
@@ -117,13 +125,14 @@ class StateCache:
             self._slots.release([slots.read])
         slots.read = kept[sequence.num_computed_tokens]
         stands_at_snapshot = False
-        for count, slot in sorted(kept.items()):
-            if count <= sequence.num_computed_tokens and slot != slots.own and self._name(sequence, count, slot):
-                stands_at_snapshot = slot == slots.read
-        held = {slots.own, *kept.values()}
+        for count in sorted(kept):
+            if count <= sequence.num_computed_tokens and kept[count] != slots.own:
+                is_snapshot = self._name(sequence, count, kept[count])
+                stands_at_snapshot = is_snapshot and kept[count] == slots.read
+        held = dict.fromkeys([slots.own, *(kept[count] for count in sorted(kept))])
         if not stands_at_snapshot:
             slots.own = slots.read
-        self._slots.release(list(held - {slots.own, slots.read}))
+        self._slots.release([slot for slot in held if slot not in (slots.own, slots.read)])
 
     def _borders(self, sequence: Sequence, start: int, stop: int) -> list[int]:
         """The page ends after `start`, up to `stop`, at which a state is worth keeping and is not kept yet."""
