@@ -12,6 +12,7 @@ from recurrent_model import answer, check_nothing_is_held, make_core
 from test_answers import sampling
 
 from tilewright.engine.constraint import ConstraintCompiler
+from tilewright.engine.speculate import Speculator
 from tilewright.engine.state_cache import OPENING_TOKENS
 from tilewright.types import Constraint, RequestError, SamplingParams
 
@@ -257,6 +258,23 @@ class TestDrafts:
             core.scheduler.update(step, core.sampler.sample(core.runner.run(step), step))
         assert most == core.scheduler.states.max_drafts == 3
 
+    def test_none_while_no_slot_is_free(self):
+        core = make_core(num_slots=8)
+        sequences = [core.add(str(first), text_inputs([first, first, first]), greedy(20))[0] for first in range(1, 5)]
+        for _ in range(2):
+            core.step()
+        states = core.scheduler.states  # all stand at snapshots, and have a slot of their own besides
+        assert all(sequence.num_computed_tokens == 4 for sequence in sequences) and states.num_free == 0
+        core.scheduler.speculator = Speculator(2)
+        assert all(chunk.num_drafts == 0 for chunk in core.scheduler.schedule().chunks)
+        for sequence in sequences:
+            core.scheduler._preempt(sequence)
+        run_all(core)
+        assert core.scheduler.speculator.num_proposed
+        for sequence in sequences:
+            assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
+        check_nothing_is_held(core)
+
     def test_a_page_that_drafts_fill_is_found_again(self):
         for num_drafts in (0, 4):
             core = make_core(num_drafts=num_drafts)
@@ -410,6 +428,20 @@ def test_a_step_that_fails(num_computed):
     with pytest.raises(RuntimeError, match="out of luck"):
         run_all(core)
     assert core.abandon_step() == {"a", "b"}
+    check_nothing_is_held(core)
+
+
+def test_what_a_failed_step_has_written_is_not_found_again():
+    core = make_core(max_tokens_per_step=8, max_sequences=2)
+    (sequence,) = core.add("a", prompt(40), greedy(4))
+    core.step()
+    assert sequence.num_computed_tokens == 8 and sequence.state_slots.read == sequence.state_slots.own
+    core.runner.model.fails_at = 15  # once the state after 16 tokens is in the place of that after 8
+    with pytest.raises(RuntimeError, match="out of luck"):
+        core.step()
+    core.abandon_step()
+    core.runner.model.fails_at = None
+    assert ask(core, prompt(40).token_ids, greedy(4))[0].num_cached_tokens == 0
     check_nothing_is_held(core)
 
 

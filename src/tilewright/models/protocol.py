@@ -62,7 +62,7 @@ class Model(Protocol):
 
     @property
     def state_spec(self) -> StateSpec | None:
-        """What its recurrent layers keep of a sequence; None where it has none."""
+        """What its recurrent layers keep of a sequence; None where there are none."""
 
     def checkpoint_name(self, name: str) -> str | None:
         """The model's name for a tensor of the checkpoint; None for one that by rule is not used."""
