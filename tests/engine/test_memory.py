@@ -62,7 +62,9 @@ def test_slots_of_states():
     assert memory.num_state_slots(100, 10, 1000, 4000) == 20  # a half
     assert memory.num_state_slots(100, 10, 7, 4000) == 7  # no more than are of use
     assert memory.num_state_slots(100, 10, 1000, 110) == 1  # one at least, beside a page
-    with pytest.raises(RequestError, match="kv_memory is 109 bytes, expected at least 110: .* takes 100, a page .* 10"):
+    with pytest.raises(
+        RequestError, match=r"kv_memory is 109 bytes, expected at least 110: .* takes 100, a page .* 10"
+    ):
         memory.num_state_slots(100, 10, 1000, 109)
 
 

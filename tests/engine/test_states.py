@@ -118,6 +118,19 @@ def test_a_chunk_may_end_anywhere(tokens_per_step):
     check_nothing_is_held(core)
 
 
+def test_pieces_of_prompts_are_whole_pages_where_steps_are_large():
+    core = make_core(num_pages=200, max_tokens_per_step=38, max_sequences=4)
+    sequences = [core.add(str(first), prompt(50, first), greedy(6))[0] for first in range(1, 5)]
+    pieces = []
+    while core.has_work:
+        step = core.scheduler.schedule()
+        pieces += [(chunk.start, chunk.stop) for chunk in step.chunks if chunk.stop <= 50]
+        core.scheduler.update(step, core.sampler.sample(core.runner.run(step), step))
+    assert all(start % 4 == 0 and (stop % 4 == 0 or stop == 50) for start, stop in pieces) and len(pieces) > 4
+    for sequence in sequences:
+        assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
+
+
 class TestSnapshots:
     def test_the_next_turn_computes_only_what_is_new(self):
         core = make_core()

@@ -209,7 +209,7 @@ class Scheduler:
             self.states.plan(chunk)
 
     def _schedule_prompts(self, step: Step) -> None:
-        budget = self.limits.max_tokens_per_step - step.num_tokens
+        budget = prompt_budget = self.limits.max_tokens_per_step - step.num_tokens
         self._may_admit = True
         for sequence, share in self._prompt_shares(budget):
             share = min(share, budget)
@@ -221,9 +221,9 @@ class Scheduler:
                 continue
             start = sequence.num_computed_tokens
             stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
-            stop = self._make_ready(step, sequence, start, stop)
             if self.states:
-                stop = self.states.chunk_end(sequence, start, stop)
+                stop = self.states.chunk_end(sequence, start, stop, prompt_budget)
+            stop = self._make_ready(step, sequence, start, stop)
             if stop > start and self._reserve(sequence, stop):
                 self._put(step, Chunk(sequence, start, stop - start))
                 budget -= stop - start

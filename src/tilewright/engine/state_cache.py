@@ -98,10 +98,18 @@ class StateCache:
         self._slots.release(list({slots.own, slots.read, *slots.kept.values()} - {NO_SLOT}))
         self.num_running -= 1
 
-    def chunk_end(self, sequence: Sequence, start: int, stop: int) -> int:
-        """Where a piece of a prompt ends that may go up to `stop`: with a page, so that `close` leaves a snapshot."""
+    def chunk_end(self, sequence: Sequence, start: int, stop: int, budget: int) -> int:
+        """Where a piece of a prompt ends that may go up to `stop`: with a page, so that `close` leaves a snapshot.
+
+        Less than a page waits for the next step, if that will have room for more: kernels work in chunks as long as a
+        page, and where these begin, bf16 rounds. Of four pages each prompt gets one, when it is its turn.
+        """
+        if stop >= sequence.num_tokens:
+            return stop
         border = stop // self._page_size * self._page_size
-        return border if start < border and stop < sequence.num_tokens else stop
+        if border <= start:
+            return start if budget >= 4 * self._page_size else stop
+        return border
 
     def plan(self, chunk: Chunk) -> None:
         """Gives a chunk the slots for the states that it leaves: its last, those of drafts, and snapshots."""
