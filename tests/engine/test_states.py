@@ -12,6 +12,7 @@ from recurrent_model import answer, check_nothing_is_held, make_core
 from test_answers import sampling
 
 from tilewright.engine.constraint import ConstraintCompiler
+from tilewright.engine.loop import EngineLoop
 from tilewright.engine.speculate import Speculator
 from tilewright.engine.state_cache import OPENING_TOKENS
 from tilewright.types import Constraint, RequestError, SamplingParams
@@ -108,6 +109,20 @@ def test_the_mock_is_read_through_its_slots():
     core.runner.states.delta_states[1][sequence.state_slots.read] += 1
     with pytest.raises(AssertionError, match="goes on from another state"):
         core.step()
+
+
+def test_stats():
+    loop = EngineLoop(make_core(num_slots=12), threaded=False)
+    loop.submit(lambda: prompt(21), greedy(4))
+    loop.step()
+    stats = loop.stats()
+    # It stands in its own slot after 21 tokens; states after 12 and 20 are kept.
+    assert (stats.num_state_slots, stats.num_state_slots_used, stats.num_state_snapshots) == (12, 1, 2)
+    loop.submit(lambda: prompt(21), greedy(4))
+    while loop.step():
+        pass
+    stats = loop.stats()
+    assert (stats.num_state_slots_used, stats.num_state_snapshots, stats.state_hit_rate) == (0, 2, 0.5)
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 5, 64])
@@ -388,6 +403,20 @@ class TestScarcity:
         again, num_computed = ask(core, prompt(40).token_ids, greedy())
         assert again.num_cached_tokens == 36 and num_computed == 40 - 36 + 7
         assert core.runner.model.num_computed == 40 + 7
+        check_nothing_is_held(core)
+
+    def test_a_snapshot_that_was_lost_is_taken_again(self):
+        core = make_core()
+        (sequence,) = core.add("a", prompt(9), greedy(20))
+        while sequence.num_computed_tokens < 18:
+            core.step()
+        states = core.scheduler.states
+        states._slots.forget(sequence.last_snapshot)
+        core.scheduler._preempt(sequence)
+        core.step()
+        assert states._slots.find(sequence.last_snapshot) is not None
+        run_all(core)
+        assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
         check_nothing_is_held(core)
 
     def test_a_preempted_one_goes_on_from_its_last_snapshot(self):

@@ -59,12 +59,16 @@ class PrefixCache:
         for index in range(sequence.num_stored_pages, num_full):
             digest = self.digest(sequence, index)
             self.pool.name(sequence.pages[index], digest)
-            found = self.pool.find(digest)
-            if self.one_of_each and found is not None and found != sequence.pages[index]:
-                self.pool.retain(found)
-                self.pool.release([sequence.pages[index]])
-                sequence.pages[index] = found
+            if self.one_of_each:
+                self._swap(sequence, index, digest)
         sequence.num_stored_pages = max(sequence.num_stored_pages, num_full)
+
+    def _swap(self, sequence: Sequence, index: int, digest: bytes) -> None:
+        page, found = sequence.pages[index], self.pool.find(digest)
+        if found is not None and found != page:
+            self.pool.retain(found)
+            self.pool.release([page])
+            sequence.pages[index] = found
 
     def digest(self, sequence: Sequence, index: int) -> bytes:
         """What stands for everything up to the end of a sequence's page."""

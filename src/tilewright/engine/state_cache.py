@@ -169,9 +169,9 @@ class StateCache:
         if self._slots.find(digest) != slot:
             return False  # another sequence was first
         if count > self._prompt_border(sequence):
-            if sequence.last_snapshot is not None:
-                self._slots.forget(sequence.last_snapshot)
-            sequence.last_snapshot = digest
+            earlier, sequence.last_snapshot = sequence.last_snapshot, digest
+            if earlier is not None and earlier != digest:
+                self._slots.forget(earlier)
         return True
 
     def _digest(self, sequence: Sequence, count: int) -> bytes:
