@@ -90,9 +90,9 @@ def random_value(weight: Weight, block: torch.Tensor) -> Any:
 
 
 def biases_of(config: dict) -> dict[str, tuple[int, ...]]:
-    """A name and shape beside each linear's: families that look in a checkpoint for a bias find one there."""
-    linears = [weight for weight in walk(family_of(config).build(config, {})) if isinstance(weight, Linear)]
-    sources = [source for weight in linears for source in weight.sources if source.name.endswith(".weight")]
+    """A name and shape beside each weight's: families that look in a checkpoint for a bias find one there."""
+    weights = walk(family_of(config).build(config, {}))
+    sources = [source for weight in weights for source in weight.sources if source.name.endswith(".weight")]
     return {source.name.removesuffix("weight") + "bias": source.shape[:1] for source in sources}
 
 
@@ -219,7 +219,7 @@ def measure_tiled(bench: Bench, batches: list[int], costs: Costs) -> dict[str, f
 
 def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
     bench = Bench(model, max(batches), 2048)
-    costs = costs_of(model.decoder, model.kv_spec, torch.bfloat16.itemsize, model.cross_spec)
+    costs = costs_of(model, torch.bfloat16.itemsize)
     vision = getattr(model, "vision", None)
     figures: dict[str, list[float]] = {}
 

@@ -32,7 +32,7 @@ class Tilewright(System):
         from tilewright.engine.costs import costs_of
 
         loaded = self.engine.loaded
-        costs = costs_of(loaded.model.decoder, loaded.model.kv_spec, loaded.dtype.itemsize, loaded.model.cross_spec)
+        costs = costs_of(loaded.model, loaded.dtype.itemsize)
         return {"costs": asdict(costs), "machine": machine.as_dict(machine.describe())}
 
     def generate(self, prompts: list, pictures: list | None, new_tokens: int) -> int:

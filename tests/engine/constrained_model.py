@@ -17,10 +17,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tilewright.engine.constraint import ConstraintCompiler
 from tilewright.engine.core import EngineCore
 from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.limits import Limits
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
 from tilewright.engine.sampler import Sampler
-from tilewright.engine.scheduler import Limits, Scheduler
+from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.speculate import Speculator
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import ModelInputs, SamplingParams

@@ -12,11 +12,12 @@ import torch
 
 from tilewright.engine.core import EngineCore
 from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.limits import Limits
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
 from tilewright.engine.sampler import Sampler, uniform
 from tilewright.engine.scene_cache import SceneCache
-from tilewright.engine.scheduler import Limits, Scheduler
+from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.speculate import Speculator
 from tilewright.ops import sample as ops

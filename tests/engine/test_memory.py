@@ -58,6 +58,16 @@ def test_pages_of_scenes():
         memory.num_scene_pages(10, 5, 100, 50)
 
 
+def test_slots_of_states():
+    assert memory.num_state_slots(100, 10, 1000, 4000) == 20  # a half
+    assert memory.num_state_slots(100, 10, 7, 4000) == 7  # no more than are of use
+    assert memory.num_state_slots(100, 10, 1000, 110) == 1  # one at least, beside a page
+    with pytest.raises(
+        RequestError, match=r"kv_memory is 109 bytes, expected at least 110: .* takes 100, a page .* 10"
+    ):
+        memory.num_state_slots(100, 10, 1000, 109)
+
+
 @pytest.mark.parametrize("text", ["much", "1i", "-5", "3TB"])
 def test_what_is_no_size(text):
     with pytest.raises(RequestError, match="expected bytes or a size"):

@@ -1,7 +1,7 @@
 import pytest
 from mock_model import NOT_WRITTEN, answer, make_core, media_inputs, run_all, text_inputs
 
-from tilewright.engine.scheduler import Limits
+from tilewright.engine.limits import Limits
 from tilewright.types import RequestError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -3,9 +3,9 @@ import tiny
 import torch
 
 from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.limits import Limits
 from tilewright.engine.runner import Runner
 from tilewright.engine.scene_cache import SceneCache
-from tilewright.engine.scheduler import Limits
 from tilewright.models.registry import family_of
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.native import kernels

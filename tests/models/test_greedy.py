@@ -5,7 +5,7 @@ import pytest
 import tiny
 
 from tilewright.engine.assembly import build_core
-from tilewright.engine.scheduler import Limits
+from tilewright.engine.limits import Limits
 from tilewright.types import ModelInputs, SamplingParams
 
 PAGE_SIZE = 32

@@ -93,7 +93,7 @@ def test_steps_that_look_at_a_picture_read_more(engine, monkeypatch):
     count = counter.count
     monkeypatch.setattr(counter, "count", lambda step: (steps.append(step), count(step)))
     model, num_tokens, last = engine.loaded.model, [], []
-    costs = costs_of(model.decoder, model.kv_spec, 4, model.cross_spec)
+    costs = costs_of(model, 4)
     for parts in (["What?"], [picture(1), "What?"], [picture(1), picture(2), "What?"], [picture(1), "x", picture(2)]):
         answer = engine.chat(about(*parts), max_tokens=2, ignore_eos=True)
         num_tokens.append(answer.num_prompt_tokens + 1)

@@ -51,8 +51,7 @@ class Round:
 
 
 def costs(engine: Engine) -> Costs:
-    model = engine.loaded.model
-    return costs_of(model.decoder, model.kv_spec, engine.loaded.dtype.itemsize, model.cross_spec)
+    return costs_of(engine.loaded.model, engine.loaded.dtype.itemsize)
 
 
 class Prompts:

@@ -10,13 +10,16 @@ from tilewright.engine.constraint import ConstraintCompiler
 from tilewright.engine.core import EngineCore
 from tilewright.engine.detokenizer import Decoder
 from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.limits import Limits
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
 from tilewright.engine.runner import Runner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scene_cache import SceneCache
-from tilewright.engine.scheduler import Limits, Scheduler
+from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.speculate import Speculator
+from tilewright.engine.state_buffers import StateBuffers
+from tilewright.engine.state_cache import StateCache
 from tilewright.models.protocol import KvSpec, Model
 from tilewright.ops.kv_cache import KvCache
 
@@ -31,6 +34,7 @@ def build_core(
     num_pages: int,
     *,
     num_scene_pages: int = 0,
+    num_state_slots: int = 0,
     make_decoder: Callable[[], Decoder],
     eos_token_ids: Collection[int] = (),
     constraints: ConstraintCompiler | None = None,
@@ -41,7 +45,8 @@ def build_core(
 ) -> EngineCore:
     """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`.
 
-    A model with cross-attention has `num_scene_pages` more, for those of encoder states.
+    A model with cross-attention has `num_scene_pages` more, for those of encoder states, one with recurrent layers
+    `num_state_slots` states.
     """
     kv_caches = _caches(model.kv_spec, num_pages, page_size, dtype)
     scenes, cross_caches = None, []
@@ -50,10 +55,25 @@ def build_core(
         cross_caches = _caches(model.cross_spec, num_scene_pages, page_size, dtype)
     features = FeatureCache(FEATURE_CACHE_BYTES)
     pool = PagePool(num_pages, page_size)
+    # Those who branch off where no state was kept compute pages again that are there.
+    beginnings = PrefixCache(pool, enabled=prefix_cache, one_of_each=model.state_spec is not None)
+    states = buffers = None
+    if model.state_spec is not None:
+        states = StateCache(num_state_slots, beginnings)
+        buffers = StateBuffers(model.state_spec, num_state_slots, dtype, limits)
     speculator = Speculator(speculate, model.vocab_size) if speculate else None
     return EngineCore(
-        Runner(model, kv_caches, features, limits, scenes=scenes, cross_caches=cross_caches, replay=replay),
-        Scheduler(pool, PrefixCache(pool, enabled=prefix_cache), features, limits, speculator, scenes),
+        Runner(
+            model,
+            kv_caches,
+            features,
+            limits,
+            scenes=scenes,
+            cross_caches=cross_caches,
+            states=buffers,
+            replay=replay,
+        ),
+        Scheduler(pool, beginnings, features, limits, speculator, scenes, states),
         Sampler(),
         make_decoder=make_decoder,
         vocabulary_size=model.vocab_size,

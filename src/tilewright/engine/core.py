@@ -21,8 +21,8 @@ class Runner(Protocol):
     """Computes a step.
 
     Encodes step.encode into the feature cache, fills the pages of step.scenes from it, writes keys and values of the
-    chunks' tokens, drafts included, into the pages of their sequences, and returns the logits rows they ask for, in
-    order: fp32 [step.num_logits, V].
+    chunks' tokens, drafts included, into the pages of their sequences, the states that are kept into their slots, and
+    returns the logits rows they ask for, in order: fp32 [step.num_logits, V].
     """
 
     def run(self, step: Step) -> Tensor: ...
@@ -121,7 +121,7 @@ class EngineCore:
         """The requests dropped because their step raised: those whose media cannot be read, if that was why.
 
         Otherwise all that were part of it, or all there are if it could not even be scheduled. Those that stay go on
-        from where they were.
+        from where they were, or from what is cached of them in models with recurrent states.
         """
         step, scheduler = self.step_under_way, self.scheduler
         sequences = [chunk.sequence for chunk in step.chunks] if step else scheduler.running + scheduler.waiting
@@ -131,6 +131,8 @@ class EngineCore:
         request_ids = {sequence.request_id for sequence in sequences}
         for request_id in request_ids:
             scheduler.abort(request_id)
+        if step:
+            scheduler.rewind(step)
         return request_ids
 
     def completion(self, sequence: Sequence) -> Completion:

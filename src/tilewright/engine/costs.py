@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tilewright.layers.cross_attention import CrossLayer
 from tilewright.layers.decoder import Decoder
 from tilewright.layers.moe import SparseMlp
-from tilewright.models.protocol import KvSpec
+from tilewright.models.protocol import Model
 from tilewright.ops.linear import PackedWeight
 from tilewright.weights.spec import Linear, walk
 
@@ -28,6 +28,7 @@ class Costs:
     linear_flops_per_token: int  # without the head, which only the tokens that are sampled from need
     head_flops: int
     attention_flops_per_pair: int  # of one query and one key, over all layers
+    state_bytes_per_sequence: int = 0  # in recurrent layers
     cross_bytes_per_step: int = 0  # of the layers that a token which looks at a picture goes through besides
     cross_bytes_per_state: int = 0  # keys and values there of one encoder state
     cross_linear_flops_per_token: int = 0
@@ -35,17 +36,19 @@ class Costs:
 
     def decode_bytes(self, context: int, num_states: int = 0) -> int:
         """What a step of one sequence reads that has `context` tokens and looks at `num_states` encoder states."""
-        return self.weight_bytes_per_step + context * self.kv_bytes_per_token + self.looking_bytes(num_states)
+        own = context * self.kv_bytes_per_token + self.state_bytes_per_sequence
+        return self.weight_bytes_per_step + own + self.looking_bytes(num_states)
 
     def looking_bytes(self, num_states: int) -> int:
         """What a step reads besides whose sequences look at `num_states` encoder states in all."""
         return self.cross_bytes_per_step + num_states * self.cross_bytes_per_state if num_states else 0
 
-    def step_bytes(self, num_tokens: int, num_keys: int, num_states: int = 0) -> int:
+    def step_bytes(self, num_tokens: int, num_keys: int, num_sequences: int, num_states: int = 0) -> int:
         """What a step of many tokens reads at least, with `num_keys` tokens in the pages of its sequences."""
         experts = min(self.expert_bytes, num_tokens * self.expert_bytes_per_token)
         dense = self.weight_bytes_per_step - self.expert_bytes_per_token
-        return dense + experts + num_keys * self.kv_bytes_per_token + self.looking_bytes(num_states)
+        own = num_keys * self.kv_bytes_per_token + num_sequences * self.state_bytes_per_sequence
+        return dense + experts + own + self.looking_bytes(num_states)
 
     def step_flops(self, num_tokens: int, num_logits: int, num_pairs: int) -> int:
         """What a step multiplies and adds, with `num_pairs` of a query and a key; looking comes on top."""
@@ -65,8 +68,9 @@ class Costs:
         return self.attention_flops_per_pair * num_tokens * (num_tokens + 1) // 2
 
 
-def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int, cross_spec: KvSpec | None = None) -> Costs:
-    """The costs of a loaded decoder."""
+def costs_of(model: Model, kv_itemsize: int) -> Costs:
+    """The costs of a model that is loaded."""
+    decoder, cross_spec, state_spec = model.decoder, model.cross_spec, model.state_spec
     config = decoder.config
     head = decoder.head.value
     weights = list(_weights_of_a_token(decoder))
@@ -77,10 +81,11 @@ def costs_of(decoder: Decoder, kv_spec: KvSpec, kv_itemsize: int, cross_spec: Kv
         weight_bytes_per_step=_size_bytes(head) + sum(size_bytes for size_bytes, _ in weights),
         expert_bytes_per_token=sum(size_bytes * chosen for size_bytes, chosen, _ in experts),
         expert_bytes=sum(size_bytes * count for size_bytes, _, count in experts),
-        kv_bytes_per_token=kv_spec.bytes_per_token(kv_itemsize),
+        kv_bytes_per_token=model.kv_spec.bytes_per_token(kv_itemsize),
         linear_flops_per_token=2 * sum(multiplies for _, multiplies in weights),
         head_flops=2 * head.n * head.k,
         attention_flops_per_pair=config.num_kv_layers * flops_per_layer_pair,
+        state_bytes_per_sequence=state_spec.bytes_per_slot(kv_itemsize) if state_spec else 0,
         cross_bytes_per_step=sum(size_bytes for size_bytes, _ in cross),
         cross_bytes_per_state=cross_spec.bytes_per_token(kv_itemsize) if cross_spec else 0,
         cross_linear_flops_per_token=2 * sum(multiplies for _, multiplies in cross),

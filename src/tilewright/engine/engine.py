@@ -13,11 +13,11 @@ from tilewright.engine.assembly import PAGE_SIZE, build_core
 from tilewright.engine.constraint import ConstraintCompiler
 from tilewright.engine.costs import costs_of
 from tilewright.engine.handle import Handle
+from tilewright.engine.limits import Limits
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
-from tilewright.engine.memory import kv_bytes, num_kv_pages, num_scene_pages
+from tilewright.engine.memory import SLOTS_PER_SEQUENCE, kv_bytes, num_kv_pages, num_scene_pages, num_state_slots
 from tilewright.engine.scene import scene_key
-from tilewright.engine.scheduler import Limits
 from tilewright.engine.stats import Stats
 from tilewright.inputs.chat import has_media
 from tilewright.inputs.isolated import IsolatedOpener
@@ -39,8 +39,8 @@ class Engine:
     tells. Requests may come from any thread; they are computed together.
 
     dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
-    kv_memory       bytes for keys and values, those of pictures that are looked at included, or "4GB"; None: half of
-                    what is free
+    kv_memory       bytes for keys and values, those of pictures that are looked at and states of recurrent layers
+                    included, or "4GB"; None: half of what is free
     max_context     tokens a prompt and its answer may have; None: as many as the model allows
     max_sequences   answers that are computed together
     max_tokens_per_step  tokens of prompts and answers computed in one step
@@ -94,13 +94,14 @@ class Engine:
         )
         # Pictures that running sequences see, or one request brings side by side: more need not be kept at once.
         max_media = max(max_sequences, (media_limits or MediaLimits()).max_items)
-        num_pages, for_scenes = _num_pages(self.loaded, limits, max_media, kv_memory)
+        num_pages, for_scenes, num_slots = _num_pages(self.loaded, limits, max_media, kv_memory)
         core = build_core(
             self.loaded.model,
             self.loaded.dtype,
             limits,
             num_pages,
             num_scene_pages=for_scenes,
+            num_state_slots=num_slots,
             make_decoder=self.loaded.tokenizer.stream,
             eos_token_ids=self.loaded.tokenizer.stop_token_ids,
             constraints=ConstraintCompiler(self.loaded.tokenizer, self.loaded.model.vocab_size),
@@ -109,8 +110,7 @@ class Engine:
             replay=replay,
         )
         self._features, self._scenes = core.scheduler.features, core.scheduler.scenes
-        network, itemsize = self.loaded.model, self.loaded.dtype.itemsize
-        costs = costs_of(network.decoder, network.kv_spec, itemsize, network.cross_spec)
+        costs = costs_of(self.loaded.model, self.loaded.dtype.itemsize)
         self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
 
     def chat(self, messages: Any, **options: Any) -> Any:
@@ -246,8 +246,10 @@ def _require_supported(*, tp: int, quantize: str | None, device: str) -> None:
         raise RequestError(f"device is {device!r}, expected cpu")
 
 
-def _num_pages(loaded: LoadedModel, limits: Limits, max_media: int, kv_memory: int | str | None) -> tuple[int, int]:
-    """Pages for keys and values of tokens, and of encoder states: as many as fit the memory."""
+def _num_pages(
+    loaded: LoadedModel, limits: Limits, max_media: int, kv_memory: int | str | None
+) -> tuple[int, int, int]:
+    """Pages for keys and values of tokens and of encoder states, slots for recurrent states: as fit the memory."""
     itemsize, size_bytes = loaded.dtype.itemsize, kv_bytes(kv_memory)
     cross, for_scenes = loaded.model.cross_spec, 0
     if cross is not None:
@@ -257,7 +259,13 @@ def _num_pages(loaded: LoadedModel, limits: Limits, max_media: int, kv_memory: i
         size_bytes -= for_scenes * scene_page_bytes
     most_pages = -(-limits.max_context // PAGE_SIZE) * limits.max_sequences
     page_bytes = loaded.model.kv_spec.bytes_per_token(itemsize) * PAGE_SIZE
-    return num_kv_pages(page_bytes, most_pages, size_bytes), for_scenes
+    states, num_slots = loaded.model.state_spec, 0
+    if states is not None:
+        slot_bytes = states.bytes_per_slot(itemsize)
+        most_slots = SLOTS_PER_SEQUENCE * limits.max_sequences + limits.max_rows_with_drafts
+        num_slots = num_state_slots(slot_bytes, page_bytes, most_slots, size_bytes)
+        size_bytes -= num_slots * slot_bytes
+    return num_kv_pages(page_bytes, most_pages, size_bytes), for_scenes, num_slots
 
 
 def _per_prompt(name: str, items: Sequence[Any], num_prompts: int) -> Sequence[Any]:

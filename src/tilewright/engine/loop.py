@@ -111,7 +111,7 @@ class EngineLoop:
     def stats(self) -> Stats:
         """How it is doing now."""
         scheduler = self.core.scheduler
-        pool, speculator = scheduler.pool, scheduler.speculator
+        pool, speculator, states = scheduler.pool, scheduler.speculator, scheduler.states
         counter, began_s = self._counter, self._step_began_s
         return Stats(
             num_running=len(scheduler.running),
@@ -125,6 +125,10 @@ class EngineLoop:
             num_scene_pages=scheduler.scenes.num_pages,
             num_scene_pages_used=scheduler.scenes.num_pages_used,
             scene_hit_rate=scheduler.scenes.hit_rate,
+            num_state_slots=states.num_slots if states else 0,
+            num_state_slots_used=states.num_used if states else 0,
+            num_state_snapshots=states.num_snapshots if states else 0,
+            state_hit_rate=states.hit_rate if states else 0.0,
             num_preemptions=scheduler.num_preemptions,
             num_drafts_proposed=speculator.num_proposed if speculator else 0,
             num_drafts_accepted=speculator.num_accepted if speculator else 0,
@@ -254,7 +258,6 @@ def _read_and_computed(costs: Costs, chunks: Items[Chunk], num_logits: int) -> t
     sights = [sight for chunk in chunks for sight in chunk.sequence.sights(chunk.start, chunk.stop)]
     num_looking = sum(sight.stop - sight.start for sight in sights)
     num_looks = sum((sight.stop - sight.start) * sight.num_states for sight in sights)
-    read_bytes = costs.step_bytes(
-        num_tokens, sum(chunk.stop for chunk in chunks), sum(sight.num_states for sight in sights)
-    )
+    num_states = sum(sight.num_states for sight in sights)
+    read_bytes = costs.step_bytes(num_tokens, sum(chunk.stop for chunk in chunks), len(chunks), num_states)
     return read_bytes, costs.step_flops(num_tokens, num_logits, num_pairs) + costs.looking_flops(num_looking, num_looks)

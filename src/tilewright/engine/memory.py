@@ -13,6 +13,11 @@ from tilewright.types import RequestError
 KV_SHARE = 0.5
 # Of that, for encoder states: a picture of Llama-3.2-Vision takes as much as 1,600 tokens of text.
 SCENE_SHARE = 0.25
+# Of that, for states of recurrent layers. One of Qwen3.5 takes as much as 1,500 to 2,300 tokens of text, and an answer
+# needs three or so, two of them snapshots: with some 6,000 tokens each, pages and slots run out together.
+STATE_SHARE = 0.5
+# One to go on from and seven to come back to are as many as an answer can have use of.
+SLOTS_PER_SEQUENCE = 8
 
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
@@ -81,6 +86,16 @@ def num_scene_pages(page_bytes: int, pages_per_medium: int, max_media: int, size
         )
     pages = int(size_bytes * SCENE_SHARE // page_bytes)
     return min(max(pages, pages_per_medium), pages_per_medium * max_media)
+
+
+def num_state_slots(slot_bytes: int, page_bytes: int, max_slots: int, size_bytes: int) -> int:
+    """Slots for states of recurrent layers: a share of `size_bytes`, at least one, no more than are of use."""
+    if slot_bytes + page_bytes > size_bytes:
+        raise RequestError(
+            f"kv_memory is {size_bytes} bytes, expected at least {slot_bytes + page_bytes}: the recurrent state of one "
+            f"sequence takes {slot_bytes}, a page of keys and values {page_bytes}"
+        )
+    return min(max(int(size_bytes * STATE_SHARE // slot_bytes), 1), max_slots)
 
 
 def num_kv_pages(page_bytes: int, max_pages: int, size_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 
 class PagePool:
@@ -17,6 +18,7 @@ class PagePool:
             raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens, expected at least 1 of each")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.on_forget: Callable[[bytes], None] = lambda digest: None  # told of every page that is found no more
         self._references = [0] * num_pages
         self._digests: list[bytes | None] = [None] * num_pages
         self._page_by_digest: dict[bytes, int] = {}
@@ -36,18 +38,22 @@ class PagePool:
     def num_used(self) -> int:
         return self.num_pages - self.num_free
 
+    @property
+    def num_named(self) -> int:
+        return len(self._page_by_digest)
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def allocate(self) -> int:
         """A page that only the caller refers to. Empty ones go first, then the least recently used."""
-        if self._empty:
-            page = self._empty.pop()
-        elif self._reusable:
-            page, _ = self._reusable.popitem(last=False)
-            self._forget(page)
-        else:
-            raise RuntimeError(f"all {self.num_pages} pages are in use")
+        if not self._empty:
+            if not self._reusable:
+                raise RuntimeError(f"all {self.num_pages} pages are in use")
+            digest = self._digests[next(iter(self._reusable))]
+            assert digest is not None
+            self.forget(digest)
+        page = self._empty.pop()
         self._references[page] = 1
         return page
 
@@ -79,16 +85,18 @@ class PagePool:
             self._page_by_digest[digest] = page
             self._digests[page] = digest
 
+    def forget(self, digest: bytes) -> None:
+        """Makes the content unfindable, if it is there; those who refer to its page keep it."""
+        page = self._page_by_digest.pop(digest, None)
+        if page is None:
+            return
+        self._digests[page] = None
+        if self._references[page] == 0:
+            del self._reusable[page]
+            self._empty.append(page)
+        self.on_forget(digest)
+
     def clear(self) -> None:
         """Forgets the content of all pages, also of those in use."""
-        for page in self._page_by_digest.values():
-            self._digests[page] = None
-        self._page_by_digest.clear()
-        self._empty.extend(self._reusable)
-        self._reusable.clear()
-
-    def _forget(self, page: int) -> None:
-        digest = self._digests[page]
-        assert digest is not None
-        del self._page_by_digest[digest]
-        self._digests[page] = None
+        for digest in list(self._page_by_digest):
+            self.forget(digest)

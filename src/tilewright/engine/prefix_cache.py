@@ -17,12 +17,14 @@ class PrefixCache:
 
     A full page is keyed by a digest over the digest of the page before it, its token ids, their rope positions, the
     features among them and what they see by cross-attention, so equal digests mean equal keys and values. Generated
-    tokens are stored too: the next turn of a conversation finds the answer.
+    tokens are stored too: the next turn of a conversation finds the answer. With `one_of_each`, a page that another
+    sequence has computed as well is given back in favour of the one that is found.
     """
 
-    def __init__(self, pool: PagePool, *, enabled: bool = True) -> None:
+    def __init__(self, pool: PagePool, *, enabled: bool = True, one_of_each: bool = False) -> None:
         self.pool = pool
         self.enabled = enabled
+        self.one_of_each = one_of_each
         self.num_tokens_looked_up = 0
         self.num_tokens_hit = 0
 
@@ -36,7 +38,7 @@ class PrefixCache:
         if not self.enabled or sequence.wants_prompt_logprobs:
             return pages
         for index in range((sequence.num_tokens - 1) // self.pool.page_size):
-            page = self.pool.find(self._digest(sequence, index))
+            page = self.pool.find(self.digest(sequence, index))
             if page is None:
                 break
             self.pool.retain(page)
@@ -55,10 +57,21 @@ class PrefixCache:
             return
         num_full = sequence.num_computed_tokens // self.pool.page_size
         for index in range(sequence.num_stored_pages, num_full):
-            self.pool.name(sequence.pages[index], self._digest(sequence, index))
+            digest = self.digest(sequence, index)
+            self.pool.name(sequence.pages[index], digest)
+            if self.one_of_each:
+                self._swap(sequence, index, digest)
         sequence.num_stored_pages = max(sequence.num_stored_pages, num_full)
 
-    def _digest(self, sequence: Sequence, index: int) -> bytes:
+    def _swap(self, sequence: Sequence, index: int, digest: bytes) -> None:
+        page, found = sequence.pages[index], self.pool.find(digest)
+        if found is not None and found != page:
+            self.pool.retain(found)
+            self.pool.release([page])
+            sequence.pages[index] = found
+
+    def digest(self, sequence: Sequence, index: int) -> bytes:
+        """What stands for everything up to the end of a sequence's page."""
         digests = sequence.page_digests
         while len(digests) <= index:
             parent = digests[-1] if digests else bytes(DIGEST_BYTES)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tilewright.engine.cross_buffers import CrossBuffers
 from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.limits import Limits
 from tilewright.engine.scene import Scene
 from tilewright.engine.scene_cache import SceneCache
-from tilewright.engine.scheduler import Limits
+from tilewright.engine.state_buffers import StateBuffers
 from tilewright.engine.step import Chunk, Step, last_rows
-from tilewright.layers.batch import Batch, CrossBatch, MediaRun
+from tilewright.layers.batch import Batch, CrossBatch, MediaRun, StateBatch
 from tilewright.models.protocol import Model
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena, Plan
@@ -71,6 +72,7 @@ class StepBuffers:
         logit_rows: Tensor | None,
         media: Items[MediaRun],
         cross: CrossBatch | None,
+        states: StateBatch | None,
     ) -> Batch:
         """The first `num_tokens` tokens of `num_sequences` sequences, as views."""
         return Batch(
@@ -84,6 +86,7 @@ class StepBuffers:
             logit_rows=logit_rows,
             media=media,
             cross=cross,
+            states=states,
         )
 
 
@@ -96,7 +99,8 @@ class RecordedStep:
 class Runner:
     """The model with its pages of keys and values. `replay`: small steps are recorded once per shape and replayed.
 
-    A model with cross-attention has a second set of caches, with the pages of `scenes`.
+    A model with cross-attention has a second set of caches, with the pages of `scenes`; one with recurrent
+    layers has `states`.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Runner:
         *,
         scenes: SceneCache | None = None,
         cross_caches: Items[KvCache] = (),
+        states: StateBuffers | None = None,
         replay: bool = True,
     ) -> None:
         self.model = model
@@ -115,6 +120,7 @@ class Runner:
         self.features = features
         self.scenes = scenes
         self.cross_caches = cross_caches
+        self.states = states
         self.replay = replay
         page_size, num_pages = kv_caches[0].page_size, kv_caches[0].num_pages
         self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages)
@@ -128,6 +134,8 @@ class Runner:
         self.encode(step.encode)
         self._fill(step.scenes)
         self._buffers.fill(step.chunks)
+        if self.states:
+            self.states.fill(step.chunks)
         seen = self._cross.fill(step.chunks) if self._cross else ()
         num_tokens, num_sequences = step.num_tokens, len(step.chunks)
         media = self._media_runs(step.chunks)
@@ -161,7 +169,8 @@ class Runner:
 
     def _batch(self, num_tokens: int, num_sequences: int, logit_rows: Tensor | None, media: Items[MediaRun]) -> Batch:
         cross = self._cross.batch(num_tokens) if self._cross else None
-        return self._buffers.batch(num_tokens, num_sequences, self.kv_caches, logit_rows, media, cross)
+        states = self.states.batch(num_tokens, num_sequences) if self.states else None
+        return self._buffers.batch(num_tokens, num_sequences, self.kv_caches, logit_rows, media, cross, states)
 
     def _run_recorded(self, shape: tuple[int, ...]) -> Tensor:
         """`shape` is the numbers of tokens and sequences, then those of tokens and spans that see something."""

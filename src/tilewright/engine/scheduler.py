@@ -7,48 +7,18 @@ import itertools
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 
 from tilewright.engine.feature_cache import FeatureCache
+from tilewright.engine.limits import Limits
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
 from tilewright.engine.scene import Scene
 from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.sequence import FeatureRun, Sequence, Status
 from tilewright.engine.speculate import Speculator
+from tilewright.engine.state_cache import StateCache
 from tilewright.engine.step import Chunk, Event, Sampled, Step
 from tilewright.types import FinishReason, Medium, RequestError
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much one step may do.
-
-    A step's weights are read once: at 20 GB/s and 1 TFLOP/s in bf16, reading costs as much as computing 50 rows. At
-    1,024 tokens it is 5 % of the step, and larger steps gain nothing but make those who decode wait longer. A few more
-    let a picture of 1024 x 1024, 1,024 features, go in one step with the question about it: 18 tokens left over took
-    another 0.2 of 3.3 seconds.
-    """
-
-    max_context: int
-    max_tokens_per_step: int = 1152
-    max_sequences: int = 64
-    # Two pictures of 1024 x 1024 at 16 pixels a patch; the encoder's products are at their peak from far fewer rows.
-    max_encode_patches: int = 8192
-    # Below the 50 rows at which computing costs as much as reading the weights, a wrong draft costs little.
-    max_rows_with_drafts: int = 32
-    # Logits of 128 rows over 152,000 tokens are 78 MB.
-    max_prompt_rows: int = 128
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise RequestError(f"{name} is {value}, expected at least 1")
-        if self.max_sequences > self.max_tokens_per_step:
-            raise RequestError(
-                f"max_sequences is {self.max_sequences}, more than max_tokens_per_step, {self.max_tokens_per_step}: "
-                "each running sequence decodes one token per step"
-            )
 
 
 class Scheduler:
@@ -62,6 +32,7 @@ class Scheduler:
         limits: Limits,
         speculator: Speculator | None = None,
         scenes: SceneCache | None = None,
+        states: StateCache | None = None,
     ) -> None:
         self.pool = pool
         self.prefix_cache = prefix_cache
@@ -69,6 +40,7 @@ class Scheduler:
         self.limits = limits
         self.speculator = speculator
         self.scenes = scenes or SceneCache(0, pool.page_size)  # none, for models without cross-attention
+        self.states = states  # None for models without recurrent layers
         self.max_context = min(limits.max_context, pool.num_tokens)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -120,6 +92,12 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.finished_s = time.perf_counter()
 
+    def rewind(self, step: Step) -> None:
+        """Lets what is left of an abandoned step be computed anew where states may have been half written."""
+        for chunk in step.chunks if self.states else ():
+            if chunk.sequence.status is Status.RUNNING:
+                self._preempt(chunk.sequence)
+
     def schedule(self) -> Step:
         """The next step: a token of every sequence that decodes, then prompts; empty only when there is no work."""
         while True:
@@ -152,6 +130,8 @@ class Scheduler:
             num_computed = chunk.stop - chunk.num_drafts + num_right
             sequence.num_computed_tokens = min(num_computed, sequence.num_tokens)
             self.prefix_cache.store(sequence)
+            if self.states:
+                self.states.settle(sequence)
             self._unpin_read(sequence)
             if result.token_ids:
                 if sequence.first_token_s is None:
@@ -188,6 +168,8 @@ class Scheduler:
         decoding = [sequence for sequence in self.running if self._can_decode(sequence)]
         # Drafts leave half of a step to prompts, however small it is.
         num_spare_rows = min(self.limits.max_rows_with_drafts, self.limits.max_tokens_per_step // 2) - len(decoding)
+        if self.states:
+            num_spare_rows = min(num_spare_rows, self.states.max_drafts)
         for sequence in decoding:
             # An earlier one may have taken its pages. The one preempted here is later than all that are in the step.
             while sequence.status is Status.RUNNING and not self._reserve(sequence, sequence.num_tokens):
@@ -197,7 +179,7 @@ class Scheduler:
             is_forced = self._draft(sequence, num_spare_rows)
             num_drafts = len(sequence.draft_token_ids)
             num_spare_rows -= num_drafts
-            step.chunks.append(Chunk(sequence, sequence.num_computed_tokens, 1 + num_drafts, num_drafts, is_forced))
+            self._put(step, Chunk(sequence, sequence.num_computed_tokens, 1 + num_drafts, num_drafts, is_forced))
 
     def _can_decode(self, sequence: Sequence) -> bool:
         """Whether a sequence decodes. Not while the scene it came back to has its pages, but nothing in them yet."""
@@ -209,6 +191,8 @@ class Scheduler:
         """Gives a sequence its drafts; whether they are tokens that its grammar forces, so that they are right."""
         # The last row gives a token too, so there is one draft less than tokens; and drafts preempt nobody.
         max_drafts = min(max_drafts, self._num_tokens_left(sequence) - 1)
+        if self.states:
+            max_drafts = min(max_drafts, self.states.num_free)  # each keeps the state after it
         drafts: list[int] = []
         is_forced = False
         if max_drafts > 0:
@@ -225,8 +209,13 @@ class Scheduler:
         sequence.draft_token_ids = drafts
         return is_forced
 
+    def _put(self, step: Step, chunk: Chunk) -> None:
+        step.chunks.append(chunk)
+        if self.states:
+            self.states.plan(chunk)
+
     def _schedule_prompts(self, step: Step) -> None:
-        budget = self.limits.max_tokens_per_step - step.num_tokens
+        budget = prompt_budget = self.limits.max_tokens_per_step - step.num_tokens
         self._may_admit = True
         for sequence, share in self._prompt_shares(budget):
             share = min(share, budget)
@@ -238,9 +227,11 @@ class Scheduler:
                 continue
             start = sequence.num_computed_tokens
             stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
+            if self.states:
+                stop = self.states.chunk_end(sequence, start, stop, prompt_budget)
             stop = self._make_ready(step, sequence, start, stop)
             if stop > start and self._reserve(sequence, stop):
-                step.chunks.append(Chunk(sequence, start, stop - start))
+                self._put(step, Chunk(sequence, start, stop - start))
                 budget -= stop - start
 
     def _prompt_shares(self, budget: int) -> Iterator[tuple[Sequence, int]]:
@@ -267,17 +258,21 @@ class Scheduler:
             yield sequence, budget
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence runs from now on: there must be pages for all its tokens beside what others need.
+        """Whether a waiting sequence runs from now on: there must be pages for all its tokens beside what others need,
+        and a slot for its state.
 
-        When one has to wait for pages, all behind it do: else a stream of short ones would keep it out for ever.
+        When one has to wait for them, all behind it do: else a stream of short ones would keep it out for ever.
         """
         if not self._may_admit or len(self.running) >= self.limits.max_sequences:
             return False
         pages = self.prefix_cache.match(sequence)
+        if self.states:
+            pages = self.states.cut(sequence, pages)
         needed = self.pool.pages_for(sequence.num_tokens) - len(pages)
         # Of those that run, each needs the rest of its prompt, and soon a page to go on in.
         promised = sum(1 + max(0, self.pool.pages_for(item.num_tokens) - len(item.pages)) for item in self.running)
-        if self.running and needed + promised > self.pool.num_free:
+        has_room = not self.running or needed + promised <= self.pool.num_free
+        if not has_room or (self.states and not self.states.open(sequence, len(pages))):
             self.pool.release(pages)
             self._may_admit = False
             return False
@@ -373,6 +368,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
+        if self.states:
+            self.states.close(sequence)
         for key in sequence.pinned_keys:
             self.features.unpin(key)
         for scene in sequence.pinned_scenes:

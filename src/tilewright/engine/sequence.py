@@ -8,7 +8,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from tilewright.engine.stats import Reads
 from tilewright.types import FinishReason, Medium, ModelInputs, SamplingParams, Timings, TokenLogprob
 
 _next_id = itertools.count()
+NO_SLOT = -1
 
 
 class Status(enum.Enum):
@@ -39,6 +40,15 @@ class FeatureRun:
     @property
     def stop(self) -> int:
         return self.start + self.length
+
+
+@dataclass
+class StateSlots:
+    """What a running sequence has of the state cache."""
+
+    own: int  # where its steps leave the state
+    read: int = NO_SLOT  # with the state after its computed tokens: its own, a snapshot's, or none at the beginning
+    kept: dict[int, int] = field(default_factory=dict)  # by the step under way: the state after so many tokens -> slot
 
 
 class Sequence:
@@ -82,6 +92,9 @@ class Sequence:
         self.pinned_keys: list[bytes] = []  # of media that are being read
         self.scenes: list[Scene] = scenes_of(inputs.media) if leader is None else leader.scenes
         self.pinned_scenes: list[Scene] = []  # those that tokens under way see
+        self.state_slots: StateSlots | None = None  # while it runs, in models with recurrent layers
+        self.branch_border = 0  # how many of its tokens had matching pages when it was admitted last
+        self.last_snapshot: bytes | None = None  # of the states after its prompt; the next one takes its place
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprob] = []  # of the output

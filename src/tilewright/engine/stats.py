@@ -25,6 +25,10 @@ class Stats:
     num_scene_pages: int  # for encoder states that tokens attend to; 0 in models without cross-attention
     num_scene_pages_used: int
     scene_hit_rate: float
+    num_state_slots: int  # for states of recurrent layers; 0 in models without them
+    num_state_slots_used: int
+    num_state_snapshots: int  # states that later prompts may go on from
+    state_hit_rate: float
     num_preemptions: int
     num_drafts_proposed: int
     num_drafts_accepted: int
