@@ -1,5 +1,6 @@
 import pytest
 import tiny
+import tiny_qwen3_5
 import torch
 
 from tilewright.engine.feature_cache import FeatureCache
@@ -28,7 +29,8 @@ def networks(tmp_path_factory):
 
     def network(name):
         if name not in made:
-            hf = tiny.make_network(name)
+            maker = tiny_qwen3_5 if name in tiny_qwen3_5.FAMILIES else tiny
+            hf = maker.make_network(name)
             made[name] = hf, tiny.save(hf, tmp_path_factory.mktemp(name))
         return made[name]
 

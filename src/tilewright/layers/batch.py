@@ -39,6 +39,16 @@ class CrossBatch:
 
 
 @dataclass(frozen=True)
+class StateBatch:
+    """Where recurrent layers find the states that the tokens go on from, and leave those after them."""
+
+    read_slots: Tensor  # int32 [B]; negative: from nothing
+    write_slots: Tensor  # int32 [T]: where the state after each token is kept; negative: nowhere
+    conv_states: Sequence[Tensor]  # per recurrent layer [slots, W - 1, C]
+    delta_states: Sequence[Tensor]  # per recurrent layer [slots, H, K, V], fp32
+
+
+@dataclass(frozen=True)
 class Batch:
     """Tokens of several sequences, packed one sequence after the other."""
 
@@ -52,3 +62,4 @@ class Batch:
     logit_rows: Tensor | None = None  # int64: tokens whose logits are wanted; None: all
     media: Sequence[MediaRun] = ()
     cross: CrossBatch | None = None  # None: no token sees any encoder state
+    states: StateBatch | None = None  # None: the model has no recurrent layers

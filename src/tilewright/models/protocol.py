@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,6 +35,18 @@ class CrossSpec(KvSpec):
     max_states: int  # of one medium
 
 
+@dataclass(frozen=True)
+class StateSpec:
+    """The state one sequence has in recurrent layers."""
+
+    num_layers: int
+    conv_shape: tuple[int, int]  # W - 1 inputs of C channels, in the model's dtype
+    delta_shape: tuple[int, int, int]  # H heads of K x V, fp32
+
+    def bytes_per_slot(self, itemsize: int) -> int:
+        return self.num_layers * (math.prod(self.conv_shape) * itemsize + math.prod(self.delta_shape) * 4)
+
+
 class Model(Protocol):
     """A network whose weights are `weights.spec.Weight`s found by walking its attributes."""
 
@@ -46,6 +59,10 @@ class Model(Protocol):
     @property
     def cross_spec(self) -> CrossSpec | None:
         """What its cross-attention layers keep; None where features take the place of tokens."""
+
+    @property
+    def state_spec(self) -> StateSpec | None:
+        """What its recurrent layers keep of a sequence; None where there are none."""
 
     def checkpoint_name(self, name: str) -> str | None:
         """The model's name for a tensor of the checkpoint; None for one that by rule is not used."""

@@ -21,6 +21,7 @@ class TextModel:
 
     num_position_axes = 1
     cross_spec = None
+    state_spec = None
 
     def __init__(self, config: DecoderConfig) -> None:
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
