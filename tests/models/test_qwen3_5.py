@@ -17,9 +17,11 @@ from tilewright.ops import reference
 from tilewright.ops.plan import Arena, Plan
 
 FAMILIES = tiny_qwen3_5.FAMILIES
-TOLERANCE = (
-    2e-4  # of the largest logit, in fp32: five layers with large weights; what bf16 leaves is a thousand times it
-)
+
+
+def agree(ours, wanted):
+    """fp32: all of it, and the worst of it; a recurrent layer's norm makes the error of a state near zero large."""
+    return rms(ours - wanted) < 5e-5 * rms(wanted) and relative(ours, wanted) < 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def truths(networks):
 def test_fp32_logits_are_those_of_transformers(name, models, truths, isa):
     model = models(name, torch.float32)
     for prompt, wanted in truths(name):
-        assert relative(Hands(model).run(prompt.inputs), wanted) < TOLERANCE
+        assert agree(Hands(model).run(prompt.inputs), wanted)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -62,14 +64,14 @@ def test_bf16_is_as_close_to_the_truth_as_transformers(name, models, truths, isa
 def test_a_prompt_cut_into_chunks_is_the_whole(name, models, truths, size):
     model = models(name, torch.float32)
     for prompt, wanted in truths(name):
-        assert relative(Hands(model).run(prompt.inputs, (size,)), wanted) < TOLERANCE
+        assert agree(Hands(model).run(prompt.inputs, (size,)), wanted)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 80), min_size=1, max_size=6), index=st.integers(0, 3))
 def test_a_prompt_cut_anywhere_is_the_whole(models, truths, sizes, index):
     prompt, wanted = truths("qwen3_5")[index]
-    assert relative(Hands(models("qwen3_5", torch.float32)).run(prompt.inputs, sizes), wanted) < TOLERANCE
+    assert agree(Hands(models("qwen3_5", torch.float32)).run(prompt.inputs, sizes), wanted)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -121,7 +123,7 @@ def test_hidden_states_come_beside_the_same_logits(name, models, networks):
     batch = hands.batch([(hands.start(prompt.inputs), len(prompt.inputs.token_ids))], rows)
     logits, hidden = model.forward_with_hidden(batch)
     assert torch.equal(logits, model.forward(batch))
-    assert relative(hidden, hf.model(**prompt.arguments).last_hidden_state[0]) < TOLERANCE
+    assert agree(hidden, hf.model(**prompt.arguments).last_hidden_state[0])
 
 
 @torch.inference_mode()
@@ -167,7 +169,7 @@ def test_states_kept_within_a_chunk_are_gone_back_to(models):
     model.forward(dataclasses.replace(batch, states=dataclasses.replace(batch.states, write_slots=writes)))
     going.num_done, going.slot = 52, 6  # two of the four stay
     (rest,) = hands.step([(going, 8)])
-    assert relative(rest, wanted[52:]) < TOLERANCE
+    assert agree(rest, wanted[52:])
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
@@ -185,7 +187,7 @@ def test_every_op_of_the_layer_in_plain_torch(name, models, truths, monkeypatch)
         lambda x, weight, eps, *, gate, out: out.copy_(reference.rms_norm(x, weight, eps, gate=gate)),
     )
     prompt, wanted = truths(name)[0]
-    assert relative(Hands(models(name, torch.float32)).run(prompt.inputs, (40,)), wanted) < TOLERANCE
+    assert agree(Hands(models(name, torch.float32)).run(prompt.inputs, (40,)), wanted)
 
 
 def test_five_thousand_tokens(models, networks):
