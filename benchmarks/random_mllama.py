@@ -10,10 +10,10 @@ import argparse
 import json
 from pathlib import Path
 
-import tokenizers
 import torch
 import transformers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from random_checkpoint import byte_tokenizer
+from tokenizers import processors
 
 SPECIAL = ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
 VOCABULARY_SIZE = 32_000
@@ -63,12 +63,8 @@ def write_weights(folder: Path) -> int:
 
 def write_tokenizer(folder: Path) -> None:
     """Bytes, what Llama puts around turns, and fillers up to the picture's token, which the head has no row for."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fillers = [f"<|reserved_{i}|>" for i in range(len(alphabet) + len(SPECIAL), VOCABULARY_SIZE)]
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *fillers, "<|image|>")])
+    special = {token: 256 + i for i, token in enumerate(SPECIAL)} | {"<|image|>": VOCABULARY_SIZE}
+    tokenizer = byte_tokenizer(special, VOCABULARY_SIZE)
     begin = SPECIAL[1]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
