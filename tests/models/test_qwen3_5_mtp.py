@@ -13,7 +13,8 @@ from test_parity import relative, rms
 from tilewright.layers.batch import MediaRun
 from tilewright.models.qwen3_5.model import FAMILIES
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.checkpoint import CheckpointError
+from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
+from tilewright.weights.load import load
 
 NAMES = ["qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next"]
 
@@ -201,6 +202,15 @@ def test_it_is_there_where_the_checkpoint_has_it(made, networks, models):
     assert torch.equal(Hands(model).run(inputs), Hands(without).run(inputs))
 
 
+def test_a_model_built_without_it_leaves_its_tensors_aside(made):
+    """Whoever does not draft shows `build` no such tensors."""
+    checkpoint = open_checkpoint(made("qwen3_5_text")[2])
+    shown = {name: shape for name, shape in checkpoint.shapes.items() if not name.startswith("mtp.")}
+    model = FAMILIES["qwen3_5_text"].build(checkpoint.config, shown)
+    report = load(model, checkpoint, dtype=torch.float32, rename=model.checkpoint_name)
+    assert model.mtp is None and {*report.ignored} == {*checkpoint.shapes} - {*shown}
+
+
 def test_half_a_predictor_is_refused(made, tmp_path):
     _, _, folder = made("qwen3_5_text")
 
@@ -214,7 +224,7 @@ def test_half_a_predictor_is_refused(made, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2, expected 1"),
+        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2, expected 0 or 1"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
     ],
 )

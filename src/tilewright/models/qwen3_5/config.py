@@ -45,10 +45,11 @@ def text_config(
 
 def mtp_config(config: Config, decoder: DecoderConfig, shapes: Shapes) -> DecoderConfig | None:
     """The decoder of which the multi-token predictor is the one layer; None where the checkpoint has none."""
-    if not any(name.startswith("mtp.") for name in shapes):
+    num_layers = integer(config, "mtp_num_hidden_layers", 1)
+    if num_layers == 0 or not any(name.startswith("mtp.") for name in shapes):
         return None
-    if integer(config, "mtp_num_hidden_layers", 1) != 1:
-        raise UnsupportedConfig(f"mtp_num_hidden_layers is {config['mtp_num_hidden_layers']}, expected 1")
+    if num_layers != 1:
+        raise UnsupportedConfig(f"mtp_num_hidden_layers is {num_layers}, expected 0 or 1")
     if config.get("mtp_use_dedicated_embeddings"):
         raise UnsupportedConfig("mtp_use_dedicated_embeddings is true, expected false: the model's own are used")
     moe = decoder.moe

@@ -10,7 +10,7 @@ from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.protocol import Family, KvSpec, StateSpec
 from tilewright.models.qwen3_5.config import Shapes, is_tied, mtp_config, text_config
-from tilewright.models.qwen3_5.mtp import MultiTokenPredictor
+from tilewright.models.qwen3_5.mtp import PREFIX, MultiTokenPredictor
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
 from tilewright.models.text_config import Config, table
@@ -50,7 +50,12 @@ class Qwen35:
         )
 
     def checkpoint_name(self, name: str) -> str | None:
-        """As the checkpoint has it; a text model may be kept under the names it has within one that sees."""
+        """As the checkpoint has it, but for what is not built: a predictor, or the eyes a text model was cut from.
+
+        A text model may be kept under the names it has within one that sees.
+        """
+        if self.mtp is None and name.startswith(f"{PREFIX}."):
+            return None
         if self.vision is None:
             if name.startswith(f"{VISION}."):
                 return None
@@ -69,8 +74,10 @@ class Qwen35:
     def draft(
         self, next_token_ids_T: Tensor, hidden_TD: Tensor, batch: Batch, next_media: Sequence[MediaRun] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] of the second token after each of the batch's logit rows, and the hidden states [T, D] behind
-        them all, from which a further token can be drafted (`mtp`)."""
+        """Logits [R, V] of the second token after each of the batch's logit rows, and the predictor's states [T, D].
+
+        From those a further token can be drafted (models/qwen3_5/mtp.py).
+        """
         assert self.mtp is not None, "the checkpoint has no multi-token predictor"
         drafted_TD = self.mtp(self.decoder, next_token_ids_T, hidden_TD, batch, next_media)
         rows = batch.logit_rows
