@@ -16,10 +16,13 @@ from tilewright.weights.load import load
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """So little is computed that a second thread would only be waited for."""
+    """So little is computed that a second thread would only be waited for, ours or torch's."""
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     kernels.set_num_threads(1)
     yield
     kernels.set_num_threads(0)
+    torch.set_num_threads(torch_threads)
 
 
 @pytest.fixture(scope="session")

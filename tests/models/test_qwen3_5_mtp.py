@@ -12,6 +12,7 @@ from test_parity import relative, rms
 
 from tilewright.layers.batch import MediaRun
 from tilewright.models.qwen3_5.model import FAMILIES
+from tilewright.ops.plan import Arena, Plan
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
 from tilewright.weights.load import load
@@ -189,6 +190,26 @@ def test_only_the_rows_asked_for(made):
     all_rows, states = model.draft(following, hidden, everything)
     last_row, same_states = model.draft(following, hidden, some)
     assert torch.equal(last_row, all_rows[19:]) and torch.equal(states, same_states)
+
+
+@torch.inference_mode()
+def test_a_recorded_draft_is_replayed(made):
+    model = load_folder(made("qwen3_5_moe")[2])
+    inputs = tiny.text_prompt(30, 6, num_axes=3).inputs
+    hands = Hands(model)
+    going = hands.start(inputs)
+    batch = hands.batch([(going, 4)])
+    _, hidden = model.forward_with_hidden(batch)
+    following, wanted = torch.tensor(inputs.token_ids[1:5]), []
+    for ids in (following, following.flip(0)):
+        wanted.append(model.draft(ids, hidden, batch)[0].clone())
+    plan, given = Plan(Arena()), following.clone()
+    with plan.record():
+        logits, _ = model.draft(given, hidden, batch)
+    assert torch.equal(logits, wanted[0])
+    given.copy_(following.flip(0))
+    plan.replay()
+    assert torch.equal(logits, wanted[1]) and not torch.equal(wanted[0], wanted[1])
 
 
 def test_it_is_there_where_the_checkpoint_has_it(made, networks, models):

@@ -33,9 +33,10 @@ class GatedDeltaConfig:
     interleaved: bool  # two projections ordered by key head (Qwen3-Next) instead of one each for qkv, z, b and a
 
     def __post_init__(self) -> None:
-        if self.value_heads % self.key_heads:
+        if min(self.key_heads, self.value_heads) < 1 or self.value_heads % self.key_heads:
             raise UnsupportedConfig(
-                f"linear_num_value_heads is {self.value_heads}, expected a multiple of the {self.key_heads} key heads"
+                f"linear_num_value_heads is {self.value_heads}, expected a multiple of the {self.key_heads} key heads, "
+                "1 or more of each"
             )
         if not MIN_TAPS <= self.num_taps <= MAX_TAPS:
             raise UnsupportedConfig(f"linear_conv_kernel_dim is {self.num_taps}, expected {MIN_TAPS} to {MAX_TAPS}")
