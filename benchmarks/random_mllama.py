@@ -23,10 +23,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import BinaryIO
 
-import tokenizers
 import torch
+from random_checkpoint import byte_tokenizer
 from shapes import biases_of
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 
 from tilewright.models.registry import family_of
 from tilewright.weights.spec import Source, walk
@@ -148,13 +148,9 @@ def write_weights(folder: Path, config: dict, num_threads: int) -> int:
 
 def write_tokenizer(folder: Path, config: dict) -> None:
     """Bytes, what Llama puts around turns, and fillers up to the picture's token, which the head has no row for."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fillers = [f"<|reserved_{i}|>" for i in range(len(alphabet) + len(SPECIAL), config["image_token_index"])]
-    vocabulary = {token: i for i, token in enumerate([*alphabet, *SPECIAL, *fillers, "<|image|>"])}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, "<|image|>")])
+    picture_id = config["image_token_index"]
+    special = {token: 256 + i for i, token in enumerate(SPECIAL)} | {"<|image|>": picture_id}
+    tokenizer = byte_tokenizer(special, picture_id)
     begin = SPECIAL[1]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]

@@ -34,6 +34,35 @@ void set_rows(const Op& op, ElementwiseArgs& args, const Tensor& x, const Tensor
   if (other) args.other_stride = op.row_stride(other);
 }
 
+// [..., H, K] as tokens and heads, or [..., K] as tokens of one head.
+GatedRows gated_rows(const Op& op, const Tensor& t) {
+  const bool per_head = t.rank >= 3;
+  return {t.data, op.row_stride(t, per_head ? 2 : 1), per_head ? t.stride(-2) : 0};
+}
+
+void sigmoid_gate_entry(nb::handle x_arg, nb::handle gate_arg, nb::handle y_arg) {
+  Op op("sigmoid_gate");
+  const Tensor x = op.tensor(x_arg, "x", {"...", "K"}, kFloats);
+  const Tensor gate = op.tensor(gate_arg, "gate", {"...", "_"}, kFloats);
+  const Tensor y = op.tensor(y_arg, "out", {"...", "K"}, kFloats);
+  op.same_dtype(x, y);
+  same_shape(op, x, y);
+  bool fits = gate.rank == x.rank && (gate.size(-1) == 1 || gate.size(-1) == op["K"]);
+  for (int i = 0; fits && i < x.rank - 1; ++i) fits = gate.shape[i] == x.shape[i];
+  OP_REQUIRE(op, fits, "gate is " + to_string(gate) + ", expected the shape of x, " + to_string(x) + ", or 1 per row");
+  SigmoidGateArgs args;
+  args.x = gated_rows(op, x);
+  args.gate = gated_rows(op, gate);
+  args.y = gated_rows(op, y);
+  args.inner = x.rank >= 3 ? x.size(-2) : 1;
+  args.outer = args.inner ? op.num_rows(x) / args.inner : 0;
+  args.width = op["K"];
+  args.one_per_row = gate.size(-1) == 1;
+  args.dtype = x.dtype;
+  args.gate_dtype = gate.dtype;
+  launch(sigmoid_gate, args);
+}
+
 }  // namespace
 
 void bind_activation(nb::module_& m) {
@@ -98,6 +127,8 @@ void bind_activation(nb::module_& m) {
         launch(add, args);
       },
       "x"_a, "y"_a, "out"_a);
+
+  m.def("sigmoid_gate", &sigmoid_gate_entry, "x"_a, "gate"_a, "out"_a);
 }
 
 }  // namespace tilewright

@@ -1,5 +1,6 @@
 import pytest
 import tiny
+import tiny_qwen3_5
 import torch
 
 from tilewright.engine.feature_cache import FeatureCache
@@ -15,10 +16,13 @@ from tilewright.weights.load import load
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """So little is computed that a second thread would only be waited for."""
+    """So little is computed that a second thread would only be waited for, ours or torch's."""
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     kernels.set_num_threads(1)
     yield
     kernels.set_num_threads(0)
+    torch.set_num_threads(torch_threads)
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +32,8 @@ def networks(tmp_path_factory):
 
     def network(name):
         if name not in made:
-            hf = tiny.make_network(name)
+            maker = tiny_qwen3_5 if name in tiny_qwen3_5.FAMILIES else tiny
+            hf = maker.make_network(name)
             made[name] = hf, tiny.save(hf, tmp_path_factory.mktemp(name))
         return made[name]
 

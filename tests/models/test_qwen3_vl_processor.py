@@ -128,10 +128,10 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_a_chat_is_that_of_transformers(name, processor, oracle, transformers, config):
+def parts_of(items):
+    """A message's parts for us and, without the media, for transformers; pictures and (frames, height, width, fps)."""
     parts, bare, pictures, videos = [], [], [], []
-    for item in CHATS[name]:
+    for item in items:
         if isinstance(item, str):
             parts.append({"type": "text", "text": item})
             bare.append(parts[-1])
@@ -144,6 +144,12 @@ def test_a_chat_is_that_of_transformers(name, processor, oracle, transformers, c
             parts.append({"type": "image", "image": item})
             bare.append({"type": "image"})
             pictures.append(Image.fromarray(item))
+    return parts, bare, pictures, videos
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chat_is_that_of_transformers(name, processor, oracle, transformers, config):
+    parts, bare, pictures, videos = parts_of(CHATS[name])
     earlier = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     earlier.append({"role": "assistant", "content": "Yes?"})
     inputs = processor.chat([*earlier, {"role": "user", "content": parts}])

@@ -47,6 +47,28 @@ def test_add(isa, dtype, width):
     assert torch.equal(out, x)
 
 
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 3, 16, 17, 40, 256])
+def test_sigmoid_gate(isa, dtype, gate_dtype, width):
+    """Heads beside their gates in packed rows, as a query has them, and one gate per row."""
+    x = spread(5, 3, width, dtype=dtype)
+    packed = spread(5, 7, width, dtype=gate_dtype, seed=1)
+    gate = packed[:, 1:7:2]
+    out = poisoned(5, 3, width, dtype=dtype)
+    assert activation.sigmoid_gate(x, gate, out=out) is out
+    assert_close(out, reference.sigmoid_gate(x, gate))
+    rows, per_row = x.view(15, width), spread(15, 9, dtype=gate_dtype, seed=2)[:, 8:]
+    expected = reference.sigmoid_gate(rows, per_row)
+    assert activation.sigmoid_gate(rows, per_row, out=rows) is rows
+    assert_close(rows, expected)
+
+
+def test_sigmoid_gate_at_the_ends(isa, dtype):
+    gate = torch.tensor([[-200.0], [200.0], [0.0]], dtype=dtype)
+    out = activation.sigmoid_gate(torch.full((3, 5), 2.0, dtype=dtype), gate).float()
+    assert out[0].abs().max() < 1e-30 and torch.equal(out[1:], torch.tensor([[2.0], [1.0]]).expand(2, 5))
+
+
 def test_extremes(isa, dtype):
     x = torch.tensor([0.0, -0.0, 1e-20, 40.0, -40.0, 3e4, -3e4, float("inf"), float("nan")], dtype=dtype)
     for name in NAMES:
@@ -65,6 +87,8 @@ def test_errors_name_the_tensor():
         activation.silu_and_mul(torch.zeros(2, 7))
     with pytest.raises(ValueError, match=r"add: y is float32 \[3\], expected the shape of x"):
         activation.add(torch.zeros(2, 3), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"sigmoid_gate: gate is float32 \[2, 2\], expected the shape of x"):
+        activation.sigmoid_gate(torch.zeros(2, 3), torch.zeros(2, 2))
     with pytest.raises(ValueError, match="expected one of none, silu, gelu_tanh, gelu_erf, gelu_quick"):
         activation.activate(torch.zeros(2), "relu")
 
@@ -72,6 +96,7 @@ def test_errors_name_the_tensor():
 def test_nothing(isa):
     assert activation.silu_and_mul(torch.zeros(0, 8)).shape == (0, 4)
     assert activation.silu(torch.zeros(0)).shape == (0,)
+    assert activation.sigmoid_gate(torch.zeros(0, 2, 4), torch.zeros(0, 2, 4)).shape == (0, 2, 4)
 
 
 @pytest.mark.parametrize("width", [2048, 2049, 2056])

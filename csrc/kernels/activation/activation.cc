@@ -44,4 +44,11 @@ void activate(const ElementwiseArgs& args) { over_spans(args, select(kTable).act
 void gate(const ElementwiseArgs& args) { over_spans(args, select(kTable).gate); }
 void add(const ElementwiseArgs& args) { over_spans(args, select(kTable).add); }
 
+void sigmoid_gate(const SigmoidGateArgs& args) {
+  const auto kernel = select(kTable).sigmoid_gate;
+  const int64_t rows = args.outer * args.inner;
+  const int64_t row_bytes = args.width * static_cast<int64_t>(size_of(args.dtype)) * 3;
+  parallel_chunks(rows, grain_for(rows, row_bytes), [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
 }  // namespace tilewright

@@ -3,6 +3,7 @@
 //   activate  y = f(x)                          x, y [rows, width]; y may be x
 //   gate      y = f(x[:, :width]) * x[:, width:]  x [rows, 2 width], y [rows, width]
 //   add       y = x + other                     y may be x or other
+//   sigmoid_gate  y = x * sigmoid(gate)         x, y [outer, inner, width], gate the same or of width 1; y may be x
 #pragma once
 
 #include <cstdint>
@@ -23,15 +24,30 @@ struct ElementwiseArgs {
   DType dtype;
 };
 
+// Rows of `outer` tokens and `inner` heads, each with its own stride in elements.
+struct GatedRows {
+  void* data = nullptr;
+  int64_t outer_stride = 0, inner_stride = 0;
+};
+
+struct SigmoidGateArgs {
+  GatedRows x, gate, y;
+  int64_t outer = 0, inner = 0, width = 0;
+  bool one_per_row = false;  // gate has a width of 1
+  DType dtype, gate_dtype;
+};
+
 void activate(const ElementwiseArgs& args);
 void gate(const ElementwiseArgs& args);
 void add(const ElementwiseArgs& args);
+void sigmoid_gate(const SigmoidGateArgs& args);
 
-// Each computes columns [begin, end) of one row.
+// Each but the last computes columns [begin, end) of one row; the last rows [begin, end).
 struct ActivationKernels {
   void (*activate)(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end);
   void (*gate)(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end);
   void (*add)(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end);
+  void (*sigmoid_gate)(const SigmoidGateArgs& args, int64_t begin, int64_t end);
 };
 
 }  // namespace tilewright

@@ -89,5 +89,35 @@ void add_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t e
   });
 }
 
+template <class T>
+inline T* row_of(const GatedRows& rows, int64_t outer, int64_t inner) {
+  return static_cast<T*>(rows.data) + outer * rows.outer_stride + inner * rows.inner_stride;
+}
+
+void sigmoid_gate_rows(const SigmoidGateArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto t) {
+    with_type(args.gate_dtype, [&](auto g) {
+      using T = decltype(t);
+      using G = decltype(g);
+      constexpr bool kRough = sizeof(T) == 2;
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t outer = row / args.inner, inner = row % args.inner;
+        const T* x = row_of<const T>(args.x, outer, inner);
+        const G* gate = row_of<const G>(args.gate, outer, inner);
+        T* y = row_of<T>(args.y, outer, inner);
+        if (args.one_per_row) {
+          const Vec share = sigmoid<kRough>(Vec::set1(to_float(*gate)));
+          for_each_vec(args.width,
+                       [&](int64_t i, auto count) { store_some(load_some(x + i, count) * share, y + i, count); });
+        } else {
+          for_each_vec(args.width, [&](int64_t i, auto count) {
+            store_some(load_some(x + i, count) * sigmoid<kRough>(load_some(gate + i, count)), y + i, count);
+          });
+        }
+      }
+    });
+  });
+}
+
 }  // namespace
 }  // namespace tilewright

@@ -73,5 +73,54 @@ TEST(elementwise_matches_plain_loops) {
   });
 }
 
+// Two heads a token, with a gap after each token; the gates lie between the heads of a wider row.
+template <class T, class G>
+void check_sigmoid_gate(int64_t width, Edge edge, bool one_per_row) {
+  Random random(static_cast<uint64_t>(width));
+  constexpr int64_t kInner = 2;
+  const int64_t gate_width = one_per_row ? 1 : width;
+  const int64_t stride = kInner * width + 1, gate_stride = 2 * kInner * gate_width;
+  GuardedBuffer<T> x(kRows * stride - 1, edge), y(kRows * stride - 1, edge);
+  GuardedBuffer<G> gate(kRows * gate_stride - gate_width, edge);
+  x.fill(random, 4.0f);
+  gate.fill(random, 8.0f);
+  SigmoidGateArgs args;
+  args.x = {x.data(), stride, width};
+  args.y = {y.data(), stride, width};
+  args.gate = {gate.data(), gate_stride, 2 * gate_width};
+  args.outer = kRows;
+  args.inner = kInner;
+  args.width = width;
+  args.one_per_row = one_per_row;
+  args.dtype = sizeof(T) == 2 ? DType::bf16 : DType::f32;
+  args.gate_dtype = sizeof(G) == 2 ? DType::bf16 : DType::f32;
+  sigmoid_gate(args);
+  for (int64_t row = 0; row < kRows; ++row) {
+    for (int64_t head = 0; head < kInner; ++head) {
+      std::vector<double> expected;
+      for (int64_t i = 0; i < width; ++i) {
+        const double g = to_float(gate[row * gate_stride + head * 2 * gate_width + (one_per_row ? 0 : i)]);
+        expected.push_back(to_float(x[row * stride + head * width + i]) / (1.0 + std::exp(-g)));
+      }
+      check_close(&y[row * stride + head * width], expected.data(), width, sizeof(T) == 2 ? 2e-4 : 2e-6,
+                  "sigmoid_gate, width " + std::to_string(width));
+    }
+    if (row) CHECK(std::isnan(to_float(y[row * stride - 1])));
+  }
+}
+
+TEST(sigmoid_gate_matches_plain_loops) {
+  for_each_isa([] {
+    for (Edge edge : {Edge::end, Edge::start})
+      for (bool one_per_row : {false, true})
+        for (int64_t width : {1, 3, 7, 8, 15, 16, 17, 31, 33, 127, 256}) {
+          check_sigmoid_gate<float, float>(width, edge, one_per_row);
+          check_sigmoid_gate<bf16, float>(width, edge, one_per_row);
+          check_sigmoid_gate<bf16, bf16>(width, edge, one_per_row);
+          check_sigmoid_gate<float, bf16>(width, edge, one_per_row);
+        }
+  });
+}
+
 }  // namespace
 }  // namespace tilewright::testing

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
+from tilewright.ops.activation import sigmoid_gate
 from tilewright.ops.attention import paged_attention
 from tilewright.ops.kv_cache import kv_store
 from tilewright.ops.linear import linear
@@ -25,6 +26,8 @@ class AttentionConfig:
     qkv_bias: bool
     output_bias: bool
     window: int = 0  # 0: all keys
+    norm_plus_one: bool = False  # the norms of q and k scale by 1 + weight
+    output_gate: bool = False  # a head's query has a gate behind it, whose sigmoid multiplies what the head attends to
 
 
 class Attention:
@@ -34,7 +37,8 @@ class Attention:
         self.config, self.layer = config, layer
         query_width = config.num_heads * config.head_width
         kv_width = config.num_kv_heads * config.head_width
-        parts = [(f"{name}.q_proj", query_width), (f"{name}.k_proj", kv_width), (f"{name}.v_proj", kv_width)]
+        gated_width = query_width * (2 if config.output_gate else 1)
+        parts = [(f"{name}.q_proj", gated_width), (f"{name}.k_proj", kv_width), (f"{name}.v_proj", kv_width)]
         self.qkv = Linear(parts, config.width, bias=config.qkv_bias)
         self.output = Linear([(f"{name}.o_proj", config.width)], query_width, bias=config.output_bias)
         if config.qk_norm:
@@ -43,11 +47,15 @@ class Attention:
 
     def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         config = self.config
-        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        num_kv_heads = config.num_kv_heads
         qkv = linear(h_TD, self.qkv.value).view(h_TD.shape[0], -1, config.head_width)
-        q_THK, k_TGK, v_TGK = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q_THK, k_TGK, v_TGK = qkv.tensor_split([-2 * num_kv_heads, -num_kv_heads], dim=1)
+        gate_THK = None
+        if config.output_gate:  # q of the first head, its gate, q of the second, ...
+            q_THK, gate_THK = q_THK[:, ::2], q_THK[:, 1::2]
         if config.qk_norm:
-            qk_norm_rope(q_THK, k_TGK, self.q_norm.value, self.k_norm.value, config.eps, cos, sin)
+            weights = self.q_norm.value, self.k_norm.value
+            qk_norm_rope(q_THK, k_TGK, *weights, config.eps, cos, sin, weight_plus_one=config.norm_plus_one)
         else:
             rope_qk(q_THK, k_TGK, cos, sin)
         cache = batch.kv_caches[self.layer]
@@ -55,4 +63,6 @@ class Attention:
         attended = paged_attention(
             q_THK, cache, batch.block_table, batch.query_starts, batch.kv_lengths, window=config.window
         )
+        if gate_THK is not None:
+            sigmoid_gate(attended, gate_THK, out=attended)
         return attended.view(h_TD.shape[0], -1)

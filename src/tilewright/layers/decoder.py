@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tilewright.layers.attention import Attention, AttentionConfig
-from tilewright.layers.batch import Batch
+from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cross_attention import CrossLayer
+from tilewright.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from tilewright.layers.mlp import GatedMlp
 from tilewright.layers.moe import MoeConfig, SparseMlp
 from tilewright.layers.rope import Rope, RopeConfig
@@ -39,11 +40,14 @@ class DecoderConfig:
     windows: tuple[int, ...] = ()  # sliding window of each layer, 0 for none; empty: none has one
     cross_layers: tuple[int, ...] = ()  # those that attend to encoder states
     num_extra_embeddings: int = 0  # rows of the embedding table beyond the head's: tokens that are read, never written
+    norm_plus_one: bool = False  # norms of the hidden state scale by 1 + weight
+    delta: GatedDeltaConfig | None = None
+    delta_layers: tuple[int, ...] = ()  # those that have a state per sequence instead of keys and values
 
     @property
     def num_kv_layers(self) -> int:
         """Layers that keep keys and values of tokens."""
-        return self.num_layers - len(self.cross_layers)
+        return self.num_layers - len(self.cross_layers) - len(self.delta_layers)
 
     @property
     def num_embeddings(self) -> int:
@@ -54,12 +58,19 @@ class DecoderConfig:
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)). `kv_layer` is which of the caches is its own."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); attention over keys and values, or over a recurrent state.
 
-    def __init__(self, name: str, config: DecoderConfig, layer: int, kv_layer: int) -> None:
-        self.eps = config.eps
+    `own` is which of the caches, or of the states, are its own.
+    """
+
+    def __init__(self, name: str, config: DecoderConfig, layer: int, own: int) -> None:
+        self.eps, self.plus_one = config.eps, config.norm_plus_one
         self.attention_norm = Plain(f"{name}.input_layernorm.weight", config.width)
-        self.attention = Attention(f"{name}.self_attn", config.attention_of(layer), kv_layer)
+        self.attention: Attention | GatedDeltaNet
+        if config.delta is not None and layer in config.delta_layers:
+            self.attention = GatedDeltaNet(f"{name}.linear_attn", config.delta, own)
+        else:
+            self.attention = Attention(f"{name}.self_attn", config.attention_of(layer), own)
         self.mlp_norm = Plain(f"{name}.post_attention_layernorm.weight", config.width)
         self.mlp: GatedMlp | SparseMlp
         if config.moe is not None and config.moe.is_sparse(layer):
@@ -69,27 +80,37 @@ class DecoderLayer:
             self.mlp = GatedMlp(f"{name}.mlp", config.width, config.mlp_width, activation=activation, bias=bias)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
-        """x, updated in place; with `rows`, only those of its tokens, though the keys and values of all are stored."""
-        attended = self.attention(rms_norm(x_TD, self.attention_norm.value, self.eps), batch, cos, sin)
+        """x, updated in place; with `rows`, only those of its tokens, though all leave keys and values, or a state."""
+        attended = self.attention(self._normed(x_TD, self.attention_norm), batch, cos, sin)
         if rows is not None:
             x_TD, attended = x_TD[rows], attended[rows]
         linear(attended, self.attention.output.value, residual=x_TD, out=x_TD)
-        self.mlp(x_TD, rms_norm(x_TD, self.mlp_norm.value, self.eps))
+        self.mlp(x_TD, self._normed(x_TD, self.mlp_norm))
         return x_TD
+
+    def _normed(self, x_TD: Tensor, weight: Plain) -> Tensor:
+        return rms_norm(x_TD, weight.value, self.eps, weight_plus_one=self.plus_one)
 
 
 def _layer(name: str, config: DecoderConfig, layer: int) -> DecoderLayer | CrossLayer:
-    num_cross_before = sum(other < layer for other in config.cross_layers)
-    if layer not in config.cross_layers:
-        return DecoderLayer(name, config, layer, layer - num_cross_before)
+    kinds = [_kind(config, other) for other in range(layer + 1)]
+    own = kinds[:layer].count(kinds[layer])  # how many of its kind come before it
+    if kinds[layer] != "cross":
+        return DecoderLayer(name, config, layer, own)
     return CrossLayer(
         name,
         config.attention,
-        num_cross_before,
+        own,
         mlp_width=config.mlp_width,
         activation=config.activation,
         mlp_bias=config.mlp_bias,
     )
+
+
+def _kind(config: DecoderConfig, layer: int) -> str:
+    if layer in config.cross_layers:
+        return "cross"
+    return "delta" if layer in config.delta_layers else "attention"
 
 
 class Decoder:
@@ -122,9 +143,18 @@ class Decoder:
 
     def __call__(self, batch: Batch) -> Tensor:
         """fp32 logits [R, V] of the rows the batch asks for."""
-        x_TD = embedding(batch.token_ids_T, self.embed_tokens.value)
-        for run in batch.media:
+        return self.logits(self.hidden(batch, batch.logit_rows))
+
+    def embed(self, token_ids_T: Tensor, media: Sequence[MediaRun]) -> Tensor:
+        """What the first layer reads [T, D]: rows of the table, features in the place of those that are media."""
+        x_TD = embedding(token_ids_T, self.embed_tokens.value)
+        for run in media:
             scatter_rows(x_TD, run.rows_M, run.embeddings_MD)
+        return x_TD
+
+    def hidden(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
+        """What the head reads, the normed result of the last layer: of the given rows [R, D], or of all [T, D]."""
+        x_TD = self.embed(batch.token_ids_T, batch.media)
         cos, sin = self.rope.tables(batch.positions_AT)
         for i, layer in enumerate(self.layers[:-1]):
             with scope():
@@ -133,8 +163,9 @@ class Decoder:
                     if i < len(run.deepstack):
                         scatter_add_rows(x_TD, run.rows_M, run.deepstack[i])
         with scope():
-            x_TD = self.layers[-1](x_TD, batch, cos, sin, batch.logit_rows)
-        return self.logits(x_TD)
+            x_TD = self.layers[-1](x_TD, batch, cos, sin, rows)
+        return rms_norm(x_TD, self.norm.value, self.config.eps, weight_plus_one=self.config.norm_plus_one)
 
-    def logits(self, x_TD: Tensor) -> Tensor:
-        return linear(rms_norm(x_TD, self.norm.value, self.config.eps), self.head.value, out_dtype=torch.float32)
+    def logits(self, h_TD: Tensor) -> Tensor:
+        """fp32 [T, V] of what `hidden` gives."""
+        return linear(h_TD, self.head.value, out_dtype=torch.float32)

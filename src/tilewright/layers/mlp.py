@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tilewright.ops.activation import sigmoid_gate
 from tilewright.ops.linear import linear
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.spec import Linear
@@ -29,6 +30,9 @@ class GatedMlp:
         self.gate_up = Linear(parts, width, bias=bias, gated=True)
         self.down = Linear([(f"{name}.down_proj", width)], inner_width, bias=bias, tanh_scale=tanh_scale)
 
-    def __call__(self, x_TD: Tensor, h_TD: Tensor) -> None:
+    def __call__(self, x_TD: Tensor, h_TD: Tensor, *, gate: Tensor | None = None) -> None:
+        """With `gate` [T, 1], its sigmoid multiplies what is added: before the last product, whose inputs are fewer."""
         inner = linear(h_TD, self.gate_up.value, activation=self.activation)
+        if gate is not None:
+            sigmoid_gate(inner, gate, out=inner)
         linear(inner, self.down.value, residual=x_TD, out=x_TD)

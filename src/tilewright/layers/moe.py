@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.layers.mlp import GatedMlp
 from tilewright.ops.linear import linear
 from tilewright.ops.moe import moe, route
 from tilewright.weights.spec import ExpertFormat, Experts, Linear
@@ -21,17 +22,25 @@ class MoeConfig:
     activation: str
     stored: ExpertFormat  # how the checkpoint keeps the experts
     dense_layers: frozenset[int]
+    shared_width: int = 0  # of an expert that all tokens go through, times the sigmoid of a gate; 0: there is none
 
     def is_sparse(self, layer: int) -> bool:
         return layer not in self.dense_layers
 
 
 class SparseMlp:
-    """x + the weighted sum of the token's experts, updating x."""
+    """x + the weighted sum of the token's experts, and of the shared one where there is one, updating x."""
 
     def __init__(self, name: str, width: int, config: MoeConfig) -> None:
         self.config = config
-        self.router = Linear([(f"{name}.gate", config.num_experts)], width)
+        routes = [(f"{name}.gate", config.num_experts)]
+        self.shared: GatedMlp | None = None
+        if config.shared_width:  # its gate is one more row of the router
+            routes.append((f"{name}.shared_expert_gate", 1))
+            self.shared = GatedMlp(
+                f"{name}.shared_expert", width, config.shared_width, activation=config.activation, bias=False
+            )
+        self.router = Linear(routes, width)
         parts = ("gate_proj", "up_proj")
         self.gate_up = Experts(
             f"{name}.experts", parts, "gate_up_proj", config.num_experts, 2 * config.expert_width, width, config.stored
@@ -49,6 +58,9 @@ class SparseMlp:
     def __call__(self, x_TD: Tensor, h_TD: Tensor) -> None:
         config = self.config
         scores = linear(h_TD, self.router.value, out_dtype=torch.float32)
+        if self.shared is not None:
+            scores, shared_gate = scores[:, : config.num_experts], scores[:, config.num_experts :]
+            self.shared(x_TD, h_TD, gate=shared_gate)
         ids, weights = route(scores, config.experts_per_token, renormalize=config.renormalize)
         gate_up, down = self.gate_up.value, self.down.value
         moe(h_TD, ids, weights, gate_up, down, activation=config.activation, residual=x_TD, out=x_TD)

@@ -17,7 +17,7 @@ from tilewright.types import UnsupportedConfig
 class RopeConfig:
     """The rope entries of a checkpoint's config, under whichever of their names it uses."""
 
-    head_width: int
+    width: int  # of a head's first elements that are turned: all of them, or the part a config says
     theta: float
     scaling: Mapping[str, object] = field(default_factory=dict)
     max_context: int = 0
@@ -30,7 +30,14 @@ class RopeConfig:
             raise UnsupportedConfig(f"rope parameters are {parameters!r}, expected a table")
         theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
         max_context = config.get("max_position_embeddings", 0)
-        return cls(head_width, float(theta), dict(parameters), int(max_context))  # type: ignore[call-overload]
+        part = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        width = int(head_width * float(part))
+        if not 0 < width <= head_width or width % 2:
+            raise UnsupportedConfig(
+                f"partial_rotary_factor is {part}, which turns {width} elements of a head of {head_width}, expected an "
+                f"even number, 2 to {head_width}"
+            )
+        return cls(width, float(theta), dict(parameters), int(max_context))  # type: ignore[call-overload]
 
     @property
     def kind(self) -> str:
@@ -56,15 +63,20 @@ class Rope:
             self.num_axes = 3
             axes = ops.interleaved_axes if config.scaling.get("mrope_interleaved") else ops.sectioned_axes
             self.axis_of_frequency = axes(list(section))  # type: ignore[call-overload]
+            if len(self.axis_of_frequency) != len(self.inv_freq):
+                raise UnsupportedConfig(
+                    f"mrope_section is {section!r}, expected a sum of {len(self.inv_freq)}: half of the turned part of "
+                    "a head"
+                )
 
     def tables(self, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [T, K/2] each."""
+        """cos and sin, fp32 [T, R/2] each, R of a head's elements being turned."""
         return ops.rope_table(positions_AT, self.inv_freq, self.axis_of_frequency, self.attention_scaling)
 
 
 def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies fp32 [K/2] and the factor on cos and sin."""
-    exponents = torch.arange(0, config.head_width, 2, dtype=torch.float32) / config.head_width
+    """Inverse frequencies fp32 [R/2] and the factor on cos and sin."""
+    exponents = torch.arange(0, config.width, 2, dtype=torch.float32) / config.width
     inv_freq = 1.0 / (config.theta**exponents)
     if config.kind in ("default", "mrope"):
         return inv_freq, 1.0
@@ -90,7 +102,7 @@ def _yarn(inv_freq: Tensor, config: RopeConfig) -> tuple[Tensor, float]:
     """The same idea with the borders given in turns (beta), a ramp over the index, and a temperature on attention."""
     context = config.number("original_max_position_embeddings", config.max_context)
     factor = config.number("factor")
-    width = config.head_width
+    width = config.width
 
     def index_of(turns: float) -> float:
         return width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.theta))

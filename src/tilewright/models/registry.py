@@ -7,10 +7,16 @@ from collections.abc import Mapping
 from tilewright.models import text
 from tilewright.models.mllama import model as mllama
 from tilewright.models.protocol import Family
+from tilewright.models.qwen3_5 import model as qwen3_5
 from tilewright.models.qwen3_vl import model as qwen3_vl
 from tilewright.types import UnsupportedConfig
 
-FAMILIES: Mapping[str, Family] = {**text.FAMILIES, **qwen3_vl.FAMILIES, **mllama.FAMILIES}
+FAMILIES: Mapping[str, Family] = {
+    **text.FAMILIES,
+    **qwen3_vl.FAMILIES,
+    **qwen3_5.FAMILIES,
+    **mllama.FAMILIES,
+}
 
 
 def family_of(config: Mapping[str, object]) -> Family:

@@ -58,7 +58,8 @@ def decoder_config(
     return DecoderConfig(
         vocab_size=integer(config, "vocab_size"),
         width=width,
-        mlp_width=integer(config, "intermediate_size"),
+        # A config whose layers all have experts may say nothing of a dense layer's width.
+        mlp_width=integer(config, "intermediate_size", 0 if moe is not None and not moe.dense_layers else None),
         num_layers=integer(config, "num_hidden_layers"),
         attention=attention,
         rope=RopeConfig.from_dict(config, head_width),
@@ -100,4 +101,5 @@ def moe_config(config: Config, stored: ExpertFormat, *, renormalize: bool) -> Mo
         activation=activation_named(str(config.get("hidden_act", "silu"))),
         stored=stored,
         dense_layers=frozenset(i for i in layers if i in listed or num_experts == 0 or (i + 1) % step),
+        shared_width=integer(config, "shared_expert_intermediate_size", 0),
     )

@@ -1,4 +1,4 @@
-"""Activations, gated activations and the residual add; kernels in csrc/kernels/activation."""
+"""Activations, gated activations, sigmoid gates and the residual add; kernels in csrc/kernels/activation."""
 
 from torch import Tensor
 
@@ -62,4 +62,15 @@ def add(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = empty(x.shape, x.dtype)
     kernels.add(view(x), view(y), view(out))
+    return out
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x * sigmoid(gate), for a gate of the shape of x, or [..., 1] for one per row.
+
+    x [T, H, K] and gate may be heads of packed rows; gate may be fp32 beside bf16 x. `out` may be x.
+    """
+    if out is None:
+        out = empty(x.shape, x.dtype)
+    kernels.sigmoid_gate(view(x), view(gate), view(out))
     return out

@@ -171,6 +171,10 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return (x.float() + y.float()).to(x.dtype)
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+
 # ---- rope
 
 

@@ -106,13 +106,19 @@ class _InMemory:
 
 
 class Plain(Weight[Tensor]):
-    """A tensor as it is: norms, position tables, an embedding table that is not tied."""
+    """A tensor as it is: norms, position tables, an embedding table that is not tied.
 
-    def __init__(self, name: str, *shape: int) -> None:
+    `in_fp32`: in fp32 whatever the model is in, for the few values that steer many.
+    """
+
+    def __init__(self, name: str, *shape: int, in_fp32: bool = False) -> None:
         super().__init__([Source(name, shape)])
+        self.in_fp32 = in_fp32
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         (reader,) = readers
+        if self.in_fp32:
+            dtype = torch.float32
         value = empty_in_huge_pages(math.prod(reader.shape), dtype).view(reader.shape)
         if not reader.shape:
             value.copy_(reader.read())
@@ -198,6 +204,16 @@ class PatchEmbedding(Weight[PatchWeights]):
             still=pack_patch_embedding(weight, bias, still=True, dtype=dtype),
             video=pack_patch_embedding(weight, bias, still=False, dtype=dtype),
         )
+
+
+class ConvTaps(Weight[Tensor]):
+    """A convolution over time of each channel for itself, [C, 1, W] in the checkpoint, as [W, C]."""
+
+    def __init__(self, name: str, channels: int, taps: int) -> None:
+        super().__init__([Source(f"{name}.weight", (channels, 1, taps))])
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        self._value = readers[0].read()[:, 0].t().to(dtype).contiguous()
 
 
 class ExpertFormat(str, enum.Enum):

@@ -1,4 +1,4 @@
-"""The gated activation of the language model, the gelu of the vision tower, the residual add."""
+"""The gated activation of the language model, the gelu of the vision tower, the residual add, sigmoid gates."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -26,6 +26,7 @@ def rows() -> Iterator[Row]:
         elements = tokens * model.hidden
         shape = f"{model.name} [{tokens}, {model.hidden}]"
         yield Row("add", shape, 6 * elements, elements, partial(_add, tokens, model.hidden))
+        yield Row("sigmoid_gate", shape, 6 * elements, 12 * elements, partial(_sigmoid_gate, tokens, model.hidden))
 
 
 def _gated(tokens: int, width: int) -> Calls:
@@ -70,3 +71,18 @@ def _add(tokens: int, width: int) -> Calls:
         return torch.add(a, b, out=out)
 
     return Calls(ours, theirs, lambda: close(activation.add(x, y), reference.add(x, y)))
+
+
+def _sigmoid_gate(tokens: int, width: int) -> Calls:
+    x, gate = random(tokens, width), random(tokens, width, seed=1)
+    sets = rotation(x, gate, x.clone())
+
+    def ours(call: int) -> object:
+        a, b, out = sets[call % len(sets)]
+        return activation.sigmoid_gate(a, b, out=out)
+
+    def theirs(call: int) -> object:
+        a, b, out = sets[call % len(sets)]
+        return torch.mul(a, torch.sigmoid(b), out=out)
+
+    return Calls(ours, theirs, lambda: close(activation.sigmoid_gate(x, gate), reference.sigmoid_gate(x, gate)))

@@ -1,0 +1,109 @@
+"""A gated delta net, the linear attention of Qwen3.5 and Qwen3-Next: a state per head instead of keys and values.
+
+C channels (all q, all k, all v) pass a short convolution over time; G key heads of width K and H value heads of width
+V then read and write the state [H, K, V] token by token (ops/gated_delta.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilewright.layers.batch import Batch
+from tilewright.ops.conv import causal_conv
+from tilewright.ops.gated_delta import delta_gates, gated_delta_rule, split_projections
+from tilewright.ops.linear import linear
+from tilewright.ops.norm import rms_norm
+from tilewright.types import UnsupportedConfig
+from tilewright.weights.spec import ConvTaps, Linear, Plain
+
+MIN_TAPS, MAX_TAPS = 2, 8  # that the kernel of the convolution has
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    width: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    num_taps: int
+    eps: float
+    interleaved: bool  # two projections ordered by key head (Qwen3-Next) instead of one each for qkv, z, b and a
+
+    def __post_init__(self) -> None:
+        if min(self.key_heads, self.value_heads) < 1 or self.value_heads % self.key_heads:
+            raise UnsupportedConfig(
+                f"linear_num_value_heads is {self.value_heads}, expected a multiple of the {self.key_heads} key heads, "
+                "1 or more of each"
+            )
+        if not MIN_TAPS <= self.num_taps <= MAX_TAPS:
+            raise UnsupportedConfig(f"linear_conv_kernel_dim is {self.num_taps}, expected {MIN_TAPS} to {MAX_TAPS}")
+
+    @property
+    def keys_width(self) -> int:
+        return self.key_heads * self.key_width
+
+    @property
+    def values_width(self) -> int:
+        return self.value_heads * self.value_width
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.keys_width + self.values_width
+
+
+class GatedDeltaNet:
+    """What each token's heads read from their states, side by side; `output` projects it back to the model's width.
+
+    `layer` counts recurrent layers alone.
+    """
+
+    def __init__(self, name: str, config: GatedDeltaConfig, layer: int) -> None:
+        self.config, self.layer = config, layer
+        values, heads = config.values_width, config.value_heads
+        if config.interleaved:
+            parts = [("in_proj_qkvz", config.num_channels + values), ("in_proj_ba", 2 * heads)]
+        else:
+            parts = [("in_proj_qkv", config.num_channels), ("in_proj_z", values)]
+            parts += [("in_proj_b", heads), ("in_proj_a", heads)]
+        self.projections = Linear([(f"{name}.{part}", rows) for part, rows in parts], config.width)
+        self.conv = ConvTaps(f"{name}.conv1d", config.num_channels, config.num_taps)
+        # Decays of a whole answer hang on these: fp32 as released, exact where a checkpoint has bf16.
+        self.a_log = Plain(f"{name}.A_log", heads, in_fp32=True)
+        self.dt_bias = Plain(f"{name}.dt_bias", heads, in_fp32=True)
+        self.norm = Plain(f"{name}.norm.weight", config.value_width, in_fp32=True)
+        self.output = Linear([(f"{name}.out_proj", config.width)], values)
+
+    def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+        """Positions (cos and sin) are not looked at: the order of tokens is in the states."""
+        config, states, starts = self.config, batch.states, batch.query_starts
+        assert states is not None, "a model with recurrent layers was given a batch without states"
+        slots = states.read_slots, states.write_slots
+        qkv_TC, z_THV, b_TH, a_TH = self._split(linear(h_TD, self.projections.value))
+        mixed_TC = causal_conv(qkv_TC, self.conv.value, states.conv_states[self.layer], starts, *slots)
+        q_TGK, k_TGK, v_THV = (
+            part.unflatten(1, (-1, width))
+            for part, width in zip(
+                mixed_TC.split([config.keys_width, config.keys_width, config.values_width], dim=1),
+                (config.key_width, config.key_width, config.value_width),
+                strict=True,
+            )
+        )
+        g_TH, beta_TH = delta_gates(a_TH, b_TH, self.a_log.value, self.dt_bias.value)
+        out_THV = gated_delta_rule(q_TGK, k_TGK, v_THV, g_TH, beta_TH, states.delta_states[self.layer], starts, *slots)
+        rms_norm(out_THV, self.norm.value, config.eps, gate=z_THV, out=out_THV)
+        return out_THV.view(h_TD.shape[0], -1)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q|k|v [T, C], z [T, H, V], b and a [T, H]: views where the parts lie as they are needed."""
+        config = self.config
+        heads, values = config.value_heads, config.values_width
+        if config.interleaved:
+            qkvz, ba = projected.split([config.num_channels + values, 2 * heads], dim=1)
+            return split_projections(
+                qkvz, ba, config.key_heads, heads, config.key_width, config.value_width, interleaved=True
+            )
+        qkv, z, b, a = projected.split([config.num_channels, values, heads, heads], dim=1)
+        return qkv, z.unflatten(1, (heads, config.value_width)), b, a

@@ -1,0 +1,112 @@
+"""What a Qwen3.5 or Qwen3-Next config says of the text model: which layers are recurrent, gates, norms, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tilewright.layers.decoder import DecoderConfig
+from tilewright.layers.gated_delta import GatedDeltaConfig
+from tilewright.models.text_config import Config, decoder_config, integer, moe_config, table
+from tilewright.types import UnsupportedConfig
+from tilewright.weights.spec import ExpertFormat
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+DELTA, ATTENTION = "linear_attention", "full_attention"
+# What the released checkpoints have, and newer tools take for granted where a file leaves it out.
+_ROPE = {"partial_rotary_factor": 0.25}
+_MROPE = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+_FULL_ATTENTION_INTERVAL = 4
+
+
+def text_config(
+    config: Config, shapes: Shapes, name: str, *, tied: bool, interleaved: bool, num_axes: int
+) -> DecoderConfig:
+    """The decoder of a text config, whose tensors have the prefix `name`.
+
+    `interleaved`: Qwen3-Next's order of the recurrent layers' projections. With one axis of positions the sections of
+    M-RoPE are left out: text is at the same place on all three.
+    """
+    moe = None
+    if "num_experts" in config:
+        renormalize = bool(config.get("norm_topk_prob", True))
+        moe = moe_config(config, expert_format(shapes, f"{name}."), renormalize=renormalize)
+    decoder = decoder_config(_with_rope(config, num_axes), qk_norm=True, tied=tied, moe=moe)
+    attention = replace(decoder.attention, norm_plus_one=True, output_gate=bool(config.get("attn_output_gate", True)))
+    return replace(
+        decoder,
+        attention=attention,
+        norm_plus_one=True,
+        delta=_delta_config(config, decoder.eps, interleaved),
+        delta_layers=_delta_layers(config),
+    )
+
+
+def mtp_config(config: Config, decoder: DecoderConfig, shapes: Shapes) -> DecoderConfig | None:
+    """The decoder of which the multi-token predictor is the one layer; None where the checkpoint has none."""
+    num_layers = integer(config, "mtp_num_hidden_layers", 1)
+    if num_layers == 0 or not any(name.startswith("mtp.") for name in shapes):
+        return None
+    if num_layers != 1:
+        raise UnsupportedConfig(f"mtp_num_hidden_layers is {num_layers}, expected 0 or 1")
+    if config.get("mtp_use_dedicated_embeddings"):
+        raise UnsupportedConfig("mtp_use_dedicated_embeddings is true, expected false: the model's own are used")
+    moe = decoder.moe
+    if moe is not None:
+        moe = replace(moe, stored=expert_format(shapes, "mtp."), dense_layers=frozenset())
+    return replace(decoder, num_layers=1, delta_layers=(), moe=moe)
+
+
+def expert_format(shapes: Shapes, prefix: str) -> ExpertFormat:
+    """How the experts of tensors with this prefix are kept: released ones stacked, those of some tools apart."""
+    is_separate = any(
+        name.startswith(prefix) and ".mlp.experts." in name and name.endswith(".gate_proj.weight") for name in shapes
+    )
+    return ExpertFormat.separate if is_separate else ExpertFormat.stacked
+
+
+def _with_rope(config: Config, num_axes: int) -> Config:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise UnsupportedConfig(f"rope parameters are {given!r}, expected a table")
+    outer = {key: config[key] for key in _ROPE if key in config}
+    parameters = {**_ROPE, **outer, **_MROPE, **given}
+    if num_axes == 1:
+        parameters = {key: value for key, value in parameters.items() if key not in _MROPE}
+    return {**config, "rope_parameters": parameters}
+
+
+def _delta_config(config: Config, eps: float, interleaved: bool) -> GatedDeltaConfig:
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedConfig(f"hidden_act is {config['hidden_act']!r}, expected silu: the convolution's")
+    return GatedDeltaConfig(
+        width=integer(config, "hidden_size"),
+        key_heads=integer(config, "linear_num_key_heads"),
+        value_heads=integer(config, "linear_num_value_heads"),
+        key_width=integer(config, "linear_key_head_dim"),
+        value_width=integer(config, "linear_value_head_dim"),
+        num_taps=integer(config, "linear_conv_kernel_dim"),
+        eps=eps,
+        interleaved=interleaved,
+    )
+
+
+def _delta_layers(config: Config) -> tuple[int, ...]:
+    """The recurrent layers: as listed, or all but every fourth."""
+    num_layers = integer(config, "num_hidden_layers")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = integer(config, "full_attention_interval", _FULL_ATTENTION_INTERVAL)
+        kinds = [DELTA if (layer + 1) % interval else ATTENTION for layer in range(num_layers)]
+    if not isinstance(kinds, (list, tuple)) or len(kinds) != num_layers or not {*kinds} <= {DELTA, ATTENTION}:
+        raise UnsupportedConfig(f"layer_types is {kinds!r}, expected {DELTA} or {ATTENTION} for each of {num_layers}")
+    if ATTENTION not in kinds:
+        raise UnsupportedConfig(f"layer_types has no {ATTENTION}: at least one layer must keep keys and values")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == DELTA)
+
+
+def is_tied(config: Config) -> bool:
+    """The outer config decides; the text part's own entry may say otherwise."""
+    text = table(config, "text_config") if "text_config" in config else config
+    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))

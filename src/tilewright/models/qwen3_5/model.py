@@ -1,0 +1,122 @@
+"""Qwen3.5, dense and with experts, with and without eyes, and Qwen3-Next: recurrent layers between attention layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilewright.layers.batch import Batch, MediaRun
+from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.models.protocol import Family, KvSpec, StateSpec
+from tilewright.models.qwen3_5.config import Shapes, is_tied, mtp_config, text_config
+from tilewright.models.qwen3_5.mtp import PREFIX, MultiTokenPredictor
+from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
+from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
+from tilewright.models.text_config import Config, table
+from tilewright.ops.embedding import embedding
+from tilewright.types import Medium, UnsupportedConfig
+
+TEXT, VISION = "model.language_model", "model.visual"
+TEXT_ALONE = "model"
+
+
+class Qwen35:
+    """The text model, the vision tower where there is one, and the predictor where the checkpoint has one."""
+
+    cross_spec = None
+
+    def __init__(self, text: DecoderConfig, vision: VisionConfig | None, mtp: DecoderConfig | None) -> None:
+        if vision is not None and vision.deepstack_layers:
+            raise UnsupportedConfig(f"deepstack_visual_indexes is {list(vision.deepstack_layers)}, expected none")
+        self.vocab_size, self.max_context = text.vocab_size, text.max_context
+        self.num_position_axes = 1 if vision is None else 3
+        self.decoder = Decoder(TEXT_ALONE if vision is None else TEXT, text)
+        self.vision = None if vision is None else VisionTower(VISION, vision)
+        self.mtp = None if mtp is None else MultiTokenPredictor(mtp, text.num_kv_layers)
+        num_kv_layers = text.num_kv_layers + (0 if mtp is None else 1)
+        self.kv_spec = KvSpec(num_kv_layers, text.attention.num_kv_heads, text.attention.head_width)
+
+    @property
+    def state_spec(self) -> StateSpec | None:
+        text = self.decoder.config
+        if text.delta is None or not text.delta_layers:
+            return None
+        delta = text.delta
+        return StateSpec(
+            len(text.delta_layers),
+            (delta.num_taps - 1, delta.num_channels),
+            (delta.value_heads, delta.key_width, delta.value_width),
+        )
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """As the checkpoint has it, but for what is not built: a predictor, or the eyes a text model was cut from.
+
+        A text model may be kept under the names it has within one that sees.
+        """
+        if self.mtp is None and name.startswith(f"{PREFIX}."):
+            return None
+        if self.vision is None:
+            if name.startswith(f"{VISION}."):
+                return None
+            name = name.replace(f"{TEXT}.", f"{TEXT_ALONE}.", 1)
+        return self.decoder.checkpoint_name(name)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.decoder(batch)
+
+    def forward_with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The logits `forward` gives, and what the predictor reads: the hidden states of all tokens [T, D]."""
+        hidden_TD = self.decoder.hidden(batch)
+        rows = batch.logit_rows
+        return self.decoder.logits(hidden_TD if rows is None else embedding(rows, hidden_TD)), hidden_TD
+
+    def draft(
+        self, next_token_ids_T: Tensor, hidden_TD: Tensor, batch: Batch, next_media: Sequence[MediaRun] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [R, V] of the second token after each of the batch's logit rows, and the predictor's states [T, D].
+
+        From those a further token can be drafted (models/qwen3_5/mtp.py).
+        """
+        assert self.mtp is not None, "the checkpoint has no multi-token predictor"
+        drafted_TD = self.mtp(self.decoder, next_token_ids_T, hidden_TD, batch, next_media)
+        rows = batch.logit_rows
+        return self.decoder.logits(drafted_TD if rows is None else embedding(rows, drafted_TD)), drafted_TD
+
+    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
+        if self.vision is None:
+            raise NotImplementedError("a text model has no encoder; its processor refuses media")
+        return self.vision(media)
+
+    def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return features_MF, ()
+
+
+def _build_seeing(config: Config, shapes: Shapes) -> Qwen35:
+    text = table(config, "text_config")
+    decoder = text_config(text, shapes, TEXT, tied=is_tied(config), interleaved=False, num_axes=3)
+    vision = VisionConfig.from_dict(table(config, "vision_config"))
+    return Qwen35(decoder, vision, mtp_config(text, decoder, shapes))
+
+
+def _build_text(config: Config, shapes: Shapes) -> Qwen35:
+    return _text_alone(config, shapes, interleaved=False)
+
+
+def _build_next(config: Config, shapes: Shapes) -> Qwen35:
+    return _text_alone(config, shapes, interleaved=True)
+
+
+def _text_alone(config: Config, shapes: Shapes, *, interleaved: bool) -> Qwen35:
+    tied = is_tied(config)
+    decoder = text_config(config, shapes, TEXT_ALONE, tied=tied, interleaved=interleaved, num_axes=1)
+    return Qwen35(decoder, None, mtp_config(config, decoder, shapes))
+
+
+FAMILIES = {
+    "qwen3_5": Family(_build_seeing, Qwen3VlProcessor),
+    "qwen3_5_moe": Family(_build_seeing, Qwen3VlProcessor),
+    "qwen3_5_text": Family(_build_text),
+    "qwen3_5_moe_text": Family(_build_text),
+    "qwen3_next": Family(_build_next),
+}

@@ -1,0 +1,67 @@
+"""The multi-token predictor of Qwen3.5 and Qwen3-Next: from a token's hidden state and the next token, the one after.
+
+    drafted_TD = mtp(decoder, next_token_ids_T, hidden_TD, batch)   # then decoder.logits(drafted_TD)
+
+Row t has the model's hidden state of the token at t (what its head reads: after the final norm) and the id of the token
+that follows it, at the place and position of the token at t. What comes out is again what the head reads: its logits
+are of the second token after t, and it is the hidden state from which a further token is drafted. Rows attend to each
+other in a cache of keys and values of the predictor's own, the last of the batch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilewright.layers.batch import Batch, MediaRun
+from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer
+from tilewright.ops.linear import linear
+from tilewright.ops.norm import rms_norm
+from tilewright.ops.plan import empty, scope
+from tilewright.weights.spec import Linear, Plain
+
+PREFIX = "mtp"
+
+
+class MultiTokenPredictor:
+    """One attention layer over [norm(embedding of the next token) | norm(hidden state)], projected to the width.
+
+    Embedding, head and rope are the decoder's. `kv_layer` is which of the batch's caches is its own.
+    """
+
+    def __init__(self, config: DecoderConfig, kv_layer: int) -> None:
+        self.config = config
+        width = config.width
+        self.embedding_norm = Plain(f"{PREFIX}.pre_fc_norm_embedding.weight", width)
+        self.hidden_norm = Plain(f"{PREFIX}.pre_fc_norm_hidden.weight", width)
+        self.projection = Linear([(f"{PREFIX}.fc", width)], 2 * width)
+        self.layer = DecoderLayer(f"{PREFIX}.layers.0", config, 0, kv_layer)
+        self.norm = Plain(f"{PREFIX}.norm.weight", width)
+
+    def __call__(
+        self,
+        decoder: Decoder,
+        next_token_ids_T: Tensor,
+        hidden_TD: Tensor,
+        batch: Batch,
+        next_media: Sequence[MediaRun] = (),
+    ) -> Tensor:
+        """What the head reads for the second token after each [T, D].
+
+        `batch` says where the rows stand; its ids, media and logit rows are not looked at. `next_media` are the runs of
+        rows whose next token is a medium's.
+        """
+        config = self.config
+        x_TD = empty((len(hidden_TD), config.width), hidden_TD.dtype)
+        with scope():
+            both = empty((len(hidden_TD), 2 * config.width), hidden_TD.dtype)
+            self._normed(decoder.embed(next_token_ids_T, next_media), self.embedding_norm, both[:, : config.width])
+            self._normed(hidden_TD, self.hidden_norm, both[:, config.width :])
+            linear(both, self.projection.value, out=x_TD)
+            cos, sin = decoder.rope.tables(batch.positions_AT)
+            self.layer(x_TD, batch, cos, sin)
+        return self._normed(x_TD, self.norm, x_TD)
+
+    def _normed(self, x_TD: Tensor, weight: Plain, out: Tensor) -> Tensor:
+        return rms_norm(x_TD, weight.value, self.config.eps, weight_plus_one=self.config.norm_plus_one, out=out)
