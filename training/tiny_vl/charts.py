@@ -92,14 +92,7 @@ def _asks(rng: Random, labels: list[str], values: list[int], colours: list[str])
     # Finding a bar by a word below it is learned last of all and suddenly, so every bar is asked for.
     for index in range(len(labels)):
         name = any_of(rng, labels[index], f'"{labels[index]}"')
-        question = any_of(
-            rng,
-            f"What is the value of {name}?",
-            f"What value does {name} have?",
-            f"How high is the bar {name}?",
-            f"What is the value of the bar {name}?",
-        )
-        asks.append(Ask("chart", question, str(values[index])))
+        asks.append(Ask("chart", any_of(rng, *_value_questions(name)), str(values[index])))
     if len(set(colours)) > 1:
         for index in range(len(labels)):
             name = any_of(rng, labels[index], f'"{labels[index]}"')
@@ -111,16 +104,22 @@ def _asks(rng: Random, labels: list[str], values: list[int], colours: list[str])
     return asks
 
 
+def _value_questions(name: str) -> tuple[str, ...]:
+    return (
+        f"What is the value of {name}?",
+        f"What value does {name} have?",
+        f"How high is the bar {name}?",
+        f"What is the value of the bar {name}?",
+    )
+
+
 def _refuse(rng: Random, labels: list[str]) -> Ask:
     pool = "ABCDEFGHK" if labels[0] == "A" else SHORT_WORDS
     absent = rng.choice([label for label in pool if label not in labels])
     name = any_of(rng, absent, f'"{absent}"')
     question = any_of(
         rng,
-        f"What is the value of {name}?",
-        f"What value does {name} have?",
-        f"How high is the bar {name}?",
-        f"What is the value of the bar {name}?",
+        *_value_questions(name),
         f"What {any_of(rng, 'colour', 'color')} is the {any_of(rng, 'star', 'circle', 'heart', 'cross')}?",
         f"Where is the {any_of(rng, 'star', 'circle', 'heart', 'triangle')}?",
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
-from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, content_key
-from tilewright.inputs.opener import InProcessOpener, Opener
-from tilewright.inputs.processor import prompt_ids
+from tilewright.inputs.chat import ChatTemplate
+from tilewright.inputs.media import Fetch, Limits, MediaPart, content_key
+from tilewright.inputs.media_processor import IsKnown, MediaProcessor
+from tilewright.inputs.opener import Opener
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.mllama.preprocessing import Fit, fit, read_preprocessing
 from tilewright.models.pixels import Pixels
 from tilewright.ops import image as image_ops
-from tilewright.types import Medium, Messages, ModelInputs, RequestError, Span
-
-IsKnown = Callable[[bytes], bool]
+from tilewright.types import Medium, ModelInputs, RequestError, Span
 
 
-class MllamaProcessor:
-    """Turns requests into `ModelInputs`. May be called from several threads at once."""
-
-    accepts: Sequence[MediaKind] = ("image",)
+class MllamaProcessor(MediaProcessor):
+    accepts = ("image",)
 
     def __init__(
         self,
@@ -40,11 +35,7 @@ class MllamaProcessor:
         dtype: torch.dtype = torch.bfloat16,
         opener: Opener | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.template = template
-        self.limits = limits or Limits()
-        self.opener = opener or InProcessOpener()
-        self.dtype = dtype
+        super().__init__(tokenizer, template, limits, dtype, opener)
         self.settings = read_preprocessing(config, folder)
         self.image_token_id: int = config["image_token_index"]
 
@@ -52,49 +43,10 @@ class MllamaProcessor:
     def picture_token_ids(self) -> tuple[int, ...]:
         return (self.image_token_id,)
 
-    def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[object] | None = None,
-        fetch: Fetch | None = None,
-        is_known: IsKnown | None = None,
-        **template_args: Any,
-    ) -> ModelInputs:
-        """The inputs of a conversation, up to where the model answers.
-
-        `is_known` says of a picture's key that its states are at hand: it is then not decoded.
-        """
-        if self.template is None:
-            raise RequestError("the model has no chat template: give it a prompt instead")
-        normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=self.accepts)
-        text = self.template.render(normalized, tools=tools, **template_args)
-        inputs = self._place(self.tokenizer.encode(text), parts, fetch, is_known)
-        return dataclasses.replace(inputs, opens_reasoning=opens_reasoning(text))
-
-    def prompt(
-        self,
-        text: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        images: Sequence[object] = (),
-        videos: Sequence[object] = (),
-        *,
-        is_known: IsKnown | None = None,
-    ) -> ModelInputs:
-        """The inputs of a text, or of token ids, with one placeholder token per picture, in order.
-
-        A text gets the tokenizer's beginning-of-text, behind the pictures it begins with, unless it has one.
-        """
-        if text is not None and token_ids is None:
-            ids = self._begin(text)
-        else:
-            ids = prompt_ids(self.tokenizer, text, token_ids)
-        content = [{"type": "image", "image": item} for item in images]
-        content += [{"type": "video", "video": item} for item in videos]
-        _, parts = normalize([{"role": "user", "content": content}], limits=self.limits, accepts=self.accepts)
-        return self._place(ids, parts, None, is_known)
-
-    def _begin(self, text: str) -> list[int]:
+    def _prompt_ids(self, text: str | None, token_ids: Sequence[int] | None) -> Sequence[int]:
+        """A text gets the tokenizer's beginning-of-text, behind the pictures it begins with, unless it has one."""
+        if text is None or token_ids is not None:
+            return super()._prompt_ids(text, token_ids)
         ids = self.tokenizer.encode(text)
         begin = self.tokenizer.bos_token_id
         if begin is None or begin in ids:
@@ -102,7 +54,7 @@ class MllamaProcessor:
         num_pictures = next((place for place, token_id in enumerate(ids) if token_id != self.image_token_id), len(ids))
         return [*ids[:num_pictures], begin, *ids[num_pictures:]]
 
-    def _place(
+    def _inputs(
         self, ids: Sequence[int], parts: Sequence[MediaPart], fetch: Fetch | None, is_known: IsKnown | None
     ) -> ModelInputs:
         places = [place for place, token_id in enumerate(ids) if token_id == self.image_token_id]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
-from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, content_key
-from tilewright.inputs.opener import InProcessOpener, Opener
-from tilewright.inputs.processor import prompt_ids
+from tilewright.inputs.chat import ChatTemplate
+from tilewright.inputs.media import Fetch, Limits, MediaPart, content_key
+from tilewright.inputs.media_processor import IsKnown, MediaProcessor
+from tilewright.inputs.opener import Opener
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.qwen3_vl.preprocessing import (
     group_times,
@@ -25,15 +24,11 @@ from tilewright.models.qwen3_vl.preprocessing import (
 )
 from tilewright.models.qwen3_vl.prompt import Patches, Placeholders, Prepared, place
 from tilewright.ops import image as image_ops
-from tilewright.types import Messages, ModelInputs, RequestError
-
-IsKnown = Callable[[bytes], bool]
+from tilewright.types import ModelInputs, RequestError
 
 
-class Qwen3VlProcessor:
-    """Turns requests into `ModelInputs`. May be called from several threads at once."""
-
-    accepts: Sequence[MediaKind] = ("image", "video")
+class Qwen3VlProcessor(MediaProcessor):
+    accepts = ("image", "video")
 
     def __init__(
         self,
@@ -46,11 +41,7 @@ class Qwen3VlProcessor:
         dtype: torch.dtype = torch.bfloat16,
         opener: Opener | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.template = template
-        self.limits = limits or Limits()
-        self.opener = opener or InProcessOpener()
-        self.dtype = dtype
+        super().__init__(tokenizer, template, limits, dtype, opener)
         self.image = read_preprocessing("image", config, folder)
         self.video = read_preprocessing("video", config, folder)
         self.placeholders = Placeholders(
@@ -64,47 +55,11 @@ class Qwen3VlProcessor:
     def picture_token_ids(self) -> tuple[int, ...]:
         return self.placeholders.start, self.placeholders.image, self.placeholders.end
 
-    def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[object] | None = None,
-        fetch: Fetch | None = None,
-        is_known: IsKnown | None = None,
-        **template_args: Any,
+    def _inputs(
+        self, ids: Sequence[int], parts: Sequence[MediaPart], fetch: Fetch | None, is_known: IsKnown | None
     ) -> ModelInputs:
-        """The inputs of a conversation, up to where the model answers.
-
-        `is_known` says of a medium's key that its features are at hand: it is then not decoded.
-        """
-        if self.template is None:
-            raise RequestError("the model has no chat template: give it a prompt instead")
-        normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=self.accepts)
-        text = self.template.render(normalized, tools=tools, **template_args)
+        """A placeholder may also be expanded already, to exactly as many tokens as its medium has features."""
         media = [self._prepare(part, fetch, is_known) for part in parts]
-        inputs = self._place(self.tokenizer.encode(text), media)
-        return dataclasses.replace(inputs, opens_reasoning=opens_reasoning(text))
-
-    def prompt(
-        self,
-        text: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        images: Sequence[object] = (),
-        videos: Sequence[object] = (),
-        *,
-        is_known: IsKnown | None = None,
-    ) -> ModelInputs:
-        """The inputs of a text, or of token ids, with one placeholder token per picture and video, in order.
-
-        A placeholder in `token_ids` may also be expanded already, to exactly as many tokens as its medium has features.
-        A video is a file, frames, or {"video": frames, "fps": of the frames}.
-        """
-        ids = prompt_ids(self.tokenizer, text, token_ids)
-        content = [_as_part("image", item) for item in images] + [_as_part("video", item) for item in videos]
-        _, parts = normalize([{"role": "user", "content": content}], limits=self.limits, accepts=self.accepts)
-        return self._place(ids, [self._prepare(part, None, is_known) for part in parts])
-
-    def _place(self, ids: Sequence[int], media: Sequence[Prepared]) -> ModelInputs:
         return place(ids, media, self.placeholders, self.image.merge_size, self.tokenizer.encode)
 
     def _prepare(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> Prepared:
@@ -155,7 +110,3 @@ class Qwen3VlProcessor:
         times_s = group_times(sampled.times_s, settings.temporal_patch_size)
         grid = (len(times_s), height // settings.patch_size, width // settings.patch_size)
         return Prepared(part.name, "video", key, grid, tuple(times_s), patches.load)
-
-
-def _as_part(kind: MediaKind, item: object) -> dict[str, Any]:
-    return {"type": kind, **item} if isinstance(item, Mapping) else {"type": kind, kind: item}
