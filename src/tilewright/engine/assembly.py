@@ -9,15 +9,17 @@ import torch
 from tilewright.engine.constraint import ConstraintCompiler
 from tilewright.engine.core import EngineCore
 from tilewright.engine.detokenizer import Decoder
+from tilewright.engine.draft_policy import DraftPolicy
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.limits import Limits
+from tilewright.engine.mtp_drafter import MtpDrafter
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
 from tilewright.engine.runner import Runner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.speculate import Speculator
+from tilewright.engine.speculate import Drafter, Speculator
 from tilewright.engine.state_buffers import StateBuffers
 from tilewright.engine.state_cache import StateCache
 from tilewright.models.protocol import KvSpec, Model
@@ -46,7 +48,7 @@ def build_core(
     """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`.
 
     A model with cross-attention has `num_scene_pages` more, for those of encoder states, one with recurrent layers
-    `num_state_slots` states.
+    `num_state_slots` states. `speculate` tokens at most are guessed ahead, by its predictor if it has one.
     """
     kv_caches = _caches(model.kv_spec, num_pages, page_size, dtype)
     scenes, cross_caches = None, []
@@ -61,18 +63,25 @@ def build_core(
     if model.state_spec is not None:
         states = StateCache(num_state_slots, beginnings)
         buffers = StateBuffers(model.state_spec, num_state_slots, dtype, limits)
-    speculator = Speculator(speculate, model.vocab_size) if speculate else None
+    max_drafts = min(speculate, states.max_drafts) if states else speculate
+    predictor = model.predictor if max_drafts else None
+    runner = Runner(
+        model,
+        kv_caches,
+        features,
+        limits,
+        scenes=scenes,
+        cross_caches=cross_caches,
+        states=buffers,
+        predictor=predictor,
+        replay=replay,
+    )
+    speculator: Drafter | None = Speculator(speculate, model.vocab_size) if speculate else None
+    drafter = None
+    if predictor is not None and speculator is not None:
+        speculator = drafter = MtpDrafter(runner, DraftPolicy(max_drafts, limits.max_draft_rows), speculator)
     return EngineCore(
-        Runner(
-            model,
-            kv_caches,
-            features,
-            limits,
-            scenes=scenes,
-            cross_caches=cross_caches,
-            states=buffers,
-            replay=replay,
-        ),
+        runner,
         Scheduler(pool, beginnings, features, limits, speculator, scenes, states),
         Sampler(),
         make_decoder=make_decoder,
@@ -80,6 +89,7 @@ def build_core(
         num_embeddings=model.decoder.config.num_embeddings,
         eos_token_ids=eos_token_ids,
         constraints=constraints,
+        drafter=drafter,
     )
 
 

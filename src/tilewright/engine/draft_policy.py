@@ -1,0 +1,102 @@
+"""How many tokens to draft, so that the most come out in a second."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+from tilewright.engine.durations import Durations
+
+# Three of four drafts are thought to be right until they are seen, and that weighs as much as 4 that were seen. Of
+# those the latest hundred or so count.
+EXPECTED_RATE = 0.75
+EXPECTED_WEIGHT = 4.0
+MEMORY = 0.99
+# Where drafting does not pay, nothing is drafted for 32 steps. Then 16 drafts are tried, whatever is expected of them;
+# if it still does not pay, the pause is twice as long, up to one at which trials cost a thousandth of the time.
+FIRST_PAUSE_STEPS = 32
+LONGEST_PAUSE_STEPS = 4096
+TRIAL_DRAFTS = 16
+
+
+@dataclass
+class _Crowd:
+    """What goes for about so many sequences at once: with one a row more is nearly free, with twenty it is not."""
+
+    pause_left: int = 0  # steps
+    next_pause: int = FIRST_PAUSE_STEPS
+    trial_left: int = 0  # drafts
+
+
+class DraftPolicy:
+    """Chooses a number of drafts by how often those at each place were right, and how long steps and passes take.
+
+    Nothing here changes an answer: right drafts are what would have come anyway. `max_rows`: of a step, with drafts.
+    """
+
+    def __init__(self, max_drafts: int, max_rows: int) -> None:
+        self.max_drafts = max_drafts
+        self.max_rows = max_rows
+        self._step_s = Durations()  # by rows
+        self._pass_s = Durations()  # by sequences
+        self._num_tried = [0.0] * max_drafts  # by place, the drafts before which were right
+        self._num_right = [0.0] * max_drafts
+        self._crowds: defaultdict[int, _Crowd] = defaultdict(_Crowd)  # by powers of two
+
+    def choose(self, num_sequences: int) -> int | None:
+        """How many tokens to draft after the step that begins, for each of its sequences that decodes.
+
+        None: nothing is drafted for a while, and the predictor need not read what the step computes.
+        """
+        most = min(self.max_drafts, self.max_rows // num_sequences - 1)
+        if most < 1:
+            return None
+        crowd = self._crowds[num_sequences.bit_length()]
+        if crowd.pause_left:
+            crowd.pause_left -= 1
+            return None
+        if not self._step_s.reaches_down_to(num_sequences):
+            return 0  # what a step costs without drafts is what they are held against
+        best = max(range(most + 1), key=lambda count: self._tokens_per_s(num_sequences, count))
+        if crowd.trial_left:
+            crowd.trial_left = max(0, crowd.trial_left - num_sequences)
+            return max(1, best)
+        if best:
+            crowd.next_pause = FIRST_PAUSE_STEPS
+            return best
+        crowd.pause_left = crowd.next_pause - 1
+        crowd.next_pause = min(2 * crowd.next_pause, LONGEST_PAUSE_STEPS)
+        crowd.trial_left = TRIAL_DRAFTS
+        return None
+
+    def record(self, num_proposed: int, num_right: int) -> None:
+        """Counts the drafts of a sequence in a step, of which the first `num_right` were right."""
+        for place in range(self.max_drafts):
+            # Places that are not tried are forgotten too, so that they are tried again after a few hundred steps.
+            self._num_tried[place] *= MEMORY
+            self._num_right[place] *= MEMORY
+            if place < num_proposed and place <= num_right:
+                self._num_tried[place] += 1
+                self._num_right[place] += place < num_right
+
+    def time_step(self, num_rows: int, took_s: float) -> None:
+        """Learns from a step that decoded and did nothing else."""
+        if num_rows <= self.max_rows:
+            self._step_s.add(num_rows, took_s)
+
+    def time_pass(self, num_sequences: int, took_s: float) -> None:
+        """Learns from a pass of the predictor that drafted a token for each of so many sequences."""
+        self._pass_s.add(num_sequences, took_s)
+
+    def rate(self, place: int) -> float:
+        """How often the draft at a place is right when those before it are."""
+        expected = EXPECTED_WEIGHT * EXPECTED_RATE
+        return (self._num_right[place] + expected) / (self._num_tried[place] + EXPECTED_WEIGHT)
+
+    def _tokens_per_s(self, num_sequences: int, num_drafts: int) -> float:
+        """What a sequence gains in a second of steps with so many drafts; of what was never timed the best is hoped."""
+        num_tokens = 1 + sum(accumulate((self.rate(place) for place in range(num_drafts)), mul))
+        took_s = self._step_s.of(num_sequences * (1 + num_drafts)) + num_drafts * self._pass_s.of(num_sequences)
+        return num_tokens / took_s
