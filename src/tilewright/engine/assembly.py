@@ -63,8 +63,7 @@ def build_core(
     if model.state_spec is not None:
         states = StateCache(num_state_slots, beginnings)
         buffers = StateBuffers(model.state_spec, num_state_slots, dtype, limits)
-    max_drafts = min(speculate, states.max_drafts) if states else speculate
-    predictor = model.predictor if max_drafts else None
+    predictor = model.predictor if speculate else None
     runner = Runner(
         model,
         kv_caches,
@@ -79,7 +78,9 @@ def build_core(
     speculator: Drafter | None = Speculator(speculate, model.vocab_size) if speculate else None
     drafter = None
     if predictor is not None and speculator is not None:
-        speculator = drafter = MtpDrafter(runner, DraftPolicy(max_drafts, limits.max_draft_rows), speculator)
+        max_in_all = states.max_drafts if states else limits.max_draft_rows
+        policy = DraftPolicy(speculate, limits.max_draft_rows, max_in_all)
+        speculator = drafter = MtpDrafter(runner, policy, speculator)
     return EngineCore(
         runner,
         Scheduler(pool, beginnings, features, limits, speculator, scenes, states),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
 
 from tilewright.engine.durations import Durations
 
-# Three of four drafts are thought to be right until they are seen, and that weighs as much as 4 that were seen. Of
-# those the latest hundred or so count.
+# Three of four drafts are thought to be right until they are seen, and that weighs as much as 2 that were seen. Of
+# those the latest thirty or so count.
 EXPECTED_RATE = 0.75
-EXPECTED_WEIGHT = 4.0
-MEMORY = 0.99
+EXPECTED_WEIGHT = 2.0
+MEMORY = 0.97
 # Where drafting does not pay, nothing is drafted for 32 steps. Then 16 drafts are tried, whatever is expected of them;
 # if it still does not pay, the pause is twice as long, up to one at which trials cost a thousandth of the time.
 FIRST_PAUSE_STEPS = 32
@@ -33,12 +34,14 @@ class _Crowd:
 class DraftPolicy:
     """Chooses a number of drafts by how often those at each place were right, and how long steps and passes take.
 
-    Nothing here changes an answer: right drafts are what would have come anyway. `max_rows`: of a step, with drafts.
+    Nothing here changes an answer: right drafts are what would have come anyway. `max_drafts` are those of a sequence;
+    a step has `max_rows` rows with them, and `max_drafts_in_all` of them, at most.
     """
 
-    def __init__(self, max_drafts: int, max_rows: int) -> None:
+    def __init__(self, max_drafts: int, max_rows: int, max_drafts_in_all: int) -> None:
         self.max_drafts = max_drafts
         self.max_rows = max_rows
+        self.max_drafts_in_all = max_drafts_in_all
         self._step_s = Durations()  # by rows
         self._pass_s = Durations()  # by sequences
         self._num_tried = [0.0] * max_drafts  # by place, the drafts before which were right
@@ -50,7 +53,8 @@ class DraftPolicy:
 
         None: nothing is drafted for a while, and the predictor need not read what the step computes.
         """
-        most = min(self.max_drafts, self.max_rows // num_sequences - 1)
+        num_spare_rows = min(self.max_rows - num_sequences, self.max_drafts_in_all)
+        most = min(self.max_drafts, num_spare_rows // num_sequences)
         if most < 1:
             return None
         crowd = self._crowds[num_sequences.bit_length()]
@@ -74,7 +78,7 @@ class DraftPolicy:
     def record(self, num_proposed: int, num_right: int) -> None:
         """Counts the drafts of a sequence in a step, of which the first `num_right` were right."""
         for place in range(self.max_drafts):
-            # Places that are not tried are forgotten too, so that they are tried again after a few hundred steps.
+            # Places that are not tried are forgotten too, so that they are tried again after a hundred or so.
             self._num_tried[place] *= MEMORY
             self._num_right[place] *= MEMORY
             if place < num_proposed and place <= num_right:
@@ -90,13 +94,15 @@ class DraftPolicy:
         """Learns from a pass of the predictor that drafted a token for each of so many sequences."""
         self._pass_s.add(num_sequences, took_s)
 
-    def rate(self, place: int) -> float:
-        """How often the draft at a place is right when those before it are."""
-        expected = EXPECTED_WEIGHT * EXPECTED_RATE
-        return (self._num_right[place] + expected) / (self._num_tried[place] + EXPECTED_WEIGHT)
+    def rates(self) -> Iterator[float]:
+        """How often the draft at each place is right when those before it are: as those before, until it is seen."""
+        rate = EXPECTED_RATE
+        for num_right, num_tried in zip(self._num_right, self._num_tried, strict=True):
+            rate = (num_right + EXPECTED_WEIGHT * rate) / (num_tried + EXPECTED_WEIGHT)
+            yield rate
 
     def _tokens_per_s(self, num_sequences: int, num_drafts: int) -> float:
         """What a sequence gains in a second of steps with so many drafts; of what was never timed the best is hoped."""
-        num_tokens = 1 + sum(accumulate((self.rate(place) for place in range(num_drafts)), mul))
+        num_tokens = 1 + sum(accumulate(islice(self.rates(), num_drafts), mul))
         took_s = self._step_s.of(num_sequences * (1 + num_drafts)) + num_drafts * self._pass_s.of(num_sequences)
         return num_tokens / took_s
