@@ -19,7 +19,7 @@ from tilewright.engine.runner import Runner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.speculate import Drafter, Speculator
+from tilewright.engine.speculate import Speculator
 from tilewright.engine.state_buffers import StateBuffers
 from tilewright.engine.state_cache import StateCache
 from tilewright.models.protocol import KvSpec, Model
@@ -50,7 +50,6 @@ def build_core(
     A model with cross-attention has `num_scene_pages` more, for those of encoder states, one with recurrent layers
     `num_state_slots` states. `speculate` tokens at most are guessed ahead, by its predictor if it has one.
     """
-    kv_caches = _caches(model.kv_spec, num_pages, page_size, dtype)
     scenes, cross_caches = None, []
     if model.cross_spec is not None:
         scenes = SceneCache(num_scene_pages, page_size)
@@ -66,7 +65,7 @@ def build_core(
     predictor = model.predictor if speculate else None
     runner = Runner(
         model,
-        kv_caches,
+        _caches(model.kv_spec, num_pages, page_size, dtype),
         features,
         limits,
         scenes=scenes,
@@ -75,15 +74,14 @@ def build_core(
         predictor=predictor,
         replay=replay,
     )
-    speculator: Drafter | None = Speculator(speculate, model.vocab_size) if speculate else None
+    lookup = Speculator(speculate, model.vocab_size) if speculate else None
     drafter = None
-    if predictor is not None and speculator is not None:
+    if lookup is not None and predictor is not None:
         max_in_all = states.max_drafts if states else limits.max_draft_rows
-        policy = DraftPolicy(speculate, limits.max_draft_rows, max_in_all)
-        speculator = drafter = MtpDrafter(runner, policy, speculator)
+        drafter = MtpDrafter(runner, DraftPolicy(speculate, limits.max_draft_rows, max_in_all), lookup)
     return EngineCore(
         runner,
-        Scheduler(pool, beginnings, features, limits, speculator, scenes, states),
+        Scheduler(pool, beginnings, features, limits, drafter or lookup, scenes, states),
         Sampler(),
         make_decoder=make_decoder,
         vocabulary_size=model.vocab_size,

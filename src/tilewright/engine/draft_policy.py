@@ -15,20 +15,25 @@ from tilewright.engine.durations import Durations
 EXPECTED_RATE = 0.75
 EXPECTED_WEIGHT = 2.0
 MEMORY = 0.97
-# Where drafting does not pay, nothing is drafted for 32 steps. Then 16 drafts are tried, whatever is expected of them;
-# if it still does not pay, the pause is twice as long, up to one at which trials cost a thousandth of the time.
-FIRST_PAUSE_STEPS = 32
+# A token is tried in 4 steps, as many as tell what it takes; then more, as long as it pays. When it does not, nothing
+# is drafted for 64 steps, then it is tried as at first. Each further pause is twice as long, up to one beside which
+# trials are a thousandth of the time.
+TRIAL_STEPS = 4
+FIRST_PAUSE_STEPS = 64
 LONGEST_PAUSE_STEPS = 4096
-TRIAL_DRAFTS = 16
+# So many steps on end it must pay for the next pause to be a short one again: expectations alone last for some four.
+GOOD_STEPS = 32
 
 
 @dataclass
 class _Crowd:
     """What goes for about so many sequences at once: with one a row more is nearly free, with twenty it is not."""
 
+    untimed_left: int = FIRST_PAUSE_STEPS  # steps that are read in the hope of one that tells what it takes
+    trial_left: int = TRIAL_STEPS
     pause_left: int = 0  # steps
     next_pause: int = FIRST_PAUSE_STEPS
-    trial_left: int = 0  # drafts
+    num_good: int = 0  # steps since, after which drafts were made because they pay
 
 
 class DraftPolicy:
@@ -44,8 +49,9 @@ class DraftPolicy:
         self.max_drafts_in_all = max_drafts_in_all
         self._step_s = Durations()  # by rows
         self._pass_s = Durations()  # by sequences
-        self._num_tried = [0.0] * max_drafts  # by place, the drafts before which were right
-        self._num_right = [0.0] * max_drafts
+        self._num_tried: list[float] = []  # by place, those whose drafts before were right
+        self._num_right: list[float] = []
+        self._forget()
         self._crowds: defaultdict[int, _Crowd] = defaultdict(_Crowd)  # by powers of two
 
     def choose(self, num_sequences: int) -> int | None:
@@ -62,17 +68,22 @@ class DraftPolicy:
             crowd.pause_left -= 1
             return None
         if not self._step_s.reaches_down_to(num_sequences):
-            return 0  # what a step costs without drafts is what they are held against
-        best = max(range(most + 1), key=lambda count: self._tokens_per_s(num_sequences, count))
+            # What a step takes without drafts is what they are held against; beside prompts it never shows.
+            crowd.untimed_left -= 1
+            return 0 if crowd.untimed_left >= 0 else None
         if crowd.trial_left:
-            crowd.trial_left = max(0, crowd.trial_left - num_sequences)
-            return max(1, best)
+            crowd.trial_left -= 1
+            return 1
+        best = max(range(most + 1), key=lambda count: self._tokens_per_s(num_sequences, count))
         if best:
-            crowd.next_pause = FIRST_PAUSE_STEPS
+            crowd.num_good += 1
+            if crowd.num_good == GOOD_STEPS:
+                crowd.next_pause = FIRST_PAUSE_STEPS
             return best
-        crowd.pause_left = crowd.next_pause - 1
-        crowd.next_pause = min(2 * crowd.next_pause, LONGEST_PAUSE_STEPS)
-        crowd.trial_left = TRIAL_DRAFTS
+        self._crowds[num_sequences.bit_length()] = _Crowd(
+            pause_left=crowd.next_pause - 1, next_pause=min(2 * crowd.next_pause, LONGEST_PAUSE_STEPS)
+        )
+        self._forget()
         return None
 
     def record(self, num_proposed: int, num_right: int) -> None:
@@ -84,6 +95,11 @@ class DraftPolicy:
             if place < num_proposed and place <= num_right:
                 self._num_tried[place] += 1
                 self._num_right[place] += place < num_right
+
+    def _forget(self) -> None:
+        """Makes the next trial one without prejudice: drafts that were all wrong may be of an answer that has ended."""
+        self._num_tried = [0.0] * self.max_drafts
+        self._num_right = [0.0] * self.max_drafts
 
     def time_step(self, num_rows: int, took_s: float) -> None:
         """Learns from a step that decoded and did nothing else."""
