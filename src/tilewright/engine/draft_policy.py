@@ -96,11 +96,6 @@ class DraftPolicy:
                 self._num_tried[place] += 1
                 self._num_right[place] += place < num_right
 
-    def _forget(self) -> None:
-        """Makes the next trial one without prejudice: drafts that were all wrong may be of an answer that has ended."""
-        self._num_tried = [0.0] * self.max_drafts
-        self._num_right = [0.0] * self.max_drafts
-
     def time_step(self, num_rows: int, took_s: float) -> None:
         """Learns from a step that decoded and did nothing else."""
         if num_rows <= self.max_rows:
@@ -122,3 +117,8 @@ class DraftPolicy:
         num_tokens = 1 + sum(accumulate(islice(self.rates(), num_drafts), mul))
         took_s = self._step_s.of(num_sequences * (1 + num_drafts)) + num_drafts * self._pass_s.of(num_sequences)
         return num_tokens / took_s
+
+    def _forget(self) -> None:
+        """Makes the next trial one without prejudice: drafts that were all wrong may be of an answer that has ended."""
+        self._num_tried = [0.0] * self.max_drafts
+        self._num_right = [0.0] * self.max_drafts

@@ -251,7 +251,7 @@ class EngineLoop:
         for sequence, _ in results:
             if sequence.reads_at_first_token is None:
                 sequence.reads_at_first_token = self._counter.reads
-        # With their sequences and those' media, which nobody else may need any more.
+        # These have sequences with their media, which nobody else may need any more.
         self.core.step_under_way = None
         if drafter:
             drafter.readings = []

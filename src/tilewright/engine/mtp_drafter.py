@@ -89,6 +89,7 @@ class MtpDrafter:
         if self._ahead_of(sequence) is None:
             self.lookup.record(sequence, num_proposed, num_accepted)
             return
+        del self._ahead[sequence]
         self._num_proposed += num_proposed
         self._num_accepted += num_accepted
         self.policy.record(num_proposed, num_accepted)
@@ -124,6 +125,9 @@ class MtpDrafter:
         if not self.readings:
             return
         for reading, token_ids in zip(self.readings, self.runner.draft(self.readings), strict=True):
+            unused = self._ahead.pop(reading.sequence, None)
+            if unused is not None:  # they did not fit a grammar, or it forced others: as good as wrong
+                self.policy.record(len(unused.token_ids), 0)
             if token_ids:
                 self._ahead[reading.sequence] = _Ahead(reading.sequence.num_tokens, token_ids)
         num_passes = max(reading.num_drafts for reading in self.readings)
