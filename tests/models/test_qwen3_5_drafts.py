@@ -141,13 +141,20 @@ def extended(inputs, output_ids):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("options", [{}, {"tokens_per_step": 23}, {"replay": False}, {"drafts": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tokens_per_step": 23}, {"replay": False}, {"drafts": 1}, {"prefix_cache": True}], ids=str
+)
 def test_drafts_are_what_the_predictor_gives_by_hand(options, networks, load_foreseen):
-    """Whatever was refused on the way: rows of wrong drafts are left out, keys they left are written again."""
+    """Whatever was refused on the way: rows of wrong drafts are left out, keys they left are written again.
+
+    Of a prompt that is found in the prefix cache the keys are found, too.
+    """
     model = load_foreseen("qwen3_5_moe", torch.float32)
     inputs = prompts_for("qwen3_5_moe", networks, torch.float32)[-1]
     answers = Answers(model, torch.float32, **{"drafts": 3, **options})
     answers.core.runner.kv_caches[-1].data.fill_(float("nan"))  # all that is read was written
+    if "prefix_cache" in options:
+        answers.to([inputs], DRAWN)
     logits_of_passes = spy_on_passes(answers.core.runner._drafts)
     (sequence,) = answers.add("a", inputs, DRAWN)
     seen = {}  # by the number of tokens known
@@ -158,6 +165,7 @@ def test_drafts_are_what_the_predictor_gives_by_hand(options, networks, load_for
             seen[sequence.num_tokens] = torch.cat(logits_of_passes)
             assert answers.drafter._ahead[sequence].token_ids == seen[sequence.num_tokens].argmax(1).tolist()
     assert 0 < answers.drafter.num_accepted < answers.drafter.num_proposed
+    assert bool(sequence.num_cached_tokens) == ("prefix_cache" in options)
     whole = extended(inputs, sequence.output_token_ids)
     logits, _ = draft_all(model, tiny.Prompt(whole), 0, 1000)
     assert relative(torch.stack([rows[0] for rows in seen.values()]), logits[[count - 2 for count in seen]]) < 1e-3

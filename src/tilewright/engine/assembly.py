@@ -62,7 +62,6 @@ def build_core(
     if model.state_spec is not None:
         states = StateCache(num_state_slots, beginnings)
         buffers = StateBuffers(model.state_spec, num_state_slots, dtype, limits)
-    predictor = model.predictor if speculate else None
     runner = Runner(
         model,
         _caches(model.kv_spec, num_pages, page_size, dtype),
@@ -71,12 +70,12 @@ def build_core(
         scenes=scenes,
         cross_caches=cross_caches,
         states=buffers,
-        predictor=predictor,
+        predictor=model.predictor if speculate else None,
         replay=replay,
     )
     lookup = Speculator(speculate, model.vocab_size) if speculate else None
     drafter = None
-    if lookup is not None and predictor is not None:
+    if lookup is not None and runner.predictor is not None:
         max_in_all = states.max_drafts if states else limits.max_draft_rows
         drafter = MtpDrafter(runner, DraftPolicy(speculate, limits.max_draft_rows, max_in_all), lookup)
     return EngineCore(
