@@ -41,7 +41,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-context", type=positive, metavar="N", help="tokens of a prompt and its answer")
     group.add_argument("--max-sequences", type=positive, metavar="N", help="answers computed together")
     group.add_argument("--max-tokens-per-step", type=positive, metavar="N", help="tokens computed in one step")
-    group.add_argument("--speculate", type=natural, metavar="N", help="tokens guessed ahead; 0: none")
+    group.add_argument("--speculate", type=natural, metavar="N", help="tokens guessed ahead, at most; 0: none")
     for name, what in (
         ("prefix_cache", "compute every prompt from its first token on"),
         ("replay", "run steps op by op"),

@@ -68,6 +68,7 @@ class Pages:
 
 class RecurrentModel:
     cross_spec = None
+    predictor = None
     state_spec = SPEC
 
     def __init__(self, vocabulary_size=VOCABULARY_SIZE, num_axes=3):

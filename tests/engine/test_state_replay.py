@@ -33,6 +33,7 @@ class DeltaModel:
 
     vocab_size, num_position_axes = VOCABULARY_SIZE, 3
     cross_spec = None
+    predictor = None
     kv_spec = KvSpec(1, 1, 32)
     state_spec = StateSpec(LAYERS, (3, CHANNELS), (HEADS, WIDTH, WIDTH))
     decoder = SimpleNamespace(config=SimpleNamespace(num_embeddings=VOCABULARY_SIZE))

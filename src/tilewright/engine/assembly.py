@@ -9,8 +9,10 @@ import torch
 from tilewright.engine.constraint import ConstraintCompiler
 from tilewright.engine.core import EngineCore
 from tilewright.engine.detokenizer import Decoder
+from tilewright.engine.draft_policy import DraftPolicy
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.limits import Limits
+from tilewright.engine.mtp_drafter import MtpDrafter
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
 from tilewright.engine.runner import Runner
@@ -46,9 +48,8 @@ def build_core(
     """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`.
 
     A model with cross-attention has `num_scene_pages` more, for those of encoder states, one with recurrent layers
-    `num_state_slots` states.
+    `num_state_slots` states. `speculate` tokens at most are guessed ahead, by its predictor if it has one.
     """
-    kv_caches = _caches(model.kv_spec, num_pages, page_size, dtype)
     scenes, cross_caches = None, []
     if model.cross_spec is not None:
         scenes = SceneCache(num_scene_pages, page_size)
@@ -61,25 +62,32 @@ def build_core(
     if model.state_spec is not None:
         states = StateCache(num_state_slots, beginnings)
         buffers = StateBuffers(model.state_spec, num_state_slots, dtype, limits)
-    speculator = Speculator(speculate, model.vocab_size) if speculate else None
+    runner = Runner(
+        model,
+        _caches(model.kv_spec, num_pages, page_size, dtype),
+        features,
+        limits,
+        scenes=scenes,
+        cross_caches=cross_caches,
+        states=buffers,
+        predictor=model.predictor if speculate else None,
+        replay=replay,
+    )
+    lookup = Speculator(speculate, model.vocab_size) if speculate else None
+    drafter = None
+    if lookup is not None and runner.predictor is not None:
+        max_in_all = states.max_drafts if states else limits.max_draft_rows
+        drafter = MtpDrafter(runner, DraftPolicy(speculate, limits.max_draft_rows, max_in_all), lookup)
     return EngineCore(
-        Runner(
-            model,
-            kv_caches,
-            features,
-            limits,
-            scenes=scenes,
-            cross_caches=cross_caches,
-            states=buffers,
-            replay=replay,
-        ),
-        Scheduler(pool, beginnings, features, limits, speculator, scenes, states),
+        runner,
+        Scheduler(pool, beginnings, features, limits, drafter or lookup, scenes, states),
         Sampler(),
         make_decoder=make_decoder,
         vocabulary_size=model.vocab_size,
         num_embeddings=model.decoder.config.num_embeddings,
         eos_token_ids=eos_token_ids,
         constraints=constraints,
+        drafter=drafter,
     )
 
 

@@ -1,4 +1,4 @@
-"""A step of all requests: schedule, run, sample, update."""
+"""A step of all requests: schedule, run, sample, update; and draft, where the model can."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewright.engine.constraint import ConstraintCompiler, Grammar
 from tilewright.engine.detokenizer import Decoder, Detokenizer
+from tilewright.engine.mtp_drafter import MtpDrafter
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence
@@ -42,6 +43,7 @@ class EngineCore:
         num_embeddings: int | None = None,
         eos_token_ids: Collection[int] = (),
         constraints: ConstraintCompiler | None = None,
+        drafter: MtpDrafter | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -51,6 +53,7 @@ class EngineCore:
         self.num_embeddings = num_embeddings or vocabulary_size  # tokens that may be read, if never written
         self.eos_token_ids = frozenset(eos_token_ids)
         self.constraints = constraints
+        self.drafter = drafter  # of a model with a multi-token predictor
         self.failures: dict[str, RequestError] = {}  # requests that the last step had to drop
         self.step_under_way: Step | None = None
         self._detokenizers: WeakKeyDictionary[Sequence, Detokenizer] = WeakKeyDictionary()
@@ -103,11 +106,15 @@ class EngineCore:
         step = self.step_under_way = self.scheduler.schedule()
         if not step.chunks:
             return []
+        if self.drafter:
+            self.drafter.begin(step)
         logits = self.runner.run(step)
         sampled = self.sampler.sample(logits, step)
         events = self.scheduler.update(step, sampled)
         results = [(event.sequence, self._delta(event)) for event in events]
         self._drop_failed(step)
+        if self.drafter:
+            self.drafter.draft(step, self.scheduler.find_room)
         return results
 
     def abort(self, request_id: str) -> list[tuple[Sequence, Delta]]:

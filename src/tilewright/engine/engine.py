@@ -44,7 +44,9 @@ class Engine:
     max_context     tokens a prompt and its answer may have; None: as many as the model allows
     max_sequences   answers that are computed together
     max_tokens_per_step  tokens of prompts and answers computed in one step
-    speculate       tokens guessed ahead by looking the text's end up in the text; 0: none. Answers do not depend on it
+    speculate       tokens guessed ahead, at most: by the checkpoint's multi-token predictor, if it has one and while
+                    that saves time, else by looking the text's end up in the text; 0: none, and no predictor is
+                    loaded. Answers do not depend on it
     prefix_cache    whether beginnings of prompts that were computed before are found again
     replay          whether small steps are recorded and replayed natively; False runs them op by op, with equal results
     pack_cache      whether packed weights are kept on disk for the next start
@@ -81,6 +83,7 @@ class Engine:
         self.loaded: LoadedModel = load_model(
             model,
             dtype=dtype,
+            drafting=speculate > 0,
             pack_cache=pack_cache,
             progress=progress,
             media_limits=media_limits,

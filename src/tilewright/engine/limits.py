@@ -27,6 +27,11 @@ class Limits:
     # Logits of 128 rows over 152,000 tokens are 78 MB.
     max_prompt_rows: int = 128
 
+    @property
+    def max_draft_rows(self) -> int:
+        """Rows of a step with drafts: they leave half of it to prompts, however small it is."""
+        return min(self.max_rows_with_drafts, self.max_tokens_per_step // 2)
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:

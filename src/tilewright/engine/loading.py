@@ -41,18 +41,25 @@ def load_model(
     name: str | Path,
     *,
     dtype: str = "auto",
+    drafting: bool = True,
     pack_cache: bool = True,
     progress: bool = False,
     media_limits: Limits | None = None,
     opener: Opener | None = None,
 ) -> LoadedModel:
-    """The model in a folder, a GGUF file or behind a hub id, its weights packed, with its processor and tokenizer."""
+    """The model in a folder, a GGUF file or behind a hub id, its weights packed, with its processor and tokenizer.
+
+    Without `drafting`, a multi-token predictor is left in the checkpoint.
+    """
     # The embedded model goes by its own name, and packs in 80 ms (10 from a cache): no large one's entry gives way.
     is_embedded = embedded.is_embedded(name)
     own_name = embedded.MODEL_NAME if is_embedded else Path(name).name
     checkpoint = open_checkpoint(name)
     family = family_of(checkpoint.config)
-    model = family.build(checkpoint.config, checkpoint.shapes)
+    shapes = checkpoint.shapes
+    if not drafting and (prefix := family.predictor_prefix) is not None:
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefix)}
+    model = family.build(checkpoint.config, shapes)
     weight_dtype = _dtype(dtype, checkpoint.config)
     report = load(
         model,

@@ -15,11 +15,11 @@ from functools import partial
 
 from tilewright.engine.constraint import Grammar
 from tilewright.engine.core import EngineCore
-from tilewright.engine.costs import Costs
+from tilewright.engine.costs import Costs, DraftCosts
 from tilewright.engine.handle import Handle
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.stats import Stats, StepCount, StepCounter
-from tilewright.engine.step import Chunk
+from tilewright.engine.step import Chunk, Reading
 from tilewright.types import Completion, Delta, ModelInputs, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -233,6 +233,10 @@ class EngineLoop:
         assert step is not None
         chunks = step.chunks
         read_bytes, flops = (0, 0) if self._costs is None else _read_and_computed(self._costs, chunks, len(results))
+        drafter = self.core.drafter
+        if drafter and drafter.readings and self._costs and self._costs.draft:
+            drafted_bytes, drafted_flops = _read_and_drafted(self._costs.draft, drafter.readings)
+            read_bytes, flops = read_bytes + drafted_bytes, flops + drafted_flops
         count = StepCount(
             ended_s=time.perf_counter(),
             took_s=took_s,
@@ -247,7 +251,10 @@ class EngineLoop:
         for sequence, _ in results:
             if sequence.reads_at_first_token is None:
                 sequence.reads_at_first_token = self._counter.reads
-        self.core.step_under_way = None  # with its sequences and their media, which nobody else may need any more
+        # These have sequences with their media, which nobody else may need any more.
+        self.core.step_under_way = None
+        if drafter:
+            drafter.readings = []
 
 
 def _read_and_computed(costs: Costs, chunks: Items[Chunk], num_logits: int) -> tuple[int, int]:
@@ -261,3 +268,15 @@ def _read_and_computed(costs: Costs, chunks: Items[Chunk], num_logits: int) -> t
     num_states = sum(sight.num_states for sight in sights)
     read_bytes = costs.step_bytes(num_tokens, sum(chunk.stop for chunk in chunks), len(chunks), num_states)
     return read_bytes, costs.step_flops(num_tokens, num_logits, num_pairs) + costs.looking_flops(num_looking, num_looks)
+
+
+def _read_and_drafted(costs: DraftCosts, readings: Items[Reading]) -> tuple[int, int]:
+    """Bytes that the predictor read after a step, and what it multiplied and added: one pass over all, then drafts."""
+    most_drafts = max(item.num_drafts for item in readings)
+    num_drafts = sum(item.num_drafts for item in readings)
+    num_more = sum(max(0, item.num_drafts - 1) for item in readings)
+    num_keys = sum(item.stop * max(1, item.num_drafts) for item in readings)
+    first_pairs = sum(item.num_tokens * (item.start + item.stop + 1) // 2 for item in readings)
+    num_pairs = first_pairs + num_keys - sum(item.stop for item in readings)
+    read_bytes = costs.read(max(1, most_drafts), most_drafts, num_drafts, num_keys)
+    return read_bytes, costs.computed(sum(item.num_tokens for item in readings) + num_more, num_drafts, num_pairs)

@@ -2,105 +2,34 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.engine.cross_buffers import CrossBuffers
+from tilewright.engine.draft_runner import DraftRunner
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.limits import Limits
+from tilewright.engine.recordings import MAX_RECORDED_TOKENS, Recordings
 from tilewright.engine.scene import Scene
 from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.state_buffers import StateBuffers
-from tilewright.engine.step import Chunk, Step, last_rows
-from tilewright.layers.batch import Batch, CrossBatch, MediaRun, StateBatch
-from tilewright.models.protocol import Model
+from tilewright.engine.step import Chunk, Reading, Step, last_rows
+from tilewright.engine.step_buffers import StepBuffers, media_runs
+from tilewright.layers.batch import Batch, MediaRun
+from tilewright.models.protocol import Model, Predictor
 from tilewright.ops.kv_cache import KvCache
-from tilewright.ops.plan import Arena, Plan
+from tilewright.ops.plan import Arena
 from tilewright.types import Medium
-
-# Python's share of a step is some 2 ms whatever its size: above so many tokens a step takes a hundred times that.
-MAX_RECORDED_TOKENS = 64
-# A plan is some 300 calls of a few hundred bytes, so this is a bound on clutter rather than on memory.
-MAX_PLANS = 128
-
-
-class StepBuffers:
-    """The inputs of every step, at fixed places: a recorded step reads them again. Filled through numpy."""
-
-    def __init__(self, num_axes: int, limits: Limits, page_size: int, num_pages: int) -> None:
-        self.page_size = page_size
-        max_tokens, max_sequences = limits.max_tokens_per_step, limits.max_sequences
-        pages_per_sequence = min(num_pages, -(-limits.max_context // page_size))
-        self.token_ids = torch.zeros(max_tokens, dtype=torch.int64)
-        self.positions = torch.zeros(num_axes, max_tokens, dtype=torch.int64)
-        self.slots = torch.zeros(max_tokens, dtype=torch.int64)
-        self.query_starts = torch.zeros(max_sequences + 1, dtype=torch.int32)
-        self.kv_lengths = torch.zeros(max_sequences, dtype=torch.int32)
-        self.block_table = torch.zeros(max_sequences, pages_per_sequence, dtype=torch.int32)
-        self._token_ids, self._positions, self._slots = (
-            self.token_ids.numpy(),
-            self.positions.numpy(),
-            self.slots.numpy(),
-        )
-        self._query_starts, self._kv_lengths = self.query_starts.numpy(), self.kv_lengths.numpy()
-        self._block_table = self.block_table.numpy()
-
-    def fill(self, chunks: Items[Chunk]) -> None:
-        begin = 0
-        for index, chunk in enumerate(chunks):
-            end = begin + chunk.num_tokens
-            pages = self._block_table[index, : len(chunk.sequence.pages)]
-            pages[:] = chunk.sequence.pages
-            places = np.arange(chunk.start, chunk.stop)
-            self._token_ids[begin:end] = chunk.token_ids
-            self._positions[:, begin:end] = chunk.sequence.positions(chunk.start, chunk.stop)
-            self._slots[begin:end] = pages[places // self.page_size] * self.page_size + places % self.page_size
-            self._query_starts[index + 1] = end
-            self._kv_lengths[index] = chunk.stop
-            begin = end
-
-    def batch(
-        self,
-        num_tokens: int,
-        num_sequences: int,
-        kv_caches: Items[KvCache],
-        logit_rows: Tensor | None,
-        media: Items[MediaRun],
-        cross: CrossBatch | None,
-        states: StateBatch | None,
-    ) -> Batch:
-        """The first `num_tokens` tokens of `num_sequences` sequences, as views."""
-        return Batch(
-            token_ids_T=self.token_ids[:num_tokens],
-            positions_AT=self.positions[:, :num_tokens],
-            slots_T=self.slots[:num_tokens],
-            query_starts=self.query_starts[: num_sequences + 1],
-            kv_lengths=self.kv_lengths[:num_sequences],
-            block_table=self.block_table[:num_sequences],
-            kv_caches=kv_caches,
-            logit_rows=logit_rows,
-            media=media,
-            cross=cross,
-            states=states,
-        )
-
-
-@dataclass(frozen=True)
-class RecordedStep:
-    plan: Plan
-    logits: Tensor
 
 
 class Runner:
     """The model with its pages of keys and values. `replay`: small steps are recorded once per shape and replayed.
 
     A model with cross-attention has a second set of caches, with the pages of `scenes`; one with recurrent
-    layers has `states`.
+    layers has `states`. With a `predictor`, `draft` tells what may follow; while `keeps_hidden`, steps leave it all the
+    hidden states it reads.
     """
 
     def __init__(
@@ -113,6 +42,7 @@ class Runner:
         scenes: SceneCache | None = None,
         cross_caches: Items[KvCache] = (),
         states: StateBuffers | None = None,
+        predictor: Predictor | None = None,
         replay: bool = True,
     ) -> None:
         self.model = model
@@ -126,7 +56,13 @@ class Runner:
         self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages)
         self._cross = CrossBuffers(limits.max_tokens_per_step, scenes, cross_caches) if scenes else None
         self._arena = Arena()
-        self._recorded: OrderedDict[tuple[int, ...], RecordedStep] = OrderedDict()
+        self._recorded: Recordings[tuple[Tensor, Tensor | None]] = Recordings(self._arena)
+        self.predictor = predictor
+        self.keeps_hidden = False
+        self._hidden: Tensor | None = None  # of the last step's tokens, until the arena is used again
+        self._drafts: DraftRunner | None = None
+        if predictor is not None:
+            self._drafts = DraftRunner(model, predictor, kv_caches, features, limits, self._arena, replay=replay)
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
@@ -138,13 +74,32 @@ class Runner:
             self.states.fill(step.chunks)
         seen = self._cross.fill(step.chunks) if self._cross else ()
         num_tokens, num_sequences = step.num_tokens, len(step.chunks)
-        media = self._media_runs(step.chunks)
+        media = media_runs(self.model, self.features, step.chunks)
         wants_all = step.num_logits == num_tokens
-        if self.replay and wants_all and not media and num_tokens <= MAX_RECORDED_TOKENS:
-            return self._run_recorded((num_tokens, num_sequences, *seen))
         logit_rows = None if wants_all else _logit_rows(step.chunks)
+        if self.replay and wants_all and not media and num_tokens <= MAX_RECORDED_TOKENS:
+            # The numbers of tokens and sequences, then those of tokens and spans that see something.
+            shape = num_tokens, num_sequences, *seen
+            logits, self._hidden = self._recorded.run(
+                shape, lambda: self._forward(self._batch(num_tokens, num_sequences, None, ()))
+            )
+            return logits
         with self._arena.use():
-            return self.model.forward(self._batch(num_tokens, num_sequences, logit_rows, media))
+            logits, self._hidden = self._forward(self._batch(num_tokens, num_sequences, logit_rows, media))
+        return logits
+
+    def draft(self, readings: Items[Reading]) -> list[list[int]]:
+        """What the predictor thinks follows, as many tokens as each reading asks for, of the step that was run last."""
+        assert self._drafts is not None and self._hidden is not None, "the last step kept no hidden states"
+        drafts = self._drafts.draft(self._hidden, readings)
+        self._hidden = None  # their memory is the drafts' now
+        return drafts
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Logits, and all hidden states if they are kept, or computed anyway, for a predictor."""
+        if self.predictor is None or (batch.logit_rows is not None and not self.keeps_hidden):
+            return self.model.forward(batch), None
+        return self.predictor.forward_with_hidden(batch)
 
     @torch.inference_mode()
     def encode(self, media: Items[Medium]) -> None:
@@ -171,33 +126,6 @@ class Runner:
         cross = self._cross.batch(num_tokens) if self._cross else None
         states = self.states.batch(num_tokens, num_sequences) if self.states else None
         return self._buffers.batch(num_tokens, num_sequences, self.kv_caches, logit_rows, media, cross, states)
-
-    def _run_recorded(self, shape: tuple[int, ...]) -> Tensor:
-        """`shape` is the numbers of tokens and sequences, then those of tokens and spans that see something."""
-        recorded = self._recorded.get(shape)
-        if recorded is not None:
-            self._recorded.move_to_end(shape)
-            recorded.plan.replay()
-            return recorded.logits
-        plan = Plan(self._arena)
-        with plan.record():
-            logits = self.model.forward(self._batch(shape[0], shape[1], None, ()))
-        self._recorded[shape] = RecordedStep(plan, logits)
-        if len(self._recorded) > MAX_PLANS:
-            self._recorded.popitem(last=False)
-        return logits
-
-    def _media_runs(self, chunks: Items[Chunk]) -> list[MediaRun]:
-        """The features that stand in for tokens of the chunks, as views of what the encoder made."""
-        runs = []
-        begin = 0
-        for chunk in chunks:
-            for run in chunk.sequence.features_in(chunk.start, chunk.stop):
-                features = self.features.get(run.medium.key)[run.first_feature : run.first_feature + run.length]
-                first = begin + run.start - chunk.start
-                runs.append(MediaRun(torch.arange(first, first + run.length), *self.model.split_features(features)))
-            begin += chunk.num_tokens
-        return runs
 
 
 def _logit_rows(chunks: Items[Chunk]) -> Tensor:

@@ -28,7 +28,7 @@ class Sampler:
     def __init__(self) -> None:
         self._occurrences: WeakKeyDictionary[Sequence, Occurrences] = WeakKeyDictionary()
         self._masks = Masks()
-        self._greedy = _greedy_parameters(64)
+        self._greedy = greedy_parameters(64)
 
     def sample(self, logits: Tensor, step: Step) -> list[Sampled]:
         """One result per chunk from the rows it asked for, fp32 [step.num_logits, V]. May overwrite the logits."""
@@ -68,7 +68,7 @@ class Sampler:
         params = [chunk.sequence.params for chunk in sampled for _ in range(chunk.num_sampled)]
         if all(item.temperature == 0 for item in params):
             if num_rows > len(self._greedy[0]):
-                self._greedy = _greedy_parameters(2 * num_rows)
+                self._greedy = greedy_parameters(2 * num_rows)
             tokens: Tensor = ops.sample(logits, *(parameter[:num_rows] for parameter in self._greedy))
         else:
             tokens = ops.sample(logits, *_parameters(params), torch.tensor(_uniforms(sampled), dtype=torch.float64))
@@ -120,6 +120,11 @@ def uniform(sequence: Sequence, position: int) -> float:
     return (int.from_bytes(blake2b(counter, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
+def greedy_parameters(num_rows: int) -> tuple[Tensor, ...]:
+    """What `ops.sample` takes for rows of temperature 0, made once: five small tensors cost more than the argmax."""
+    return (*_parameters([SamplingParams(temperature=0.0)] * num_rows), torch.zeros(num_rows, dtype=torch.float64))
+
+
 def _uniforms(chunks: list[Chunk]) -> list[float]:
     return [
         uniform(chunk.sequence, chunk.sequence.num_tokens + draft)
@@ -135,11 +140,6 @@ def _parameters(params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor, T
         torch.tensor([item.top_p for item in params]),
         torch.tensor([item.min_p for item in params]),
     )
-
-
-def _greedy_parameters(num_rows: int) -> tuple[Tensor, ...]:
-    """What `ops.sample` takes for rows of temperature 0, made once: five small tensors cost more than the argmax."""
-    return (*_parameters([SamplingParams(temperature=0.0)] * num_rows), torch.zeros(num_rows, dtype=torch.float64))
 
 
 def _starts(lengths: SequenceOf[int]) -> Tensor:

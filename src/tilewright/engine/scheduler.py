@@ -15,7 +15,7 @@ from tilewright.engine.prefix_cache import PrefixCache
 from tilewright.engine.scene import Scene
 from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.sequence import FeatureRun, Sequence, Status
-from tilewright.engine.speculate import Speculator
+from tilewright.engine.speculate import Drafter
 from tilewright.engine.state_cache import StateCache
 from tilewright.engine.step import Chunk, Event, Sampled, Step
 from tilewright.types import FinishReason, Medium, RequestError
@@ -30,7 +30,7 @@ class Scheduler:
         prefix_cache: PrefixCache,
         features: FeatureCache,
         limits: Limits,
-        speculator: Speculator | None = None,
+        speculator: Drafter | None = None,
         scenes: SceneCache | None = None,
         states: StateCache | None = None,
     ) -> None:
@@ -143,6 +143,21 @@ class Scheduler:
                 self.finish(sequence, reason)
         return events
 
+    def find_room(self, sequence: Sequence, num_drafts: int) -> int:
+        """How many of so many tokens can be drafted ahead of a sequence that decodes; pages are there for them then."""
+        num_drafts = min(num_drafts, self._max_drafts(sequence))
+        # All but the first draft come from a pass over the place of the token before: so far, keys are written.
+        while num_drafts > 1 and not self._reserve(sequence, sequence.num_tokens + num_drafts - 2):
+            num_drafts -= 1
+        return num_drafts
+
+    def _max_drafts(self, sequence: Sequence) -> int:
+        # The last row gives a token too, so there is one draft less than tokens.
+        num_drafts = self._num_tokens_left(sequence) - 1
+        if self.states:
+            num_drafts = min(num_drafts, self.states.num_free)  # each keeps the state after it
+        return max(0, num_drafts)
+
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         token_id, matcher = sequence.token_ids[-1], sequence.matcher
         # A constrained answer has a stop token before min_tokens only where nothing else fits.
@@ -166,8 +181,7 @@ class Scheduler:
 
     def _schedule_decodes(self, step: Step) -> None:
         decoding = [sequence for sequence in self.running if self._can_decode(sequence)]
-        # Drafts leave half of a step to prompts, however small it is.
-        num_spare_rows = min(self.limits.max_rows_with_drafts, self.limits.max_tokens_per_step // 2) - len(decoding)
+        num_spare_rows = self.limits.max_draft_rows - len(decoding)
         if self.states:
             num_spare_rows = min(num_spare_rows, self.states.max_drafts)
         for sequence in decoding:
@@ -189,10 +203,7 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, max_drafts: int) -> bool:
         """Gives a sequence its drafts; whether they are tokens that its grammar forces, so that they are right."""
-        # The last row gives a token too, so there is one draft less than tokens; and drafts preempt nobody.
-        max_drafts = min(max_drafts, self._num_tokens_left(sequence) - 1)
-        if self.states:
-            max_drafts = min(max_drafts, self.states.num_free)  # each keeps the state after it
+        max_drafts = min(max_drafts, self._max_drafts(sequence))
         drafts: list[int] = []
         is_forced = False
         if max_drafts > 0:
@@ -205,7 +216,7 @@ class Scheduler:
                 if matcher is not None:
                     del drafts[matcher.num_fitting(drafts) :]
         while drafts and not self._reserve(sequence, sequence.num_tokens + len(drafts)):
-            drafts.pop()
+            drafts.pop()  # they preempt nobody
         sequence.draft_token_ids = drafts
         return is_forced
 

@@ -1,10 +1,11 @@
-"""Drafts by prompt look-up: what followed the last few tokens when they occurred before."""
+"""Drafts: who makes them, how many were right; and by prompt look-up, what followed the last few tokens before."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as SequenceOf
 from itertools import takewhile
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from tilewright.engine.sequence import Sequence
@@ -17,6 +18,22 @@ SHORTEST_NGRAM = 2
 TRIAL_DRAFTS = 16
 MIN_ACCEPTANCE = 0.25
 FIRST_PAUSE_TOKENS = 32
+
+
+class Drafter(Protocol):
+    """Guesses how sequences go on, and counts how well."""
+
+    @property
+    def num_proposed(self) -> int: ...
+
+    @property
+    def num_accepted(self) -> int: ...
+
+    def propose(self, sequence: Sequence, max_drafts: int) -> list[int]:
+        """Up to max_drafts tokens that may follow the sequence, each one that can be written."""
+
+    def record(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
+        """Learns how many of the drafts of a step were right, before the sequence gets its new tokens."""
 
 
 class _History:

@@ -61,6 +61,22 @@ def last_rows(sizes: Iterable[int], counts: Iterable[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Computed tokens start .. stop of a sequence as a multi-token predictor reads them, and the drafts it makes."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    token_ids: list[int]  # of the tokens that follow each of them
+    first_row: int  # of the step's rows, the first of these tokens'
+    num_drafts: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
 class Step:
     """Chunks to compute in one batch, the media that must be encoded before, and the scenes made of such."""
 

@@ -19,7 +19,7 @@ from tilewright.ops.embedding import embedding, scatter_add_rows, scatter_rows
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.linear import PackedWeight, linear
 from tilewright.ops.norm import rms_norm
-from tilewright.ops.plan import scope
+from tilewright.ops.plan import empty, scope
 from tilewright.weights.spec import Linear, Plain, Weight
 
 
@@ -83,7 +83,7 @@ class DecoderLayer:
         """x, updated in place; with `rows`, only those of its tokens, though all leave keys and values, or a state."""
         attended = self.attention(self._normed(x_TD, self.attention_norm), batch, cos, sin)
         if rows is not None:
-            x_TD, attended = x_TD[rows], attended[rows]
+            x_TD, attended = embedding(rows, x_TD), embedding(rows, attended)
         linear(attended, self.attention.output.value, residual=x_TD, out=x_TD)
         self.mlp(x_TD, self._normed(x_TD, self.mlp_norm))
         return x_TD
@@ -162,9 +162,11 @@ class Decoder:
                 for run in batch.media:
                     if i < len(run.deepstack):
                         scatter_add_rows(x_TD, run.rows_M, run.deepstack[i])
+        out = empty((len(x_TD if rows is None else rows), self.config.width), x_TD.dtype)
         with scope():
             x_TD = self.layers[-1](x_TD, batch, cos, sin, rows)
-        return rms_norm(x_TD, self.norm.value, self.config.eps, weight_plus_one=self.config.norm_plus_one)
+            rms_norm(x_TD, self.norm.value, self.config.eps, weight_plus_one=self.config.norm_plus_one, out=out)
+        return out
 
     def logits(self, h_TD: Tensor) -> Tensor:
         """fp32 [T, V] of what `hidden` gives."""

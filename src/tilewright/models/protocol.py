@@ -10,10 +10,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tilewright.inputs.media import MediaKind
-from tilewright.layers.batch import Batch
-from tilewright.layers.decoder import Decoder
+from tilewright.layers.batch import Batch, MediaRun
+from tilewright.layers.decoder import Decoder, DecoderLayer
 from tilewright.ops.kv_cache import elements_per_token
 from tilewright.types import Medium, ModelInputs
+from tilewright.weights.spec import Linear
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,29 @@ class StateSpec:
         return self.num_layers * (math.prod(self.conv_shape) * itemsize + math.prod(self.delta_shape) * 4)
 
 
+class Predictor(Protocol):
+    """What drafts: from the hidden state of a token and the token after it, the one after that."""
+
+    @property
+    def draft_layer(self) -> DecoderLayer:
+        """What a draft goes through, with keys and values in the last of the batch's caches; before it the projection,
+        behind it the model's head."""
+
+    @property
+    def draft_projection(self) -> Linear: ...
+
+    def forward_with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The logits that the model's `forward` gives, and the hidden states of all tokens [T, D]."""
+
+    def draft(
+        self, next_token_ids_T: Tensor, hidden_TD: Tensor, batch: Batch, next_media: Sequence[MediaRun] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [R, V] of the second token after each of the batch's logit rows, and the states [R, D] they are from.
+
+        A state stands for the hidden state of the next token, to draft a further one. Every row leaves its key.
+        """
+
+
 class Model(Protocol):
     """A network whose weights are `weights.spec.Weight`s found by walking its attributes."""
 
@@ -63,6 +87,10 @@ class Model(Protocol):
     @property
     def state_spec(self) -> StateSpec | None:
         """What its recurrent layers keep of a sequence; None where there are none."""
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What drafts; None where the checkpoint has no such part, or it was not asked for."""
 
     def checkpoint_name(self, name: str) -> str | None:
         """The model's name for a tensor of the checkpoint; None for one that by rule is not used."""
@@ -104,3 +132,5 @@ class Family:
 
     build: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Model]  # from the config and tensor shapes
     make_processor: Callable[..., Processor] | None = None  # None: text only
+    # What the names of a predictor's tensors begin with: who does not draft builds it without these.
+    predictor_prefix: str | None = None

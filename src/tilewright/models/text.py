@@ -21,6 +21,7 @@ class TextModel:
 
     num_position_axes = 1
     cross_spec = None
+    predictor = None
     state_spec = None
 
     def __init__(self, config: DecoderConfig) -> None:

@@ -9,10 +9,13 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor whose memory the OS is asked to back with huge pages: streaming it costs a TLB miss per 2 MB."""
+    """A flat tensor whose memory the OS is asked to back with huge pages: streaming it costs a TLB miss per 2 MB.
+
+    It is zero, as memory from the OS is.
+    """
     size_bytes = num_elements * dtype.itemsize
     if size_bytes < HUGE_PAGE_BYTES:
-        return torch.empty(num_elements, dtype=dtype)
+        return torch.zeros(num_elements, dtype=dtype)
     # Private: Linux gives shared memory no huge pages unless told to (shmem_enabled is "never" by default). One page
     # more than needed, so that the tensor can begin on a boundary; what is not touched takes no memory.
     memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

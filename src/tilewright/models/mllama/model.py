@@ -37,6 +37,7 @@ def model_name(stored_name: str) -> str:
 class Mllama:
     num_position_axes = 1
     state_spec = None
+    predictor = None
 
     def __init__(self, text: DecoderConfig, vision: VisionConfig, biases: frozenset[str]) -> None:
         self.vocab_size, self.max_context = text.vocab_size, text.max_context

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tilewright.layers.batch import Batch, MediaRun
-from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer
 from tilewright.models.protocol import Family, KvSpec, StateSpec
 from tilewright.models.qwen3_5.config import Shapes, is_tied, mtp_config, text_config
 from tilewright.models.qwen3_5.mtp import PREFIX, MultiTokenPredictor
@@ -16,9 +16,11 @@ from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
 from tilewright.models.text_config import Config, table
 from tilewright.ops.embedding import embedding
 from tilewright.types import Medium, UnsupportedConfig
+from tilewright.weights.spec import Linear
 
 TEXT, VISION = "model.language_model", "model.visual"
 TEXT_ALONE = "model"
+NO_PREDICTOR = "the model was built without a multi-token predictor"
 
 
 class Qwen35:
@@ -49,6 +51,20 @@ class Qwen35:
             (delta.value_heads, delta.key_width, delta.value_width),
         )
 
+    @property
+    def predictor(self) -> Qwen35 | None:
+        return None if self.mtp is None else self
+
+    @property
+    def draft_layer(self) -> DecoderLayer:
+        assert self.mtp is not None, NO_PREDICTOR
+        return self.mtp.layer
+
+    @property
+    def draft_projection(self) -> Linear:
+        assert self.mtp is not None, NO_PREDICTOR
+        return self.mtp.projection
+
     def checkpoint_name(self, name: str) -> str | None:
         """As the checkpoint has it, but for what is not built: a predictor, or the eyes a text model was cut from.
 
@@ -74,14 +90,13 @@ class Qwen35:
     def draft(
         self, next_token_ids_T: Tensor, hidden_TD: Tensor, batch: Batch, next_media: Sequence[MediaRun] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] of the second token after each of the batch's logit rows, and the predictor's states [T, D].
+        """Logits [R, V] of the second token after each of the batch's logit rows, and the predictor's states [R, D].
 
         From those a further token can be drafted (models/qwen3_5/mtp.py).
         """
-        assert self.mtp is not None, "the checkpoint has no multi-token predictor"
-        drafted_TD = self.mtp(self.decoder, next_token_ids_T, hidden_TD, batch, next_media)
-        rows = batch.logit_rows
-        return self.decoder.logits(drafted_TD if rows is None else embedding(rows, drafted_TD)), drafted_TD
+        assert self.mtp is not None, NO_PREDICTOR
+        drafted_RD = self.mtp(self.decoder, next_token_ids_T, hidden_TD, batch, next_media)
+        return self.decoder.logits(drafted_RD), drafted_RD
 
     def encode(self, media: Sequence[Medium]) -> list[Tensor]:
         if self.vision is None:
@@ -113,10 +128,11 @@ def _text_alone(config: Config, shapes: Shapes, *, interleaved: bool) -> Qwen35:
     return Qwen35(decoder, None, mtp_config(config, decoder, shapes))
 
 
+_MTP = f"{PREFIX}."
 FAMILIES = {
-    "qwen3_5": Family(_build_seeing, Qwen3VlProcessor),
-    "qwen3_5_moe": Family(_build_seeing, Qwen3VlProcessor),
-    "qwen3_5_text": Family(_build_text),
-    "qwen3_5_moe_text": Family(_build_text),
-    "qwen3_next": Family(_build_next),
+    "qwen3_5": Family(_build_seeing, Qwen3VlProcessor, _MTP),
+    "qwen3_5_moe": Family(_build_seeing, Qwen3VlProcessor, _MTP),
+    "qwen3_5_text": Family(_build_text, None, _MTP),
+    "qwen3_5_moe_text": Family(_build_text, None, _MTP),
+    "qwen3_next": Family(_build_next, None, _MTP),
 }

@@ -1,6 +1,6 @@
 """The multi-token predictor of Qwen3.5 and Qwen3-Next: from a token's hidden state and the next token, the one after.
 
-    drafted_TD = mtp(decoder, next_token_ids_T, hidden_TD, batch)   # then decoder.logits(drafted_TD)
+    drafted_RD = mtp(decoder, next_token_ids_T, hidden_TD, batch)   # then decoder.logits(drafted_RD)
 
 Row t has the model's hidden state of the token at t (what its head reads: after the final norm) and the id of the token
 that follows it, at the place and position of the token at t. What comes out is again what the head reads: its logits
@@ -47,21 +47,22 @@ class MultiTokenPredictor:
         batch: Batch,
         next_media: Sequence[MediaRun] = (),
     ) -> Tensor:
-        """What the head reads for the second token after each [T, D].
+        """What the head reads for the second token after each logit row of the batch [R, D]; all leave keys and values.
 
-        `batch` says where the rows stand; its ids, media and logit rows are not looked at. `next_media` are the runs of
-        rows whose next token is a medium's.
+        `batch` says where the rows stand; its ids and media are not looked at. `next_media` are the runs of rows whose
+        next token is a medium's.
         """
-        config = self.config
-        x_TD = empty((len(hidden_TD), config.width), hidden_TD.dtype)
+        config, rows = self.config, batch.logit_rows
+        out = empty((len(hidden_TD if rows is None else rows), config.width), hidden_TD.dtype)
         with scope():
+            x_TD = empty((len(hidden_TD), config.width), hidden_TD.dtype)
             both = empty((len(hidden_TD), 2 * config.width), hidden_TD.dtype)
             self._normed(decoder.embed(next_token_ids_T, next_media), self.embedding_norm, both[:, : config.width])
             self._normed(hidden_TD, self.hidden_norm, both[:, config.width :])
             linear(both, self.projection.value, out=x_TD)
             cos, sin = decoder.rope.tables(batch.positions_AT)
-            self.layer(x_TD, batch, cos, sin)
-        return self._normed(x_TD, self.norm, x_TD)
+            self._normed(self.layer(x_TD, batch, cos, sin, rows), self.norm, out)
+        return out
 
     def _normed(self, x_TD: Tensor, weight: Plain, out: Tensor) -> Tensor:
         return rms_norm(x_TD, weight.value, self.config.eps, weight_plus_one=self.config.norm_plus_one, out=out)

@@ -21,6 +21,7 @@ TEXT, VISION = "model.language_model", "model.visual"
 class Qwen3Vl:
     num_position_axes = 3
     cross_spec = None
+    predictor = None
     state_spec = None
 
     def __init__(self, text: DecoderConfig, vision: VisionConfig) -> None:
