@@ -101,7 +101,7 @@ def test_log_probabilities_of_a_prompt(engine, alone):
 
 @pytest.mark.parametrize("speculate", [0, 4])
 def test_guesses_right_and_wrong(folder, alone, speculate):
-    letters = {token_id: 100.0 for token_id in alone.loaded.tokenizer.encode("ab")}
+    letters = dict.fromkeys(alone.loaded.tokenizer.encode("ab"), 100.0)
     options = {"max_tokens": 60, "logit_bias": letters, **GREEDY}
     drawn = {"max_tokens": 60, "logit_bias": letters, "temperature": 1.0, "seed": 1}
     with tilewright.Engine(folder, kv_memory="20MB", speculate=speculate, **OPTIONS) as engine:
