@@ -46,11 +46,17 @@ class Answers:
         num_scene_pages=64,
         num_state_slots=80,
         tokens_per_step=1024,
+        encode_patches=Limits.max_encode_patches,
         prefix_cache=False,
         drafts=0,
         replay=True,
     ):
-        limits = Limits(max_context=512, max_tokens_per_step=tokens_per_step, max_sequences=min(16, tokens_per_step))
+        limits = Limits(
+            max_context=512,
+            max_tokens_per_step=tokens_per_step,
+            max_sequences=min(16, tokens_per_step),
+            max_encode_patches=encode_patches,
+        )
         self.core = build_core(
             model,
             dtype,
@@ -135,6 +141,7 @@ def test_answers_do_not_depend_on_how_they_are_computed(case, alone, how):
         "together": Answers(model, dtype),
         "op by op": Answers(model, dtype, replay=False),
         "with drafts": Answers(model, dtype, drafts=4),
+        "a picture at a time": Answers(model, dtype, encode_patches=80),
     }
     if model.cross_spec:
         ways["one scene at a time"] = Answers(model, dtype, num_scene_pages=3)
