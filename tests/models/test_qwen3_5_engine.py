@@ -9,7 +9,9 @@ from clips import write_clip
 from PIL import Image
 
 import tilewright
+from tilewright.engine.costs import costs_of
 from tilewright.types import Constraint, RequestError
+from tilewright.weights.checkpoint import open_checkpoint
 
 OPTIONS = {"dtype": "float32", "max_context": 1024, "pack_cache": False}
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -157,3 +159,17 @@ def test_too_little_memory_for_one(folder):
         RequestError, match="the recurrent state of one sequence takes 24192, a page of keys and values"
     ):
         tilewright.Engine(folder, kv_memory="20KB", **OPTIONS)
+
+
+def test_what_a_token_costs(folder, engine):
+    """Counted from the tensors of the checkpoint: all matrices of the text model, the table once, as head."""
+    shapes = open_checkpoint(folder).shapes
+    text = {name: shape for name, shape in shapes.items() if "language_model" in name and len(shape) == 2}
+    costs = costs_of(engine.loaded.model, 4)
+    table = text.pop("model.language_model.embed_tokens.weight")
+    assert costs.head_flops == 2 * table[0] * table[1]
+    assert costs.linear_flops_per_token == 2 * sum(rows * columns for rows, columns in text.values())
+    # Three recurrent layers: 3 inputs of 160 channels, and 4 heads of 16 x 24; two others: 2 heads of keys and values.
+    assert costs.state_bytes_per_sequence == 3 * 4 * (3 * 160 + 4 * 16 * 24)
+    assert costs.kv_bytes_per_token == 2 * 2 * (32 + 32) * 4
+    assert costs.decode_bytes(100) - costs.decode_bytes(99) == costs.kv_bytes_per_token
