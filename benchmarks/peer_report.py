@@ -37,13 +37,14 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _share(work: str, row: Mapping, costs: Mapping[str, int]) -> float:
-    """W1: of the read bandwidth. W2: of torch's matrix product, counting the linears alone. Both of that moment."""
+    """W1: of the read bandwidth. W2: of torch's matrix product, counting the linears alone. All of that moment."""
     probes = row["probe"]["before"], row["probe"]["after"]
     if work == "W1":
-        step_bytes = costs["weight_bytes_per_step"] + DECODE_CONTEXT * costs["kv_bytes_per_token"]
+        own = DECODE_CONTEXT * costs["kv_bytes_per_token"] + costs["state_bytes_per_sequence"]
+        step_bytes = costs["weight_bytes_per_step"] + own
         return row["figure"] * step_bytes / statistics.mean(probe["read_gb_s"] * 1e9 for probe in probes)
-    if work == "W2":
-        flops = 1024 * costs["linear_flops_per_token"] + costs["head_flops"]
+    if work in ("W2", "W2l"):
+        flops = row["prompt_tokens"] * costs["linear_flops_per_token"] + costs["head_flops"]
         return flops / row["all_s"] / statistics.mean(probe["gemm_tflops"] * 1e12 for probe in probes)
     return math.nan
 

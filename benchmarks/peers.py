@@ -65,9 +65,9 @@ def _decode(call: Call, seed: int, full: bool) -> dict[str, float]:
     return {"figure": (new_tokens - 1) / (all_s - first_s), "first_s": first_s, "all_s": all_s}
 
 
-def _prefill(call: Call, seed: int, full: bool) -> dict[str, float]:
-    seconds = call(call="text", count=1, prompt_tokens=1024, new_tokens=1, seed=seed)["seconds"]
-    return {"figure": 1024 / seconds, "all_s": seconds}
+def _prefill(call: Call, seed: int, full: bool, prompt_tokens: int = 1024) -> dict[str, float]:
+    seconds = call(call="text", count=1, prompt_tokens=prompt_tokens, new_tokens=1, seed=seed)["seconds"]
+    return {"figure": prompt_tokens / seconds, "prompt_tokens": prompt_tokens, "all_s": seconds}
 
 
 def _picture(call: Call, seed: int, full: bool, side: int = LARGE_SIDE) -> dict[str, float]:
@@ -123,6 +123,14 @@ WORKLOADS = {
             is_usual=False,
         ),
         Workload("W2", "prefill of 1,024 tokens", "tokens/s", _prefill, is_rate=True),
+        Workload(
+            "W2l",
+            "prefill of 2,048 tokens",
+            "tokens/s",
+            partial(_prefill, prompt_tokens=2048),
+            is_rate=True,
+            is_usual=False,
+        ),
         Workload(
             "W3",
             "first token, 1024x1024 picture + 16 tokens",
@@ -230,7 +238,9 @@ examples:
     parser.add_argument("--transformers", metavar="PYTHON", help="Python of an environment with transformers")
     parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM's CPU build")
     parser.add_argument("--rival", action="append", default=[], metavar="COMMAND", help="another worker's command line")
-    parser.add_argument("--works", type=_works, metavar="W1,W2,...", help="default: all the model can do, but W1p")
+    parser.add_argument(
+        "--works", type=_works, metavar="W1,W2,...", help="default: all the model can do, but W1p and W2l"
+    )
     parser.add_argument(
         "--side", type=int, default=LARGE_SIDE, metavar="PIXELS", help=f"of the large picture (default {LARGE_SIDE})"
     )

@@ -4,9 +4,6 @@ Without a config it has about a billion parameters: big enough for a step to be 
 small enough for two cores. `--config` takes a real one's sizes. benchmarks/peers.py, benchmarks/looking.py and
 `tilewright serve` take the folder as any checkpoint's. Its tokens are bytes.
 
-Weights are one block of random numbers over and over, begun elsewhere for every tensor: 21 GB are written as fast as
-the folder's file system takes them, by many threads.
-
   python benchmarks/random_mllama.py /tmp/mllama-1b
   python benchmarks/random_mllama.py /dev/shm/mllama-11b --config Llama-3.2-11B-Vision-Instruct.json
 """
@@ -15,21 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
-from typing import BinaryIO
 
 import torch
-from random_checkpoint import byte_tokenizer
+from random_checkpoint import byte_tokenizer, write_tensors
 from shapes import biases_of
 from tokenizers import processors
 
 from tilewright.models.registry import family_of
-from tilewright.weights.spec import Source, walk
+from tilewright.weights.spec import walk
 
 SPECIAL = ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
 BILLION = {
@@ -77,73 +70,20 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ 
 {%- if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|eot_id|>{% endfor %}
 {%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"""
 
-BLOCK_ELEMENTS = 1 << 24
-SHARD_BYTES = 1 << 30  # enough of them for every thread of 16 to have one of 21 GB
-ITEM_BYTES = 2  # bf16
 
-
-def sources_of(config: dict) -> list[Source]:
-    """Name and shape of every tensor of a checkpoint, biases included."""
+def shapes_of(config: dict) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint by its name, biases included."""
     model = family_of(config).build(config, biases_of(config))
-    return [source for weight in walk(model) for source in weight.sources]
+    return {source.name: source.shape for weight in walk(model) for source in weight.sources}
 
 
-def shards_of(sources: list[Source]) -> list[list[Source]]:
-    shards: list[list[Source]] = [[]]
-    size_bytes = 0
-    for source in sources:
-        if size_bytes >= SHARD_BYTES:
-            shards.append([])
-            size_bytes = 0
-        shards[-1].append(source)
-        size_bytes += ITEM_BYTES * math.prod(source.shape)
-    return shards
-
-
-def write_shard(path: Path, shard: list[Source], block: memoryview) -> None:
-    """A safetensors file: the length of a header, the header, the tensors one after the other."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for source in shard:
-        begin, end = end, end + ITEM_BYTES * math.prod(source.shape)
-        header[source.name] = {"dtype": "BF16", "shape": list(source.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for source in shard:
-            write_tensor(file, source, block)
-
-
-def write_tensor(file: BinaryIO, source: Source, block: memoryview) -> None:
-    """Norms of one, gates half open, all else random with a deviation of 0.02."""
-    left = ITEM_BYTES * math.prod(source.shape)
-    if "gate" in source.name.rsplit(".", 1)[-1] or ("norm" in source.name and source.name.endswith(".weight")):
-        value = torch.full(source.shape, 1.0 if "norm" in source.name else 0.5, dtype=torch.bfloat16)
-        file.write(value.view(torch.uint8).numpy().tobytes())
-        return
-    begin = zlib.crc32(source.name.encode()) % BLOCK_ELEMENTS * ITEM_BYTES
-    while left:
-        written = file.write(block[begin : begin + left])
-        left, begin = left - written, 0
-
-
-def write_weights(folder: Path, config: dict, num_threads: int) -> int:
-    """How many parameters there are, all in bf16."""
-    generator = torch.Generator().manual_seed(0)
-    values = (torch.randn(BLOCK_ELEMENTS, generator=generator) * 0.02).bfloat16()
-    block = memoryview(values.view(torch.uint8).numpy())
-    sources = sources_of(config)
-    shards = shards_of(sources)
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(lambda name, shard: write_shard(folder / name, shard, block), names, shards))
-    files = {source.name: name for name, shard in zip(names, shards, strict=True) for source in shard}
-    num_parameters = sum(math.prod(source.shape) for source in sources)
-    index = {"metadata": {"total_size": ITEM_BYTES * num_parameters}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return num_parameters
+def chosen_value(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Norms of one, gates half open, all else random."""
+    if "norm" in name and name.endswith(".weight"):
+        return torch.ones(shape, dtype=torch.bfloat16)
+    if "gate" in name.rsplit(".", 1)[-1]:
+        return torch.full(shape, 0.5, dtype=torch.bfloat16)
+    return None
 
 
 def write_tokenizer(folder: Path, config: dict) -> None:
@@ -183,7 +123,8 @@ def main() -> None:
     config = json.loads(options.config.read_text()) if options.config else BILLION
     options.folder.mkdir(parents=True, exist_ok=True)
     begin = perf_counter()
-    num_parameters = write_weights(options.folder, config, options.threads)
+    num_parameters = write_tensors(options.folder, shapes_of(config), chosen_value, options.threads)
+    (options.folder / "config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer(options.folder, config)
     write_preprocessing(options.folder, config)
     print(f"{options.folder}: {num_parameters / 1e9:.2f}B parameters in {perf_counter() - begin:.1f} s")

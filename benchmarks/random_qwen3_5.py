@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,18 @@ def shapes_of(config: dict[str, Any], mtp: bool) -> dict[str, tuple[int, ...]]:
     return {source.name: source.shape for weight in walk(model) for source in weight.sources}
 
 
-def make_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Values of the size that training starts from: answers are noise, and none is a NaN."""
+def chosen_value(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """What training starts from, where that is not random: answers are noise, and none is a NaN."""
     if name.endswith("A_log"):
-        tensor = torch.empty(shape).uniform_(0.01, 16).log_()
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        value = torch.empty(shape).uniform_(0.01, 16, generator=generator).log_()
     elif name.endswith(("dt_bias", "linear_attn.norm.weight")) or ("visual" in name and "norm" in name):
-        tensor = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        value = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
     elif len(shape) == 1:  # biases, and norms that scale by 1 + weight
-        tensor = torch.zeros(shape)
+        value = torch.zeros(shape)
     else:
-        return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02)
-    return tensor if name.endswith(FP32) else tensor.bfloat16()
+        return None
+    return value if name.endswith(FP32) else value.bfloat16()
 
 
 def write_files(folder: Path, config: dict[str, Any]) -> None:
@@ -82,8 +84,7 @@ def main() -> None:
     config = config_of(arguments.size, arguments.layers)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     write_files(arguments.folder, config)
-    torch.manual_seed(0)
-    count = write_tensors(arguments.folder, shapes_of(config, not arguments.no_mtp), make_tensor)
+    count = write_tensors(arguments.folder, shapes_of(config, not arguments.no_mtp), chosen_value)
     print(f"{arguments.folder}: {count / 1e9:.2f}B parameters")
 
 

@@ -7,6 +7,7 @@ reads per second, or of a matrix product of torch's, both measured between the r
   python benchmarks/shapes.py Qwen3-VL-8B-Instruct.json
   python benchmarks/shapes.py Qwen3-VL-30B-A3B-Instruct.json --batch 1 8 --rounds 5 --json 30b.json
   python benchmarks/shapes.py Llama-3.2-11B-Vision-Instruct.json
+  python benchmarks/shapes.py Qwen3.5-4B.json Qwen3.5-9B.json
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def packed(n: int, k: int, gated: bool, bias: bool, block: torch.Tensor) -> Pack
 def random_value(weight: Weight, block: torch.Tensor) -> Any:
     sources = weight.sources
     if isinstance(weight, Plain):
-        value = torch.empty(sources[0].shape, dtype=torch.bfloat16)
+        value = torch.empty(sources[0].shape, dtype=torch.float32 if weight.in_fp32 else torch.bfloat16)
         fill(value, block)
         return value + 1 if value.dim() == 1 else value
     if isinstance(weight, Linear):
@@ -115,6 +116,7 @@ class Bench:
             limits,
             num_pages,
             num_scene_pages=self.pages_per_picture * (max_sequences + 1),
+            num_state_slots=2 * max_sequences,  # half of them for those that run
             make_decoder=NoText,
             prefix_cache=False,
         )
@@ -238,7 +240,7 @@ def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
             seconds = bench.decode(batch, 128, 12)
             row[f"decode {batch}: tokens/s"] = batch / seconds
             if batch == 1:  # of several, nobody knows how many experts they share
-                row["decode 1: GB/s"] = costs.weight_bytes_per_step / seconds / 1e9
+                row["decode 1: GB/s"] = costs.decode_bytes(134) / seconds / 1e9
                 row["decode 1: share of best pass"] = row["decode 1: GB/s"] / limits.read_gb_s
         seconds = bench.prefill(1024)
         rate = costs.prefill_flops(1024) / seconds / 1e12

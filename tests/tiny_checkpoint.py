@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import tiny_qwen3_5
 import tokenizers
 import torch
 import transformers
@@ -110,11 +111,27 @@ def write_vision_model(folder: Path) -> Path:
     )
     transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
     _write_tokenizer(folder)
+    _write_patch_settings(folder)
+    return folder
+
+
+def write_hybrid_model(folder: Path) -> Path:
+    """A Qwen3.5 with its own chat template: recurrent layers, thoughts, tools, pictures of 16x16 to 64x64 and video."""
+    special = QWEN_SPECIAL + SPECIAL[1:]
+    ids = {f"{name}_token_id": FIRST_SPECIAL + special.index(f"<|{name}|>") for name in ("vision_start", "vision_end")}
+    ids |= {f"{name}_token_id": FIRST_SPECIAL + special.index(f"<|{name}_pad|>") for name in ("image", "video")}
+    network = tiny_qwen3_5.make_network("qwen3_5", tiny_qwen3_5.seeing_config(VOCAB, ids))
+    network.save_pretrained(folder)
+    _write_tokenizer(folder, special, QWEN_TAGS, (Path(__file__).parent / "data" / "qwen3_5.jinja").read_text())
+    _write_patch_settings(folder)
+    return folder
+
+
+def _write_patch_settings(folder: Path) -> None:
     settings = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
     settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 256, "longest_edge": 4096}}
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         (folder / name).write_text(json.dumps(settings))
-    return folder
 
 
 def write_cross_model(folder: Path) -> Path:

@@ -18,7 +18,8 @@ class Fake(System):
     def __init__(self, checkpoint): pass
     def versions(self): return {{"fake": "1"}}
     def details(self):
-        costs = dict(weight_bytes_per_step=10**6, kv_bytes_per_token=0, linear_flops_per_token=10**6, head_flops=0)
+        costs = dict(weight_bytes_per_step=10**6, kv_bytes_per_token=0, state_bytes_per_sequence=10**5)
+        costs |= dict(linear_flops_per_token=10**6, head_flops=0)
         return {{"costs": costs, "machine": {{}}}}
     def generate(self, prompts, pictures, new_tokens):
         print("noise on standard output")
@@ -96,11 +97,12 @@ def test_turns_change(run):
 
 
 def test_shares_by_hand(run):
-    _, document, _, _ = run("--works", "W1,W2", "--rounds", "1")
+    _, document, _, _ = run("--works", "W1,W2,W2l", "--rounds", "1")
     by_work = {(row["work"], row["system"]): row for row in document["rows"]}
     shares = {(e["work"], e["system"]): e["of_limit"]["median"] for e in document["summary"]}
-    assert shares["W1", "rival"] == pytest.approx(by_work["W1", "rival"]["figure"] * 1e6 / 10e9)
-    assert shares["W2", "ours"] == pytest.approx(1024e6 / by_work["W2", "ours"]["all_s"] / 1e12)
+    assert shares["W1", "rival"] == pytest.approx(by_work["W1", "rival"]["figure"] * 1.1e6 / 10e9)
+    for work, num_tokens in (("W2", 1024), ("W2l", 2048)):
+        assert shares[work, "ours"] == pytest.approx(num_tokens * 1e6 / by_work[work, "ours"]["all_s"] / 1e12)
 
 
 @pytest.mark.parametrize("keeps", [False, True])

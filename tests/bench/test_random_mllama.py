@@ -32,11 +32,13 @@ def scripts(monkeypatch):
 
 
 def write(monkeypatch, capsys, script, folder, config):
+    import random_checkpoint
+
     path = folder / "sizes.json"
     path.write_text(json.dumps(config))
     arguments = ["random_mllama.py", str(folder / "made"), "--config", str(path), "--threads", "2"]
     monkeypatch.setattr(sys, "argv", arguments)
-    monkeypatch.setattr(script, "SHARD_BYTES", 100_000)  # several
+    monkeypatch.setattr(random_checkpoint, "SHARD_BYTES", 100_000)  # several
     script.main()
     assert "parameters in" in capsys.readouterr().out
     return folder / "made"

@@ -64,7 +64,7 @@ def test_bf16_is_as_close_to_the_truth_as_transformers(name, models, truths, isa
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_prompt_cut_into_chunks_is_the_whole(name, models, truths, size):
     model = models(name, torch.float32)
-    for prompt, wanted in truths(name):
+    for prompt, wanted in truths(name)[:-2]:  # one long text is enough
         assert agree(Hands(model).run(prompt.inputs, (size,)), wanted)
 
 

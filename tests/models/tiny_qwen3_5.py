@@ -52,9 +52,9 @@ ODD = {
 }
 
 
-def _seeing(config_class, text: dict, *, tied: bool):
+def _seeing(config_class, text: dict, *, tied: bool, ids: dict[str, int] = IDS):
     return config_class(
-        text_config={**TEXT, "rope_parameters": MROPE, **text}, vision_config=VISION, tie_word_embeddings=tied, **IDS
+        text_config={**TEXT, "rope_parameters": MROPE, **text}, vision_config=VISION, tie_word_embeddings=tied, **ids
     )
 
 
@@ -73,10 +73,15 @@ FAMILIES = list(CONFIGS)
 SEEING = ["qwen3_5", "qwen3_5_moe"]
 
 
-def make_network(name: str) -> torch.nn.Module:
+def seeing_config(vocab_size: int, ids: dict[str, int]) -> transformers.Qwen3_5Config:
+    """The config of "qwen3_5" for a tokenizer of its own."""
+    return _seeing(transformers.Qwen3_5Config, {**DENSE, "vocab_size": vocab_size}, tied=True, ids=ids)
+
+
+def make_network(name: str, config: transformers.PreTrainedConfig | None = None) -> torch.nn.Module:
     """transformers' model in fp32; decays from a few tokens to thousands, so that states matter, near and far."""
     torch.manual_seed(FAMILIES.index(name))
-    config = CONFIGS[name]
+    config = config or CONFIGS[name]
     mapping = (
         transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         if name in SEEING

@@ -19,6 +19,15 @@ LENGTHS = [(1,), (1, 1, 1), (4, 1, 0, 12), (13,), (32, 33), (64, 65, 3), (150, 1
 SHAPES = [(1, 1, 1, 1), (2, 2, 16, 16), (1, 3, 7, 33), (2, 4, 40, 24), (1, 2, 65, 130), (2, 4, 128, 128)]
 
 
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    """The twin goes token by token: a second thread would only be waited for, thousands of times."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 class Case:
     """Random inputs of a call; slot 0 of the pool stands for all that must stay as it is."""
 

@@ -240,7 +240,11 @@ class Scheduler:
             stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
             if self.states:
                 stop = self.states.chunk_end(sequence, start, stop, prompt_budget)
-            stop = self._make_ready(step, sequence, start, stop)
+            ready = self._make_ready(step, sequence, start, stop)
+            if self.states and ready < stop:  # with a page here too, unless nothing at all would be computed
+                border = self.states.chunk_end(sequence, start, ready, prompt_budget)
+                ready = border if border > start or step.chunks else ready
+            stop = ready
             if stop > start and self._reserve(sequence, stop):
                 self._put(step, Chunk(sequence, start, stop - start))
                 budget -= stop - start

@@ -1,0 +1,179 @@
+"""Qwen3.5 behind the server, as users start it: thoughts apart from answers, pictures, video, turns, and who leaves."""
+
+import base64
+import io
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+
+import numpy as np
+import openai
+import pytest
+from clips import write_clip
+from PIL import Image
+from serve_process import ServerProcess
+from tiny_checkpoint import FIRST_SPECIAL, QWEN_SPECIAL, QWEN_TAGS, SPECIAL, write_hybrid_model
+
+THINK_END = FIRST_SPECIAL + len(QWEN_SPECIAL + SPECIAL[1:]) + QWEN_TAGS.index("</think>")
+LONG = "The whale swims through the sea, and nobody knows where to. " * 4
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_hybrid_model(tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    process = ServerProcess(folder, "--dtype", "float32", "--kv-memory", "8MB", "--max-context", "1024")
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def client(server):
+    return server.client()
+
+
+def image(seed, height=40, width=56):
+    data = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)).save(data, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def user(*parts):
+    return {"role": "user", "content": list(parts)}
+
+
+def ask(client, *messages, max_tokens=12, extra=None, **options):
+    body = {"ignore_eos": True, **(extra or {})}
+    options = {"temperature": 0, **options}
+    return client.chat.completions.create(
+        model="", messages=list(messages), max_tokens=max_tokens, extra_body=body, **options
+    )
+
+
+def thoughts_of(message):
+    return getattr(message, "reasoning_content", None) or ""
+
+
+def metrics(server):
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
+
+
+def wait_until_idle(server):
+    deadline = time.monotonic() + 30
+    while (now := metrics(server))["tilewright_state_slots_used"] or now["tilewright_requests_running"]:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.05)
+
+
+def test_thoughts_are_told_apart(client):
+    """Thinking is on unless told otherwise; what comes before the end of thoughts is no part of the answer."""
+    message = ask(client, user(text("Why?"))).choices[0].message
+    assert thoughts_of(message) and not message.content
+    for off in (QUIET, {"reasoning_effort": "none"}):
+        message = ask(client, user(text("Why?")), extra=off).choices[0].message
+        assert message.content and not thoughts_of(message)
+    drawn = [
+        ask(client, user(text("Why?")), max_tokens=30, temperature=1.0, seed=seed, logit_bias={str(THINK_END): 6})
+        for seed in range(8)
+    ]
+    parted = [(thoughts_of(one.choices[0].message), one.choices[0].message.content) for one in drawn]
+    assert any(thoughts and answer for thoughts, answer in parted)
+    assert not any("</think>" in thoughts for thoughts, _ in parted)
+
+
+@pytest.mark.parametrize("extra", [{}, QUIET], ids=["thinking", "quiet"])
+def test_a_stream_is_the_answer_in_pieces(client, extra):
+    asked = user(image(1), text("What is it?"))
+    whole = ask(client, asked, max_tokens=40, extra=extra).choices[0].message
+    pieces = [chunk.choices[0].delta for chunk in ask(client, asked, max_tokens=40, extra=extra, stream=True)]
+    assert "".join(piece.content or "" for piece in pieces) == (whole.content or "")
+    assert "".join(thoughts_of(piece) for piece in pieces) == thoughts_of(whole)
+
+
+def test_pictures_and_a_video_are_seen(client, tmp_path):
+    clip = base64.b64encode(write_clip(tmp_path / "clip.mp4", 30)).decode()
+    video = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}}
+    asked = [[], [image(1)], [image(2)], [video]]
+    answers = [ask(client, user(*media, text("What?")), extra=QUIET) for media in asked]
+    assert len({answer.choices[0].message.content for answer in answers}) == len(asked)
+    assert answers[0].usage.prompt_tokens < answers[1].usage.prompt_tokens < answers[3].usage.prompt_tokens
+
+
+def test_the_second_turn_is_found_and_is_the_same(folder, server, client):
+    turns = [user(text(LONG), image(1), text("What?"))]
+    first = ask(client, *turns, max_tokens=30, extra=QUIET)
+    turns += [{"role": "assistant", "content": first.choices[0].message.content}, user(text("And why?"))]
+    second = ask(client, *turns, max_tokens=30, extra=QUIET)
+    assert second.usage.prompt_tokens_details.cached_tokens >= 192
+    plain = ServerProcess(folder, "--dtype", "float32", "--kv-memory", "8MB", "--no-prefix-cache", "--speculate", "0")
+    try:
+        alone = ask(plain.client(), *turns, max_tokens=30, extra=QUIET)
+    finally:
+        plain.end()
+    assert alone.usage.prompt_tokens_details.cached_tokens == 0
+    assert alone.choices[0].message.content == second.choices[0].message.content
+    assert metrics(server)["tilewright_state_cache_hit_ratio"] > 0
+
+
+def test_several_answers_at_once(client):
+    drawn = {"max_tokens": 20, "temperature": 1.0, "seed": 5, "extra": QUIET}
+    answers = [choice.message.content for choice in ask(client, user(text(LONG)), n=3, **drawn).choices]
+    assert len(set(answers)) == 3
+    again = [choice.message.content for choice in ask(client, user(text(LONG)), n=3, **drawn).choices]
+    assert again == answers
+
+
+def test_constrained_answers(client):
+    schema = {"type": "object", "properties": {"whale": {"const": "a very large animal"}}, "required": ["whale"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
+    answer = ask(client, user(text("What?")), max_tokens=80, extra=QUIET, response_format=form)
+    assert json.loads(answer.choices[0].message.content) == {"whale": "a very large animal"}
+
+
+def test_log_probabilities_of_a_prompt(client):
+    given = client.completions.create(model="", prompt=LONG, max_tokens=2, echo=True, logprobs=1, temperature=0)
+    logprobs = given.choices[0].logprobs.token_logprobs
+    assert logprobs[0] is None and len(logprobs) >= len(LONG) and all(one < 0 for one in logprobs[1:])
+
+
+def test_who_leaves_holds_nothing(server, client):
+    for count in (0, 1, 9):
+        stream = ask(client, user(text(LONG + str(count))), max_tokens=600, extra=QUIET, stream=True)
+        for _ in range(count):
+            next(stream)
+        stream.close()
+    wait_until_idle(server)
+    assert ask(client, user(text("Still there?")), extra=QUIET).choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "system", "content": [image(1), text("x")]}, "System message cannot contain images"),
+        (user(text("see <|image_pad|>")), "placeholders"),
+        (user(text("x" * 2000)), "the context holds 1024"),
+    ],
+)
+def test_what_is_refused(client, message, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        ask(client, message, user(text("x")))
+
+
+def test_too_little_memory_is_told(folder):
+    command = [sys.executable, "-m", "tilewright.cli", "serve", str(folder), "--port", "0", "--kv-memory", "10KB"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0 and "the recurrent state of one sequence takes" in ended.stderr
+    assert "Traceback" not in ended.stderr
