@@ -24,7 +24,7 @@ test-cpp: .venv/.test
 	@mkdir -p build
 	@$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DTILEWRIGHT_PYTHON=OFF -DTILEWRIGHT_TESTS=ON -DTILEWRIGHT_SANITIZE=ON \
-	  -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g" > build/sanitize.log || (cat build/sanitize.log; false)
+	  -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1" > build/sanitize.log || (cat build/sanitize.log; false)
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
