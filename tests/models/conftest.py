@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import tiny
 import tiny_qwen3_5
@@ -7,6 +9,8 @@ from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.limits import Limits
 from tilewright.engine.runner import Runner
 from tilewright.engine.scene_cache import SceneCache
+from tilewright.inputs.chat import ChatTemplate
+from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.registry import family_of
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.native import kernels
@@ -73,3 +77,17 @@ def make_runner():
         return Runner(model, caches(model.kv_spec), FeatureCache(1 << 30), limits, replay=replay, **cross)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    """Of the checkpoint in a module's own `folder`."""
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def processor(folder, config):
+    """As the engine makes it, computing in fp32."""
+    tokenizer = Tokenizer.from_folder(folder)
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+    return family_of(config).make_processor(config, folder, tokenizer, template, dtype=torch.float32)

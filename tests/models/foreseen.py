@@ -8,11 +8,9 @@ hands the embedding of the next token on in the same way, and adds as little of 
 from __future__ import annotations
 
 import torch
+from core_answers import CoreAnswers
 from test_mllama import save_tensors
 from test_qwen3_5_mtp import Twin, text_model_of
-
-from tilewright.engine.assembly import build_core
-from tilewright.engine.limits import Limits
 
 # What is left of the last projection of every layer: nine of ten greedy drafts are right, one in five drawn ones.
 LAYER_SHARES = {"qwen3_5_text": 0.3, "qwen3_5_moe": 0.5, "qwen3_next": 0.5}
@@ -70,70 +68,13 @@ class Always:
         self.num_timed += 1
 
 
-class NoText:
-    def push(self, token_ids):
-        return ""
+class Answers(CoreAnswers):
+    """With `drafts`, after every step so many are made."""
 
-    def flush(self):
-        return ""
-
-
-class Answers:
-    """Requests through the real scheduler, runner, sampler and drafter. With `drafts`, after every step so many."""
-
-    def __init__(
-        self,
-        model,
-        dtype,
-        *,
-        drafts=0,
-        num_pages=64,
-        num_slots=48,
-        tokens_per_step=1024,
-        prefix_cache=False,
-        replay=True,
-        page_size=PAGE_SIZE,
-        make_decoder=NoText,
-        **options,
-    ):
-        limits = Limits(max_context=512, max_tokens_per_step=tokens_per_step, max_sequences=min(16, tokens_per_step))
-        self.core = build_core(
-            model,
-            dtype,
-            limits,
-            num_pages,
-            num_state_slots=num_slots,
-            make_decoder=make_decoder,
-            page_size=page_size,
-            speculate=drafts,
-            prefix_cache=prefix_cache,
-            replay=replay,
-            **options,
-        )
-        self.scheduler, self.drafter = self.core.scheduler, self.core.drafter
-        self.num_steps = 0
-        runner = self.core.runner
+    def __init__(self, model, dtype, *, drafts=0, num_slots=48, page_size=PAGE_SIZE, **options):
+        super().__init__(model, dtype, drafts=drafts, num_state_slots=num_slots, page_size=page_size, **options)
         if self.drafter:
             self.drafter.policy = Always(drafts)
-        own = runner.kv_caches[:-1] if model.predictor else runner.kv_caches
-        for memory in [*(cache.data for cache in own), *runner.states.conv_states, *runner.states.delta_states]:
-            memory.fill_(float("nan"))  # what was never written must not be read
-
-    def to(self, prompts, params):
-        """The tokens of each prompt's answers, all asked for at once."""
-        sequences = [item for i, inputs in enumerate(prompts) for item in self.add(str(i), inputs, params)]
-        self.run()
-        return [sequence.output_token_ids for sequence in sequences]
-
-    def add(self, name, inputs, params):
-        return self.core.add(name, inputs, params, grammar=self.core.compile(inputs, params))
-
-    def run(self):
-        while self.core.has_work:
-            self.core.step()
-            assert not self.core.failures, self.core.failures
-            self.num_steps += 1
-        assert self.scheduler.pool.num_used == self.scheduler.states.num_used == 0
 
     @property
     def acceptance(self):

@@ -5,9 +5,8 @@ import pytest
 import tiny
 import tiny_qwen3_5
 import torch
+from core_answers import CoreAnswers
 
-from tilewright.engine.assembly import build_core
-from tilewright.engine.limits import Limits
 from tilewright.types import ModelInputs, SamplingParams
 
 PAGE_SIZE = 32
@@ -26,65 +25,10 @@ def is_exact_however(model, dtype):
     return model.state_spec is None or dtype == torch.float32
 
 
-class NoText:
-    def push(self, token_ids):
-        return ""
-
-    def flush(self):
-        return ""
-
-
-class Answers:
-    """Requests through the real scheduler, runner and sampler."""
-
-    def __init__(
-        self,
-        model,
-        dtype,
-        *,
-        num_pages=64,
-        num_scene_pages=64,
-        num_state_slots=80,
-        tokens_per_step=1024,
-        encode_patches=Limits.max_encode_patches,
-        prefix_cache=False,
-        drafts=0,
-        replay=True,
-    ):
-        limits = Limits(
-            max_context=512,
-            max_tokens_per_step=tokens_per_step,
-            max_sequences=min(16, tokens_per_step),
-            max_encode_patches=encode_patches,
-        )
-        self.core = build_core(
-            model,
-            dtype,
-            limits,
-            num_pages,
-            num_scene_pages=num_scene_pages,
-            num_state_slots=num_state_slots,
-            make_decoder=NoText,
-            page_size=PAGE_SIZE if is_exact_however(model, dtype) else CHUNK_SIZE,
-            speculate=drafts,
-            prefix_cache=prefix_cache,
-            replay=replay,
-        )
-        self.scheduler = self.core.scheduler
-        self.features = self.scheduler.features
-        runner = self.core.runner
-        states = [*runner.states.conv_states, *runner.states.delta_states] if runner.states else []
-        for memory in [*states, *(cache.data for cache in (*runner.kv_caches, *runner.cross_caches))]:
-            memory.fill_(float("nan"))  # what was never written must not be read
-
-    def to(self, prompts, params=GREEDY):
-        """The tokens of each prompt's answer, all asked for at once."""
-        sequences = [self.core.add(str(i), inputs, params)[0] for i, inputs in enumerate(prompts)]
-        while self.core.has_work:
-            self.core.step()
-        assert self.scheduler.pool.num_used == self.scheduler.scenes.num_pages_used == 0
-        assert self.scheduler.states is None or self.scheduler.states.num_used == 0
-        return [sequence.output_token_ids for sequence in sequences]
+class Answers(CoreAnswers):
+    def __init__(self, model, dtype, **options):
+        page_size = PAGE_SIZE if is_exact_however(model, dtype) else CHUNK_SIZE
+        super().__init__(model, dtype, page_size=page_size, **options)
 
 
 @pytest.fixture(params=["qwen3_vl", "qwen3_moe", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3_next"])
@@ -173,17 +117,17 @@ def test_answers_do_not_depend_on_what_is_cached(case, alone):
     model, dtype, prompts = case
     answers = Answers(model, dtype, prefix_cache=True)
     for _ in range(2):
-        assert answers.to(prompts) == alone["greedy"]
+        assert answers.to(prompts, GREEDY) == alone["greedy"]
     prefix = answers.scheduler.prefix_cache
     assert prefix.num_tokens_hit > 0
     if any(inputs.media for inputs in prompts):
-        scenes = answers.scheduler.scenes
+        features, scenes = answers.scheduler.features, answers.scheduler.scenes
         prefix.pool.clear()  # the pictures' tokens are computed again, from features or scenes that are still there
-        hits = answers.features.num_hits + scenes.num_hits
-        assert answers.to(prompts) == alone["greedy"]
-        assert answers.features.num_hits + scenes.num_hits > hits
+        hits = features.num_hits + scenes.num_hits
+        assert answers.to(prompts, GREEDY) == alone["greedy"]
+        assert features.num_hits + scenes.num_hits > hits
         prefix.pool.clear()
         scenes.clear()  # and scenes from features
-        num_lookups, num_hits = answers.features.num_lookups, answers.features.num_hits
-        assert answers.to(prompts) == alone["greedy"]
-        assert answers.features.num_lookups - num_lookups == answers.features.num_hits - num_hits > 0
+        num_lookups, num_hits = features.num_lookups, features.num_hits
+        assert answers.to(prompts, GREEDY) == alone["greedy"]
+        assert features.num_lookups - num_lookups == features.num_hits - num_hits > 0

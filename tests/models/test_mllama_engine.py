@@ -2,10 +2,9 @@
 
 import threading
 
-import numpy as np
 import pytest
 import tiny_checkpoint
-from PIL import Image
+from asking import about, picture
 
 import tilewright
 from tilewright.engine.costs import costs_of
@@ -40,15 +39,6 @@ def encoded(engine, monkeypatch):
 
     monkeypatch.setattr(engine.loaded.model, "encode", counting)
     return keys
-
-
-def picture(seed, height=20, width=40):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
-
-
-def about(*parts):
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
-    return [{"role": "user", "content": content}]
 
 
 def test_a_picture_changes_the_answer(engine):

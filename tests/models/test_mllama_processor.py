@@ -18,7 +18,6 @@ from transformers.models.mllama.image_processing_pil_mllama import (
 from transformers.models.mllama.processing_mllama import MllamaProcessor as Oracle
 
 from tilewright.engine.scene import scenes_of
-from tilewright.inputs.chat import ChatTemplate
 from tilewright.inputs.media import Limits
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.mllama.preprocessing import Preprocessing, fit, read_preprocessing
@@ -31,18 +30,6 @@ ROWS = 17  # of a tile: 16 patches and the class token
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_checkpoint.write_cross_model(tmp_path_factory.mktemp("mllama"))
-
-
-@pytest.fixture(scope="module")
-def config(folder):
-    return json.loads((folder / "config.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def processor(folder, config):
-    tokenizer = Tokenizer.from_folder(folder)
-    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-    return MllamaProcessor(config, folder, tokenizer, template, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 import tiny_checkpoint
+from asking import about, picture
 from clips import write_clip
-from PIL import Image
 
 import tilewright
 from tilewright.engine.costs import costs_of
@@ -37,21 +37,12 @@ def alone(folder):
         yield engine
 
 
-def picture(seed, height=40, width=56):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
-
-
-def about(*parts):
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
-    return [{"role": "user", "content": content}]
-
-
 def said(text, *parts):
     return [{"role": "assistant", "content": text}, *about(*parts)]
 
 
 def test_the_next_turn_goes_on_from_a_state(engine, alone):
-    turns = about(LONG, picture(1), "What?")
+    turns = about(LONG, picture(1, 40, 56), "What?")
     cached = []
     for question in ("And why?", "Since when? " * 6, "So?"):
         answer = engine.chat(turns, max_tokens=70, **GREEDY)
@@ -76,12 +67,15 @@ def test_a_video_and_pictures_are_seen(engine, alone, tmp_path):
     asked = [{"role": "user", "content": [{"type": "video", "video": clip}, {"type": "text", "text": "What?"}]}]
     answer = engine.chat(asked, max_tokens=12, **GREEDY)
     assert answer.token_ids == alone.chat(asked, max_tokens=12, **GREEDY).token_ids
-    seen = {engine.chat(about(picture(seed), "What?"), max_tokens=12, **GREEDY).token_ids for seed in range(3)}
+    seen = {engine.chat(about(picture(seed, 40, 56), "What?"), max_tokens=12, **GREEDY).token_ids for seed in range(3)}
     assert len({*seen, answer.token_ids, engine.chat(about("What?"), max_tokens=12, **GREEDY).token_ids}) > 3
 
 
 def test_many_at_once(engine, alone):
-    asked = [about(LONG[: 17 * number], *([picture(number)] if number % 3 == 0 else []), "?") for number in range(1, 9)]
+    asked = [
+        about(LONG[: 17 * number], *([picture(number, 40, 56)] if number % 3 == 0 else []), "?")
+        for number in range(1, 9)
+    ]
     expected = [alone.chat(one, max_tokens=20, **GREEDY).token_ids for one in asked]
     assert [answer.token_ids for answer in engine.chat(asked, max_tokens=20, **GREEDY)] == expected
     drawn = {"max_tokens": 20, "temperature": 1.0, "seed": 3, "n": 3}

@@ -10,9 +10,6 @@ from checkpoint_files import DATA, write_qwen3_vl_folder
 from test_qwen3_vl_processor import CHATS, IMAGE, VIDEO, check_spans, oracle, oracle_text, parts_of  # noqa: F401
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
-from tilewright.inputs.chat import ChatTemplate
-from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.models.registry import family_of
 from tilewright.server.output import OutputParser
 from tilewright.server.output.detect import tool_format_of
 
@@ -34,18 +31,6 @@ def folder(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text((DATA / "qwen3_5.jinja").read_text())
     return folder
-
-
-@pytest.fixture(scope="module")
-def config(folder):
-    return json.loads((folder / "config.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def processor(folder, config):
-    tokenizer = Tokenizer.from_folder(folder)
-    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-    return family_of(config).make_processor(config, folder, tokenizer, template, dtype=torch.float32)
 
 
 def positions_of(config, ids, image_grids, video_grids):

@@ -11,9 +11,7 @@ from checkpoint_files import write_qwen3_vl_folder
 from clips import write_clip
 from PIL import Image
 
-from tilewright.inputs.chat import ChatTemplate
 from tilewright.inputs.media import Limits
-from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.qwen3_vl.preprocessing import (
     group_times,
     num_sampled_frames,
@@ -31,18 +29,6 @@ IMAGE, VIDEO, START, END = 151655, 151656, 151652, 151653
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_qwen3_vl_folder(tmp_path_factory.mktemp("qwen3_vl"))
-
-
-@pytest.fixture(scope="module")
-def config(folder):
-    return json.loads((folder / "config.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def processor(folder, config):
-    tokenizer = Tokenizer.from_folder(folder)
-    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-    return Qwen3VlProcessor(config, folder, tokenizer, template, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

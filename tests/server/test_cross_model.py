@@ -1,13 +1,10 @@
 """Llama-3.2-Vision behind the server, as users start it: pictures of all kinds, what is refused, and the benchmark."""
 
-import base64
-import io
 import json
 
-import numpy as np
 import openai
 import pytest
-from PIL import Image
+from chat_parts import image, text, user
 from serve_process import ServerProcess
 from tiny_checkpoint import write_cross_model
 
@@ -32,22 +29,6 @@ def server(tmp_path_factory):
     process = ServerProcess(folder, "--kv-memory", "1MB", "--max-context", "512")
     yield process
     process.end()
-
-
-def image(height, width, seed=0, mode="RGB"):
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, len(mode)), dtype=np.uint8)
-    data = io.BytesIO()
-    Image.fromarray(pixels, mode).save(data, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def text(words):
-    return {"type": "text", "text": words}
-
-
-def user(*parts):
-    return {"role": "user", "content": list(parts)}
 
 
 def answer(server, *messages, **options):

@@ -1,18 +1,16 @@
 """Qwen3.5 behind the server, as users start it: thoughts apart from answers, pictures, video, turns, and who leaves."""
 
 import base64
-import io
 import json
 import subprocess
 import sys
 import time
 import urllib.request
 
-import numpy as np
 import openai
 import pytest
+from chat_parts import image, text, user
 from clips import write_clip
-from PIL import Image
 from serve_process import ServerProcess
 from tiny_checkpoint import FIRST_SPECIAL, QWEN_SPECIAL, QWEN_TAGS, SPECIAL, write_hybrid_model
 
@@ -36,21 +34,6 @@ def server(folder):
 @pytest.fixture
 def client(server):
     return server.client()
-
-
-def image(seed, height=40, width=56):
-    data = io.BytesIO()
-    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)).save(data, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def text(words):
-    return {"type": "text", "text": words}
-
-
-def user(*parts):
-    return {"role": "user", "content": list(parts)}
 
 
 def ask(client, *messages, max_tokens=12, extra=None, **options):
@@ -96,7 +79,7 @@ def test_thoughts_are_told_apart(client):
 
 @pytest.mark.parametrize("extra", [{}, QUIET], ids=["thinking", "quiet"])
 def test_a_stream_is_the_answer_in_pieces(client, extra):
-    asked = user(image(1), text("What is it?"))
+    asked = user(image(40, 56, 1), text("What is it?"))
     whole = ask(client, asked, max_tokens=40, extra=extra).choices[0].message
     pieces = [chunk.choices[0].delta for chunk in ask(client, asked, max_tokens=40, extra=extra, stream=True)]
     assert "".join(piece.content or "" for piece in pieces) == (whole.content or "")
@@ -106,14 +89,14 @@ def test_a_stream_is_the_answer_in_pieces(client, extra):
 def test_pictures_and_a_video_are_seen(client, tmp_path):
     clip = base64.b64encode(write_clip(tmp_path / "clip.mp4", 30)).decode()
     video = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}}
-    asked = [[], [image(1)], [image(2)], [video]]
+    asked = [[], [image(40, 56, 1)], [image(40, 56, 2)], [video]]
     answers = [ask(client, user(*media, text("What?")), extra=QUIET) for media in asked]
     assert len({answer.choices[0].message.content for answer in answers}) == len(asked)
     assert answers[0].usage.prompt_tokens < answers[1].usage.prompt_tokens < answers[3].usage.prompt_tokens
 
 
 def test_the_second_turn_is_found_and_is_the_same(folder, server, client):
-    turns = [user(text(LONG), image(1), text("What?"))]
+    turns = [user(text(LONG), image(40, 56, 1), text("What?"))]
     first = ask(client, *turns, max_tokens=30, extra=QUIET)
     turns += [{"role": "assistant", "content": first.choices[0].message.content}, user(text("And why?"))]
     second = ask(client, *turns, max_tokens=30, extra=QUIET)
@@ -162,7 +145,7 @@ def test_who_leaves_holds_nothing(server, client):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({"role": "system", "content": [image(1), text("x")]}, "System message cannot contain images"),
+        ({"role": "system", "content": [image(40, 56, 1), text("x")]}, "System message cannot contain images"),
         (user(text("see <|image_pad|>")), "placeholders"),
         (user(text("x" * 2000)), "the context holds 1024"),
     ],

@@ -154,9 +154,9 @@ def _weights_of_a_token(layer: DecoderLayer) -> Iterator[tuple[int, int]]:
             yield chosen * experts.data[0].nbytes, chosen * experts.n * experts.k
 
 
-def _linears(part: object) -> Iterator[tuple[int, int]]:
+def _linears(part: object, *, but: Linear | None = None) -> Iterator[tuple[int, int]]:
     for weight in walk(part):
-        if isinstance(weight, Linear):
+        if isinstance(weight, Linear) and weight is not but:
             yield _size_bytes(weight.value), weight.value.n * weight.value.k
 
 
@@ -164,9 +164,7 @@ def _weights_of_a_look(decoder: Decoder) -> Iterator[tuple[int, int]]:
     """(bytes, multiply-adds) of linears of cross-attention layers, but those that make keys and values of pictures."""
     for layer in decoder.layers:
         if isinstance(layer, CrossLayer):
-            for weight in walk(layer):
-                if isinstance(weight, Linear) and weight is not layer.attention.key_value:
-                    yield _size_bytes(weight.value), weight.value.n * weight.value.k
+            yield from _linears(layer, but=layer.attention.key_value)
 
 
 def _expert_sizes(layer: DecoderLayer | CrossLayer) -> Iterator[tuple[int, int, int]]:

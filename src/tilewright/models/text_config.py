@@ -31,6 +31,12 @@ def table(config: Config, key: str) -> Config:
     return value
 
 
+def is_tied(config: Config) -> bool:
+    """Whether the head is the embedding table. The outer config decides; a text part's own entry may say otherwise."""
+    text = table(config, "text_config") if "text_config" in config else config
+    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+
+
 def decoder_config(
     config: Config,
     *,

@@ -1,9 +1,10 @@
 """The gated activation of the language model, the gelu of the vision tower, the residual add, sigmoid gates."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, random, rotation
@@ -59,30 +60,27 @@ def _gelu(tokens: int, width: int) -> Calls:
 
 
 def _add(tokens: int, width: int) -> Calls:
-    x, y = random(tokens, width), random(tokens, width, seed=1)
-    sets = rotation(x, y, x.clone())
-
-    def ours(call: int) -> object:
-        a, b, out = sets[call % len(sets)]
-        return activation.add(a, b, out=out)
-
-    def theirs(call: int) -> object:
-        a, b, out = sets[call % len(sets)]
-        return torch.add(a, b, out=out)
-
-    return Calls(ours, theirs, lambda: close(activation.add(x, y), reference.add(x, y)))
+    return _of_two(tokens, width, activation.add, torch.add, reference.add)
 
 
 def _sigmoid_gate(tokens: int, width: int) -> Calls:
-    x, gate = random(tokens, width), random(tokens, width, seed=1)
-    sets = rotation(x, gate, x.clone())
+    def theirs(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
+        return torch.mul(x, torch.sigmoid(gate), out=out)
 
-    def ours(call: int) -> object:
-        a, b, out = sets[call % len(sets)]
-        return activation.sigmoid_gate(a, b, out=out)
+    return _of_two(tokens, width, activation.sigmoid_gate, theirs, reference.sigmoid_gate)
 
-    def theirs(call: int) -> object:
-        a, b, out = sets[call % len(sets)]
-        return torch.mul(a, torch.sigmoid(b), out=out)
 
-    return Calls(ours, theirs, lambda: close(activation.sigmoid_gate(x, gate), reference.sigmoid_gate(x, gate)))
+def _of_two(
+    tokens: int, width: int, op: Callable[..., Tensor], theirs: Callable[..., Tensor], twin: Callable[..., Tensor]
+) -> Calls:
+    x, y = random(tokens, width), random(tokens, width, seed=1)
+    sets = rotation(x, y, x.clone())
+
+    def call_of(function: Callable[..., Tensor]) -> Callable[[int], object]:
+        def call(number: int) -> object:
+            a, b, out = sets[number % len(sets)]
+            return function(a, b, out=out)
+
+        return call
+
+    return Calls(call_of(op), call_of(theirs), lambda: close(op(x, y), twin(x, y)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tilewright.layers.decoder import DecoderConfig
 from tilewright.layers.gated_delta import GatedDeltaConfig
-from tilewright.models.text_config import Config, decoder_config, integer, moe_config, table
+from tilewright.models.text_config import Config, decoder_config, integer, moe_config
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.spec import ExpertFormat
 
@@ -104,9 +104,3 @@ def _delta_layers(config: Config) -> tuple[int, ...]:
     if ATTENTION not in kinds:
         raise UnsupportedConfig(f"layer_types has no {ATTENTION}: at least one layer must keep keys and values")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == DELTA)
-
-
-def is_tied(config: Config) -> bool:
-    """The outer config decides; the text part's own entry may say otherwise."""
-    text = table(config, "text_config") if "text_config" in config else config
-    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))

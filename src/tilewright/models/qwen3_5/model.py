@@ -9,11 +9,11 @@ from torch import Tensor
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer
 from tilewright.models.protocol import Family, KvSpec, StateSpec
-from tilewright.models.qwen3_5.config import Shapes, is_tied, mtp_config, text_config
+from tilewright.models.qwen3_5.config import Shapes, mtp_config, text_config
 from tilewright.models.qwen3_5.mtp import PREFIX, MultiTokenPredictor
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
-from tilewright.models.text_config import Config, table
+from tilewright.models.text_config import Config, is_tied, table
 from tilewright.ops.embedding import embedding
 from tilewright.types import Medium, UnsupportedConfig
 from tilewright.weights.spec import Linear

@@ -11,7 +11,7 @@ from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
-from tilewright.models.text_config import Config, decoder_config, integer, moe_config, table
+from tilewright.models.text_config import Config, decoder_config, integer, is_tied, moe_config, table
 from tilewright.types import Medium, UnsupportedConfig
 from tilewright.weights.spec import ExpertFormat
 
@@ -50,7 +50,7 @@ class Qwen3Vl:
 
 
 def _build_dense(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3Vl:
-    text = decoder_config(table(config, "text_config"), qk_norm=True, tied=_tied(config))
+    text = decoder_config(table(config, "text_config"), qk_norm=True, tied=is_tied(config))
     return Qwen3Vl(text, VisionConfig.from_dict(table(config, "vision_config")))
 
 
@@ -61,13 +61,8 @@ def _build_moe(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3Vl
     downs = [shape for name, shape in shapes.items() if name.endswith("mlp.experts.down_proj")]
     stored = ExpertFormat.stacked_transposed if downs and downs[0][1:] == published else ExpertFormat.stacked
     moe = moe_config(text_config, stored, renormalize=True)
-    text = decoder_config(text_config, qk_norm=True, tied=_tied(config), moe=moe)
+    text = decoder_config(text_config, qk_norm=True, tied=is_tied(config), moe=moe)
     return Qwen3Vl(text, VisionConfig.from_dict(table(config, "vision_config")))
-
-
-def _tied(config: Config) -> bool:
-    """The outer config decides; the text part's own entry may say otherwise."""
-    return bool(config.get("tie_word_embeddings", table(config, "text_config").get("tie_word_embeddings", False)))
 
 
 FAMILIES = {

@@ -1,0 +1,79 @@
+"""Requests through the real scheduler, runner, sampler and drafter, asked for at once."""
+
+from __future__ import annotations
+
+from tilewright.engine.assembly import build_core
+from tilewright.engine.limits import Limits
+
+
+class NoText:
+    def push(self, token_ids):
+        return ""
+
+    def flush(self):
+        return ""
+
+
+class CoreAnswers:
+    """An engine core whose memory is NaN where nothing was written: what was never written must not be read."""
+
+    def __init__(
+        self,
+        model,
+        dtype,
+        *,
+        page_size,
+        num_pages=64,
+        num_scene_pages=64,
+        num_state_slots=80,
+        tokens_per_step=1024,
+        encode_patches=Limits.max_encode_patches,
+        prefix_cache=False,
+        drafts=0,
+        make_decoder=NoText,
+        **options,
+    ):
+        limits = Limits(
+            max_context=512,
+            max_tokens_per_step=tokens_per_step,
+            max_sequences=min(16, tokens_per_step),
+            max_encode_patches=encode_patches,
+        )
+        self.core = build_core(
+            model,
+            dtype,
+            limits,
+            num_pages,
+            num_scene_pages=num_scene_pages,
+            num_state_slots=num_state_slots,
+            make_decoder=make_decoder,
+            page_size=page_size,
+            speculate=drafts,
+            prefix_cache=prefix_cache,
+            **options,
+        )
+        self.scheduler, self.drafter = self.core.scheduler, self.core.drafter
+        self.num_steps = 0
+        runner = self.core.runner
+        states = [*runner.states.conv_states, *runner.states.delta_states] if runner.states else []
+        # A predictor may read what it never wrote: that is zeros, and makes a draft worse, not an answer.
+        own = runner.kv_caches[:-1] if model.predictor else runner.kv_caches
+        for memory in [*states, *(cache.data for cache in (*own, *runner.cross_caches))]:
+            memory.fill_(float("nan"))
+
+    def to(self, prompts, params):
+        """The tokens of each prompt's answers."""
+        sequences = [item for i, inputs in enumerate(prompts) for item in self.add(str(i), inputs, params)]
+        self.run()
+        return [sequence.output_token_ids for sequence in sequences]
+
+    def add(self, name, inputs, params):
+        return self.core.add(name, inputs, params, grammar=self.core.compile(inputs, params))
+
+    def run(self):
+        while self.core.has_work:
+            self.core.step()
+            assert not self.core.failures, self.core.failures
+            self.num_steps += 1
+        assert self.scheduler.pool.num_used == self.scheduler.scenes.num_pages_used == 0
+        assert self.scheduler.states is None or self.scheduler.states.num_used == 0
