@@ -192,6 +192,12 @@ def test_by_keyboard_alone(url, visits):
     assert {"Skip to the question", "New conversation", "Delete all", "Keys", "Settings", "Question"} <= set(seen)
 
 
+def test_typing_does_not_wait_for_what_the_browser_keeps(url, visits):
+    page = visits.open(url, scripts=["IDBObjectStore.prototype.getAll = () => ({});"])  # never answers
+    page.keyboard.type("one")
+    assert page.locator("#question").input_value() == "one"
+
+
 def test_the_theme_is_kept(url, visits):
     page = visits.open(url, color_scheme="light")
     paper = "getComputedStyle(document.body).backgroundColor"

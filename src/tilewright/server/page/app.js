@@ -48,6 +48,7 @@ class App {
   }
 
   async start() {
+    this.pane.focus(); // at once: what the browser keeps is read meanwhile, and nobody waits for it to type
     const loading = this.loadModels(); // whatever the address leads to
     try {
       await this.openFromUrl();
@@ -55,7 +56,6 @@ class App {
       await this.pane.show(newConversation());
       this.pane.tell(`The conversation of this address cannot be shown: ${error.message}`);
     }
-    this.pane.focus();
     const { problem } = this.store;
     if (problem)
       this.pane.tell(`This browser keeps nothing for this page (${problem}): a reload loses the conversations.`);
