@@ -13,6 +13,7 @@ from training.tiny_vl.shapes import COLOURS, jitter, shade
 HIGHEST = 10
 NARROW = 224  # pixels: words below the bars of a narrower chart would be too small to read
 BAR_COLOURS = [colour for colour in COLOURS if colour not in ("white", "black", "grey")]
+LETTERS = "ABCDEFGHKLMNPRSTXYZ"
 SHORT_WORDS = listed("""
     tea milk rice corn oats figs nuts beans plums pears eggs salt Mon Tue Wed Thu Fri Sat Sun Jan Feb Mar Apr
     May Jun Jul Aug Sep Oct Nov Dec Ann Bob Cat Dan Eve Ian Kim Leo Mia Tom cats dogs cows pigs hens bees
@@ -21,14 +22,20 @@ SHORT_WORDS = listed("""
 
 def chart_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
     num_bars = rng.randint(2, 5)
-    has_letters = rng.random() < 0.35 or width < NARROW
-    words = "ABCDEF"[:num_bars] if has_letters else rng.sample(SHORT_WORDS, num_bars)
-    labels, values = list(words), _values(rng, num_bars)
+    labels, values = _labels(rng, width, num_bars), _values(rng, num_bars)
     colours = [rng.choice(BAR_COLOURS)] * num_bars if rng.random() < 0.4 else rng.sample(BAR_COLOURS, num_bars)
     picture = _draw(rng, width, height, labels, values, colours)
     asks = _asks(rng, labels, values, colours)
     rng.shuffle(asks)
     return Lesson((picture,), tuple(asks[:num_asks]))
+
+
+def _labels(rng: Random, width: int, count: int) -> list[str]:
+    """Words mostly; letters in any order, which teach to look a bar up by what is below it; or A, B, C."""
+    way = rng.random() * (0.4 if width < NARROW else 1.0)
+    if way < 0.15:
+        return list(LETTERS[:count])
+    return rng.sample(LETTERS if way < 0.4 else SHORT_WORDS, count)
 
 
 def _values(rng: Random, count: int) -> list[int]:
@@ -114,7 +121,7 @@ def _value_questions(name: str) -> tuple[str, ...]:
 
 
 def _refuse(rng: Random, labels: list[str]) -> Ask:
-    pool = "ABCDEFGHK" if labels[0] == "A" else SHORT_WORDS
+    pool = LETTERS if len(labels[0]) == 1 else SHORT_WORDS
     absent = rng.choice([label for label in pool if label not in labels])
     name = any_of(rng, absent, f'"{absent}"')
     question = any_of(
