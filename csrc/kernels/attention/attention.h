@@ -77,8 +77,12 @@ TILEWRIGHT_INLINE constexpr int64_t partial_floats(int64_t rows, const KvLayout&
   return rows * (layout.value_column_tiles() * kTileColumns + 2);
 }
 
+// Items of one sequence and head that a thread may take together.
+inline constexpr int kItemsAtOnce = 4;
+
 struct AttentionKernels {
-  void (*run)(const AttentionArgs& args, const AttentionItem& item);
+  // Up to kItemsAtOnce of one sequence and head, of kQueryRows rows each if more than one.
+  void (*run)(const AttentionArgs& args, const AttentionItem* items, int count);
   // Merges the partials of blocks [block_begin, block_end) and writes the rows.
   void (*merge)(const AttentionArgs& args, const AttentionItem& item);
   // Lays 32 tokens (or the fewer that are left, padded with zeros) of one head out as tiles.
