@@ -77,7 +77,8 @@ TILEWRIGHT_INLINE constexpr int64_t partial_floats(int64_t rows, const KvLayout&
   return rows * (layout.value_column_tiles() * kTileColumns + 2);
 }
 
-// Items of one sequence and head that a thread may take together.
+// Items of one sequence and head that a thread may take together: keys and values of 6,432 patches are 1.6 MB a head,
+// and four share each block of them on its way from beyond L2. Eight gain no more.
 inline constexpr int kItemsAtOnce = 4;
 
 struct AttentionKernels {

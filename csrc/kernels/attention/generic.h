@@ -33,18 +33,27 @@ struct Workspace {
   Left* queries;                   // [kQueryRows, key_depth]
   float* output;                   // [kQueryRows, value_width]
 
-  explicit Workspace(const KvLayout& layout, int item = 0, int num_items = 1)
+  explicit Workspace(const KvLayout& layout) : Workspace(layout, thread_scratch(bytes(layout, 1)), 0) {}
+  Workspace(const KvLayout& layout, void* memory, int item)
       : key_depth(layout.key_depth_tiles() * kTileDepth), value_width(layout.value_column_tiles() * kTileColumns) {
-    const int64_t shared = kQueryRows * (kScoreStride * 8 + value_width * 4) + kTileDepth * value_width * 4;
-    const int64_t own = kQueryRows * (key_depth * 4 + value_width * 4);
-    char* p = static_cast<char*>(thread_scratch(shared + num_items * own));
+    char* p = static_cast<char*>(memory);
     auto take = [&](int64_t bytes) { return p += bytes, p - bytes; };
     for (float*& block : scores) block = reinterpret_cast<float*>(take(kQueryRows * kScoreStride * 4));
     block_output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
     last_values = reinterpret_cast<T*>(take(kTileDepth * value_width * 4));
-    take(item * own);
+    take(item * own_bytes(layout));
     queries = reinterpret_cast<Left*>(take(kQueryRows * key_depth * 4));
     output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
+  }
+
+  // What `num_items` items need together.
+  static int64_t bytes(const KvLayout& layout, int num_items) {
+    const int64_t width = layout.value_column_tiles() * kTileColumns;
+    return kQueryRows * (kScoreStride * 8 + width * 4) + kTileDepth * width * 4 + num_items * own_bytes(layout);
+  }
+
+  static int64_t own_bytes(const KvLayout& layout) {
+    return kQueryRows * 4 * (layout.key_depth_tiles() * kTileDepth + layout.value_column_tiles() * kTileColumns);
   }
 
   // Softmax weights, of Left, lie in the scores they came from, at the stride of the scores.
@@ -351,9 +360,10 @@ void run_items_as(const AttentionArgs& args, const AttentionItem* items, int cou
         : work(work), run(args, item, work), result(work.output, item.rows, work.value_width) {}
   };
   std::optional<Running> running[kItemsAtOnce];
+  void* memory = thread_scratch(Workspace<T>::bytes(args.layout, count));
   int32_t begin = items[0].block_begin, end = items[0].block_end;
   for (int i = 0; i < count; ++i) {
-    running[i].emplace(args, items[i], Workspace<T>(args.layout, i, count));
+    running[i].emplace(args, items[i], Workspace<T>(args.layout, memory, i));
     if (items[i].block_begin < begin) begin = items[i].block_begin;
     if (items[i].block_end > end) end = items[i].block_end;
   }
