@@ -2,6 +2,7 @@
 
 2,048 tokens, 16 key heads, 16 and 32 value heads of 128. The torch form computes in fp32, as it does in a model; ours
 takes bf16 and fp32 inputs. A round is one call of each; of its ratios the median is told, and the least and greatest.
+The machine is probed before and after.
 """
 
 import statistics
@@ -11,6 +12,7 @@ from time import perf_counter
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from tilewright.bench.probe import between, probe
 from tilewright.ops.gated_delta import gated_delta_rule
 
 TOKENS, KEY_HEADS, WIDTH = 2048, 16, 128
@@ -40,14 +42,16 @@ def measure(value_heads: int) -> None:
         calls[str(dtype).removeprefix("torch.")] = ours = our_call(q, k, v, g, beta, dtype)
         difference = ((ours() - expected).abs().max() / expected.abs().max()).item()
         assert difference < MAX_DIFFERENCE[dtype], f"{dtype}: off by {difference:.2g} of the largest output"
+    before = probe()
     times_s: dict[str, list[float]] = {name: [] for name in ("plain", *calls)}
     for _ in range(ROUNDS):
         for name, call in (("plain", plain), *calls.items()):
             begin_s = perf_counter()
             call()
             times_s[name].append(perf_counter() - begin_s)
-    plain_ms = 1e3 * statistics.median(times_s["plain"])
-    print(f"{value_heads} value heads: torch in fp32 {plain_ms:.0f} ms")
+    limits = between(before, probe())
+    print(f"{value_heads} value heads; read {limits.read_gb_s:.1f} GB/s, bf16 peak {limits.peak_tflops:.2f} TFLOP/s")
+    print(f"  torch in fp32: {1e3 * statistics.median(times_s['plain']):.0f} ms")
     for name in calls:
         ratios = sorted(theirs_s / ours_s for theirs_s, ours_s in zip(times_s["plain"], times_s[name], strict=True))
         ours_ms = 1e3 * statistics.median(times_s[name])

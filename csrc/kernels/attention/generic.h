@@ -353,11 +353,10 @@ void run_item_as(const AttentionArgs& args, const AttentionItem& item) {
 template <class T>
 void run_items_as(const AttentionArgs& args, const AttentionItem* items, int count) {
   struct Running {
-    Workspace<T> work;
     ItemRun<T> run;
     Accumulator result;
     Running(const AttentionArgs& args, const AttentionItem& item, const Workspace<T>& work)
-        : work(work), run(args, item, work), result(work.output, item.rows, work.value_width) {}
+        : run(args, item, work), result(work.output, item.rows, work.value_width) {}
   };
   std::optional<Running> running[kItemsAtOnce];
   void* memory = thread_scratch(Workspace<T>::bytes(args.layout, count));
@@ -368,14 +367,15 @@ void run_items_as(const AttentionArgs& args, const AttentionItem* items, int cou
     if (items[i].block_end > end) end = items[i].block_end;
   }
   alignas(64) float maximum[kQueryRows], sum[kQueryRows];
+  const Workspace<T> work(args.layout, memory, 0);  // for what they share
+  const Partial partial = {maximum, sum, work.block_output};
   for (int32_t block = begin; block < end; ++block)
     for (int i = 0; i < count; ++i) {
       if (block < items[i].block_begin || block >= items[i].block_end) continue;
-      const Partial partial = {maximum, sum, running[i]->work.block_output};
       running[i]->run.run_block(block, partial);
-      running[i]->result.merge(partial, items[i].rows, running[i]->work.value_width);
+      running[i]->result.merge(partial, items[i].rows, work.value_width);
     }
-  for (int i = 0; i < count; ++i) store_output(args, items[i], running[i]->result, running[i]->work.value_width);
+  for (int i = 0; i < count; ++i) store_output(args, items[i], running[i]->result, work.value_width);
 }
 
 void merge_item(const AttentionArgs& args, const AttentionItem& item) {

@@ -2,6 +2,7 @@
 #include "base/vec/avx512.h"
 
 #include "base/amx.h"
+#include "base/kv_tiles.h"
 #include "kernels/gated_delta/chunk.h"
 
 namespace tilewright {
@@ -72,8 +73,7 @@ struct TileMatrix {
   // rows [tokens, depth] as right-hand tiles of their transpose, and the transpose [depth, kChunkTokens] itself.
   static void transpose(const bf16* rows, int64_t tokens, int64_t depth, bf16* tiles, bf16* columns) {
     for (int64_t token = 0; token < tokens; token += kTileColumns)
-      for (int64_t d = 0; d < depth; d += kTileDepth)
-        transpose_tile(rows + token * depth + d, depth, tiles + token * depth + d * kTileColumns);
+      pack_key_tiles(rows + token * depth, depth, depth, tiles + token * depth);
     const int64_t tile_column = depth * kTileColumns;
     alignas(64) uint16_t order[32];
     for (int i = 0; i < 32; ++i) order[i] = static_cast<uint16_t>(2 * i);
@@ -86,35 +86,6 @@ struct TileMatrix {
         _mm512_store_si512(column, _mm512_permutex2var_epi16(first, evens, second));
         _mm512_store_si512(column + kChunkTokens, _mm512_permutex2var_epi16(first, odds, second));
       }
-    }
-  }
-
-  // 16 tokens of 16 pairs as 16 pairs of 16 tokens: 2 x 2 and 4 x 4 within quarters of registers, then the quarters.
-  static void transpose_tile(const bf16* rows, int64_t stride, bf16* tile) {
-    __m512i from[16], to[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-      const __m512i even = _mm512_load_si512(rows + i * stride), odd = _mm512_load_si512(rows + (i + 1) * stride);
-      from[i] = _mm512_unpacklo_epi32(even, odd);
-      from[i + 1] = _mm512_unpackhi_epi32(even, odd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
-        to[i + 2 * j] = _mm512_unpacklo_epi64(from[i + j], from[i + j + 2]);
-        to[i + 2 * j + 1] = _mm512_unpackhi_epi64(from[i + j], from[i + j + 2]);
-      }
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      const __m512i even = _mm512_shuffle_i32x4(to[j], to[j + 4], 0x88);
-      const __m512i odd = _mm512_shuffle_i32x4(to[j], to[j + 4], 0xdd);
-      const __m512i late_even = _mm512_shuffle_i32x4(to[j + 8], to[j + 12], 0x88);
-      const __m512i late_odd = _mm512_shuffle_i32x4(to[j + 8], to[j + 12], 0xdd);
-      _mm512_store_si512(tile + j * 32, _mm512_shuffle_i32x4(even, late_even, 0x88));
-      _mm512_store_si512(tile + (j + 4) * 32, _mm512_shuffle_i32x4(odd, late_odd, 0x88));
-      _mm512_store_si512(tile + (j + 8) * 32, _mm512_shuffle_i32x4(even, late_even, 0xdd));
-      _mm512_store_si512(tile + (j + 12) * 32, _mm512_shuffle_i32x4(odd, late_odd, 0xdd));
     }
   }
 
