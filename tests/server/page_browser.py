@@ -28,6 +28,7 @@ FLAGS = (
     "--disable-component-update",
 )
 TIMEOUT_MS = 15_000
+SLOW_STORE = "TILEWRIGHT_TEST_SLOW_STORE_MS"  # what the browser keeps comes so late in all tests: haste shows by that
 
 
 @contextlib.contextmanager
@@ -57,12 +58,13 @@ class Visits:
         self.problems = []
         self.expected = []  # parts of what the console may say: browsers log each refused request as an error
 
-    def open(self, url, *, wait=True, path="/", scripts=(), **options):
-        """A page that shows `url`; with `wait`, when the model is known."""
+    def open(self, url, *, wait=True, path="/", scripts=(), store_delay_ms=None, **options):
+        """A page that shows `url`; with `wait`, when the model is known. The browser's store is that late."""
         context = self._browser.new_context(**{"viewport": {"width": 1000, "height": 700}, **options})
         self._contexts.append(context)
         for script in scripts:
             context.add_init_script(script)
+        delay_store(context, int(os.environ.get(SLOW_STORE, "0")) if store_delay_ms is None else store_delay_ms)
         page = context.new_page()
         page.set_default_timeout(TIMEOUT_MS)
         self.watch(page, url)
@@ -92,6 +94,21 @@ class Visits:
             context.close()
         unexpected = [text for text in self.problems if not any(part in text for part in self.expected)]
         assert not unexpected, unexpected
+
+
+def delay_store(context, delay_ms):
+    """Lets each use of the browser's database begin later, all in their order, as on a slow or busy disk."""
+    if not delay_ms:
+        return
+    begins = "const transaction = this.database.transaction"
+
+    def slower(route):
+        text = route.fetch().text()
+        assert text.count(begins) == 1
+        late = text.replace(begins, f"await new Promise((resolve) => setTimeout(resolve, {delay_ms}));\n    {begins}")
+        route.fulfill(body=late, content_type="text/javascript")
+
+    context.route("**/page/tables.js", slower)
 
 
 class HeldBackend(ScriptedBackend):
@@ -167,6 +184,29 @@ def until(page, expression, argument=None):
     ends_s = time.monotonic() + TIMEOUT_MS / 1000
     while not page.evaluate(expression, argument):
         assert time.monotonic() < ends_s, f"{expression} does not hold after {TIMEOUT_MS} ms"
+        page.wait_for_timeout(20)
+
+
+def kept(page, table="conversations"):
+    """All rows of a table of the browser's database."""
+    return page.evaluate(
+        """(table) => new Promise((resolve) => {
+          indexedDB.open("tilewright").onsuccess = ({ target: { result: database } }) => {
+            database.transaction(table).objectStore(table).getAll().onsuccess = (event) => {
+              database.close();
+              resolve(event.target.result);
+            };
+          };
+        })""",
+        table,
+    )
+
+
+def until_kept(page, table, condition):
+    """Returns when what the browser keeps in a table is as it should be."""
+    ends_s = time.monotonic() + TIMEOUT_MS / 1000
+    while not condition(rows := kept(page, table)):
+        assert time.monotonic() < ends_s, f"{table} has {rows} after {TIMEOUT_MS} ms"
         page.wait_for_timeout(20)
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from clips import write_clip
 from conftest import ScriptedBackend, serving
-from page_browser import answers, hand_over, png, send, until, wait_until_done
+from page_browser import answers, hand_over, png, send, until, until_kept, wait_until_done
 from PIL import Image
 
 from tilewright import embedded
@@ -256,7 +256,7 @@ def test_a_reload_keeps_conversations_files_and_drafts(scripted, visits):
     wait_until_done(page)
     page.locator("#question").fill("and this draft")
     hand_over(page, "drop", png(colour="blue"), "draft.png")
-    page.locator(".tray img").wait_for()
+    until_kept(page, "drafts", lambda rows: any(row["attachments"] for row in rows))
     page.reload()
     page.locator(".tray img").wait_for()
     assert page.locator("#question").input_value() == "and this draft"

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from page_browser import answers, hand_over, png, send, until, wait_until_done
+from page_browser import answers, hand_over, kept, png, send, until, until_kept, wait_until_done
 
 from tilewright.server import remote
 from tilewright.server.backend import EngineUnavailable
@@ -19,6 +19,18 @@ SLOW_PICTURES = """
     await isOpen;
     window.bitmap = await read(file);
     return window.bitmap;
+  };
+"""
+# What the browser keeps of conversations and drafts is read when the test says so.
+SLOW_STORE = """
+  const get = IDBObjectStore.prototype.get;
+  const isRead = new Promise((resolve) => (window.openStore = resolve));
+  IDBObjectStore.prototype.get = function (key) {
+    if (!["conversations", "drafts"].includes(this.name)) return get.call(this, key);
+    const request = get.call(this, key);
+    const late = {};
+    request.onsuccess = () => isRead.then(() => late.onsuccess(Object.assign(late, { result: request.result })));
+    return late;
   };
 """
 FULL = """
@@ -40,21 +52,6 @@ def first_piece_came(page, index=0):
     until(page, f"document.querySelectorAll('.markdown')[{index}]?.textContent === 'Hello'")
 
 
-def kept(page, table="conversations"):
-    """All rows of a table of the browser's database."""
-    return page.evaluate(
-        """(table) => new Promise((resolve) => {
-          indexedDB.open("tilewright").onsuccess = ({ target: { result: database } }) => {
-            database.transaction(table).objectStore(table).getAll().onsuccess = (event) => {
-              database.close();
-              resolve(event.target.result);
-            };
-          };
-        })""",
-        table,
-    )
-
-
 def other_tab(visits, page, url):
     tab = page.context.new_page()
     visits.watch(tab, url)
@@ -69,8 +66,8 @@ def test_an_address_keeps_no_model_away(scripted, visits):
     send(page, "Nest")
     wait_until_done(page)
     page.reload()
+    answers(page).wait_for()
     until(page, "document.querySelector('#model').value")
-    assert answers(page).count() == 1
     page.evaluate(
         """() => new Promise((resolve) => {
           indexedDB.open("tilewright").onsuccess = ({ target: { result: database } }) => {
@@ -81,7 +78,7 @@ def test_an_address_keeps_no_model_away(scripted, visits):
         })"""
     )
     page.goto(running.url + "/?c=broken")
-    page.get_by_text("The conversation of this address cannot be shown").wait_for()
+    page.get_by_text("This conversation cannot be shown").wait_for()
     until(page, "document.querySelector('#model').value")
 
 
@@ -300,15 +297,69 @@ def test_the_list_stays_under_the_hand_while_an_answer_comes(held, visits):
     page.get_by_role("button", name="First", exact=True).click()
     send(page, "More")  # it goes to the top of the list
     first_piece_came(page, 1)
+    until(page, "document.querySelector('.conversations .title').textContent === 'First'")
     page.get_by_role("button", name="First", exact=True).focus()
     page.evaluate("window.focused = document.activeElement")
     page.evaluate("tablesRead.length = 0")
     page.wait_for_timeout(1100)  # what came is kept once a second
     backend.release()
     wait_until_done(page, 2)
-    until(page, "document.querySelector('.conversations .title').textContent === 'First'")
+    until(page, "tablesRead.length")
     assert page.evaluate("document.activeElement === focused && focused.textContent") == "First"
     assert page.evaluate("tablesRead") == ["titles"]  # once, at the end
+
+
+def test_haste_does_not_outrun_the_browsers_store(scripted, visits):
+    running, backend = scripted()
+    page = visits.open(running.url, store_delay_ms=400)
+    for text in ("First", "Second"):
+        send(page, text)
+        wait_until_done(page)
+        page.get_by_role("button", name=text, exact=True).wait_for()
+        page.keyboard.press("Control+Shift+O")
+        page.keyboard.type("x")  # the focus is there already
+        page.keyboard.press("Backspace")
+    second, first = page.locator(".conversations .title").all()
+    first.click()
+    page.keyboard.type("More")
+    page.keyboard.press("Enter")  # sent when its conversation is there, and to no other
+    wait_until_done(page, 2)
+    assert page.evaluate(BUBBLES) == ["First", "More"]
+    assert [message["content"] for message in backend.asked[-1].messages] == ["First", "Hello there", "More"]
+    page.get_by_role("button", name="Second", exact=True).click()
+    page.get_by_role("button", name="First", exact=True).click()
+    until(page, "document.querySelectorAll('.bubble').length === 2")
+    page.get_by_role("button", name="Second", exact=True).click()
+    page.go_back()  # before anything of it is read
+    until(page, "document.querySelectorAll('.bubble').length === 2")
+    page.wait_for_timeout(900)
+    assert page.evaluate(BUBBLES) == ["First", "More"] and page.title() == "First · Tilewright"
+
+
+def test_a_draft_that_comes_late_is_not_lost(scripted, visits):
+    running, backend = scripted()
+    page = visits.open(running.url)
+    page.locator("#question").fill("Half written")
+    until_kept(page, "drafts", lambda rows: [row["text"] for row in rows] == ["Half written"])
+    page.add_init_script(SLOW_STORE)
+    page.reload()
+    until(page, "document.querySelector('#model').value")
+    send(page, "In haste")
+    page.evaluate("openStore()")
+    until(page, "document.querySelector('#question').value === 'Half written'")
+    wait_until_done(page)
+    assert backend.asked[0].messages[0]["content"] == "In haste"
+    until_kept(page, "drafts", lambda rows: [row["text"] for row in rows] == ["Half written"])
+
+
+def test_a_conversation_that_is_gone_leaves_what_was_written_for_it(scripted, visits):
+    running, backend = scripted()
+    page = visits.open(running.url, path="/?c=gone", scripts=[SLOW_STORE])
+    send(page, "Is it there?")
+    page.evaluate("openStore()")
+    page.locator(".welcome").wait_for()
+    assert page.locator("#question").input_value() == "Is it there?" and not backend.asked
+    assert page.evaluate("location.search") == ""
 
 
 def test_what_an_older_page_kept_is_listed(scripted, visits):

@@ -2,7 +2,7 @@
 
 import { Api, ApiError, Unreachable, keyProblem } from "./api.js";
 import { Connection } from "./connection.js";
-import { newConversation, titleOf } from "./conversation.js";
+import { comingConversation, hasBegun, newConversation, titleOf } from "./conversation.js";
 import { askDialog } from "./dialogs.js";
 import { byId, element } from "./dom.js";
 import { PANES } from "./panes.js";
@@ -50,12 +50,7 @@ class App {
   async start() {
     this.pane.focus(); // at once: what the browser keeps is read meanwhile, and nobody waits for it to type
     const loading = this.loadModels(); // whatever the address leads to
-    try {
-      await this.openFromUrl();
-    } catch (error) {
-      await this.pane.show(newConversation());
-      this.pane.tell(`The conversation of this address cannot be shown: ${error.message}`);
-    }
+    await this.openFromUrl();
     const { problem } = this.store;
     if (problem)
       this.pane.tell(`This browser keeps nothing for this page (${problem}): a reload loses the conversations.`);
@@ -117,7 +112,8 @@ class App {
 
   async listChanged() {
     const { conversation } = this.pane;
-    document.title = conversation.messages.length ? `${titleOf(conversation)} · Tilewright` : "Tilewright";
+    if (!conversation.isComing)
+      document.title = hasBegun(conversation) ? `${titleOf(conversation)} · Tilewright` : "Tilewright";
     this.sidebar.show(await this.kept(() => this.store.titles(), []), conversation.id);
   }
 
@@ -132,7 +128,7 @@ class App {
 
   // A conversation that began has its address from then on.
   opened(conversation) {
-    const query = conversation.messages.length ? `?c=${conversation.id}` : "";
+    const query = hasBegun(conversation) ? `?c=${conversation.id}` : "";
     if (location.search !== query) history.pushState(null, "", query || location.pathname);
     this.listChanged();
   }
@@ -140,30 +136,57 @@ class App {
   // By the browser's own buttons, or a link within the page: that leads to what is open already.
   async urlChanged() {
     const { conversation } = this.pane;
-    if (idOfUrl() !== (conversation.messages.length ? conversation.id : null)) await this.openFromUrl();
+    if (idOfUrl() !== (hasBegun(conversation) ? conversation.id : null)) await this.openFromUrl();
   }
 
   async openFromUrl() {
     const id = idOfUrl();
-    const conversation = id ? await this.kept(() => this.store.conversation(id), null) : null;
-    if (id && !conversation) history.replaceState(null, "", location.pathname);
-    await this.pane.show(conversation ?? newConversation());
+    const conversation = id ? comingConversation(id) : newConversation();
+    this.pane.show(conversation);
+    if (id) await this.fill(conversation);
     await this.listChanged();
   }
 
   async open(id) {
-    const conversation = await this.kept(() => this.store.conversation(id), null);
-    if (conversation) await this.show(conversation);
+    const conversation = comingConversation(id);
+    this.show(conversation);
+    await this.fill(conversation);
+    await this.listChanged();
   }
 
   create() {
     this.show(newConversation());
   }
 
-  async show(conversation) {
-    await this.pane.show(conversation);
+  // All of it at once: who opens something may write, send, or go on or back before the browser has read anything.
+  show(conversation) {
+    this.pane.show(conversation);
     this.opened(conversation);
     this.pane.focus();
+  }
+
+  // Puts what is kept in the place of a conversation that is coming, unless something else was opened meanwhile.
+  async fill(coming) {
+    let problem = null;
+    try {
+      const kept = await this.store.conversation(coming.id);
+      if (this.pane.conversation !== coming) return;
+      if (kept) {
+        this.pane.showMessages(kept);
+        return;
+      }
+    } catch (error) {
+      if (this.pane.conversation.id !== coming.id) return;
+      problem = `This conversation cannot be shown: ${error.message}`;
+    }
+    this.leave();
+    this.pane.tell(problem);
+  }
+
+  // The open conversation is not there any more.
+  leave() {
+    this.pane.replace();
+    history.replaceState(null, "", location.pathname);
   }
 
   async rename(id, title) {
@@ -191,16 +214,17 @@ class App {
     const { conversation, composer } = this.pane;
     const isOpen = id === conversation.id;
     if (change === "deleted") await this.gone(id);
-    else if (change === "changed" && isOpen && !this.pane.isBusy) await this.look(conversation);
+    else if (change === "changed" && isOpen) await this.look(id);
     // One draft is kept per conversation: the other tab may have put its own in the place of what is written here.
     if (!composer.isEmpty) composer.keep();
     this.listChanged();
   }
 
-  // Shows what is kept of the open conversation.
-  async look(conversation) {
-    const kept = await this.kept(() => this.store.conversation(conversation.id), null);
-    if (!kept || this.pane.conversation !== conversation || this.pane.isBusy) return;
+  // Shows what is kept of a conversation, if that is open then and at rest.
+  async look(id) {
+    const kept = await this.kept(() => this.store.conversation(id), null);
+    const { conversation, isBusy } = this.pane;
+    if (!kept || conversation.id !== id || conversation.isComing || isBusy) return;
     conversation.title = kept.title;
     this.pane.adopt(kept.messages);
   }
@@ -211,8 +235,7 @@ class App {
     else this.pane.drop(id);
     const { conversation } = this.pane;
     if (!conversation.messages.length || (id !== null && id !== conversation.id)) return;
-    await this.pane.replace();
-    history.replaceState(null, "", location.pathname);
+    this.leave();
     this.listChanged();
   }
 }

@@ -3,7 +3,15 @@
 import { Answering } from "./answering.js";
 import { KINDS, kindsOf, sizeText } from "./attachments.js";
 import { Composer } from "./composer.js";
-import { encodedBytes, isUnderWay, newAnswer, newConversation, newQuestion, requestMessages } from "./conversation.js";
+import {
+  encodedBytes,
+  hasBegun,
+  isUnderWay,
+  newAnswer,
+  newConversation,
+  newQuestion,
+  requestMessages,
+} from "./conversation.js";
 import { element, icon, iconButton } from "./dom.js";
 import { AnswerView, QuestionView } from "./message_views.js";
 import { Scroller } from "./scroller.js";
@@ -53,11 +61,12 @@ export class ChatPane {
   }
 
   // Shows a conversation, with its draft.
-  async show(conversation) {
+  show(conversation) {
+    this.composer.load(hasBegun(conversation) ? conversation.id : "new");
     this.showMessages(conversation);
-    await this.composer.load(this.conversation.messages.length ? this.conversation.id : "new");
   }
 
+  // Shows a conversation beside what is being written.
   showMessages(conversation) {
     this.conversation = this.underWay.get(conversation.id)?.conversation ?? conversation;
     settle(this.conversation, this.underWay.has(conversation.id));
@@ -69,6 +78,7 @@ export class ChatPane {
     this.composer.setBusy(this.isBusy);
     if (this.conversation.messages.length) this.scroller.toEnd();
     else this.scroller.toTop();
+    this.composer.setHeld(Boolean(this.conversation.isComing));
   }
 
   // Shows the messages that other tabs made of the open conversation, from the first that differs; what is being written
@@ -91,10 +101,10 @@ export class ChatPane {
     this.scroller.follow();
   }
 
-  // The open conversation was deleted in another tab: an empty one takes its place, with what was being written.
-  async replace() {
+  // The open conversation is not there any more: an empty one takes its place, with what was being written.
+  replace() {
     if (this.composer.isEmpty) {
-      await this.show(newConversation());
+      this.show(newConversation());
       return;
     }
     this.composer.moveDraft("new");
@@ -107,7 +117,7 @@ export class ChatPane {
 
   modelChanged() {
     this.composer.showModel();
-    if (!this.conversation.messages.length) this.changedMessages();
+    if (!hasBegun(this.conversation)) this.changedMessages();
   }
 
   // Says something above the question; null takes it away.
@@ -310,8 +320,9 @@ export class ChatPane {
       this.views.get(message.id).setLast(isLast && !this.isBusy);
     }
     this.column.querySelector(".welcome")?.remove();
-    this.column.classList.toggle("empty", !messages.length);
-    if (!messages.length) this.column.append(welcomeNode(this.app.model(), { ask: (asked) => this.askWith(asked) }));
+    const isEmpty = !hasBegun(this.conversation);
+    this.column.classList.toggle("empty", isEmpty);
+    if (isEmpty) this.column.append(welcomeNode(this.app.model(), { ask: (asked) => this.askWith(asked) }));
   }
 }
 

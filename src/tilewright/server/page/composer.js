@@ -14,6 +14,7 @@ export class Composer {
     this.draft = newDraft("new");
     this.reading = new Set(); // drafts that wait for their files, shown or not
     this.isBusy = false;
+    this.isHeld = false;
     this.build();
     this.listen();
   }
@@ -126,13 +127,20 @@ export class Composer {
     this.update();
   }
 
+  // While the conversation that a question goes to is coming, the question waits.
+  setHeld(isHeld) {
+    this.isHeld = isHeld;
+    this.sendIfReady();
+  }
+
   update() {
     const label = this.isBusy ? "Stop" : "Send";
     this.sendButton.replaceChildren(icon(this.isBusy ? "stop" : "send"));
     this.sendButton.setAttribute("aria-label", label);
     this.sendButton.title = label;
     this.sendButton.disabled = !this.isBusy && (this.isEmpty || !this.host.model() || this.draft.isSending);
-    this.hint.textContent = this.draft.isSending ? "sent when its files are read" : this.isTextOnly ? "text only" : "";
+    const isWaiting = this.draft.isSending && this.draft.unread.length > 0;
+    this.hint.textContent = isWaiting ? "sent when its files are read" : this.isTextOnly ? "text only" : "";
     this.text.style.height = "auto";
     this.text.style.height = `${Math.min(this.text.scrollHeight, innerHeight * MAX_HEIGHT)}px`;
   }
@@ -161,7 +169,7 @@ export class Composer {
     if (!kept || draft !== this.draft) return; // there is none, or another one was opened meanwhile
     draft.text = kept.text + draft.text;
     draft.attachments = [...kept.attachments, ...draft.attachments];
-    if (draft.id !== id) this.keep(); // its conversation began meanwhile
+    this.keep(); // what was written meanwhile was kept in its place
     this.show();
   }
 
@@ -207,9 +215,7 @@ export class Composer {
     this.keep(draft);
     if (draft !== this.draft) return;
     this.showFiles();
-    if (!draft.isSending || draft.unread.length) return;
-    draft.isSending = false;
-    this.send();
+    this.sendIfReady();
   }
 
   // Forgets the files that are still being read for a conversation that is deleted; without an id, for all.
@@ -217,10 +223,11 @@ export class Composer {
     for (const draft of this.reading) if (id === null || draft.id === id) draft.isDropped = true;
   }
 
-  // What is written belongs to another conversation from now on: one that has just begun, or none yet.
+  // What is written belongs to another conversation from now on: one that has just begun, or none yet. It is not sent
+  // there by itself.
   moveDraft(id) {
     this.keep(newDraft(this.draft.id));
-    Object.assign(this.draft, { id, isDropped: false });
+    Object.assign(this.draft, { id, isDropped: false, isSending: false });
     this.keep();
   }
 
@@ -248,21 +255,28 @@ export class Composer {
     this.text.focus();
   }
 
-  // Sends what is written; if files of it are still being read, as soon as they are.
+  // Sends what is written; if it has to wait for its conversation or its files, as soon as they are there.
   send() {
     const { draft } = this;
     if (this.isEmpty || this.isBusy || !this.host.model()) return;
-    draft.isSending = draft.unread.length > 0;
+    draft.isSending = this.isHeld || draft.unread.length > 0;
     if (draft.isSending) {
       this.update();
       return;
     }
-    this.draft = newDraft(draft.id);
     const text = this.text.value.trim();
-    this.text.value = "";
-    this.showFiles();
+    const { attachments } = draft;
+    Object.assign(draft, { text: "", attachments: [] }); // the same one: what is kept of it may still be on its way
+    this.show();
     this.keep();
-    this.host.send({ text, attachments: draft.attachments });
+    this.host.send({ text, attachments });
+  }
+
+  sendIfReady() {
+    const { draft } = this;
+    if (!draft.isSending || this.isHeld || draft.unread.length) return;
+    draft.isSending = false;
+    this.send();
   }
 }
 

@@ -9,6 +9,16 @@ export function newConversation() {
   return { id: randomId(), title: "", changedAt: Date.now(), messages: [] };
 }
 
+// Stands in for one while the browser is asked for it: what is written and sent meanwhile goes to it.
+export function comingConversation(id) {
+  return { ...newConversation(), id, isComing: true };
+}
+
+// Whether it is more than an empty one, and so has an address and a draft of its own.
+export function hasBegun({ messages, isComing }) {
+  return Boolean(isComing || messages.length);
+}
+
 export function newQuestion({ text, attachments }) {
   return { id: randomId(), role: "user", text, attachments };
 }
