@@ -158,6 +158,22 @@ def test_pictures_have_the_size_that_was_asked_for(size):
         assert lesson.asks
 
 
+def test_scattered_labels_are_all_asked_for_by_their_names():
+    lessons = [text_lesson(Random(seed), 256, 256, 9) for seed in range(60)]
+    of_labels = [lesson for lesson in lessons if sum(ask.kind == "find" for ask in lesson.asks) > 2]
+    assert len(of_labels) >= 8  # a quarter of those that are of texts alone
+    for lesson in of_labels:
+        colour_of = {
+            ask.question.split('"')[1]: ask.answer for ask in lesson.asks if ask.answer.startswith("The text is")
+        }
+        assert len(colour_of) >= 2
+        for ask in lesson.asks:
+            if ask.kind == "read" and ask.question.startswith("Read the ") and ask.answer.startswith("It says"):
+                name = ask.answer.split('"')[1]
+                colour = ask.question.split()[2]
+                assert colour in ("top", "bottom", "text.") or colour_of[name] == f"The text is {colour}."
+
+
 def test_a_batch_is_learned_by_heart(folder, encoder):
     network = Network(small_network(folder).config)
     optimisers = make_optimisers(network, "muon", 3e-3, 0.0, False)

@@ -319,8 +319,7 @@ def test_haste_does_not_outrun_the_browsers_store(scripted, visits):
         page.keyboard.press("Control+Shift+O")
         page.keyboard.type("x")  # the focus is there already
         page.keyboard.press("Backspace")
-    second, first = page.locator(".conversations .title").all()
-    first.click()
+    page.get_by_role("button", name="First", exact=True).click()
     page.keyboard.type("More")
     page.keyboard.press("Enter")  # sent when its conversation is there, and to no other
     wait_until_done(page, 2)

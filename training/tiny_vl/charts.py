@@ -6,18 +6,14 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from training.tiny_vl.lesson import CANNOT_SEE, Ask, Lesson, any_of, describing, listed
+from training.tiny_vl.lesson import CANNOT_SEE, Ask, Lesson, any_of, describing
 from training.tiny_vl.lettering import font, font_paths, letter_mask
 from training.tiny_vl.shapes import COLOURS, jitter, shade
+from training.tiny_vl.words import LETTERS, SHORT_WORDS
 
 HIGHEST = 10
 NARROW = 224  # pixels: words below the bars of a narrower chart would be too small to read
 BAR_COLOURS = [colour for colour in COLOURS if colour not in ("white", "black", "grey")]
-LETTERS = "ABCDEFGHKLMNPRSTXYZ"
-SHORT_WORDS = listed("""
-    tea milk rice corn oats figs nuts beans plums pears eggs salt Mon Tue Wed Thu Fri Sat Sun Jan Feb Mar Apr
-    May Jun Jul Aug Sep Oct Nov Dec Ann Bob Cat Dan Eve Ian Kim Leo Mia Tom cats dogs cows pigs hens bees
-""")
 
 
 def chart_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:

@@ -58,12 +58,12 @@ def shape_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
 
 
 def picture_lesson(rng: Random, width: int, height: int, num_asks: int, photos: Path | None = None) -> Lesson:
-    """One picture: writing most often, since reading is what takes longest to learn."""
+    """One picture: writing and charts most often, since reading and finding are what takes longest to learn."""
     way = rng.random()
     if way < 0.03:
         return photo_lesson(rng, width, height, num_asks, photos)
     make: Callable[[Random, int, int, int], Lesson]
-    make = text_lesson if way < 0.45 else shape_lesson if way < 0.75 else chart_lesson
+    make = text_lesson if way < 0.4 else shape_lesson if way < 0.65 else chart_lesson
     return make(rng, width, height, num_asks)
 
 

@@ -11,7 +11,7 @@ from training.tiny_vl.ask_shapes import ask_about
 from training.tiny_vl.lesson import CANNOT_SEE, Ask, Lesson, any_of, describing, joined
 from training.tiny_vl.lettering import Line, random_line
 from training.tiny_vl.shapes import COLOURS, KINDS, Scene, Shape, jitter, random_scene, shade
-from training.tiny_vl.words import is_number, random_text
+from training.tiny_vl.words import LETTERS, SHORT_WORDS, is_number, random_text
 
 
 def text_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
@@ -20,19 +20,34 @@ def text_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
         return _text_beside_shapes(rng, width, height, num_asks)
     background = "white" if rng.random() < 0.35 else rng.choice(tuple(COLOURS))
     picture = Image.new("RGB", (width, height), shade(background, jitter(rng)))
+    # Letters and short words teach to find what a question names, which charts then build on.
+    is_of_labels = rng.random() < 0.25
     lines: list[Line] = []
-    for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))):
-        line = random_line(rng, picture, random_text(rng), background, lines)
+    for text in _labels(rng) if is_of_labels else _texts(rng):
+        line = random_line(rng, picture, text, background, lines)
         if line is not None:
             lines.append(line)
     if not lines:
         return text_lesson(rng, width, height, num_asks)
     asks = _read_one(rng, lines[0]) if len(lines) == 1 else _read_some(rng, lines)
-    asks += _find(rng, lines)
     asks.append(_refuse(rng, lines))
     if rng.random() < 0.4:
         asks += _other_asks(rng, lines, background)
+    found = _find(rng, lines)
+    if not is_of_labels:
+        asks += found[:2]
+    rng.shuffle(asks)
+    if is_of_labels:
+        asks = [*found, *asks]
     return Lesson((picture,), tuple(asks[:num_asks]))
+
+
+def _texts(rng: Random) -> list[str]:
+    return [random_text(rng) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4)))]
+
+
+def _labels(rng: Random) -> list[str]:
+    return rng.sample(LETTERS if rng.random() < 0.5 else SHORT_WORDS, rng.randint(2, 5))
 
 
 def _text_beside_shapes(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
@@ -157,11 +172,12 @@ def _find(rng: Random, lines: list[Line]) -> list[Ask]:
         )
         asks.append(Ask("find", question, answer))
     if len(lines) > 1 and len(texts) == len(lines):
-        word = any_of(rng, "colour", "color")
-        question = any_of(rng, f'What {word} is the text "{line.text}"?', f'What {word} is "{line.text}"?')
-        asks.append(Ask("find", question, f"The text is {line.colour}."))
+        for one in lines:
+            word = any_of(rng, "colour", "color")
+            question = any_of(rng, f'What {word} is the text "{one.text}"?', f'What {word} is "{one.text}"?')
+            asks.append(Ask("find", question, f"The text is {one.colour}."))
     rng.shuffle(asks)
-    return asks[:2]
+    return asks
 
 
 def _colour_of(rng: Random, line: Line) -> Ask:

@@ -37,6 +37,12 @@ WORDS = listed("""
     video view village violet vision vivid volcano voyage walnut warm water wave west whale wheat wheel white
     wild willow wind window winter wizard wolf wood world yard yellow young zebra zero zone
 """)
+# What stands below bars: letters that no turn makes another one, and words that fit there.
+LETTERS = tuple("ABCDEFGHKLMNPRSTXYZ")
+SHORT_WORDS = listed("""
+    tea milk rice corn oats figs nuts beans plums pears eggs salt Mon Tue Wed Thu Fri Sat Sun Jan Feb Mar Apr
+    May Jun Jul Aug Sep Oct Nov Dec Ann Bob Cat Dan Eve Ian Kim Leo Mia Tom cats dogs cows pigs hens bees
+""")
 ONSETS = listed("""
     b c d f g h j k l m n p r s t v w z br ch cl cr dr fl fr gl gr pl pr sh sl sp st th tr
 """)
