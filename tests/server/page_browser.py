@@ -28,7 +28,7 @@ FLAGS = (
     "--disable-component-update",
 )
 TIMEOUT_MS = 15_000
-SLOW_STORE = "TILEWRIGHT_TEST_SLOW_STORE_MS"  # what the browser keeps comes so late in all tests: haste shows by that
+STORE_DELAY = "TILEWRIGHT_TEST_SLOW_STORE_MS"  # what the browser keeps comes so late in all tests: haste shows by that
 
 
 @contextlib.contextmanager
@@ -59,12 +59,12 @@ class Visits:
         self.expected = []  # parts of what the console may say: browsers log each refused request as an error
 
     def open(self, url, *, wait=True, path="/", scripts=(), store_delay_ms=None, **options):
-        """A page that shows `url`; with `wait`, when the model is known. The browser's store is that late."""
+        """A page that shows `url`; with `wait`, when the model is known. What the browser keeps comes late."""
         context = self._browser.new_context(**{"viewport": {"width": 1000, "height": 700}, **options})
         self._contexts.append(context)
         for script in scripts:
             context.add_init_script(script)
-        delay_store(context, int(os.environ.get(SLOW_STORE, "0")) if store_delay_ms is None else store_delay_ms)
+        delay_store(context, int(os.environ.get(STORE_DELAY, "0")) if store_delay_ms is None else store_delay_ms)
         page = context.new_page()
         page.set_default_timeout(TIMEOUT_MS)
         self.watch(page, url)
@@ -179,12 +179,17 @@ def answers(page):
     return page.locator(".answer")
 
 
-def until(page, expression, argument=None):
-    """Returns when an expression holds. Playwright's own waiting needs eval within the page, which is forbidden."""
+def wait_for(page, holds, told):
+    """Returns when `holds()`. Playwright's own waiting needs eval within the page, which is forbidden."""
     ends_s = time.monotonic() + TIMEOUT_MS / 1000
-    while not page.evaluate(expression, argument):
-        assert time.monotonic() < ends_s, f"{expression} does not hold after {TIMEOUT_MS} ms"
+    while not holds():
+        assert time.monotonic() < ends_s, f"{told} does not hold after {TIMEOUT_MS} ms"
         page.wait_for_timeout(20)
+
+
+def until(page, expression, argument=None):
+    """Returns when an expression holds in the page."""
+    wait_for(page, lambda: page.evaluate(expression, argument), expression)
 
 
 def kept(page, table="conversations"):
@@ -203,11 +208,8 @@ def kept(page, table="conversations"):
 
 
 def until_kept(page, table, condition):
-    """Returns when what the browser keeps in a table is as it should be."""
-    ends_s = time.monotonic() + TIMEOUT_MS / 1000
-    while not condition(rows := kept(page, table)):
-        assert time.monotonic() < ends_s, f"{table} has {rows} after {TIMEOUT_MS} ms"
-        page.wait_for_timeout(20)
+    """Returns when a condition holds for the rows that the browser keeps in a table."""
+    wait_for(page, lambda: condition(kept(page, table)), f"what was said of {table}")
 
 
 def wait_until_done(page, count=1):

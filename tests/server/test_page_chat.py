@@ -256,6 +256,7 @@ def test_a_reload_keeps_conversations_files_and_drafts(scripted, visits):
     wait_until_done(page)
     page.locator("#question").fill("and this draft")
     hand_over(page, "drop", png(colour="blue"), "draft.png")
+    page.locator(".tray img").wait_for()
     until_kept(page, "drafts", lambda rows: any(row["attachments"] for row in rows))
     page.reload()
     page.locator(".tray img").wait_for()

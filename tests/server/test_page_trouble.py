@@ -68,6 +68,7 @@ def test_an_address_keeps_no_model_away(scripted, visits):
     page.reload()
     answers(page).wait_for()
     until(page, "document.querySelector('#model').value")
+    assert answers(page).count() == 1
     page.evaluate(
         """() => new Promise((resolve) => {
           indexedDB.open("tilewright").onsuccess = ({ target: { result: database } }) => {
@@ -305,6 +306,7 @@ def test_the_list_stays_under_the_hand_while_an_answer_comes(held, visits):
     backend.release()
     wait_until_done(page, 2)
     until(page, "tablesRead.length")
+    until(page, "document.querySelector('.conversations .title').textContent === 'First'")
     assert page.evaluate("document.activeElement === focused && focused.textContent") == "First"
     assert page.evaluate("tablesRead") == ["titles"]  # once, at the end
 

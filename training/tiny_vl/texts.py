@@ -34,12 +34,9 @@ def text_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
     if rng.random() < 0.4:
         asks += _other_asks(rng, lines, background)
     found = _find(rng, lines)
-    if not is_of_labels:
-        asks += found[:2]
-    rng.shuffle(asks)
-    if is_of_labels:
-        asks = [*found, *asks]
-    return Lesson((picture,), tuple(asks[:num_asks]))
+    first, others = (found, asks) if is_of_labels else ([], [*asks, *found[:2]])
+    rng.shuffle(others)
+    return Lesson((picture,), tuple([*first, *others][:num_asks]))
 
 
 def _texts(rng: Random) -> list[str]:
@@ -147,13 +144,12 @@ def _read_some(rng: Random, lines: list[Line]) -> list[Ask]:
                 rng, f"What does the {words} text say?", f"Read the {words} line.", f"What is written at the {words}?"
             )
             asks.append(Ask("read", question, f'It says "{line.text}".'))
-    rng.shuffle(asks)
     if len(lines) <= 3 and len({line.text for line in lines}) == len(lines):
         gaps = [b.top + b.bottom - a.top - a.bottom for a, b in pairwise(by_height)]
         if min(gaps) > 30:
             question = any_of(rng, "Read all the text.", "What does it say?", "What is written here?", "Read the text.")
             quoted = [f'"{line.text}"' for line in by_height]
-            asks.insert(0, Ask("read", question, f"It says {joined(quoted)}."))
+            asks.append(Ask("read", question, f"It says {joined(quoted)}."))
     question = any_of(rng, "How many texts are there?", "How many words are there?", "How many words do you see?")
     asks.append(Ask("count", question, f"There are {len(lines)}."))
     return asks

@@ -37,7 +37,7 @@ WORDS = listed("""
     video view village violet vision vivid volcano voyage walnut warm water wave west whale wheat wheel white
     wild willow wind window winter wizard wolf wood world yard yellow young zebra zero zone
 """)
-# What stands below bars: letters that no turn makes another one, and words that fit there.
+# What stands below bars: letters that are not easily taken for one another, and words that fit there.
 LETTERS = tuple("ABCDEFGHKLMNPRSTXYZ")
 SHORT_WORDS = listed("""
     tea milk rice corn oats figs nuts beans plums pears eggs salt Mon Tue Wed Thu Fri Sat Sun Jan Feb Mar Apr

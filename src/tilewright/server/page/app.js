@@ -111,10 +111,15 @@ class App {
   }
 
   async listChanged() {
+    this.showTitle();
+    const { id } = this.pane.conversation;
+    this.sidebar.show(await this.kept(() => this.store.titles(), []), id);
+  }
+
+  showTitle() {
     const { conversation } = this.pane;
-    if (!conversation.isComing)
-      document.title = hasBegun(conversation) ? `${titleOf(conversation)} · Tilewright` : "Tilewright";
-    this.sidebar.show(await this.kept(() => this.store.titles(), []), conversation.id);
+    if (conversation.isComing) return; // it has none yet
+    document.title = hasBegun(conversation) ? `${titleOf(conversation)} · Tilewright` : "Tilewright";
   }
 
   async kept(use, otherwise) {
@@ -143,15 +148,14 @@ class App {
     const id = idOfUrl();
     const conversation = id ? comingConversation(id) : newConversation();
     this.pane.show(conversation);
+    this.listChanged();
     if (id) await this.fill(conversation);
-    await this.listChanged();
   }
 
   async open(id) {
     const conversation = comingConversation(id);
     this.show(conversation);
     await this.fill(conversation);
-    await this.listChanged();
   }
 
   create() {
@@ -173,6 +177,7 @@ class App {
       if (this.pane.conversation !== coming) return;
       if (kept) {
         this.pane.showMessages(kept);
+        this.showTitle();
         return;
       }
     } catch (error) {
@@ -187,6 +192,7 @@ class App {
   leave() {
     this.pane.replace();
     history.replaceState(null, "", location.pathname);
+    this.listChanged();
   }
 
   async rename(id, title) {
@@ -236,7 +242,6 @@ class App {
     const { conversation } = this.pane;
     if (!conversation.messages.length || (id !== null && id !== conversation.id)) return;
     this.leave();
-    this.listChanged();
   }
 }
 
