@@ -57,7 +57,7 @@ def test_three_questions_about_the_bundled_picture(engine, capsys):
     head, *blocks = captured.out.split("\n\n")
     name, path = head.split("\n")
     assert name.startswith(f"{embedded.MODEL_NAME} ready in ")
-    assert path == f"{embedded.DEMO_PICTURE} 256x256"
+    assert path == f"{embedded.DEMO_PICTURE} 512x512"
     assert len(blocks) == 3
     for block, question in zip(blocks, demo.QUESTIONS, strict=True):
         text = answered(engine, embedded.DEMO_PICTURE, question)

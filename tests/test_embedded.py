@@ -191,7 +191,7 @@ def test_wheel_and_sdist_carry_it(stand_in, tmp_path):
 
 def test_the_demo_picture_is_a_picture():
     with Image.open(embedded.DEMO_PICTURE) as picture:
-        assert picture.size == (256, 256) and picture.mode == "RGB"
+        assert picture.size == (512, 512) and picture.mode == "RGB"
 
 
 def test_a_process_that_names_none(stand_in, tmp_path):
