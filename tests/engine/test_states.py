@@ -487,17 +487,29 @@ def test_what_a_failed_step_has_written_is_not_found_again():
     check_nothing_is_held(core)
 
 
-def test_those_of_a_failed_step_that_stay_go_on_from_what_is_cached():
+def broken_media(inputs):
+    """The inputs, with media that cannot be read."""
+
     def unreadable():
         raise ValueError("no picture")
 
-    core = make_core(num_drafts=4, num_axes=2)
+    return dataclasses.replace(inputs, media=tuple(dataclasses.replace(m, load=unreadable) for m in inputs.media))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [1, (b"k" * 16, [3]), 2],
+        # The second medium comes a step later, and what is before it is less than a page: so far, no token is computed.
+        [1, (b"k" * 16, [1]), (b"l" * 16, [3]), 2],
+    ],
+)
+def test_those_of_a_failed_step_that_stay_go_on_from_what_is_cached(parts):
+    core = make_core(num_drafts=4, num_axes=2, max_encode_patches=1)
     (sequence,) = core.add("a", media_inputs([1, 2, 3] * 4), greedy(30))
     for _ in range(4):
         core.step()
-    inputs = media_inputs([1, (b"k" * 16, [3]), 2])
-    broken = dataclasses.replace(inputs, media=tuple(dataclasses.replace(m, load=unreadable) for m in inputs.media))
-    core.add("b", broken, greedy(3))
+    core.add("b", broken_media(media_inputs(parts)), greedy(3))
     core.runner.model.encode = lambda media: [medium.load() for medium in media]
     with pytest.raises(ValueError, match="no picture"):
         core.step()

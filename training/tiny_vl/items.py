@@ -30,7 +30,8 @@ SHARES = {
     "position": 110,
     "describe": 90,
     "size": 60,
-    "read": 200,
+    "read": 180,
+    "find": 20,
     "chart": 90,
     "two_pictures": 70,
     "clip": 70,
@@ -88,7 +89,7 @@ def _item(kind: str, rng: Random) -> Item:
 
 def _lesson_for(kind: str, rng: Random) -> Lesson:
     everything = 99
-    if kind == "read":
+    if kind in ("read", "find"):
         return text_lesson(rng, SIDE, SIDE, everything)
     if kind == "chart":
         return chart_lesson(rng, SIDE, SIDE, everything)

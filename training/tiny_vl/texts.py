@@ -148,16 +148,18 @@ def _find(rng: Random, lines: list[Line]) -> list[Ask]:
     """Whether a text is there, and which: the other way round from reading it."""
     texts = {line.text for line in lines}
     line, other = rng.choice(lines), random_text(rng)
+    while other.lower() in {text.lower() for text in texts}:
+        other = random_text(rng)
     asks = []
     for text in (line.text, other):
         question = any_of(
             rng, f'Does it say "{text}"?', f'Is "{text}" written there?', f'Do you see the text "{text}"?'
         )
-        asks.append(Ask("read", question, "Yes." if text in texts else "No."))
+        asks.append(Ask("find", question, "Yes." if text in texts else "No."))
     if len(lines) > 1 and len(texts) == len(lines):
         word = any_of(rng, "colour", "color")
         question = any_of(rng, f'What {word} is the text "{line.text}"?', f'What {word} is "{line.text}"?')
-        asks.append(Ask("read", question, f"The text is {line.colour}."))
+        asks.append(Ask("find", question, f"The text is {line.colour}."))
     rng.shuffle(asks)
     return asks[:2]
 

@@ -125,7 +125,7 @@ class EngineCore:
         ]
 
     def abandon_step(self) -> set[str]:
-        """The requests dropped because their step raised: those whose media cannot be read, if that was why.
+        """The requests dropped because their step raised: those that need media that cannot be read, if so.
 
         Otherwise all that were part of it, or all there are if it could not even be scheduled. Those that stay go on
         from where they were, or from what is cached of them in models with recurrent states.
@@ -133,8 +133,8 @@ class EngineCore:
         step, scheduler = self.step_under_way, self.scheduler
         sequences = [chunk.sequence for chunk in step.chunks] if step else scheduler.running + scheduler.waiting
         unreadable = {medium.key for medium in step.encode if not _is_readable(medium)} if step else set()
-        if unreadable:
-            sequences = [item for item in sequences if any(medium.key in unreadable for medium in item.inputs.media)]
+        if unreadable:  # of all that run: media are encoded for some that get no chunk yet
+            sequences = [item for item in scheduler.running if unreadable.intersection(item.pinned_keys)]
         request_ids = {sequence.request_id for sequence in sequences}
         for request_id in request_ids:
             scheduler.abort(request_id)
