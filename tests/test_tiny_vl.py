@@ -18,7 +18,7 @@ MAX_SHARD_BYTES = 16 * 10**6
 # (kinds, the least share of right answers): loose, as a group has only some tens of the hundred.
 FLOORS = {
     "shapes": ({"count", "colour", "position", "describe", "size"}, 0.85),
-    "reading": ({"read"}, 0.7),
+    "reading": ({"read", "find"}, 0.7),
     "charts, two pictures, clips": ({"chart", "two_pictures", "clip"}, 0.7),
     "refusals": ({"refusal"}, 0.8),
 }
