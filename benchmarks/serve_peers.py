@@ -89,7 +89,7 @@ class System:
 
 
 def ours(options: argparse.Namespace) -> System:
-    command = [sys.executable, "-m", "tilewright.cli", "serve", str(options.model), "--port", "{port}"]
+    command = [sys.executable, "-m", "tilewright", "serve", str(options.model), "--port", "{port}"]
     return System("ours", [*command, *shlex.split(options.ours_args)], {}, ("tilewright", "torch"))
 
 

@@ -143,7 +143,7 @@ def run_thread_server(options):
 def compare(options):
     sizes = ["--clients", str(options.clients), "--tokens", str(options.tokens)]
     me = [sys.executable, __file__, options.checkpoint, *sizes]
-    serve = [sys.executable, "-m", "tilewright.cli", "serve", options.checkpoint, "--port", "{port}"]
+    serve = [sys.executable, "-m", "tilewright", "serve", options.checkpoint, "--port", "{port}"]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         ways = {

@@ -391,7 +391,7 @@ def test_killed_three_times_nothing_is_lost_or_doubled(text_model, tmp_path):
     source = write(tmp_path / "in.jsonl", many(200))
     unkilled, output = tmp_path / "unkilled.jsonl", tmp_path / "out.jsonl"
     assert run(source, unkilled, text_model) == 1
-    command = [sys.executable, "-m", "tilewright.cli", "batch", str(source), str(output), "-m", text_model, *FLAGS]
+    command = [sys.executable, "-m", "tilewright", "batch", str(source), str(output), "-m", text_model, *FLAGS]
     environment = {**os.environ, "TILEWRIGHT_NUM_THREADS": "1"}
     choose = random.Random(7)
     num_lines = 0

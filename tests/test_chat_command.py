@@ -76,7 +76,7 @@ def test_dash_reads_standard_input(text_model, capsys, monkeypatch):
 
 
 def test_as_a_program(text_model):
-    command = [sys.executable, "-m", "tilewright.cli", "chat", "-", "-m", text_model, *FLAGS]
+    command = [sys.executable, "-m", "tilewright", "chat", "-", "-m", text_model, *FLAGS]
     done = subprocess.run(command, input=b"Hello", capture_output=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stdout.endswith(b"\n"), done.stderr
     assert b"8 tokens" in done.stderr
@@ -85,7 +85,7 @@ def test_as_a_program(text_model):
 def test_a_reader_that_leaves_is_no_error(text_model):
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "tilewright.cli", "chat", "Hello", "-m", text_model, *FLAGS]
+    command = [sys.executable, "-m", "tilewright", "chat", "Hello", "-m", text_model, *FLAGS]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
     os.close(write)
     assert done.returncode == 0 and b"Error" not in done.stderr, done.stderr

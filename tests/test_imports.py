@@ -8,6 +8,7 @@ from sources import PACKAGE, ROOT, cpp_files, imported_modules, parse, python_fi
 
 # Top to bottom. A part imports from lower rows and from itself, never from its own row or a higher one.
 LEVELS = [
+    ["__main__"],
     ["cli"],
     ["demo"],
     ["batch", "bench", "chat", "serve"],

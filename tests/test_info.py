@@ -11,7 +11,7 @@ from tilewright.ops.native import kernels
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tilewright.cli", *arguments]
+    command = [sys.executable, "-m", "tilewright", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 

@@ -109,7 +109,3 @@ def _run_info(options: argparse.Namespace) -> int:
     else:
         print(machine.as_text(described, measured))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

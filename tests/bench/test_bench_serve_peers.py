@@ -155,4 +155,4 @@ def test_vllms_command(peers):
     cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     assert system.environment["VLLM_CPU_OMP_THREADS_BIND"] == cpus
     ours = peers.ours(options).command
-    assert ours[1:] == ["-m", "tilewright.cli", "serve", "folder", "--port", "{port}"]
+    assert ours[1:] == ["-m", "tilewright", "serve", "folder", "--port", "{port}"]

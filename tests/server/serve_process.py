@@ -17,7 +17,7 @@ class ServerProcess:
 
     def __init__(self, model, *flags, max_file_bytes=resource.RLIM_INFINITY, **environment):
         named = [] if model is None else [str(model)]
-        command = [sys.executable, "-m", "tilewright.cli", "serve", *named, "--port", "0", "--kv-memory", "64MB"]
+        command = [sys.executable, "-m", "tilewright", "serve", *named, "--port", "0", "--kv-memory", "64MB"]
         self.process = subprocess.Popen(
             [*command, "--log-format", "json", *flags],
             stderr=subprocess.PIPE,

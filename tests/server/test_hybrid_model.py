@@ -156,7 +156,7 @@ def test_what_is_refused(client, message, words):
 
 
 def test_too_little_memory_is_told(folder):
-    command = [sys.executable, "-m", "tilewright.cli", "serve", str(folder), "--port", "0", "--kv-memory", "10KB"]
+    command = [sys.executable, "-m", "tilewright", "serve", str(folder), "--port", "0", "--kv-memory", "10KB"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and "the recurrent state of one sequence takes" in ended.stderr
     assert "Traceback" not in ended.stderr

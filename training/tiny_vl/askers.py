@@ -46,7 +46,7 @@ def of_server(url: str) -> Iterator[Ask]:
 @contextlib.contextmanager
 def of_own_server(model: Path, dtype: str) -> Iterator[Ask]:
     """Asks a `tilewright serve` that lives as long as this, on any free port of this machine."""
-    command = [sys.executable, "-m", "tilewright.cli", "serve", str(model), "--dtype", dtype, "--port", "0"]
+    command = [sys.executable, "-m", "tilewright", "serve", str(model), "--dtype", dtype, "--port", "0"]
     with subprocess.Popen([*command, "--log-format", "json"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
