@@ -55,6 +55,7 @@ def cores(draw):
         "max_sequences": max_sequences,
         "max_tokens_per_step": max_sequences + draw(st.sampled_from([0, 1, 6, 100])),
         "max_encode_patches": draw(st.sampled_from([1, 20, 1000])),
+        "max_encode_patches_beside_decodes": draw(st.sampled_from([1, 20, 1000])),
         "max_rows_with_drafts": draw(st.sampled_from([4, 32])),
     }
 

@@ -177,6 +177,21 @@ class TestMedia:
         core.step()
         assert first.num_output_tokens == 3
 
+    def test_pictures_of_others_are_encoded_a_few_at_a_time_while_answers_grow(self):
+        core = make_core(max_encode_patches_beside_decodes=40)
+        pictures = [media_inputs([number, (bytes([number]) * 16, [5]), 1]) for number in range(1, 9)]  # 20 patches each
+        for number, inputs in enumerate(pictures[:4]):
+            core.add(f"first {number}", inputs, greedy(12))
+        assert len(core.scheduler.schedule().encode) == 4  # nobody waits for a token
+        core.step()
+        for number, inputs in enumerate(pictures[4:]):
+            core.add(f"later {number}", inputs, greedy(12))
+        for _ in range(2):
+            core.step()
+            assert len(core.step_under_way.encode) == 2 and len(core.step_under_way.chunks) >= 6
+        run_all(core)
+        assert core.runner.num_encoded == 8
+
     def test_features_stay_while_they_are_read_and_no_longer(self):
         core = make_core(max_feature_bytes=0, max_tokens_per_step=4, max_sequences=2)
         (sequence,) = core.add("a", media_inputs([1, (KEY, [3, 7]), 2]), GREEDY)

@@ -22,6 +22,8 @@ class Limits:
     max_sequences: int = 64
     # Two pictures of 1024 x 1024 at 16 pixels a patch; the encoder's products are at their peak from far fewer rows.
     max_encode_patches: int = 8192
+    # Two of 512 x 512, or a single larger one, while others wait for the next token of their answers.
+    max_encode_patches_beside_decodes: int = 2048
     # Below the 50 rows at which computing costs as much as reading the weights, a wrong draft costs little.
     max_rows_with_drafts: int = 32
     # Logits of 128 rows over 152,000 tokens are 78 MB.
@@ -31,6 +33,12 @@ class Limits:
     def max_draft_rows(self) -> int:
         """Rows of a step with drafts: they leave half of it to prompts, however small it is."""
         return min(self.max_rows_with_drafts, self.max_tokens_per_step // 2)
+
+    def max_patches(self, has_decodes: bool) -> int:
+        """How many the encoder takes in a step, unless a single medium has more."""
+        if not has_decodes:
+            return self.max_encode_patches
+        return min(self.max_encode_patches, self.max_encode_patches_beside_decodes)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

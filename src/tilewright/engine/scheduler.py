@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.limits import Limits
+from tilewright.engine.media_supply import MediaSupply
 from tilewright.engine.pages import PagePool
 from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.scene import Scene
 from tilewright.engine.scene_cache import SceneCache
-from tilewright.engine.sequence import FeatureRun, Sequence, Status
+from tilewright.engine.sequence import Sequence, Status
 from tilewright.engine.speculate import Drafter
 from tilewright.engine.state_cache import StateCache
 from tilewright.engine.step import Chunk, Event, Sampled, Step
-from tilewright.types import FinishReason, Medium, RequestError
+from tilewright.types import FinishReason, RequestError
 
 
 class Scheduler:
@@ -40,6 +39,7 @@ class Scheduler:
         self.limits = limits
         self.speculator = speculator
         self.scenes = scenes or SceneCache(0, pool.page_size)  # none, for models without cross-attention
+        self._media = MediaSupply(features, self.scenes, limits)
         self.states = states  # None for models without recurrent layers
         self.max_context = min(limits.max_context, pool.num_tokens)
         self.waiting: list[Sequence] = []
@@ -132,7 +132,7 @@ class Scheduler:
             self.prefix_cache.store(sequence)
             if self.states:
                 self.states.settle(sequence)
-            self._unpin_read(sequence)
+            self._media.unpin_read(sequence)
             if result.token_ids:
                 if sequence.first_token_s is None:
                     sequence.first_token_s = time.perf_counter()
@@ -240,7 +240,7 @@ class Scheduler:
             stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
             if self.states:
                 stop = self.states.chunk_end(sequence, start, stop, prompt_budget)
-            ready = self._make_ready(step, sequence, start, stop)
+            ready = self._media.make_ready(step, sequence, start, stop)
             if self.states and ready < stop:  # with a page here too, unless nothing at all would be computed
                 border = self.states.chunk_end(sequence, start, ready, prompt_budget)
                 ready = border if border > start or step.chunks else ready
@@ -313,58 +313,6 @@ class Scheduler:
         first_row = max(sequence.num_computed_tokens, len(sequence.prompt_logprobs) - 1)
         return first_row + self.limits.max_prompt_rows
 
-    def _make_ready(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
-        """Where the chunk ends: at `stop`, or before the first medium or scene that this step cannot have ready."""
-        needs: list[FeatureRun | Scene] = [*sequence.features_in(start, stop), *sequence.scenes_in(start, stop)]
-        for need in sorted(needs, key=lambda need: need.start):
-            if isinstance(need, Scene):
-                is_ready = self._show(step, sequence, need)
-            else:
-                is_ready = self._encode(step, sequence, [need.medium])
-            if not is_ready:
-                return max(start, need.start)
-        return stop
-
-    def _encode(self, step: Step, sequence: Sequence, media: Collection[Medium]) -> bool:
-        """Whether the media have features, or get them in this step. Not if there is no encoder time left for them."""
-        planned = {medium.key for medium in step.encode}
-        missing = {m.key: m for m in media if m.key not in planned and not self.features.has(m.key)}
-        num_patches = sum(math.prod(medium.grid) for medium in (*step.encode, *missing.values()))
-        if missing and step.encode and num_patches > self.limits.max_encode_patches:
-            return False
-        step.encode.extend(missing.values())
-        for medium in media:
-            if medium.key not in sequence.pinned_keys:
-                self.features.pin(medium.key)
-                sequence.pinned_keys.append(medium.key)
-        return True
-
-    def _show(self, step: Step, sequence: Sequence, scene: Scene) -> bool:
-        """Whether the sequence can look at a scene in this step: it has pages, and what fills them."""
-        if scene not in sequence.pinned_scenes:
-            if not self.scenes.pin(scene):
-                return False
-            sequence.pinned_scenes.append(scene)
-        if self.scenes.is_filled(scene.key) or any(other.key == scene.key for other in step.scenes):
-            return True
-        if not self._encode(step, sequence, scene.media):
-            return False
-        step.scenes.append(scene)
-        return True
-
-    def _unpin_read(self, sequence: Sequence) -> None:
-        if sequence.pinned_keys:
-            rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-            needed = {run.medium.key for run in rest}
-            for key in sequence.pinned_keys:
-                if key not in needed:
-                    self.features.unpin(key)
-            sequence.pinned_keys = [key for key in sequence.pinned_keys if key in needed]
-        for scene in list(sequence.pinned_scenes):
-            if scene.stop <= sequence.num_computed_tokens:
-                self.scenes.unpin(scene.key)
-                sequence.pinned_scenes.remove(scene)
-
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has, or now got, pages for num_tokens."""
         missing = self.pool.pages_for(num_tokens) - len(sequence.pages)
@@ -385,13 +333,8 @@ class Scheduler:
         self.pool.release(sequence.pages)
         if self.states:
             self.states.close(sequence)
-        for key in sequence.pinned_keys:
-            self.features.unpin(key)
-        for scene in sequence.pinned_scenes:
-            self.scenes.unpin(scene.key)
+        self._media.release(sequence)
         sequence.pages = []
-        sequence.pinned_keys = []
-        sequence.pinned_scenes = []
         sequence.draft_token_ids = []
         sequence.num_computed_tokens = 0
 

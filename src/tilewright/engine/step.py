@@ -92,6 +92,11 @@ class Step:
     def num_logits(self) -> int:
         return sum(chunk.num_logits for chunk in self.chunks)
 
+    @property
+    def has_decodes(self) -> bool:
+        """Whether someone waits for the next token of an answer."""
+        return any(chunk.sequence.num_output_tokens for chunk in self.chunks)
+
 
 @dataclass(frozen=True)
 class Sampled:
