@@ -1,8 +1,8 @@
-// Whole tiles of bf16 keys and values (base/kv_layout.h), rearranged in registers of SSE2, which every x86-64 has: a
-// quarter of the time that a store per pair takes.
+// Whole tiles of bf16 keys and values (base/kv_layout.h), rearranged in registers: of SSE2, which every x86-64 has, a
+// quarter of the time that a store per pair takes, or of AVX-512 where the file is compiled for it.
 #pragma once
 
-#include <emmintrin.h>
+#include <immintrin.h>
 
 #include <cstdint>
 
@@ -11,10 +11,47 @@
 
 namespace tilewright {
 
-// 16 tokens of bf16 keys as the columns of their tiles, four tokens and four pairs of dims at a time. `width` is a
-// multiple of 8; what pads it to a whole tile is left as it is.
+#ifdef __AVX512F__
+// One tile: 16 tokens of 16 pairs as 16 pairs of 16 tokens, 2 x 2 and 4 x 4 within quarters of registers, then the
+// quarters.
+TILEWRIGHT_INLINE void pack_key_tile(const bf16* k, int64_t token_stride, bf16* tile) {
+  __m512i from[16], to[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    const __m512i even = _mm512_loadu_si512(k + i * token_stride), odd = _mm512_loadu_si512(k + (i + 1) * token_stride);
+    from[i] = _mm512_unpacklo_epi32(even, odd);
+    from[i + 1] = _mm512_unpackhi_epi32(even, odd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      to[i + 2 * j] = _mm512_unpacklo_epi64(from[i + j], from[i + j + 2]);
+      to[i + 2 * j + 1] = _mm512_unpackhi_epi64(from[i + j], from[i + j + 2]);
+    }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i even = _mm512_shuffle_i32x4(to[j], to[j + 4], 0x88);
+    const __m512i odd = _mm512_shuffle_i32x4(to[j], to[j + 4], 0xdd);
+    const __m512i late_even = _mm512_shuffle_i32x4(to[j + 8], to[j + 12], 0x88);
+    const __m512i late_odd = _mm512_shuffle_i32x4(to[j + 8], to[j + 12], 0xdd);
+    auto put = [&](int row, __m512i pairs) { _mm512_storeu_si512(tile + row * 32, pairs); };
+    put(j, _mm512_shuffle_i32x4(even, late_even, 0x88));
+    put(j + 4, _mm512_shuffle_i32x4(odd, late_odd, 0x88));
+    put(j + 8, _mm512_shuffle_i32x4(even, late_even, 0xdd));
+    put(j + 12, _mm512_shuffle_i32x4(odd, late_odd, 0xdd));
+  }
+}
+#endif
+
+// 16 tokens of bf16 keys as the columns of their tiles; on SSE2 four tokens and four pairs of dims at a time. `width`
+// is a multiple of 8; what pads it to a whole tile is left as it is.
 TILEWRIGHT_INLINE void pack_key_tiles(const bf16* k, int64_t token_stride, int64_t width, bf16* tiles) {
-  for (int64_t d = 0; d < width; d += 8) {
+  int64_t d = 0;
+#ifdef __AVX512F__
+  for (; d + kTileDepth <= width; d += kTileDepth) pack_key_tile(k + d, token_stride, tiles + d * kTileColumns);
+#endif
+  for (; d < width; d += 8) {
     for (int column = 0; column < kTileColumns; column += 4) {
       __m128i pairs[4];
       for (int i = 0; i < 4; ++i)

@@ -98,17 +98,21 @@ def _asks(rng: Random, labels: list[str], values: list[int], colours: list[str])
     ]  # fmt: skip
     # Finding a bar by a word below it is learned last of all and suddenly, so every bar is asked for.
     for index in range(len(labels)):
-        name = any_of(rng, labels[index], f'"{labels[index]}"')
+        name = _named(rng, labels[index])
         asks.append(Ask("chart", any_of(rng, *_value_questions(name)), str(values[index])))
     if len(set(colours)) > 1:
         for index in range(len(labels)):
-            name = any_of(rng, labels[index], f'"{labels[index]}"')
+            name = _named(rng, labels[index])
             asks.append(Ask("chart", f"What {word} is the bar {name}?", f"The bar is {colours[index]}."))
         index = rng.randrange(len(labels))
         question = any_of(rng, f"Which bar is {colours[index]}?", f"What is the label of the {colours[index]} bar?")
         asks.append(Ask("chart", question, f'The bar "{labels[index]}" is {colours[index]}.'))
     asks.append(_refuse(rng, labels))
     return asks
+
+
+def _named(rng: Random, label: str) -> str:
+    return any_of(rng, label, f'"{label}"')
 
 
 def _value_questions(name: str) -> tuple[str, ...]:
@@ -123,7 +127,7 @@ def _value_questions(name: str) -> tuple[str, ...]:
 def _refuse(rng: Random, labels: list[str]) -> Ask:
     pool = LETTERS if len(labels[0]) == 1 else SHORT_WORDS
     absent = rng.choice([label for label in pool if label not in labels])
-    name = any_of(rng, absent, f'"{absent}"')
+    name = _named(rng, absent)
     question = any_of(
         rng,
         *_value_questions(name),

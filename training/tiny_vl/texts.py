@@ -151,11 +151,11 @@ def _find(rng: Random, lines: list[Line]) -> list[Ask]:
     while other.lower() in {text.lower() for text in texts}:
         other = random_text(rng)
     asks = []
-    for text in (line.text, other):
+    for text, answer in ((line.text, "Yes."), (other, "No.")):
         question = any_of(
             rng, f'Does it say "{text}"?', f'Is "{text}" written there?', f'Do you see the text "{text}"?'
         )
-        asks.append(Ask("find", question, "Yes." if text in texts else "No."))
+        asks.append(Ask("find", question, answer))
     if len(lines) > 1 and len(texts) == len(lines):
         word = any_of(rng, "colour", "color")
         question = any_of(rng, f'What {word} is the text "{line.text}"?', f'What {word} is "{line.text}"?')

@@ -54,5 +54,5 @@ struct Products<bf16> {
 
 namespace tilewright {
 extern const AttentionKernels attention_amx;
-const AttentionKernels attention_amx = {run_item, merge_item, pack_keys, pack_values};
+const AttentionKernels attention_amx = {run_items, merge_item, pack_keys, pack_values};
 }  // namespace tilewright

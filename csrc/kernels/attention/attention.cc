@@ -91,13 +91,40 @@ void share_blocks(Plan& plan, float* partials) {
   }
 }
 
+// Runs items of a plan, neighbours of one sequence and head together where that leaves each thread some turns.
+void run_plan(const AttentionKernels& kernels, const AttentionArgs& args, std::vector<AttentionItem>& items) {
+  std::stable_sort(items.begin(), items.end(), [](const AttentionItem& a, const AttentionItem& b) {
+    return std::pair(a.sequence, a.head) < std::pair(b.sequence, b.head);
+  });
+  const int64_t most = std::min<int64_t>(kItemsAtOnce, static_cast<int64_t>(items.size()) / (4 * num_threads()));
+  struct Group {
+    size_t first;
+    int count;
+  };
+  std::vector<Group> groups;
+  auto joins = [&](const AttentionItem& item) {
+    if (groups.empty() || groups.back().count >= most) return false;
+    const AttentionItem& first = items[groups.back().first];
+    return first.sequence == item.sequence && first.head == item.head && first.rows == kQueryRows &&
+           item.rows == kQueryRows && !item.partials && !first.partials;
+  };
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (joins(items[i]))
+      ++groups.back().count;
+    else
+      groups.push_back({i, 1});
+  }
+  parallel_for(static_cast<int64_t>(groups.size()),
+               [&](int64_t i) { kernels.run(args, &items[groups[i].first], groups[i].count); });
+}
+
 }  // namespace
 
 void paged_attention(const AttentionArgs& args) {
   const AttentionKernels& kernels = select(kTable);
   Plan plan = plan_items(args);
   if (!plan.merges.empty()) share_blocks(plan, static_cast<float*>(shared_scratch(plan.partial_size * sizeof(float))));
-  parallel_for(static_cast<int64_t>(plan.items.size()), [&](int64_t i) { kernels.run(args, plan.items[i]); });
+  run_plan(kernels, args, plan.items);
   parallel_for(static_cast<int64_t>(plan.merges.size()), [&](int64_t i) { kernels.merge(args, plan.merges[i]); });
 }
 
@@ -150,11 +177,7 @@ void varlen_attention(const VarlenArgs& args) {
   // A sequence of few queries and many keys is not shared here: the pages already hold the scratch.
   std::vector<AttentionItem> items = plan.items;
   items.insert(items.end(), plan.merges.begin(), plan.merges.end());
-  // Neighbouring items share keys and values of a head: order by head within a sequence.
-  std::stable_sort(items.begin(), items.end(), [](const AttentionItem& a, const AttentionItem& b) {
-    return std::pair(a.sequence, a.head) < std::pair(b.sequence, b.head);
-  });
-  parallel_for(static_cast<int64_t>(items.size()), [&](int64_t i) { kernels.run(attention, items[i]); });
+  run_plan(kernels, attention, items);
 }
 
 }  // namespace tilewright

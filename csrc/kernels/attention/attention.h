@@ -77,8 +77,13 @@ TILEWRIGHT_INLINE constexpr int64_t partial_floats(int64_t rows, const KvLayout&
   return rows * (layout.value_column_tiles() * kTileColumns + 2);
 }
 
+// Items of one sequence and head that a thread may take together: keys and values of 6,432 patches are 1.6 MB a head,
+// and four share each block of them on its way from beyond L2. Eight gain no more.
+inline constexpr int kItemsAtOnce = 4;
+
 struct AttentionKernels {
-  void (*run)(const AttentionArgs& args, const AttentionItem& item);
+  // Up to kItemsAtOnce of one sequence and head, of kQueryRows rows each if more than one.
+  void (*run)(const AttentionArgs& args, const AttentionItem* items, int count);
   // Merges the partials of blocks [block_begin, block_end) and writes the rows.
   void (*merge)(const AttentionArgs& args, const AttentionItem& item);
   // Lays 32 tokens (or the fewer that are left, padded with zeros) of one head out as tiles.

@@ -9,6 +9,7 @@
 //   };
 #pragma once
 
+#include <optional>
 #include <type_traits>
 
 #include "base/kv_tiles.h"
@@ -21,27 +22,38 @@ namespace {
 // Rows of scores are a cache line more than a block apart: at 2 KB apart, 32 rows would share two sets of the L1 cache.
 inline constexpr int kScoreStride = kKeyBlock + 16;
 
-// One item's working memory, carved out of the thread's scratch.
+// Working memory, carved out of the thread's scratch: what a block needs, and what each of the items at hand keeps.
 template <class T>
 struct Workspace {
   using Left = typename Products<T>::Left;
   int64_t key_depth, value_width;  // padded head widths
-  Left* queries;                   // [kQueryRows, key_depth]
   float* scores[2];                // [kQueryRows, kScoreStride] of this block and the next; weights take their place
   float* block_output;             // [kQueryRows, value_width]
-  float* output;                   // [kQueryRows, value_width]
   T* last_values;                  // one row of value tiles, for the tokens that do not fill a tile
+  Left* queries;                   // [kQueryRows, key_depth]
+  float* output;                   // [kQueryRows, value_width]
 
-  explicit Workspace(const KvLayout& layout)
+  explicit Workspace(const KvLayout& layout) : Workspace(layout, thread_scratch(bytes(layout, 1)), 0) {}
+  Workspace(const KvLayout& layout, void* memory, int item)
       : key_depth(layout.key_depth_tiles() * kTileDepth), value_width(layout.value_column_tiles() * kTileColumns) {
-    char* p = static_cast<char*>(thread_scratch(kQueryRows * (key_depth * 4 + kScoreStride * 8 + value_width * 8) +
-                                                kTileDepth * value_width * 4));
+    char* p = static_cast<char*>(memory);
     auto take = [&](int64_t bytes) { return p += bytes, p - bytes; };
-    queries = reinterpret_cast<Left*>(take(kQueryRows * key_depth * 4));
     for (float*& block : scores) block = reinterpret_cast<float*>(take(kQueryRows * kScoreStride * 4));
     block_output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
-    output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
     last_values = reinterpret_cast<T*>(take(kTileDepth * value_width * 4));
+    take(item * own_bytes(layout));
+    queries = reinterpret_cast<Left*>(take(kQueryRows * key_depth * 4));
+    output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
+  }
+
+  // What `num_items` items need together.
+  static int64_t bytes(const KvLayout& layout, int num_items) {
+    const int64_t width = layout.value_column_tiles() * kTileColumns;
+    return kQueryRows * (kScoreStride * 8 + width * 4) + kTileDepth * width * 4 + num_items * own_bytes(layout);
+  }
+
+  static int64_t own_bytes(const KvLayout& layout) {
+    return kQueryRows * 4 * (layout.key_depth_tiles() * kTileDepth + layout.value_column_tiles() * kTileColumns);
   }
 
   // Softmax weights, of Left, lie in the scores they came from, at the stride of the scores.
@@ -175,8 +187,8 @@ struct BlockTiles {
 template <class T>
 class ItemRun {
  public:
-  ItemRun(const AttentionArgs& args, const AttentionItem& item)
-      : args_(args), item_(item), work_(args.layout), products_(item.rows) {
+  ItemRun(const AttentionArgs& args, const AttentionItem& item, const Workspace<T>& work)
+      : args_(args), item_(item), work_(work), products_(item.rows) {
     load_queries(args, item, work_.queries, work_.key_depth);
     for_each_row(args, item, [&](int row, const RowPlace& place) {
       places_[row] = place;
@@ -184,8 +196,6 @@ class ItemRun {
       if (seen_[row].end > seen_end_) seen_end_ = seen_[row].end;
     });
   }
-
-  Workspace<T>& work() { return work_; }
 
   // For each block, target(block) says where its partial goes (maxima, sums, output) and done(block) follows.
   // The products of the next block are issued between rows of this block's softmax: they run on other units, and a
@@ -210,13 +220,22 @@ class ItemRun {
         for (int row = step * kRowsPerStep; row < (step + 1) * kRowsPerStep && row < item_.rows; ++row)
           softmax(current, block, row, work_.scores[now], partial);
       }
-      products_.multiply(
-          reinterpret_cast<typename Workspace<T>::Left*>(work_.scores[now]), Workspace<T>::kWeightStride, item_.rows,
-          [&](int d, int j) { return current.values[d] + j * kTileElements; },
-          static_cast<int>(work_.value_width / kTileColumns), current.num_columns / kTileDepth, partial.output,
-          work_.value_width);
+      weigh_values(current, work_.scores[now], partial);
       done(partial);
     }
+  }
+
+  // One block by itself.
+  void run_block(int64_t block, const Partial& partial) {
+    const BlockTiles<T> tiles(args_, item_, block, seen_end_, work_.last_values);
+    float* scores = work_.scores[0];
+    if (sees_all(tiles, block)) {
+      softmax_of_all(tiles, scores, partial);
+    } else {
+      score(tiles, 0, tiles.num_columns, scores);
+      for (int row = 0; row < item_.rows; ++row) softmax(tiles, block, row, scores, partial);
+    }
+    weigh_values(tiles, scores, partial);
   }
 
  private:
@@ -231,13 +250,54 @@ class ItemRun {
         static_cast<int>(work_.key_depth / kTileDepth), scores + begin, kScoreStride);
   }
 
+  // Whether every row sees all keys of a block, and nothing but the scale happens to its scores.
+  bool sees_all(const BlockTiles<T>& tiles, int64_t block) const {
+    if (args_.mask.data || args_.soft_cap > 0 || tiles.num_columns > tiles.keys_present) return false;
+    const int64_t begin = block * kKeyBlock;
+    for (int row = 0; row < item_.rows; ++row)
+      if (seen_[row].begin > begin || seen_[row].end < begin + tiles.num_columns) return false;
+    return true;
+  }
+
+  // The scores of such a block as weights. Maxima are taken while a part of the scores is in the L1 cache, and those of
+  // all rows are known before the first is weighed: no row waits for its own.
+  void softmax_of_all(const BlockTiles<T>& tiles, float* scores, const Partial& partial) {
+    constexpr int kPart = 128;
+    Vec highest[kQueryRows];
+    for (Vec& row : highest) row = Vec::set1(kMinusInfinity);
+    for (int begin = 0; begin < tiles.num_columns; begin += kPart) {
+      const int width = tiles.num_columns - begin < kPart ? tiles.num_columns - begin : kPart;
+      score(tiles, begin, begin + width, scores);
+      for (int row = 0; row < item_.rows; ++row)
+        highest[row] = highest_score(scores + row * kScoreStride + begin, width, highest[row]);
+    }
+    const float scale = row_scale();
+    for (int row = 0; row < item_.rows; ++row) partial.maximum[row] = reduce_max(highest[row]) * scale;
+    for (int row = 0; row < item_.rows; ++row) {
+      float* at = scores + row * kScoreStride;
+      weigh_row(at, tiles.num_columns, scale, reinterpret_cast<typename Workspace<T>::Left*>(at), partial.maximum[row],
+                partial.sum + row);
+    }
+  }
+
+  float row_scale() const { return (args_.scale < 0 ? -args_.scale : args_.scale) * kLog2E; }
+
+  // Values times the weights that lie in `scores`.
+  void weigh_values(const BlockTiles<T>& tiles, const float* scores, const Partial& partial) {
+    products_.multiply(
+        reinterpret_cast<const typename Workspace<T>::Left*>(scores), Workspace<T>::kWeightStride, item_.rows,
+        [&](int d, int j) { return tiles.values[d] + j * kTileElements; },
+        static_cast<int>(work_.value_width / kTileColumns), tiles.num_columns / kTileDepth, partial.output,
+        work_.value_width);
+  }
+
   void softmax(const BlockTiles<T>& tiles, int64_t block, int row, float* block_scores, const Partial& partial) {
     const int64_t begin = block * kKeyBlock;
     const KeyRange& seen = seen_[row];
     RowRules rules;
     rules.begin = static_cast<int>(seen.begin <= begin ? 0 : seen.begin - begin);
     rules.end = static_cast<int>(seen.end - begin < tiles.keys_present ? seen.end - begin : tiles.keys_present);
-    rules.scale = (args_.scale < 0 ? -args_.scale : args_.scale) * kLog2E;
+    rules.scale = row_scale();
     float* scores = block_scores + row * kScoreStride;
     auto* weights = reinterpret_cast<typename Workspace<T>::Left*>(scores);
     const bool plain = !args_.mask.data && args_.soft_cap <= 0 && rules.begin == 0 && rules.end == tiles.num_columns;
@@ -260,7 +320,7 @@ class ItemRun {
 
   const AttentionArgs& args_;
   const AttentionItem& item_;
-  Workspace<T> work_;
+  const Workspace<T> work_;
   Products<T> products_;
   RowPlace places_[kQueryRows];
   KeyRange seen_[kQueryRows];
@@ -269,7 +329,8 @@ class ItemRun {
 
 template <class T>
 void run_item_as(const AttentionArgs& args, const AttentionItem& item) {
-  ItemRun<T> run(args, item);
+  const Workspace<T> work(args.layout);
+  ItemRun<T> run(args, item, work);
   if (item.partials) {
     const int64_t slot = partial_floats(item.rows, args.layout);
     run.run(
@@ -280,13 +341,41 @@ void run_item_as(const AttentionArgs& args, const AttentionItem& item) {
         [](const Partial&) {});
     return;
   }
-  Workspace<T>& work = run.work();
   Accumulator result(work.output, item.rows, work.value_width);
   alignas(64) float maximum[kQueryRows], sum[kQueryRows];
   clear_partial(maximum, sum);
   run.run([&](int64_t) { return Partial{maximum, sum, work.block_output}; },
           [&](const Partial& partial) { result.merge(partial, item.rows, work.value_width); });
   store_output(args, item, result, work.value_width);
+}
+
+// Items of one head side by side: a block of keys and values comes from memory once for all of them.
+template <class T>
+void run_items_as(const AttentionArgs& args, const AttentionItem* items, int count) {
+  struct Running {
+    ItemRun<T> run;
+    Accumulator result;
+    Running(const AttentionArgs& args, const AttentionItem& item, const Workspace<T>& work)
+        : run(args, item, work), result(work.output, item.rows, work.value_width) {}
+  };
+  std::optional<Running> running[kItemsAtOnce];
+  void* memory = thread_scratch(Workspace<T>::bytes(args.layout, count));
+  int32_t begin = items[0].block_begin, end = items[0].block_end;
+  for (int i = 0; i < count; ++i) {
+    running[i].emplace(args, items[i], Workspace<T>(args.layout, memory, i));
+    if (items[i].block_begin < begin) begin = items[i].block_begin;
+    if (items[i].block_end > end) end = items[i].block_end;
+  }
+  alignas(64) float maximum[kQueryRows], sum[kQueryRows];
+  const Workspace<T> work(args.layout, memory, 0);  // for what they share
+  const Partial partial = {maximum, sum, work.block_output};
+  for (int32_t block = begin; block < end; ++block)
+    for (int i = 0; i < count; ++i) {
+      if (block < items[i].block_begin || block >= items[i].block_end) continue;
+      running[i]->run.run_block(block, partial);
+      running[i]->result.merge(partial, items[i].rows, work.value_width);
+    }
+  for (int i = 0; i < count; ++i) store_output(args, items[i], running[i]->result, work.value_width);
 }
 
 void merge_item(const AttentionArgs& args, const AttentionItem& item) {
@@ -304,8 +393,13 @@ void merge_item(const AttentionArgs& args, const AttentionItem& item) {
   store_output(args, item, result, work.value_width);
 }
 
-void run_item(const AttentionArgs& args, const AttentionItem& item) {
-  args.kv_dtype == DType::f32 ? run_item_as<float>(args, item) : run_item_as<bf16>(args, item);
+template <class T>
+void run_some(const AttentionArgs& args, const AttentionItem* items, int count) {
+  count == 1 ? run_item_as<T>(args, *items) : run_items_as<T>(args, items, count);
+}
+
+void run_items(const AttentionArgs& args, const AttentionItem* items, int count) {
+  args.kv_dtype == DType::f32 ? run_some<float>(args, items, count) : run_some<bf16>(args, items, count);
 }
 
 // Two elements that lie side by side in a bf16 tile row, or in the two halves of an fp32 one.

@@ -6,5 +6,5 @@
 
 namespace tilewright {
 extern const AttentionKernels attention_scalar;
-const AttentionKernels attention_scalar = {run_item, merge_item, pack_keys, pack_values};
+const AttentionKernels attention_scalar = {run_items, merge_item, pack_keys, pack_values};
 }  // namespace tilewright

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "base/parallel.h"
 #include "kernels/kv_cache/kv_cache.h"
 #include "testing/testing.h"
 
@@ -153,6 +154,19 @@ TEST(decode_over_many_blocks) {
     check_case<float>({2, 1, 32, {1}, {1600}, true, 0, 0.0f}, Edge::end, true);
     check_case<bf16>({2, 1, 32, {1}, {1600}, true, 0, 0.0f}, Edge::end, true);
   });
+}
+
+// Long enough that a thread takes several items of a head side by side, which see different blocks.
+TEST(items_side_by_side) {
+  set_num_threads(1);
+  for_each_isa([] {
+    for (bool causal : {false, true})
+      for (bool paged : {false, true}) {
+        check_case<float>({2, 1, 24, {205}, {650}, causal, 0, 0.0f}, Edge::end, paged);
+        check_case<bf16>({2, 1, 24, {205}, {650}, causal, causal ? 90 : 0, 0.0f}, Edge::end, paged);
+      }
+  });
+  set_num_threads(0);
 }
 
 }  // namespace

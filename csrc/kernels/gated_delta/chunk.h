@@ -1,8 +1,10 @@
 // The gated delta rule in chunks of tokens, formulas in gated_delta.h. Include after a Vec and a Matrix, which has the
 // products: VectorMatrix or TileMatrix.
 //
-// A state is worked on in strips of 32 columns, each through a whole chunk: its 16 KB and what is made of it stay in
-// L1. q and k enter the products as they come; ChunkFactors make them of length 1.
+// A state is worked on in strips of 32 columns, 32 rows at a time. What a product gives is 4 KB, which a pass of
+// vectors reads from L1 and turns into tiles for the next one. Passes woven into the products, tile by tile, gained
+// nothing: the core looks ahead far enough by itself. q and k enter the products as they come; ChunkFactors make them
+// of length 1.
 #pragma once
 
 #include "base/denormals.h"
@@ -26,29 +28,14 @@ struct ChunkFactors {
   float left[kChunkTokens];   // k times the decay from the token to the end of the chunk: of U, to be added to S
 };
 
-// Asks for the rows of the next chunk one line at a time, between the steps of this one: they lie a token's whole width
-// apart, where no hardware looks ahead.
-struct RowPrefetch {
-  const char* row;
-  int64_t stride_bytes, row_bytes;
-  int64_t num_rows, offset = 0;
-
-  void next() {
-    // Into L2: rows a multiple of 4 KB apart would all fall into one set of L1.
-    __builtin_prefetch(row + offset, 0, 2);
-    offset += 64;
-    if (offset < row_bytes) return;
-    offset = 0;
-    row += stride_bytes;
-    --num_rows;
-  }
-};
-
 template <class Matrix, class T>
 class Chunks {
   using E = typename Matrix::Element;
-  static constexpr int kParts = Matrix::kParts;
+  static constexpr int kParts = Matrix::kParts;            // of all that is computed
+  static constexpr int kInputParts = Matrix::kInputParts;  // of q and k
   static constexpr int64_t kSquare = kChunkTokens * kChunkTokens;
+  static constexpr int kBlockRows = kTileDepth;  // that a product makes, as many as a tile is deep
+  static constexpr int64_t kBlock = kBlockRows * kStripColumns;
 
  public:
   Chunks(const GatedDeltaArgs& args, const DeltaItem& item)
@@ -60,6 +47,9 @@ class Chunks {
         num_strips_(ceil_div(item.column_end - item.column_begin, kStripColumns)) {
     place(nullptr);
     place(static_cast<char*>(thread_scratch(size_bytes_)));
+    // What lies above the diagonal blocks is read as zero and never written.
+    __builtin_memset(solver_, 0, kParts * kSquare * sizeof(E));
+    __builtin_memset(weights_, 0, kParts * kSquare * sizeof(E));
   }
 
   void run() {
@@ -83,25 +73,32 @@ class Chunks {
                                                                              static_cast<uintptr_t>(size_bytes_));
       size_bytes_ += round_up(count * static_cast<int64_t>(sizeof(*pointer)), 64);
     };
-    take(rows_, 2 * kChunkTokens * depth_);
-    take(columns_, depth_ * kChunkTokens);
-    take(key_tiles_, kChunkTokens * depth_);
+    take(rows_, kInputParts * rows_stride());
+    take(columns_, kInputParts * depth_ * kChunkTokens);
+    take(key_tiles_, kInputParts * depth_ * kChunkTokens);
     take(scores_, 2 * 2 * kChunkTokens * kStripColumns);
     take(lower_, kSquare);
-    take(inverse_, kSquare);
+    take(inverse_, kParts > 1 ? kSquare : 0);
     take(solver_, kParts * kSquare);
     take(weights_, kParts * kSquare);
-    take(state_tiles_, 2 * kParts * depth_ * kStripColumns);
-    take(reads_, 2 * kChunkTokens * kStripColumns);
-    take(added_, kChunkTokens * kStripColumns);
+    take(reads_, 2 * kBlock);
+    take(added_, kBlock);
     take(right_tiles_, kParts * kChunkTokens * kStripColumns);
     take(added_tiles_, kParts * kChunkTokens * kStripColumns);
     take(left_tiles_, kParts * kChunkTokens * kStripColumns);
-    take(states_, (item_.head_end - item_.head_begin) * num_strips_ * depth_ * kStripColumns);
+    const int64_t num_strips = (item_.head_end - item_.head_begin) * num_strips_;
+    take(states_, num_strips * depth_ * kStripColumns);
+    take(state_tiles_, num_strips * kParts * depth_ * kStripColumns);
   }
 
-  float* strip_of(int64_t head, int64_t strip) const {
-    return states_ + ((head - item_.head_begin) * num_strips_ + strip) * depth_ * kStripColumns;
+  int64_t rows_stride() const { return 2 * kChunkTokens * depth_; }  // from part to part
+
+  int64_t strip_offset(int64_t head, int64_t strip) const {
+    return ((head - item_.head_begin) * num_strips_ + strip) * depth_ * kStripColumns;
+  }
+  float* strip_of(int64_t head, int64_t strip) const { return states_ + strip_offset(head, strip); }
+  Right<E> tiles_of(int64_t head, int64_t strip) const {
+    return Right<E>::of_strip(state_tiles_ + kParts * strip_offset(head, strip), depth_tiles_);
   }
 
   // fn(strip, row of the strip, offset of that row in the head's state, columns it has) for each row of each strip.
@@ -123,6 +120,7 @@ class Chunks {
         __builtin_memset(row, 0, kStripColumns * sizeof(float));
         if (state && d < args_.key_width) __builtin_memcpy(row, state + offset, count * sizeof(float));
       });
+      for (int64_t strip = 0; strip < num_strips_; ++strip) pack_state(strip_of(head, strip), tiles_of(head, strip));
     }
   }
 
@@ -146,23 +144,32 @@ class Chunks {
 
     const T* k = static_cast<const T*>(args_.k) + begin * args_.k_token_stride + key_head_ * args_.k_head_stride;
     const T* q = static_cast<const T*>(args_.q) + begin * args_.q_token_stride + key_head_ * args_.q_head_stride;
-    E* q_rows = rows_ + padded_ * depth_;
-    for (int i = 0; i < count_; ++i, k += args_.k_token_stride, q += args_.q_token_stride) {
-      factors_.k[i] = unit_factor(args_, Matrix::copy_row(k, args_.key_width, depth_, rows_ + i * depth_));
-      factors_.q[i] =
-          unit_factor(args_, Matrix::copy_row(q, args_.key_width, depth_, q_rows + i * depth_)) * args_.scale;
-    }
-    const size_t padding = static_cast<size_t>((padded_ - count_) * depth_) * sizeof(E);
-    __builtin_memset(rows_ + count_ * depth_, 0, padding);
-    __builtin_memset(q_rows + count_ * depth_, 0, padding);
-    for (int i = count_; i < padded_; ++i) factors_.k[i] = factors_.q[i] = 0.0f;
-    Matrix::transpose(rows_, padded_, depth_, key_tiles_, columns_);
-    for (int s = 0; s < padded_ / kStripColumns; ++s) {
-      const Right<E> keys = {key_tiles_ + s * kStripColumns * depth_, kTileElements, depth_ * kTileColumns, 0};
-      NoPieces none;
-      matrix_.template multiply<false>(rows_, depth_, 0, 1, 2 * padded_, keys, depth_tiles_,
-                                       scores_ + s * 2 * kChunkTokens * kStripColumns, none);
-    }
+    load_rows(k, args_.k_token_stride, rows_, factors_.k);
+    load_rows(q, args_.q_token_stride, rows_ + padded_ * depth_, factors_.q);
+    for (int i = 0; i < padded_; ++i) factors_.q[i] *= args_.scale;
+    for (int part = 0; part < kInputParts; ++part)
+      Matrix::transpose(rows_ + part * rows_stride(), padded_, depth_, key_tiles_ + part * depth_ * kChunkTokens,
+                        columns_ + part * depth_ * kChunkTokens);
+    // Tokens before a strip of keys do not look at it.
+    for (int row = 0; row < 2 * padded_; row += kBlockRows)
+      for (int first = 0; first <= row % padded_; first += kStripColumns) {
+        const Right<E> keys = {key_tiles_ + first * depth_, kTileElements, depth_ * kTileColumns,
+                               depth_ * kChunkTokens};
+        matrix_.template multiply<kInputParts, kInputParts>(
+            rows_ + row * depth_, depth_, rows_stride(), keys, depth_tiles_,
+            scores_ + (first / kStripColumns * 2 * kChunkTokens + row) * kStripColumns, fetches_);
+      }
+  }
+
+  // The chunk's rows of q or k, padded with zeros, and the factors that make them of length 1.
+  void load_rows(const T* row, int64_t stride, E* rows, float* factors) {
+    for (int i = 0; i < count_; ++i, row += stride)
+      factors[i] = Matrix::copy_row(row, args_.key_width, depth_, rows + i * depth_, rows_stride());
+    for (int i = 0; i < count_; ++i) factors[i] = unit_factor(args_, factors[i]);
+    for (int i = count_; i < padded_; ++i) factors[i] = 0.0f;
+    for (int part = 0; part < kInputParts; ++part)
+      __builtin_memset(rows + part * rows_stride() + count_ * depth_, 0,
+                       static_cast<size_t>((padded_ - count_) * depth_) * sizeof(E));
   }
 
   void load_gates(int64_t head) {
@@ -185,57 +192,69 @@ class Chunks {
     }
   }
 
-  // P, and L for the inverse. Decays between two tokens are exponentials of differences, never quotients: no e is too
-  // small for them.
+  // Decay from token j to token i, for one i: e^(difference), never a quotient, so that no e is too small for it.
+  Vec decay_since(int j, Vec sum, Vec rest) const {
+    const Vec between = (sum - Vec::load(factors_.since + j)) + (rest - Vec::load(factors_.since_rest + j));
+    return exp(min(between, Vec::zero()));
+  }
+
+  // One Vec of a row of -L and of P: scores times the factors of the row and those of the columns. The first `below`
+  // lanes lie below the diagonal.
+  void put_square(int i, int j, Vec k_factor, Vec q_factor, Vec weight, int below) {
+    const float* score = scores_ + j / kStripColumns * 2 * kChunkTokens * kStripColumns + j % kStripColumns;
+    Vec lower = Vec::load(score + i * kStripColumns) * (k_factor * weight);
+    Vec attention = Vec::load(score + (padded_ + i) * kStripColumns) * (q_factor * weight);
+    if (below < Vec::kLanes) {
+      lower = keep_lanes(lower, 0, below, Vec::zero());
+      attention = keep_lanes(attention, 0, below + 1, Vec::zero());
+    }
+    lower.store(lower_ + i * kChunkTokens + j);
+    Matrix::store_left(weights_ + i * kChunkTokens + j, kSquare, attention);
+  }
+
+  // P and the inverse. Between blocks of 16 tokens a decay is that up to the later block times that within it: an
+  // exponential for each column and one for each row instead of one for each pair.
   void make_square(int64_t head) {
     load_gates(head);
-    for (int i = 0; i < padded_; ++i) {
-      const Vec sum = Vec::set1(factors_.since[i]), rest = Vec::set1(factors_.since_rest[i]);
-      const Vec k_factor = Vec::set1(factors_.beta[i] * factors_.k[i]), q_factor = Vec::set1(factors_.q[i]);
-      for (int j = 0; j < i / kStripColumns * kStripColumns + kStripColumns; j += Vec::kLanes) {
-        if (j > i) {
-          Matrix::store_left(weights_ + i * kChunkTokens + j, kSquare, Vec::zero());
-          continue;
+    alignas(64) float columns[kChunkTokens], rows[kInverseBlock];
+    for (int first = 0; first < padded_; first += kInverseBlock) {
+      if (first) {
+        const Vec sum = Vec::set1(factors_.since[first - 1]), rest = Vec::set1(factors_.since_rest[first - 1]);
+        for (int j = 0; j < first; j += Vec::kLanes)
+          (decay_since(j, sum, rest) * Vec::load(factors_.k + j)).store(columns + j);
+        for (int r = 0; r < kInverseBlock; r += Vec::kLanes)
+          exp((Vec::load(factors_.since + first + r) - sum) + (Vec::load(factors_.since_rest + first + r) - rest))
+              .store(rows + r);
+      }
+      for (int i = first; i < first + kInverseBlock; ++i) {
+        const float k_factor = -factors_.beta[i] * factors_.k[i], q_factor = factors_.q[i];
+        if (first) {
+          const Vec k_row = Vec::set1(k_factor * rows[i - first]), q_row = Vec::set1(q_factor * rows[i - first]);
+          for (int j = 0; j < first; j += Vec::kLanes)
+            put_square(i, j, k_row, q_row, Vec::load(columns + j), Vec::kLanes);
         }
-        const float* score = scores_ + j / kStripColumns * 2 * kChunkTokens * kStripColumns + j % kStripColumns;
-        const Vec between = (sum - Vec::load(factors_.since + j)) + (rest - Vec::load(factors_.since_rest + j));
-        const Vec weight = exp(min(between, Vec::zero())) * Vec::load(factors_.k + j);
-        const Vec lower = Vec::load(score + i * kStripColumns) * (k_factor * weight);
-        const Vec attention = Vec::load(score + (padded_ + i) * kStripColumns) * (q_factor * weight);
-        keep_lanes(lower, 0, i - j, Vec::zero()).store(lower_ + i * kChunkTokens + j);
-        Matrix::store_left(weights_ + i * kChunkTokens + j, kSquare, keep_lanes(attention, 0, i + 1 - j, Vec::zero()));
+        const Vec sum = Vec::set1(factors_.since[i]), rest = Vec::set1(factors_.since_rest[i]);
+        for (int j = first; j < first + kInverseBlock; j += Vec::kLanes)
+          put_square(i, j, Vec::set1(k_factor), Vec::set1(q_factor),
+                     decay_since(j, sum, rest) * Vec::load(factors_.k + j), i - j);
       }
     }
-    invert_unit_lower(lower_, inverse_, kChunkTokens, padded_);
-    for (int i = 0; i < padded_; ++i)
-      for (int j = 0; j < i / kStripColumns * kStripColumns + kStripColumns; j += Vec::kLanes) {
-        const bool written = j < i / kInverseBlock * kInverseBlock + kInverseBlock;
-        const Vec v = written ? Vec::load(inverse_ + i * kChunkTokens + j) : Vec::zero();
-        Matrix::store_left(solver_ + i * kChunkTokens + j, kSquare, v);
-      }
+    auto put = [this](int i, int j, Vec v) { Matrix::store_left(solver_ + i * kChunkTokens + j, kSquare, v); };
+    if constexpr (kParts > 1)
+      invert_unit_lower(lower_, inverse_, kChunkTokens, padded_, put);
+    else
+      invert_unit_lower(lower_, solver_, kChunkTokens, padded_, [](int, int, Vec) {});
   }
 
-  // c [tokens, 32] = A B, or +=, with A [tokens, tokens] lower triangular: 32 rows reach no deeper than their own end.
-  template <bool kAccumulate, class Beside>
-  void multiply_lower(const E* a, const Right<E>& b, float* c, Beside& beside) {
-    for (int row = 0; row < padded_; row += kStripColumns)
-      matrix_.template multiply<kAccumulate>(a + row * kChunkTokens, kChunkTokens, kSquare, kParts, kStripColumns, b,
-                                             row / kStripColumns + 1, c + row * kStripColumns, beside);
-  }
-
-  // A piece of work is one Vec of a pair of rows of a strip.
-  static constexpr int kPiecesPerPair = kStripColumns / Vec::kLanes;
-
-  // Pieces of fn(row, column, place, lane): `place` is the pair's row in the tiles of `right`, `lane` its column there.
+  // fn(row, column, place, lane) for each Vec of each pair of 32 rows of a strip: `place` is the pair's row in `tiles`,
+  // `lane` its column there.
   template <class Fn>
-  auto over_pairs(int64_t rows, const Right<E>& right, Fn fn) {
-    auto piece = [this, right, fn](int64_t index) {
-      fetch_next();
-      const int64_t pair = index / kPiecesPerPair;
-      const int column = static_cast<int>(index % kPiecesPerPair) * Vec::kLanes;
-      fn(2 * pair, column, right.tile(pair / 16, column / kTileColumns) + pair % 16 * 32, column % kTileColumns);
-    };
-    return Pieces<decltype(piece)>{piece, rows / 2 * kPiecesPerPair};
+  static void over_pairs(E* tiles, Fn fn) {
+    for (int row = 0; row < kTileDepth; row += 2, tiles += 2 * kTileColumns)
+#pragma GCC unroll 2
+      for (int column = 0; column < kStripColumns; column += kTileColumns)
+        for (int lane = 0; lane < kTileColumns; lane += Vec::kLanes)
+          fn(row, column + lane, tiles + column / kTileColumns * kTileElements, lane);
   }
 
   // The rows of the chunk after this one: v of this head and, once, q and k.
@@ -248,114 +267,122 @@ class Chunks {
       return RowPrefetch{reinterpret_cast<const char*>(row), token_stride * element, width * element, num_rows};
     };
     const int64_t key_rows = head == item_.head_begin ? rows : 0;
-    fetches_[0] = plan(args_.v, args_.v_token_stride, head * args_.v_head_stride + item_.column_begin,
-                       item_.column_end - item_.column_begin, rows);
-    fetches_[1] = plan(args_.k, args_.k_token_stride, key_head_ * args_.k_head_stride, args_.key_width, key_rows);
-    fetches_[2] = plan(args_.q, args_.q_token_stride, key_head_ * args_.q_head_stride, args_.key_width, key_rows);
-  }
-
-  void fetch_next() {
-    for (RowPrefetch& fetch : fetches_)
-      if (fetch.num_rows > 0) return fetch.next();
+    fetches_ = {{plan(args_.v, args_.v_token_stride, head * args_.v_head_stride + item_.column_begin,
+                      item_.column_end - item_.column_begin, rows),
+                 plan(args_.k, args_.k_token_stride, key_head_ * args_.k_head_stride, args_.key_width, key_rows),
+                 plan(args_.q, args_.q_token_stride, key_head_ * args_.q_head_stride, args_.key_width, key_rows)}};
   }
 
   void run_head(int64_t head) {
     plan_fetches(head);
     make_square(head);
-    pack_state(head, 0).rest();
-    for (int64_t strip = 0; strip < num_strips_; ++strip) {
-      auto next_state = pack_state(head, strip + 1);
-      const int64_t column = item_.column_begin + strip * kStripColumns;
+    for (int64_t strip = 0; strip < num_strips_; ++strip) run_strip(head, strip);
+  }
+
+  Right<E> token_tiles(E* data) const { return Right<E>::of_strip(data, kChunkTokens / kTileDepth); }
+
+  void run_strip(int64_t head, int64_t strip) {
+    const int64_t column = item_.column_begin + strip * kStripColumns;
+    const Right<E> tiles = tiles_of(head, strip);
+    float* q_reads = reads_ + kBlock;
+    auto read = [&](const E* rows, float* product) {
+      matrix_.template multiply<kInputParts, kParts>(rows, depth_, rows_stride(), tiles, depth_tiles_, product,
+                                                     fetches_);
+    };
+    // Lower triangular: 32 rows reach no deeper than their own end.
+    auto combine = [&](const E* square, int row, E* data, float* product) {
+      matrix_.template multiply<kParts, kParts>(square + row * kChunkTokens, kChunkTokens, kSquare, token_tiles(data),
+                                                row / kBlockRows + 1, product, fetches_);
+    };
+    for (int row = 0; row < padded_; row += kBlockRows) {
+      read(rows_ + row * depth_, reads_);
       if (item_.column_end - column >= kStripColumns)
-        run_strip(head, strip, column, next_state, right_side<true>(head, column));
+        make_right_side<true>(head, column, row);
       else
-        run_strip(head, strip, column, next_state, right_side<false>(head, column));
-      next_state.rest();
+        make_right_side<false>(head, column, row);
+      combine(solver_, row, right_tiles_, added_);
+      pack_added(row);
+      read(rows_ + (padded_ + row) * depth_, q_reads);
+      combine(weights_, row, added_tiles_, reads_);
+      store_outputs(head, column, row);
+    }
+    for (int64_t d = 0; d < depth_; d += kBlockRows) {
+      matrix_.template multiply<kInputParts, kParts>(columns_ + d * kChunkTokens, kChunkTokens, depth_ * kChunkTokens,
+                                                     token_tiles(left_tiles_), padded_ / kTileDepth, added_, fetches_);
+      add_to_state(strip_of(head, strip) + d * kStripColumns, tiles.tile(d / kTileDepth, 0), tiles.part_stride, added_);
     }
   }
 
-  // Two strips of a state as tiles: while one is worked on, the next is made.
-  Right<E> state_tiles(int64_t strip) const {
-    return Right<E>::of_strip(state_tiles_ + strip % 2 * kParts * depth_ * kStripColumns, depth_tiles_);
+  // A strip of a state as tiles.
+  void pack_state(const float* state, const Right<E>& tiles) {
+    for (int64_t tile = 0; tile < depth_tiles_; ++tile, state += kBlock)
+      over_pairs(tiles.tile(tile, 0), [&](int d, int c, E* place, int lane) {
+        const float* row = state + d * kStripColumns + c;
+        Matrix::store_right(place, tiles.part_stride, lane, Vec::load(row), Vec::load(row + kStripColumns));
+      });
   }
-  Right<E> token_tiles(E* data) const { return Right<E>::of_strip(data, kChunkTokens / kTileDepth); }
 
-  // A strip of a state as tiles, and decayed to the end of the chunk. None beyond the last strip.
-  auto pack_state(int64_t head, int64_t strip) {
-    float* state = strip_of(head, strip);
+  // 32 rows of a state decayed to the end of the chunk, and what the chunk adds to them; tiles of the sum.
+  void add_to_state(float* state, E* tiles, int64_t part_stride, const float* added) {
     const Vec decay = Vec::set1(factors_.decay[padded_ - 1]);
-    const Right<E> tiles = state_tiles(strip);
-    return over_pairs(strip < num_strips_ ? depth_ : 0, tiles, [=](int64_t d, int c, E* place, int lane) {
-      float* even = state + d * kStripColumns + c;
-      float* odd = even + kStripColumns;
-      const Vec first = Vec::load(even), second = Vec::load(odd);
-      Matrix::store_right(place, tiles.part_stride, lane, first, second);
-      (first * decay).store(even);
-      (second * decay).store(odd);
+    over_pairs(tiles, [=](int d, int c, E* place, int lane) {
+      const int even = d * kStripColumns + c, odd = even + kStripColumns;
+      const Vec first = fma(Vec::load(state + even), decay, Vec::load(added + even));
+      const Vec second = fma(Vec::load(state + odd), decay, Vec::load(added + odd));
+      first.store(state + even);
+      second.store(state + odd);
+      Matrix::store_right(place, part_stride, lane, first, second);
     });
   }
 
-  // beta (V - e K S), zero for the tokens that pad the chunk.
+  // beta (V - e K S) of 32 tokens, zero for those that pad the chunk.
   template <bool kWhole>
-  auto right_side(int64_t head, int64_t column) {
-    const T* v =
-        static_cast<const T*>(args_.v) + token_begin_ * args_.v_token_stride + head * args_.v_head_stride + column;
-    const int64_t columns = item_.column_end - column;
-    auto value = [this, v, columns](int64_t i, int c) {
-      if (i >= count_) return Vec::zero();
-      const T* place = v + i * args_.v_token_stride + c;
+  void make_right_side(int64_t head, int64_t column, int row) {
+    const T* v = static_cast<const T*>(args_.v) + (token_begin_ + row) * args_.v_token_stride +
+                 head * args_.v_head_stride + column;
+    const int64_t columns = item_.column_end - column, stride = args_.v_token_stride;
+    const float *reads = reads_, *read = factors_.read + row, *beta = factors_.beta + row;
+    const int count = count_ - row;
+    auto value = [=](int i, int c) {
+      if (i >= count) return Vec::zero();
+      const T* place = v + i * stride + c;
       const Vec values = kWhole ? Vec::load(place) : Vec::load(place, columns - c < 0 ? 0 : columns - c);
-      return fma(Vec::load(reads_ + i * kStripColumns + c), Vec::set1(factors_.read[i]),
-                 values * Vec::set1(factors_.beta[i]));
+      return fma(Vec::load(reads + i * kStripColumns + c), Vec::set1(read[i]), values * Vec::set1(beta[i]));
     };
     const Right<E> right = token_tiles(right_tiles_);
-    return over_pairs(padded_, right, [=](int64_t i, int c, E* place, int lane) {
+    over_pairs(right.tile(row / kTileDepth, 0), [=](int i, int c, E* place, int lane) {
       Matrix::store_right(place, right.part_stride, lane, value(i, c), value(i + 1, c));
     });
   }
 
-  // U as tiles, U decayed to the end of the chunk as tiles, and q S made ready for P U to be added.
-  auto added_values() {
-    const Right<E> added = token_tiles(added_tiles_), left = token_tiles(left_tiles_);
-    return over_pairs(padded_, added, [=, this](int64_t i, int c, E* place, int lane) {
-      const float* row = added_ + i * kStripColumns + c;
-      const Vec first = Vec::load(row), second = Vec::load(row + kStripColumns);
+  // 32 rows of U as tiles, and decayed to the end of the chunk as tiles.
+  void pack_added(int row) {
+    const Right<E> added = token_tiles(added_tiles_);
+    const int64_t to_left = left_tiles_ - added_tiles_;
+    const float *rows = added_, *left = factors_.left + row;
+    over_pairs(added.tile(row / kTileDepth, 0), [=](int i, int c, E* place, int lane) {
+      const float* even = rows + i * kStripColumns + c;
+      const Vec first = Vec::load(even), second = Vec::load(even + kStripColumns);
       Matrix::store_right(place, added.part_stride, lane, first, second);
-      Matrix::store_right(left.data + (place - added.data), left.part_stride, lane, first * Vec::set1(factors_.left[i]),
-                          second * Vec::set1(factors_.left[i + 1]));
-      float* read = reads_ + (padded_ + i) * kStripColumns + c;
-      (Vec::load(read) * Vec::set1(factors_.query[i])).store(read);
-      (Vec::load(read + kStripColumns) * Vec::set1(factors_.query[i + 1])).store(read + kStripColumns);
+      Matrix::store_right(place + to_left, added.part_stride, lane, first * Vec::set1(left[i]),
+                          second * Vec::set1(left[i + 1]));
     });
   }
 
-  template <class NextState, class RightSide>
-  void run_strip(int64_t head, int64_t strip, int64_t column, NextState& next_state, RightSide right_side) {
-    const Right<E> state = state_tiles(strip);
-    float* q_reads = reads_ + padded_ * kStripColumns;
-    matrix_.template multiply<false>(rows_, depth_, 0, 1, padded_, state, depth_tiles_, reads_, next_state);
-    matrix_.template multiply<false>(rows_ + padded_ * depth_, depth_, 0, 1, padded_, state, depth_tiles_, q_reads,
-                                     right_side);
-    right_side.rest();
-    multiply_lower<false>(solver_, token_tiles(right_tiles_), added_, next_state);
-    added_values().rest();
-    multiply_lower<true>(weights_, token_tiles(added_tiles_), q_reads, next_state);
-    auto outputs = out_rows(head, column);
-    matrix_.template multiply<true>(columns_, kChunkTokens, 0, 1, depth_, token_tiles(left_tiles_),
-                                    padded_ / kTileDepth, strip_of(head, strip), outputs);
-    outputs.rest();
-  }
-
-  // The outputs of a strip, a token to a piece.
-  auto out_rows(int64_t head, int64_t column) {
+  // e Q S + P U.
+  void store_outputs(int64_t head, int64_t column, int first) {
     const int64_t columns = item_.column_end - column, width = columns < kStripColumns ? columns : kStripColumns;
-    T* out = static_cast<T*>(args_.out) + token_begin_ * args_.out_token_stride + head * args_.out_head_stride + column;
-    auto piece = [this, out, width](int64_t i) {
-      const float* row = reads_ + (padded_ + i) * kStripColumns;
-      T* target = out + i * args_.out_token_stride;
-      for_each_vec(width, [&](int64_t c, auto count) { store_some(Vec::load(row + c), target + c, count); });
-    };
-    return Pieces<decltype(piece)>{piece, count_};
+    const int end = count_ < first + kBlockRows ? count_ : first + kBlockRows;
+    T* out = static_cast<T*>(args_.out) + (token_begin_ + first) * args_.out_token_stride +
+             head * args_.out_head_stride + column;
+    const float *attended = reads_, *reads = reads_ + kBlock;
+    for (int i = first; i < end;
+         ++i, reads += kStripColumns, attended += kStripColumns, out += args_.out_token_stride) {
+      const Vec query = Vec::set1(factors_.query[i]);
+      for_each_vec(width, [&](int64_t c, auto count) {
+        store_some(fma(Vec::load(reads + c), query, Vec::load(attended + c)), out + c, count);
+      });
+    }
   }
 
   const GatedDeltaArgs& args_;
@@ -367,20 +394,20 @@ class Chunks {
   int64_t token_begin_ = 0, token_end_ = 0;  // of the chunk
   int count_ = 0, padded_ = 0;               // its tokens
   ChunkFactors factors_;
-  RowPrefetch fetches_[3];
+  Fetches fetches_ = {};
   Matrix matrix_;
 
-  E* rows_;                                      // [k, then q][padded][depth]
-  E* columns_;                                   // [depth][kChunkTokens]: k transposed
+  E* rows_;                                      // [parts][k, then q][padded][depth]
+  E* columns_;                                   // [parts][depth][kChunkTokens]: k transposed
   E* key_tiles_;                                 // the same as right-hand tiles
   float* scores_;                                // [2 strips][k, then q][padded][32]: times k transposed
-  float *lower_, *inverse_;                      // [kChunkTokens][kChunkTokens]
+  float *lower_, *inverse_;                      // [kChunkTokens][kChunkTokens]: -L, its inverse where it has parts
   E *solver_, *weights_;                         // [parts][kChunkTokens][kChunkTokens]: the inverse, and P
-  E* state_tiles_;                               // of two strips
-  float* reads_;                                 // [k, then q][padded][32]: times the state; then the output
-  float* added_;                                 // [padded][32]: U
+  float* reads_;                                 // [k, then q][32][32]: times the state; P U in place of the first
+  float* added_;                                 // [32][32]: U, then what it adds to the state
   E *right_tiles_, *added_tiles_, *left_tiles_;  // beta (V - e K S), U, and U decayed to the chunk's end
   float* states_;                                // [heads][strips][depth][32]
+  E* state_tiles_;                               // the same as tiles
 };
 
 }  // namespace

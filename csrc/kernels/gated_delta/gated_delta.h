@@ -14,9 +14,9 @@
 //   out = scale (e Q S + P U)                             P_ij = (q_i . k_j) e_i / e_j for j <= i
 //   S   = e_C S + K^T (e_C / e_i) U
 //
-// With bf16 inputs the products run on tiles where there are any. q and k enter them as they are and their lengths are
-// divided out in fp32; S, U, P and the inverse enter as the sum of two bf16, 16 bits of mantissa. Decays, the inverse,
-// the state and all sums are fp32.
+// The products run on tiles of bf16 where there are any. With bf16 inputs q and k enter them as they are and their
+// lengths are divided out in fp32; S, U, P and the inverse enter as the sum of two bf16, 16 bits of mantissa. With fp32
+// inputs all of them enter as the sum of three, 24 bits. Decays, the inverse, the state and all sums are fp32.
 //
 // States lie in a pool of slots. A sequence's is read from read_slots[b] (negative: zeros), and the state after a token
 // is written to write_slots[token] (negative: not kept); without write_slots the state after the last token goes back

@@ -1,5 +1,5 @@
-// What the products of a chunk take: the right-hand operand, tiles (base/tile.h) of a strip of 32 columns, and vector
-// work to be done beside them.
+// What the products of a chunk take: the right-hand operand, tiles (base/tile.h) of a strip of 32 columns, and memory
+// to ask for on the way.
 #pragma once
 
 #include <cstdint>
@@ -23,22 +23,31 @@ struct Right {
   }
 };
 
-// Work in `count` pieces, fn(piece). Tiles are multiplied beside vectors: a product that takes Pieces does some between
-// its steps, which then cost next to nothing. Whoever needs the work done calls rest().
-template <class Fn>
-struct Pieces {
-  Fn fn;
-  int64_t count;
-  int64_t next = 0;
+// Rows to be asked for a line at a time: they lie a token's whole width apart, where no hardware looks ahead.
+struct RowPrefetch {
+  const char* row;
+  int64_t stride_bytes, row_bytes;
+  int64_t num_rows, offset = 0;
 
-  void some(int64_t pieces) {
-    for (const int64_t end = next + pieces < count ? next + pieces : count; next < end; ++next) fn(next);
+  void next() {
+    // Into L2: rows a multiple of 4 KB apart would all fall into one set of L1.
+    __builtin_prefetch(row + offset, 0, 2);
+    offset += 64;
+    if (offset < row_bytes) return;
+    offset = 0;
+    row += stride_bytes;
+    --num_rows;
   }
-  void rest() { some(count - next); }
 };
 
-struct NoPieces {
-  void some(int64_t) {}
+// The rows of the next chunk; the products of this one ask for some of their lines at each step.
+struct Fetches {
+  RowPrefetch rows[3];
+
+  void some(int lines) {
+    for (RowPrefetch& fetch : rows)
+      for (; fetch.num_rows > 0 && lines > 0; --lines) fetch.next();
+  }
 };
 
 }  // namespace

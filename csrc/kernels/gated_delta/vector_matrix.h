@@ -9,7 +9,7 @@ namespace {
 
 struct VectorMatrix {
   using Element = float;
-  static constexpr int kParts = 1;  // numbers that a value is kept as the sum of
+  static constexpr int kParts = 1, kInputParts = 1;  // numbers that a value is kept as the sum of
 
   static void store_left(float* row, int64_t, Vec v) { v.store(row); }
   static void store_right(float* pair_row, int64_t, int column, Vec even, Vec odd) {
@@ -19,7 +19,7 @@ struct VectorMatrix {
 
   // Copies a row, padded with zeros, and gives the sum of its squares.
   template <class T>
-  static float copy_row(const T* row, int64_t width, int64_t padded, float* copy) {
+  static float copy_row(const T* row, int64_t width, int64_t padded, float* copy, int64_t) {
     for (int64_t i = width; i < padded; ++i) copy[i] = 0.0f;
     return accumulate(width, [&](Vec sum, int64_t i, auto count) {
       const Vec v = load_some(row + i, count);
@@ -38,13 +38,18 @@ struct VectorMatrix {
     }
   }
 
-  // c [rows, 32] = A B, or +=. Products and other vector work share the units: pieces are left to their rest().
-  template <bool kAccumulate, class Beside>
-  void multiply(const float* a, int64_t stride, int64_t, int, int64_t rows, const Right<float>& b, int64_t depth_tiles,
-                float* c, Beside&) {
-    multiply_tiles<float, kAccumulate>(
-        a, stride, static_cast<int>(rows), [&](int d, int j) { return b.tile(d, j); }, 2, static_cast<int>(depth_tiles),
-        c, kStripColumns);
+  // c [32, 32] = A B: 8 x 2 of 32 registers (AVX-512), 4 x 1 x 2 of 16 (AVX2).
+  static constexpr int kRows = Vec::kLanes == 16 ? 8 : Vec::kLanes == 8 ? 4 : 2, kTiles = dot_tiles(kRows);
+  template <int, int>
+  [[gnu::noinline]] void multiply(const float* a, int64_t stride, int64_t, const Right<float>& b, int64_t depth_tiles,
+                                  float* c, Fetches& fetches) {
+    for (int row = 0; row < 32; row += kRows, a += kRows * stride, c += kRows * kStripColumns)
+      for (int tile = 0; tile < 2; tile += kTiles) {
+        fetches.some(2 * kRows);
+        dot_block<float, float, false, kRows, kTiles>(
+            a, stride, [&](int d, int j) { return b.tile(d, j); }, tile, static_cast<int>(depth_tiles),
+            c + tile * kTileColumns, kStripColumns);
+      }
   }
 };
 
