@@ -8,7 +8,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt README.md \
 
 .PHONY: demo
 demo: .venv/.package
-	$(BIN)/tilewright info
+	@$(BIN)/tilewright demo
 
 .PHONY: test lint test-cpp test-python
 test: lint test-cpp test-python
