@@ -17,9 +17,9 @@ class World:
         self.now_s = 0.0
         self.num_tokens = 0
 
-    def step(self, num_sequences=1):
-        """What the policy chose."""
-        chosen = self.policy.choose(num_sequences)
+    def step(self, num_sequences=1, num_read=None):
+        """What the policy chose; all sequences were read, unless it is said how many."""
+        chosen = self.policy.choose(num_sequences, num_sequences if num_read is None else num_read)
         num_rows = num_sequences * (1 + self.num_drafts)
         took_s = self.step_s + self.row_s * num_rows
         for _ in range(num_sequences):
@@ -84,7 +84,7 @@ def test_pauses_grow_and_end_with_a_trial():
 def test_beside_prompts_without_end_nothing_is_drafted_or_read():
     """Steps with prompts in them tell nothing of what a draft costs."""
     policy = policy_of()
-    chosen = [policy.choose(3) for _ in range(200)]
+    chosen = [policy.choose(3, 3) for _ in range(200)]
     assert chosen == [0] * FIRST_PAUSE_STEPS + [None] * (200 - FIRST_PAUSE_STEPS)
 
 
@@ -96,6 +96,33 @@ def test_drafts_that_become_right_are_found_out():
     assert all(chosen[-300:])
     world.rate = 0.0  # and the next pause is a short one again
     assert None in world.run(120) and world.policy._crowds[1].next_pause == 2 * FIRST_PAUSE_STEPS
+
+
+def test_a_trial_waits_for_a_sequence_that_was_read():
+    """Nothing is learnt or spent meanwhile; what then comes is tried as ever."""
+    policy = policy_of()
+    world = World(policy, rate=0.0)
+    while world.step() is not None:
+        pass
+    next_pause = policy._crowds[1].next_pause
+    world.run(FIRST_PAUSE_STEPS - 1)
+    assert [world.step(num_read=0) for _ in range(500)] == [0] * 500
+    assert policy._crowds[1].num_good == 0 and policy._crowds[1].next_pause == next_pause
+    assert world.run(TRIAL_STEPS) == [1] * TRIAL_STEPS
+
+
+def test_drafts_of_a_few_among_many_are_held_against_what_all_wait_for():
+    """Four rows more in a step of eight are next to nothing, eight or more are not: one may draft, all may not."""
+    for num_read, pays in ((1, True), (8, False)):
+        world = World(policy_of(max_rows=64), rate=0.8, row_s=0.0)
+        took_s = {8: 1.0, 9: 1.01, 10: 1.02, 11: 1.03, 12: 1.04}
+        for num_rows in (8, 9, 10, 11, 12, 16, 24, 32, 40):
+            for _ in range(ENOUGH):
+                world.policy.time_step(num_rows, took_s.get(num_rows, 5.0))
+        for _ in range(ENOUGH):
+            world.policy.time_pass(num_read, 0.001)
+        chosen = [world.policy.choose(8, num_read) for _ in range(TRIAL_STEPS + 1)]
+        assert bool(chosen[-1]) == pays
 
 
 @pytest.mark.parametrize(
@@ -128,7 +155,8 @@ def test_no_more_than_there_is_room_for():
     for num_sequences, most in ((1, 4), (2, 3), (3, 2), (5, 1)):
         world = World(policy, rate=1.0, row_s=0.0, pass_s=0.0)
         assert max(world.run(20, num_sequences)) == most
-    assert policy.choose(6) is None and policy.choose(50) is None
+    assert policy.choose(6, 6) is None and policy.choose(50, 50) is None
+    assert policy.choose(50, 0) is None
 
 
 def test_a_place_that_was_given_up_is_tried_again():

@@ -3,11 +3,14 @@
 import pytest
 from mock_model import text_inputs
 
+from tilewright.engine.draft_policy import FIRST_PAUSE_STEPS, DraftPolicy
 from tilewright.engine.mtp_drafter import MtpDrafter
 from tilewright.engine.sequence import Sequence, Status
 from tilewright.engine.speculate import Speculator
 from tilewright.engine.step import Chunk, Step
 from tilewright.types import SamplingParams
+
+PAGE_SIZE = 16
 
 
 class Runner:
@@ -38,23 +41,33 @@ class Notes:
     def __init__(self, wanted):
         self.wanted = wanted
         self.heard = []
+        self.asked = []
 
     def __getattr__(self, name):
         return lambda *values: self.heard.append((name, *values))
 
-    def choose(self, num_sequences):
+    def choose(self, num_sequences, num_read):
+        self.asked.append((num_sequences, num_read))
         return self.wanted
 
 
 @pytest.fixture
 def drafter():
     clock = Clock()
-    return MtpDrafter(Runner(clock), Notes(2), Speculator(4), clock)
+    return MtpDrafter(Runner(clock), Notes(2), Speculator(4), PAGE_SIZE, clock)
 
 
-def running(token_ids, num_computed=0):
+def running(token_ids, pages=(0, 1, 2, 3)):
     sequence = Sequence("a", text_inputs(token_ids), SamplingParams())
-    sequence.status, sequence.num_computed_tokens = Status.RUNNING, num_computed
+    sequence.status, sequence.pages = Status.RUNNING, list(pages)
+    return sequence
+
+
+def decoding_after(drafter, token_ids, drawn, **options):
+    """A sequence whose prompt was computed in a step, of which the policy heard nothing."""
+    sequence = running(token_ids, **options)
+    step_of(drafter, [Chunk(sequence, 0, len(token_ids))], [drawn])
+    drafter.policy.heard.clear()
     return sequence
 
 
@@ -72,8 +85,9 @@ def step_of(drafter, chunks, drawn, took_s=10.0):
 
 def test_each_token_is_read_with_the_one_after_it(drafter):
     """In a step with drafts and prompts: what was kept of each, and drafts where all that is known is computed."""
-    decoding, beginning, ended = running([1, 2, 3], 3), running([4, 5, 6, 7]), running([1, 1])
-    decoding.token_ids.append(4)
+    decoding, beginning, ended = decoding_after(drafter, [1, 2, 3], 4), running([4, 5, 6, 7], [4]), running([1, 1], [5])
+    drafter.record(decoding, 2, 0)
+    drafter.policy.heard.clear()
     ended.status = Status.FINISHED
     step_of(drafter, [Chunk(decoding, 3, 3, 2), Chunk(ended, 0, 2), Chunk(beginning, 0, 3)], [5, None, None])
     assert drafter.runner.keeps_hidden
@@ -85,8 +99,9 @@ def test_each_token_is_read_with_the_one_after_it(drafter):
 
 
 def test_the_policy_hears_what_steps_and_passes_take_and_what_drafts_gave(drafter):
-    sequence = running([1, 2, 3], 3)
-    sequence.token_ids.append(4)
+    drafter.policy.wanted = 0
+    sequence = decoding_after(drafter, [1, 2, 3], 4)
+    drafter.policy.wanted = 2
     step_of(drafter, [Chunk(sequence, 3, 1)], [5])
     assert drafter.policy.heard == [("time_step", 1, 10.0), ("time_pass", 1, 2.0)]
     drafter.policy.heard.clear()
@@ -101,10 +116,152 @@ def test_the_policy_hears_what_steps_and_passes_take_and_what_drafts_gave(drafte
 
 def test_without_drafts_of_its_own_the_text_is_looked_up(drafter):
     drafter.policy.wanted = None
-    sequence = running([1, 2, 3, 1], 3)
+    sequence = decoding_after(drafter, [1, 2, 3], 1)
     step_of(drafter, [Chunk(sequence, 3, 1)], [2])
     assert not drafter.runner.keeps_hidden and not drafter.runner.seen
     assert drafter.propose(sequence, 2) == [3, 1]
     drafter.record(sequence, 2, 2)
     assert (drafter.num_proposed, drafter.num_accepted) == (2, 2) == (drafter.lookup.num_proposed, 2)
     assert drafter.policy.heard == [("time_step", 1, 10.0)]
+
+
+def test_a_sequence_that_was_not_read_is_neither_drafted_for_nor_recorded(drafter):
+    """Its prompt was computed in a pause. One that begins afterwards, in the same steps, is read and drafted for."""
+    drafter.policy.wanted = None
+    unread = decoding_after(drafter, [1, 2, 3, 4], 9)
+    drafter.policy.wanted = 2
+    step_of(drafter, [Chunk(unread, 4, 1)], [10])
+    assert not drafter.runner.keeps_hidden and not drafter.runner.seen  # nor is there a pass for it alone
+    fresh = running([4, 5, 6], [4])
+    step_of(drafter, [Chunk(unread, 5, 1), Chunk(fresh, 0, 3)], [11, 7])
+    assert drafter.runner.keeps_hidden
+    assert [(item.sequence, item.first_row) for item in drafter.runner.seen] == [(fresh, 1)]
+    assert drafter.propose(unread, 2) == [] and drafter.propose(fresh, 2) == [7, 8]
+    drafter.policy.heard.clear()
+    drafter.lookup.propose(unread, 2)
+    drafter.record(unread, 1, 0)
+    assert drafter.policy.heard == []
+    assert drafter.policy.asked[-2:] == [(1, 0), (2, 1)]
+
+
+def test_pages_found_again_tell_whether_they_were_read(drafter):
+    """Two pages that were computed in a pause have no keys, two that were read have; a page's next use counts anew."""
+    prompt = list(range(2 * PAGE_SIZE))
+    for wanted, is_read in ((None, False), (0, True), (None, False)):
+        drafter.policy.wanted = wanted
+        decoding_after(drafter, prompt, 1, pages=[0, 1, 2])
+        drafter.policy.wanted = 2
+        drafter.runner.seen = []
+        again = running([*prompt, 1, 2], [0, 1, 3])
+        step_of(drafter, [Chunk(again, 2 * PAGE_SIZE, 2)], [3])
+        assert [item.sequence for item in drafter.runner.seen] == [again] * is_read
+
+
+def test_a_sequence_that_is_computed_anew_is_read_anew(drafter):
+    """One sent back to wait starts from its first token, or from pages that it has read."""
+    drafter.policy.wanted = None
+    sequence = decoding_after(drafter, list(range(20)), 1, pages=[0, 1])
+    drafter.policy.wanted = 2
+    step_of(drafter, [Chunk(sequence, 20, 1)], [2])
+    assert drafter.runner.seen == []
+    for start, is_read in ((0, True), (PAGE_SIZE, True)):
+        step_of(drafter, [Chunk(sequence, start, sequence.num_tokens - start)], [3])
+        assert [item.start for item in drafter.runner.seen] == [start] * is_read
+    drafter.policy.wanted = None  # now its first tokens are missed, and more of them than were read before
+    step_of(drafter, [Chunk(sequence, 0, sequence.num_tokens)], [4])
+    drafter.policy.wanted, drafter.runner.seen = 2, []
+    step_of(drafter, [Chunk(sequence, sequence.num_tokens - 1, 1)], [5])
+    assert drafter.runner.seen == []
+
+
+def test_a_few_tokens_that_were_missed_do_not_count(drafter):
+    """One step of 17 that nobody read is let be, two are not."""
+    sequence = decoding_after(drafter, list(range(16)), 1)
+    for wanted, num_seen in ((None, 0), (2, 1), (None, 0), (2, 0)):
+        drafter.policy.wanted, drafter.runner.seen = wanted, []
+        step_of(drafter, [Chunk(sequence, sequence.num_tokens - 1, 1)], [1])
+        assert len(drafter.runner.seen) == num_seen
+
+
+def test_after_a_pause_no_sequence_goes_on_being_read_however_long_it_is(drafter):
+    sequence = decoding_after(drafter, list(range(3000)), 1, pages=range(200))
+    drafter.policy.wanted = None
+    for _ in range(FIRST_PAUSE_STEPS):
+        step_of(drafter, [Chunk(sequence, sequence.num_tokens - 1, 1)], [1])
+    drafter.policy.wanted, drafter.runner.seen = 2, []
+    step_of(drafter, [Chunk(sequence, sequence.num_tokens - 1, 1)], [1])
+    assert drafter.runner.seen == []
+
+
+def test_a_page_that_was_swapped_for_an_unread_one_is_missed(drafter):
+    """The prefix cache gives a page that was computed twice back, in favour of the first one: here, of a pause."""
+    drafter.policy.wanted = 2
+    sequence = decoding_after(drafter, list(range(PAGE_SIZE - 1)), 1, pages=[0, 1])
+    step = Step([Chunk(sequence, PAGE_SIZE - 1, 1)])
+    drafter.begin(step)
+    sequence.pages[0], sequence.num_computed_tokens = 3, PAGE_SIZE
+    sequence.token_ids.append(2)
+    drafter.draft(step, lambda sequence, num_drafts: num_drafts)
+    drafter.runner.seen = []
+    step_of(drafter, [Chunk(sequence, PAGE_SIZE, 1)], [3])
+    assert drafter.runner.seen == []
+
+
+class Attentive:
+    """Knows what follows, each token being one more than that before, where it has read all there is; a pass takes 3.
+
+    Of the rest, and of answers that nobody could predict, its drafts are wrong.
+    """
+
+    keeps_hidden = False
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.num_read = {}
+        self.is_predictable = True
+
+    def draft(self, readings):
+        drafts = []
+        for item in readings:
+            if item.start == self.num_read.get(item.sequence, 0):
+                self.num_read[item.sequence] = item.stop
+            knows = self.is_predictable and self.num_read.get(item.sequence) == item.stop
+            last = item.token_ids[-1] if knows else -10
+            drafts.append([last + place for place in range(1, item.num_drafts + 1)])
+        self.clock.now_s += 3.0 * max(1, max(item.num_drafts for item in readings))
+        return drafts
+
+
+def answer(drafter, num_tokens):
+    """How many drafts one answer had, of which a step takes 10, and half more for each draft."""
+    sequence = running([0, 1, 2], range(num_tokens // PAGE_SIZE + 2))
+    step_of(drafter, [Chunk(sequence, 0, 3)], [3])
+    num_drafts = 0
+    while sequence.num_tokens < num_tokens:
+        drafts = drafter.propose(sequence, 4)
+        following = range(sequence.num_tokens, sequence.num_tokens + len(drafts))
+        num_right = len(drafts) if drafts == list(following) else 0
+        step = Step([Chunk(sequence, sequence.num_tokens - 1, 1 + len(drafts), len(drafts))])
+        sequence.draft_token_ids = drafts
+        drafter.begin(step)
+        drafter.clock.now_s += 10.0 + 0.5 * len(drafts)
+        if drafts:
+            drafter.record(sequence, len(drafts), num_right)
+        sequence.draft_token_ids = []
+        sequence.num_computed_tokens = sequence.num_tokens + num_right
+        sequence.token_ids.extend(range(sequence.num_tokens, sequence.num_computed_tokens + 1))
+        drafter.draft(step, lambda sequence, num_drafts: num_drafts)
+        num_drafts += len(drafts)
+    return num_drafts
+
+
+def test_drafting_comes_back_after_poor_answers():
+    """Trials begin amid answers whose beginning was never read: these are not what the predictor is judged by."""
+    clock = Clock()
+    drafter = MtpDrafter(Attentive(clock), DraftPolicy(4, 32, 12), Speculator(4), PAGE_SIZE, clock)
+    assert min(answer(drafter, 300) for _ in range(4)) > 150
+    drafter.runner.is_predictable = False
+    assert [answer(drafter, 300) for _ in range(4)][-1] < 20
+    drafter.runner.is_predictable = True
+    counts = [answer(drafter, 300) for _ in range(20)]
+    assert 0 in counts[:4] and min(counts[4:]) > 150, counts

@@ -55,7 +55,7 @@ class Always:
         self.num_drafts = num_drafts
         self.num_timed = 0
 
-    def choose(self, num_sequences):
+    def choose(self, num_sequences, num_read):
         return self.num_drafts
 
     def record(self, num_proposed, num_right):

@@ -54,13 +54,14 @@ class DraftPolicy:
         self._forget()
         self._crowds: defaultdict[int, _Crowd] = defaultdict(_Crowd)  # by powers of two
 
-    def choose(self, num_sequences: int) -> int | None:
-        """How many tokens to draft after the step that begins, for each of its sequences that decodes.
+    def choose(self, num_sequences: int, num_read: int) -> int | None:
+        """How many tokens to draft after the step that begins, for those of its sequences that the predictor has read.
 
-        None: nothing is drafted for a while, and the predictor need not read what the step computes.
+        None: nothing is drafted for a while, and the predictor need not read what the step computes. After that it
+        reads again from the next prompt on: while none of the sequences was read, a trial waits.
         """
         num_spare_rows = min(self.max_rows - num_sequences, self.max_drafts_in_all)
-        most = min(self.max_drafts, num_spare_rows // num_sequences)
+        most = min(self.max_drafts, num_spare_rows // max(1, num_read))
         if most < 1:
             return None
         crowd = self._crowds[num_sequences.bit_length()]
@@ -71,10 +72,12 @@ class DraftPolicy:
             # What a step takes without drafts is what they are held against; beside prompts it never shows.
             crowd.untimed_left -= 1
             return 0 if crowd.untimed_left >= 0 else None
+        if not num_read:
+            return 0
         if crowd.trial_left:
             crowd.trial_left -= 1
             return 1
-        best = max(range(most + 1), key=lambda count: self._tokens_per_s(num_sequences, count))
+        best = max(range(most + 1), key=lambda count: self._tokens_per_s(num_sequences, num_read, count))
         if best:
             crowd.num_good += 1
             if crowd.num_good == GOOD_STEPS:
@@ -112,11 +115,11 @@ class DraftPolicy:
             rate = (num_right + EXPECTED_WEIGHT * rate) / (num_tried + EXPECTED_WEIGHT)
             yield rate
 
-    def _tokens_per_s(self, num_sequences: int, num_drafts: int) -> float:
-        """What a sequence gains in a second of steps with so many drafts; of what was never timed the best is hoped."""
-        num_tokens = 1 + sum(accumulate(islice(self.rates(), num_drafts), mul))
-        took_s = self._step_s.of(num_sequences * (1 + num_drafts)) + num_drafts * self._pass_s.of(num_sequences)
-        return num_tokens / took_s
+    def _tokens_per_s(self, num_sequences: int, num_read: int, num_drafts: int) -> float:
+        """What all gain in a second when those that were read have so many drafts; the best is hoped of the untimed."""
+        num_right = sum(accumulate(islice(self.rates(), num_drafts), mul))
+        took_s = self._step_s.of(num_sequences + num_read * num_drafts) + num_drafts * self._pass_s.of(num_read)
+        return (num_sequences + num_read * num_right) / took_s
 
     def _forget(self) -> None:
         """Makes the next trial one without prejudice: drafts that were all wrong may be of an answer that has ended."""

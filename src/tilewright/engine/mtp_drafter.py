@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+from tilewright.engine.read_tokens import ReadTokens
 from tilewright.engine.sequence import Sequence, Status
 from tilewright.engine.speculate import Drafter
 from tilewright.engine.step import Reading, Step
@@ -16,7 +18,7 @@ from tilewright.engine.step import Reading, Step
 class Policy(Protocol):
     """How many drafts to make, learnt from what they gave and what they took (engine/draft_policy.py)."""
 
-    def choose(self, num_sequences: int) -> int | None: ...
+    def choose(self, num_sequences: int, num_read: int) -> int | None: ...
 
     def record(self, num_proposed: int, num_right: int) -> None: ...
 
@@ -51,7 +53,9 @@ class MtpDrafter:
     The predictor's keys and values lie in the pages beside the model's, and are found again with them. They decide how
     good drafts are, never what is answered, so two things are let be: the key of a page's last token depends on the
     token after the page, which the page's digest does not cover; and tokens that nobody read, while drafting paused or
-    in the last step of an answer, have the key of an earlier use of the page, or zeros.
+    in the last step of an answer, have the key of an earlier use of the page, or zeros. A sequence with more than a few
+    of those is left alone (engine/read_tokens.py): its drafts would be worse than the predictor is, and drafting would
+    pause for it.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class MtpDrafter:
         runner: DraftingRunner,
         policy: Policy,
         lookup: Drafter,
+        page_size: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
@@ -66,6 +71,8 @@ class MtpDrafter:
         self.lookup = lookup
         self.clock = clock
         self.readings: list[Reading] = []  # of the last step
+        self._read_tokens = ReadTokens(page_size)
+        self._is_read: list[bool] = []  # by chunk of the step under way
         self._ahead: WeakKeyDictionary[Sequence, _Ahead] = WeakKeyDictionary()
         self._num_proposed = 0
         self._num_accepted = 0
@@ -96,9 +103,11 @@ class MtpDrafter:
 
     def begin(self, step: Step) -> None:
         """Before a step is run: decides whether it is read, and how much is drafted after it."""
+        self._is_read = [self._read_tokens.begin(chunk) for chunk in step.chunks]
         num_sequences = sum(chunk.num_sampled > 0 for chunk in step.chunks)
-        self._num_drafts = self.policy.choose(max(1, num_sequences))
-        self.runner.keeps_hidden = self._num_drafts is not None
+        num_read = sum(chunk.num_sampled > 0 for chunk in compress(step.chunks, self._is_read))
+        self._num_drafts = self.policy.choose(max(1, num_sequences), num_read)
+        self.runner.keeps_hidden = self._num_drafts is not None and any(self._is_read)
         # Others take as long as their prompts and pictures are.
         self._only_decodes = all(chunk.num_sampled == chunk.num_tokens for chunk in step.chunks)
         self._began_s = self.clock()
@@ -115,9 +124,9 @@ class MtpDrafter:
         if self._num_drafts is None:
             return
         first_row = 0
-        for chunk in step.chunks:
+        for chunk, is_read in zip(step.chunks, self._is_read, strict=True):
             sequence, stop = chunk.sequence, chunk.sequence.num_computed_tokens
-            if sequence.status is Status.RUNNING:
+            if is_read and sequence.status is Status.RUNNING:
                 wanted = find_room(sequence, self._num_drafts) if sequence.is_decoding else 0
                 following = sequence.token_ids[chunk.start + 1 : stop + 1]
                 self.readings.append(Reading(sequence, chunk.start, stop, following, first_row, wanted))
@@ -125,6 +134,7 @@ class MtpDrafter:
         if not self.readings:
             return
         for reading, token_ids in zip(self.readings, self.runner.draft(self.readings), strict=True):
+            self._read_tokens.add(reading.sequence, reading.start, reading.stop)
             unused = self._ahead.pop(reading.sequence, None)
             if unused is not None:  # they did not fit a grammar, or it forced others: as good as wrong
                 self.policy.record(len(unused.token_ids), 0)
