@@ -201,8 +201,8 @@ def test_a_page_that_was_swapped_for_an_unread_one_is_missed(drafter):
     drafter.begin(step)
     sequence.pages[0], sequence.num_computed_tokens = 3, PAGE_SIZE
     sequence.token_ids.append(2)
-    drafter.draft(step, lambda sequence, num_drafts: num_drafts)
     drafter.runner.seen = []
+    drafter.draft(step, lambda sequence, num_drafts: num_drafts)
     step_of(drafter, [Chunk(sequence, PAGE_SIZE, 1)], [3])
     assert drafter.runner.seen == []
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import random
 import re
 
 import foreseen
@@ -20,9 +21,11 @@ from test_parity import relative
 from test_qwen3_5_mtp import draft_all
 
 import tilewright
+from tilewright.engine import read_tokens
 from tilewright.engine.costs import costs_of
 from tilewright.engine.draft_policy import DraftPolicy
 from tilewright.engine.speculate import Speculator
+from tilewright.ops.kv_cache import kv_store
 from tilewright.types import Constraint, ModelInputs, SamplingParams
 
 NAMES = list(foreseen.LAYER_SHARES)
@@ -227,6 +230,58 @@ def test_nothing_is_read_while_drafting_pauses(load_foreseen, networks):
         changing.core.step()
     assert [sequence.output_token_ids] == expected
     assert changing.drafter._num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefix_cache": True}, {"prefix_cache": True, "num_pages": 11}, {"num_pages": 11}, {"tokens_per_step": 23}],
+    ids=str,
+)
+def test_drafts_are_made_over_keys_that_were_read(options, load_foreseen, networks, alone, monkeypatch):
+    """Through pauses at random, pages found again and sequences sent back to wait; here not one token may be missed.
+
+    A token's key is NaN from the step that computes it, or only drafts it, until it is read. Answers stay the same.
+    """
+    monkeypatch.setattr(read_tokens, "MAX_MISSED_TOKENS", 0)
+    model = load_foreseen("qwen3_5_text", torch.float32)
+    prompts, expected = (
+        prompts_for("qwen3_5_text", networks, torch.float32),
+        alone("qwen3_5_text", torch.float32, "drawn"),
+    )
+    answers = Answers(model, torch.float32, drafts=3, page_size=32, **options)
+    unread_until_read(answers.core.runner)
+    logits_of_passes = spy_on_passes(answers.core.runner._drafts)
+    chance, num_left_alone = random.Random(5), 0
+    for _ in range(4):
+        sequences = [answers.add(str(number), inputs, DRAWN)[0] for number, inputs in enumerate(prompts)]
+        while answers.core.has_work:
+            if chance.random() < 0.1:
+                answers.drafter.policy = Always(chance.choice((None, 0, 1, 3)))
+            answers.core.step()
+            if answers.drafter.policy.num_drafts is not None:
+                num_left_alone += answers.drafter._is_read.count(False)
+        assert [sequence.output_token_ids for sequence in sequences] == expected
+    assert len(logits_of_passes) > 20 and num_left_alone > 20
+    assert all(bool(logits.isfinite().all()) for logits in logits_of_passes)
+    assert bool(answers.scheduler.num_preemptions) == ("num_pages" in options)
+
+
+def unread_until_read(runner):
+    """Lets each step make the predictor's keys and values of its rows NaN."""
+    cache, run = runner.kv_caches[-1], runner.run
+    cache.data.fill_(float("nan"))
+
+    def run_and_spoil(step):
+        slots = [
+            chunk.sequence.pages[place // cache.page_size] * cache.page_size + place % cache.page_size
+            for chunk in step.chunks
+            for place in range(chunk.start, chunk.stop)
+        ]
+        nothing = torch.full((len(slots), cache.data.shape[1], cache.head_width), float("nan"))
+        kv_store(nothing, nothing, cache, torch.tensor(slots))
+        return run(step)
+
+    runner.run = run_and_spoil
 
 
 def test_a_model_whose_drafts_are_wrong_stops_drafting(models_with_wrong_drafts, networks):

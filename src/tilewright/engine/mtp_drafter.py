@@ -126,7 +126,7 @@ class MtpDrafter:
         first_row = 0
         for chunk, is_read in zip(step.chunks, self._is_read, strict=True):
             sequence, stop = chunk.sequence, chunk.sequence.num_computed_tokens
-            if is_read and sequence.status is Status.RUNNING:
+            if is_read and sequence.status is Status.RUNNING and self._read_tokens.end(sequence, chunk.start, stop):
                 wanted = find_room(sequence, self._num_drafts) if sequence.is_decoding else 0
                 following = sequence.token_ids[chunk.start + 1 : stop + 1]
                 self.readings.append(Reading(sequence, chunk.start, stop, following, first_row, wanted))

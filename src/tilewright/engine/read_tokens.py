@@ -10,7 +10,7 @@ from tilewright.engine.sequence import Sequence
 from tilewright.engine.step import Chunk
 
 # One token in 16 may have been missed, and 32 in all: the last step of the answer before in a conversation, or a few
-# steps that had too many sequences for drafts. The shortest pause is twice as long: after one nothing goes on as it was.
+# steps that had too many sequences for drafts. The shortest pause is twice as long: after it nobody goes on as before.
 MAX_MISSED_SHARE = 1 / 16
 MAX_MISSED_TOKENS = 32
 
@@ -22,7 +22,7 @@ class _Count:
 
 
 class ReadTokens:
-    """Counts, by page, the tokens that were read, so that a page found in the prefix cache tells whether it was.
+    """Remembers, by page, the tokens that were read, so that a page found in the prefix cache tells whether it was.
 
     A sequence that missed too much is not read any further until it is computed anew: keys that are not there make
     drafts poor, and what follows would cost passes for nothing.
@@ -30,7 +30,7 @@ class ReadTokens:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self._num_by_page: defaultdict[int, int] = defaultdict(int)
+        self._read_by_page: defaultdict[int, int] = defaultdict(int)  # a bit for each of its tokens
         self._counts: WeakKeyDictionary[Sequence, _Count] = WeakKeyDictionary()
 
     def begin(self, chunk: Chunk) -> bool:
@@ -40,20 +40,38 @@ class ReadTokens:
         """
         sequence, start, size = chunk.sequence, chunk.start, self.page_size
         for page in sequence.pages[-(-start // size) : -(-chunk.stop // size)]:
-            self._num_by_page[page] = 0
+            self._read_by_page[page] = 0
         count = self._counts.get(sequence)
         if count is None or start <= count.start or start // size != count.start // size:
-            # It was sent back to wait, or has filled a page, for which the prefix cache may have given it another's.
-            pages = sequence.pages[: -(-start // size)]
-            count = self._counts[sequence] = _Count(start, min(start, sum(self._num_by_page[page] for page in pages)))
-        count.start = start
-        return start - count.num_read <= min(MAX_MISSED_SHARE * start, MAX_MISSED_TOKENS)
+            self._count(sequence, start)  # it was admitted, perhaps once more, or has filled a page
+        else:
+            count.start = start
+        return self._is_enough(sequence)
+
+    def end(self, sequence: Sequence, start: int, stop: int) -> bool:
+        """Whether that is still so when tokens start .. stop of the chunk were computed, and are about to be read.
+
+        Of a page that they filled, the prefix cache may have given the sequence another's.
+        """
+        if start // self.page_size != stop // self.page_size:
+            self._count(sequence, start)
+        return self._is_enough(sequence)
 
     def add(self, sequence: Sequence, start: int, stop: int) -> None:
         """Counts tokens start .. stop of the chunk that was begun as read."""
         size = self.page_size
         for index in range(start // size, -(-stop // size)):
-            page = sequence.pages[index]
-            num_new = min(stop, (index + 1) * size) - max(start, index * size)
-            self._num_by_page[page] = min(size, self._num_by_page[page] + num_new)
+            first, last = max(start - index * size, 0), min(stop - index * size, size)
+            self._read_by_page[sequence.pages[index]] |= (1 << last) - (1 << first)
         self._counts[sequence].num_read += stop - start
+
+    def _count(self, sequence: Sequence, start: int) -> None:
+        num_full, num_more = divmod(start, self.page_size)
+        num_read = sum(self._read_by_page[page].bit_count() for page in sequence.pages[:num_full])
+        if num_more:
+            num_read += (self._read_by_page[sequence.pages[num_full]] & ((1 << num_more) - 1)).bit_count()
+        self._counts[sequence] = _Count(start, num_read)
+
+    def _is_enough(self, sequence: Sequence) -> bool:
+        count = self._counts[sequence]
+        return count.start - count.num_read <= min(MAX_MISSED_SHARE * count.start, MAX_MISSED_TOKENS)
