@@ -73,6 +73,9 @@ class RandomRunner:
             rows += [self.logits(known[:stop]) for stop in range(chunk.stop - chunk.num_logits + 1, chunk.stop + 1)]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, self.size)
 
+    def encode(self, media):
+        assert not media
+
     def logits(self, token_ids: list[int]) -> np.ndarray:
         seed = int.from_bytes(hashlib.blake2b(np.array(token_ids).tobytes(), digest_size=8).digest(), "little")
         noise = np.random.default_rng(seed).standard_normal(self.size, np.float32)

@@ -83,18 +83,15 @@ class MockRunner:
         self.steps.append([(chunk.sequence, chunk.start, chunk.num_tokens) for chunk in step.chunks])
         assert step.chunks and step.num_tokens <= self.limits.max_tokens_per_step
         assert len({chunk.sequence for chunk in step.chunks}) == len(step.chunks) <= self.limits.max_sequences
-        self._encode(step)
+        self.encode(step.encode)
         self._fill(step.scenes)
         logits = [row for chunk in step.chunks for row in self._compute(chunk)]
         assert len(logits) == step.num_logits
         return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, VOCABULARY_SIZE)
 
-    def _encode(self, step):
-        media = step.encode
+    def encode(self, media):
         num_patches = sum(int(np.prod(medium.grid)) for medium in media)
-        first_scene = step.scenes[0].media if step.scenes else ()
-        are_one_scene = {medium.key for medium in media} <= {medium.key for medium in first_scene}
-        assert len(media) <= 1 or are_one_scene or num_patches <= self.limits.max_encode_patches
+        assert len(media) <= 1 or num_patches <= self.limits.max_encode_patches
         for medium in media:
             medium.load()
             assert not self.features.has(medium.key)

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from mock_model import NOT_WRITTEN, answer, make_core, media_inputs, run_all, text_inputs
 
@@ -233,14 +235,35 @@ class TestScenes:
         assert sequence.output_token_ids == answer(inputs, GREEDY)
         assert core.runner.num_encoded == 2  # features of the first were kept
 
-    def test_a_scene_is_encoded_whole(self):
-        core = make_core(max_encode_patches=12)
-        # 2 patches a state: 10 for each, so that two are more than a step may have, and must be had.
-        inputs = media_inputs([1, (KEY, 5), 2, (b"l" * 16, 5), (b"m" * 16, 5), 3])
-        (sequence,) = core.add("a", inputs, GREEDY)
+    @pytest.mark.parametrize("max_feature_bytes", [0, 1 << 20])
+    def test_pictures_side_by_side_are_encoded_over_several_steps(self, max_feature_bytes):
+        core = make_core(max_encode_patches=12, max_feature_bytes=max_feature_bytes)
+        # 2 patches a state: 10 for each, so that two are more than a step may have.
+        inputs = media_inputs([1, (KEY, 5), 2, (b"l" * 16, 5), (b"m" * 16, 5), (b"n" * 16, 5), 3])
+        (sequence,) = core.add("a", inputs, greedy(2))
+        text = core.add("text", prompt(4), greedy(6))[0]
         run_all(core)
-        assert [(start, count) for chunks in core.runner.steps for _, start, count in chunks][:2] == [(0, 3), (3, 3)]
-        assert sequence.output_token_ids == answer(inputs, GREEDY)
+        chunks_of_it = [(start, count) for step in core.runner.steps for item, start, count in step if item is sequence]
+        assert chunks_of_it[:2] == [(0, 3), (3, 4)]
+        assert core.runner.num_encoded == 4
+        for item in (sequence, text):
+            assert item.output_token_ids == answer(item.inputs, item.params)
+        tokens_meanwhile = [step for step in core.runner.steps if not any(item is sequence for item, _, _ in step)]
+        assert len(tokens_meanwhile) >= 2  # the other's answer went on
+
+    def test_what_is_encoded_without_a_chunk_can_be_given_up(self):
+        """An encoder that fails in such a step ends the request it was for, and no other."""
+        core = make_core(max_encode_patches=12)
+        pictures = media_inputs([(KEY, 5), (b"l" * 16, 5), 3])
+        (sequence,) = core.add("a", pictures, GREEDY)
+        step = core.step_under_way = core.scheduler.schedule()
+        assert step.encode and not step.chunks
+        (other,) = core.add("b", prompt(4), GREEDY)
+        assert core.abandon_step() == {"a"}
+        run_all(core)
+        assert sequence.finish_reason == "abort"
+        assert other.output_token_ids == answer(other.inputs, other.params)
+        assert core.scheduler.scenes.num_pages_used == 0
 
     def test_those_behind_a_scene_without_a_place_wait_for_it(self):
         core = make_core(num_scene_pages=2)
@@ -251,6 +274,29 @@ class TestScenes:
             assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
         assert [sequence.finished_s for sequence in sequences] == sorted(item.finished_s for item in sequences)
         assert text.finished_s < sequences[1].finished_s
+
+    @pytest.mark.parametrize("is_shared", [False, True])
+    def test_small_scenes_do_not_keep_a_large_one_out(self, is_shared):
+        """As many new ones as there are places, or ever another question about pictures that are there."""
+        core = make_core(num_scene_pages=4, max_sequences=8)  # pages of 4 states
+        names = itertools.count()
+
+        def add_small():
+            name = next(names)
+            key = bytes([name % 3 if is_shared else name]) * 16
+            return core.add(f"small {name}", media_inputs([1, (key, 4), 2]), greedy(6))[0]
+
+        small = [add_small() for _ in range(3)]
+        for _ in range(3):
+            core.step()
+        (large,) = core.add("large", media_inputs([1, (b"A" * 16, 8), (b"B" * 16, 8), 2]), greedy(2))
+        for _ in range(50):
+            small = [sequence for sequence in small if not sequence.is_finished]
+            small += [add_small() for _ in range(6 - len(small))]
+            core.step()
+            if large.is_finished:
+                break
+        assert large.output_token_ids == answer(large.inputs, large.params)
 
     def test_another_picture_before_the_same_text_is_another_prefix(self):
         core = make_core()

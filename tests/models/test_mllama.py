@@ -36,6 +36,32 @@ def save_tensors(folder, source, change):
     return folder
 
 
+def paged_reference(q, cache, block_table, query_starts, kv_lengths, **options):
+    return reference.paged_attention(
+        q, *cache.read(), cache.page_size, block_table, query_starts, kv_lengths, **{"causal": True, **options}
+    )
+
+
+def varlen_reference(q, k, v, query_starts, key_starts, *, out):
+    out.copy_(reference.varlen_attention(q, k, v, query_starts, key_starts))
+
+
+@pytest.fixture(params=["kernels", "reference"])
+def attention_path(request, monkeypatch):
+    """All attention by our kernels, then by their twins in plain torch."""
+    if request.param == "reference":
+        monkeypatch.setattr(attention_layer, "paged_attention", paged_reference)
+        monkeypatch.setattr(cross_attention_layer, "paged_attention", paged_reference)
+        monkeypatch.setattr(vision_tower, "varlen_attention", varlen_reference)
+
+
+def clean(runner):
+    """The runner with caches of zeros: plain torch multiplies what is beyond a length by zero, which keeps a NaN."""
+    for cache in runner.kv_caches + runner.cross_caches:
+        cache.data.zero_()
+    return runner
+
+
 @torch.no_grad()
 def states_of(hf, prompt, **changed):
     """transformers' encoder states of a prompt's pictures, [pictures, tiles, rows, width]."""
@@ -45,7 +71,7 @@ def states_of(hf, prompt, **changed):
 
 
 @pytest.mark.parametrize("tiling", arrangements(4))
-def test_states_are_those_of_transformers(networks, models, isa, tiling):
+def test_states_are_those_of_transformers(networks, models, isa, attention_path, tiling):
     """Padding is seen by the picture and the other way round, but not by padding; at every arrangement of tiles."""
     hf, _ = networks("mllama")
     prompt = tiny.cross_prompt([tiling], 11)
@@ -105,36 +131,21 @@ def test_rows_are_laid_out_once_each(num_tiles):
     assert rows.total == 96 and all(rows.filled(tile).stop <= rows.num_real for tile in range(num_tiles))
 
 
-def paged_reference(q, cache, block_table, query_starts, kv_lengths, **options):
-    return reference.paged_attention(
-        q, *cache.read(), cache.page_size, block_table, query_starts, kv_lengths, **{"causal": True, **options}
-    )
-
-
-def varlen_reference(q, k, v, query_starts, key_starts, *, out):
-    out.copy_(reference.varlen_attention(q, k, v, query_starts, key_starts))
-
-
-@pytest.mark.parametrize("path", ["kernels", "reference"])
-@pytest.mark.parametrize("chunk_size", [5, 1000])
-def test_attention_by_kernels_and_in_plain_torch(networks, models, make_runner, monkeypatch, path, chunk_size):
-    if path == "reference":
-        monkeypatch.setattr(attention_layer, "paged_attention", paged_reference)
-        monkeypatch.setattr(cross_attention_layer, "paged_attention", paged_reference)
-        monkeypatch.setattr(vision_tower, "varlen_attention", varlen_reference)
+@pytest.mark.parametrize("chunk_size", [1, 5, 1000])
+def test_a_mixed_batch_in_chunks(networks, models, make_runner, attention_path, chunk_size):
     hf, _ = networks("mllama")
     prompts = prompts_for("mllama", hf)
-    runner = make_runner(models("mllama", torch.float32))
-    for cache in runner.kv_caches + runner.cross_caches:
-        cache.data.zero_()  # plain torch multiplies what is beyond a length by zero, which would keep a NaN
+    runner = clean(make_runner(models("mllama", torch.float32)))
     for ours, prompt in zip(logits_of(runner, prompts, chunk_size), prompts, strict=True):
         assert relative(ours, expected(hf, prompt)) < 1e-4
 
 
 @torch.no_grad()
-def test_where_every_token_sees_a_picture_transformers_needs_no_correction(networks, models, make_runner):
+def test_where_every_token_sees_a_picture_transformers_needs_no_correction(
+    networks, models, make_runner, attention_path
+):
     hf, _ = networks("mllama")
-    (ours,) = logits_of(make_runner(models("mllama", torch.float32)), [PROMPT])
+    (ours,) = logits_of(clean(make_runner(models("mllama", torch.float32))), [PROMPT])
     assert relative(ours, hf(**PROMPT.arguments).logits[0]) < 1e-4
 
 
@@ -147,6 +158,16 @@ def test_text_alone_is_text_without_cross_attention(networks, models, make_runne
     assert relative(alone, hf(**text.arguments).logits[0]) < 1e-4
     together, _ = logits_of(make_runner(models("mllama", torch.float32)), [text, beside])
     assert torch.equal(together, alone)
+
+
+def test_what_a_config_leaves_out_is_as_transformers_has_it(networks):
+    config = open_checkpoint(networks("mllama")[1]).config
+    left_out = ("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters")
+    text = {key: value for key, value in config["text_config"].items() if key not in left_out}
+    model = family_of(config).build({**config, "text_config": text}, {})
+    wanted = transformers.models.mllama.MllamaTextConfig()
+    assert model.decoder.config.eps == wanted.rms_norm_eps
+    assert model.decoder.config.rope.theta == wanted.rope_parameters["rope_theta"]
 
 
 @torch.no_grad()

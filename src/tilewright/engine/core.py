@@ -23,10 +23,12 @@ class Runner(Protocol):
 
     Encodes step.encode into the feature cache, fills the pages of step.scenes from it, writes keys and values of the
     chunks' tokens, drafts included, into the pages of their sequences, the states that are kept into their slots, and
-    returns the logits rows they ask for, in order: fp32 [step.num_logits, V].
+    returns the logits rows they ask for, in order: fp32 [step.num_logits, V]. A step without chunks is only encoded.
     """
 
     def run(self, step: Step) -> Tensor: ...
+
+    def encode(self, media: list[Medium]) -> None: ...
 
 
 class EngineCore:
@@ -105,6 +107,7 @@ class EngineCore:
         self.failures = {}
         step = self.step_under_way = self.scheduler.schedule()
         if not step.chunks:
+            self.runner.encode(step.encode)
             return []
         if self.drafter:
             self.drafter.begin(step)
@@ -131,16 +134,21 @@ class EngineCore:
         from where they were, or from what is cached of them in models with recurrent states.
         """
         step, scheduler = self.step_under_way, self.scheduler
-        sequences = [chunk.sequence for chunk in step.chunks] if step else scheduler.running + scheduler.waiting
-        unreadable = {medium.key for medium in step.encode if not _is_readable(medium)} if step else set()
-        if unreadable:  # of all that run: media are encoded for some that get no chunk yet
-            sequences = [item for item in scheduler.running if unreadable.intersection(item.pinned_keys)]
+        sequences = self._those_hurt_by(step) if step else scheduler.running + scheduler.waiting
         request_ids = {sequence.request_id for sequence in sequences}
         for request_id in request_ids:
             scheduler.abort(request_id)
         if step:
             scheduler.rewind(step)
         return request_ids
+
+    def _those_hurt_by(self, step: Step) -> list[Sequence]:
+        """Sequences that a step which raised was for: of a medium that cannot be read only those that need it."""
+        unreadable = {medium.key for medium in step.encode if not _is_readable(medium)}
+        culprits = unreadable or {medium.key for medium in step.encode}
+        # Of all that run: media are encoded for some that get no chunk yet.
+        needing = [item for item in self.scheduler.running if culprits.intersection(item.pinned_keys)]
+        return needing if unreadable else [*(chunk.sequence for chunk in step.chunks), *needing]
 
     def completion(self, sequence: Sequence) -> Completion:
         """The answer of a finished sequence."""

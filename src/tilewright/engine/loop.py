@@ -232,7 +232,9 @@ class EngineLoop:
         step = self.core.step_under_way
         assert step is not None
         chunks = step.chunks
-        read_bytes, flops = (0, 0) if self._costs is None else _read_and_computed(self._costs, chunks, len(results))
+        read_bytes, flops = 0, 0
+        if self._costs and chunks:  # none in a step that only encodes
+            read_bytes, flops = _read_and_computed(self._costs, chunks, len(results))
         drafter = self.core.drafter
         if drafter and drafter.readings and self._costs and self._costs.draft:
             drafted_bytes, drafted_flops = _read_and_drafted(self._costs.draft, drafter.readings)

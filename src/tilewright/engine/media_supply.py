@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.limits import Limits
@@ -21,6 +20,10 @@ class MediaSupply:
         self.features = features
         self.scenes = scenes
         self.limits = limits
+        self._without_place: Sequence | None = None  # the earliest of this step whose scene finds no pages
+
+    def begin_step(self) -> None:
+        self._without_place = None
 
     def make_ready(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
         """Where the chunk ends: at `stop`, or before the first medium or scene that this step cannot have ready."""
@@ -29,7 +32,7 @@ class MediaSupply:
             if isinstance(need, Scene):
                 is_ready = self._show(step, sequence, need)
             else:
-                is_ready = self._encode(step, sequence, [need.medium])
+                is_ready = self._encode(step, sequence, need.medium)
             if not is_ready:
                 return max(start, need.start)
         return stop
@@ -39,6 +42,8 @@ class MediaSupply:
         if sequence.pinned_keys:
             rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             needed = {run.medium.key for run in rest}
+            unfilled = [scene for scene in sequence.pinned_scenes if not self.scenes.is_filled(scene.key)]
+            needed |= {medium.key for scene in unfilled for medium in scene.media}
             for key in sequence.pinned_keys:
                 if key not in needed:
                     self.features.unpin(key)
@@ -57,29 +62,43 @@ class MediaSupply:
         sequence.pinned_keys = []
         sequence.pinned_scenes = []
 
-    def _encode(self, step: Step, sequence: Sequence, media: Collection[Medium]) -> bool:
-        """Whether the media have features, or get them in this step. Not if there is no encoder time left for them."""
-        planned = {medium.key for medium in step.encode}
-        missing = {m.key: m for m in media if m.key not in planned and not self.features.has(m.key)}
-        num_patches = sum(math.prod(medium.grid) for medium in (*step.encode, *missing.values()))
-        if missing and step.encode and num_patches > self.limits.max_patches(step.has_decodes):
-            return False
-        step.encode.extend(missing.values())
-        for medium in media:
-            if medium.key not in sequence.pinned_keys:
-                self.features.pin(medium.key)
-                sequence.pinned_keys.append(medium.key)
+    def _encode(self, step: Step, sequence: Sequence, medium: Medium) -> bool:
+        """Whether the medium has features, or gets them in this step. Not if there is no encoder time left for it."""
+        if not self.features.has(medium.key) and all(other.key != medium.key for other in step.encode):
+            num_patches = sum(math.prod(other.grid) for other in (*step.encode, medium))
+            if step.encode and num_patches > self.limits.max_patches(step.has_decodes):
+                return False
+            step.encode.append(medium)
+        if medium.key not in sequence.pinned_keys:
+            self.features.pin(medium.key)
+            sequence.pinned_keys.append(medium.key)
         return True
 
     def _show(self, step: Step, sequence: Sequence, scene: Scene) -> bool:
-        """Whether the sequence can look at a scene in this step: it has pages, and what fills them."""
-        if scene not in sequence.pinned_scenes:
-            if not self.scenes.pin(scene):
-                return False
-            sequence.pinned_scenes.append(scene)
+        """Whether the sequence can look at a scene in this step: it has pages, and what fills them.
+
+        Pictures that side by side are more than a step has time for are encoded over several.
+        """
+        if not self._has_pages(sequence, scene):
+            return False
         if self.scenes.is_filled(scene.key) or any(other.key == scene.key for other in step.scenes):
             return True
-        if not self._encode(step, sequence, scene.media):
+        if not all(self._encode(step, sequence, medium) for medium in scene.media):
             return False
         step.scenes.append(scene)
+        return True
+
+    def _has_pages(self, sequence: Sequence, scene: Scene) -> bool:
+        """Whether the scene has pages, from now on until the sequence lets go of it.
+
+        When one finds none, those that came after it take none either, not even to share: else a stream of small
+        scenes would keep a large one out for ever.
+        """
+        if scene in sequence.pinned_scenes:
+            return True
+        first = self._without_place
+        if (first is not None and first.id < sequence.id) or not self.scenes.pin(scene):
+            self._without_place = sequence if first is None or sequence.id < first.id else first
+            return False
+        sequence.pinned_scenes.append(scene)
         return True

@@ -99,12 +99,15 @@ class Scheduler:
                 self._preempt(chunk.sequence)
 
     def schedule(self) -> Step:
-        """The next step: a token of every sequence that decodes, then prompts; empty only when there is no work."""
+        """The next step: a token of every sequence that decodes, then prompts; empty only when there is no work.
+
+        It may have media to encode and no chunks, where pictures side by side are encoded over several steps.
+        """
         while True:
             step = Step()
             self._schedule_decodes(step)
             self._schedule_prompts(step)
-            if step.chunks or not self.running:
+            if step.chunks or step.encode or not self.running:
                 return step
             self._preempt(self.running[-1])  # prompts hold all pages, and none of them can go on
 
@@ -228,6 +231,7 @@ class Scheduler:
     def _schedule_prompts(self, step: Step) -> None:
         budget = prompt_budget = self.limits.max_tokens_per_step - step.num_tokens
         self._may_admit = True
+        self._media.begin_step()
         for sequence, share in self._prompt_shares(budget):
             share = min(share, budget)
             if budget <= 0:

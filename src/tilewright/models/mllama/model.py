@@ -17,6 +17,7 @@ from tilewright.types import Medium, UnsupportedConfig
 
 TEXT, VISION, PROJECTOR = "model.language_model", "model.vision_model", "model.multi_modal_projector"
 NUM_EXTRA_EMBEDDINGS = 8  # the picture's token among them
+UNSAID = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0}  # what a config that leaves them out means
 # As the released checkpoints name them, and as newer tools save them.
 _RENAMED = {
     "language_model.lm_head.": "lm_head.",
@@ -66,7 +67,7 @@ class Mllama:
 
 
 def _build(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mllama:
-    text_config, vision_config = table(config, "text_config"), table(config, "vision_config")
+    text_config, vision_config = {**UNSAID, **table(config, "text_config")}, table(config, "vision_config")
     text = replace(
         decoder_config(text_config, tied=False),
         cross_layers=_cross_layers(text_config),
