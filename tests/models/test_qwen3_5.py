@@ -1,5 +1,6 @@
 """Qwen3.5 and Qwen3-Next against transformers: whole, cut anywhere, beside others, far into a prompt."""
 
+import copy
 import dataclasses
 import functools
 
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 from test_parity import expected, relative, rms
 
 from tilewright.layers import gated_delta as gated_delta_layer
+from tilewright.models.registry import family_of
 from tilewright.ops import reference
 from tilewright.ops.plan import Arena, Plan
+from tilewright.weights.checkpoint import open_checkpoint
+from tilewright.weights.load import load
 
 FAMILIES = tiny_qwen3_5.FAMILIES
 
@@ -171,6 +175,21 @@ def test_states_kept_within_a_chunk_are_gone_back_to(models):
     going.num_done, going.slot = 52, 6  # two of the four stay
     (rest,) = hands.step([(going, 8)])
     assert agree(rest, wanted[52:])
+
+
+@pytest.mark.parametrize("width", [1, 9])
+def test_any_width_of_the_convolution(width, tmp_path):
+    """1: no inputs are kept, the pool of them is empty."""
+    name = "qwen3_5_text"
+    config = copy.deepcopy(tiny_qwen3_5.CONFIGS[name])
+    config.linear_conv_kernel_dim = width
+    hf = tiny_qwen3_5.make_network(name, config)
+    checkpoint = open_checkpoint(tiny.save(hf, tmp_path))
+    model = family_of(checkpoint.config).build(checkpoint.config, checkpoint.shapes)
+    load(model, checkpoint, dtype=torch.float32, rename=model.checkpoint_name)
+    prompt = tiny.text_prompt(60, 1)
+    for sizes in ((60,), (13, 1, 30)):
+        assert agree(Hands(model).run(prompt.inputs, sizes), expected(hf, prompt))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])

@@ -131,7 +131,7 @@ def test_an_interval_stands_for_a_list_of_layers():
         ({"layer_types": ["sliding_attention"] * 5}, "layer_types is"),
         ({"linear_num_value_heads": 5}, "linear_num_value_heads is 5, expected a multiple of the 2 key heads"),
         ({"linear_num_key_heads": 0}, "expected a multiple of the 0 key heads, 1 or more of each"),
-        ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim is 9, expected 2 to 8"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0, expected 1 or more"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected silu"),
         ({"linear_key_head_dim": None}, "linear_key_head_dim None"),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5"),

@@ -29,7 +29,7 @@ class Case:
         assert torch.equal(states, expected_states)
 
 
-@pytest.mark.parametrize("width", [2, 4, 7])
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 9, 16, 33])
 @pytest.mark.parametrize("channels", [1, 64, 97])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_matches_the_twin(isa, dtype, lengths, channels, width):
@@ -44,11 +44,12 @@ def test_types_and_bias(isa, dtype, state_dtype, weight_dtype, with_bias):
     case.check(bias=rand(50, dtype=weight_dtype, seed=3) if with_bias else None)
 
 
+@pytest.mark.parametrize("width", [1, 4, 9, 33])
 @pytest.mark.parametrize("lengths", [[4, 2, 3], [40, 2, 70]], ids=str)
-def test_keeps_the_state_after_each_token_that_has_a_slot(isa, dtype, lengths):
-    case = Case(lengths, 33, 4, dtype)
+def test_keeps_the_state_after_each_token_that_has_a_slot(isa, dtype, lengths, width):
+    case = Case(lengths, 33, width, dtype)
     num_tokens = sum(lengths)
-    case.states = rand(num_tokens + 7, 3, 33, seed=5)
+    case.states = rand(num_tokens + 7, width - 1, 33, seed=5)
     write_slots = torch.arange(7, 7 + num_tokens, dtype=torch.int32)
     write_slots[1::3] = -1
     write_slots[0] = case.read_slots[0]  # over the state that the tokens after it still need
@@ -70,8 +71,9 @@ def test_slices_of_a_packed_row_and_of_a_larger_pool(isa):
     assert torch.equal(layers[:, 1], states)
 
 
-def test_a_prompt_in_pieces_is_the_prompt(isa, dtype):
-    case = Case([50], 64, 4, dtype)
+@pytest.mark.parametrize("width", [1, 4, 9, 33])
+def test_a_prompt_in_pieces_is_the_prompt(isa, dtype, width):
+    case = Case([50], 64, width, dtype)
     whole = conv.causal_conv(case.x, case.weight, case.states.clone(), case.starts, case.read_slots)
     states, pieces = case.states.clone(), []
     for piece in case.x.split([1, 2, 20, 3, 24]):
@@ -84,8 +86,8 @@ def test_errors_name_the_tensor():
     case = Case([3], 8, 4, torch.float32)
     with pytest.raises(ValueError, match=r"states has shape \[3, 4, 8\], expected \[_, W-1=3, C=8\]"):
         conv.causal_conv(case.x, case.weight, torch.zeros(3, 4, 8), case.starts, case.read_slots)
-    with pytest.raises(ValueError, match="weight has 9 taps, expected 2 to 8"):
-        conv.causal_conv(case.x, torch.zeros(9, 8), torch.zeros(3, 8, 8), case.starts, case.read_slots)
+    with pytest.raises(ValueError, match="weight has 0 taps, expected 1 or more"):
+        conv.causal_conv(case.x, torch.zeros(0, 8), torch.zeros(3, 0, 8), case.starts, case.read_slots)
     with pytest.raises(ValueError, match="out is x, expected other memory"):
         conv.causal_conv(case.x, case.weight, case.states, case.starts, case.read_slots, out=case.x)
     with pytest.raises(ValueError, match=r"read_slots\[0\] is 3, the pool has 3 slots"):

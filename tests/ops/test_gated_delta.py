@@ -5,9 +5,10 @@ from functools import cache
 import pytest
 import torch
 from helpers import assert_close, poisoned, rand
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from tilewright import config
 from tilewright.ops import gated_delta, norm
 from tilewright.ops import reference_gated_delta as reference
 from tilewright.ops.native import kernels
@@ -16,6 +17,7 @@ from tilewright.ops.plan import Arena, Plan
 # Sequences of a call: decode steps, drafts, chunks with and without a rest, each kind of padding.
 LENGTHS = [(1,), (1, 1, 1), (4, 1, 0, 12), (13,), (32, 33), (64, 65, 3), (150, 1, 70)]
 # Key heads, value heads, widths of keys and values.
+SPLIT_SHAPES = [(1, 1, 1, 1), (2, 6, 5, 3), (3, 9, 17, 23), (1, 7, 33, 65), (5, 5, 1, 2), (16, 32, 128, 128)]
 SHAPES = [(1, 1, 1, 1), (2, 2, 16, 16), (1, 3, 7, 33), (2, 4, 40, 24), (1, 2, 65, 130), (2, 4, 128, 128)]
 
 
@@ -266,24 +268,36 @@ def test_a_token_does_not_depend_on_the_sequences_beside_it_nor_on_threads(isa, 
 def test_any_shape(lengths, key_heads, group, key_width, value_width, wide, seed):
     dtype = torch.float32 if wide else torch.bfloat16
     case = Case(lengths, (key_heads, key_heads * group, key_width, value_width), dtype, seed=seed)
-    out, states = case.ours()
-    expected, expected_states = case.twin()
-    assert_close(out, expected, atol=3e-5 if wide else None)
-    assert_states_close(states, expected_states, dtype)
+    expected, expected_states = case.twin()  # which takes the time: once for all ISA levels
+    try:
+        for isa in kernels.isa_levels():
+            note(isa)
+            kernels.set_max_isa(isa)
+            out, states = case.ours()
+            assert_close(out, expected, atol=3e-5 if wide else None)
+            assert_states_close(states, expected_states, dtype)
+    finally:
+        kernels.set_max_isa(config.current().max_isa)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 6, 5, 3), (4, 4, 16, 8), (16, 32, 128, 128)], ids=str)
-def test_split_projections(dtype, shape, interleaved):
+@pytest.mark.parametrize("num_tokens", [0, 1, 9])
+@pytest.mark.parametrize("shape", SPLIT_SHAPES, ids=str)
+def test_split_projections(isa, dtype, shape, num_tokens, interleaved):
     key_heads, value_heads, key_width, value_width = shape
     width = 2 * (key_heads * key_width + value_heads * value_width)
-    packed = rand(9, width + 3 + 2 * value_heads, dtype=dtype)
+    packed = rand(num_tokens, width + 3 + 2 * value_heads, dtype=dtype)
     qkvz, ba = packed[:, 3 : 3 + width], packed[:, 3 + width :]
-    parts = gated_delta.split_projections(qkvz, ba, *shape, interleaved=interleaved)
-    for part, expected in zip(
-        parts, reference.split_projections(qkvz, ba, *shape, interleaved=interleaved), strict=True
-    ):
-        assert torch.equal(part, expected)
+    expected = reference.split_projections(qkvz, ba, *shape, interleaved=interleaved)
+    # Into rows that are wider, whose last elements must stay as they are.
+    rows = [poisoned(num_tokens, part.shape[1:].numel() + 5, dtype=dtype) for part in expected]
+    out = tuple(row[:, :-5].unflatten(1, part.shape[1:]) for row, part in zip(rows, expected, strict=True))
+    parts = gated_delta.split_projections(qkvz, ba, *shape, interleaved=interleaved, out=out)
+    assert all(part is own for part, own in zip(parts, out, strict=True))
+    for part, right, row in zip(parts, expected, rows, strict=True):
+        assert torch.equal(part, right) and row[:, -5:].isnan().all()
+    made = gated_delta.split_projections(qkvz, ba, *shape, interleaved=interleaved)
+    assert all(torch.equal(part, right) for part, right in zip(made, expected, strict=True))
 
 
 @pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16])

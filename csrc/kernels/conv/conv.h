@@ -15,8 +15,6 @@
 
 namespace tilewright {
 
-inline constexpr int kMaxConvWidth = 8;
-
 struct ConvArgs {
   const void* x;
   int64_t x_stride;  // elements from token to token
@@ -26,7 +24,7 @@ struct ConvArgs {
   const void* weight;  // [W, C]
   const void* bias;    // [C] or null, of the weight's type
   DType weight_dtype;
-  void* states;  // [slots, W - 1, C]
+  void* states;  // [slots, W - 1, C]: nothing where W is 1
   int64_t slot_stride;
   DType state_dtype;
   const int32_t* starts;       // [B + 1]

@@ -9,7 +9,7 @@
 namespace tilewright {
 namespace {
 
-// Tokens made at once: with four taps, seven rows are read for four of them, and the taps once.
+// Tokens made at once: W + 3 rows are read for four of them, and the taps once.
 inline constexpr int kConvTokens = 4;
 
 template <class T, class W, class S>
@@ -17,12 +17,12 @@ struct Convolution {
   const ConvArgs& args;
   const ConvPiece& piece;
   const int64_t begin;  // the sequence's first token
-  const S* past;        // its state, or null
+  const S* past;        // its state; null: it begins with nothing, or one tap looks at nothing before
 
   Convolution(const ConvArgs& args, const ConvPiece& piece)
       : args(args), piece(piece), begin(args.starts[piece.sequence]), past(nullptr) {
     const int64_t slot = args.read_slots[piece.sequence];
-    if (slot >= 0) past = static_cast<const S*>(args.states) + slot * args.slot_stride;
+    if (slot >= 0 && args.width > 1) past = static_cast<const S*>(args.states) + slot * args.slot_stride;
   }
 
   const T* input(int64_t token) const { return static_cast<const T*>(args.x) + token * args.x_stride; }
@@ -60,21 +60,38 @@ struct Convolution {
     });
   }
 
-  // kConvTokens tokens, all of whose inputs are in x. kWidth 0: any.
+  // kConvTokens tokens, all of whose inputs are in x; the taps stay in registers.
   template <int kWidth>
   void several(int64_t token) const {
-    const int width = kWidth ? kWidth : args.width;
     for_each_channel([&](int64_t channel, auto count) {
       Vec sums[kConvTokens];
       for (Vec& sum : sums) sum = bias(channel, count);
-      Vec taps[kWidth ? kWidth : kMaxConvWidth];
-      for (int i = 0; i < width; ++i) taps[i] = tap(i, channel, count);
+      Vec taps[kWidth];
+      for (int i = 0; i < kWidth; ++i) taps[i] = tap(i, channel, count);
 #pragma GCC unroll 8
-      for (int row = 0; row < width + kConvTokens - 1; ++row) {
-        const Vec value = load_some(input(token - width + 1 + row) + channel, count);
+      for (int row = 0; row < kWidth + kConvTokens - 1; ++row) {
+        const Vec value = load_some(input(token - kWidth + 1 + row) + channel, count);
 #pragma GCC unroll 4
         for (int t = 0; t < kConvTokens; ++t)
-          if (row >= t && row - t < width) sums[t] = fma(taps[row - t], value, sums[t]);
+          if (row >= t && row - t < kWidth) sums[t] = fma(taps[row - t], value, sums[t]);
+      }
+      for (int t = 0; t < kConvTokens; ++t) store_some(activate(sums[t]), output(token + t) + channel, count);
+    });
+  }
+
+  // The same for any width: a window of kConvTokens rows slides over the inputs, tap by tap.
+  void several_of_any_width(int64_t token) const {
+    const int64_t first = token - args.width + 1;
+    for_each_channel([&](int64_t channel, auto count) {
+      Vec sums[kConvTokens], window[kConvTokens];
+      for (Vec& sum : sums) sum = bias(channel, count);
+      for (int t = 1; t < kConvTokens; ++t) window[t] = load_some(input(first + t - 1) + channel, count);
+#pragma GCC unroll 4
+      for (int i = 0; i < args.width; ++i) {
+        for (int t = 1; t < kConvTokens; ++t) window[t - 1] = window[t];
+        window[kConvTokens - 1] = load_some(input(first + i + kConvTokens - 1) + channel, count);
+        const Vec weight = tap(i, channel, count);
+        for (int t = 0; t < kConvTokens; ++t) sums[t] = fma(weight, window[t], sums[t]);
       }
       for (int t = 0; t < kConvTokens; ++t) store_some(activate(sums[t]), output(token + t) + channel, count);
     });
@@ -84,13 +101,14 @@ struct Convolution {
     int64_t token = piece.token_begin;
     for (; token < piece.token_end && token - begin < args.width - 1; ++token) one(token);
     for (; token + kConvTokens <= piece.token_end; token += kConvTokens)
-      args.width == 4 ? several<4>(token) : several<0>(token);
+      args.width == 4 ? several<4>(token) : several_of_any_width(token);
     for (; token < piece.token_end; ++token) one(token);
   }
 
   // The old state may be overwritten by a token whose successors still need it: it is copied first.
   void keep() const {
     const int64_t rows = args.width - 1, channels = piece.channel_end - piece.channel_begin;
+    if (rows == 0) return;
     const int64_t end = args.starts[piece.sequence + 1];
     float* old = static_cast<float*>(thread_scratch(rows * channels * sizeof(float)));
     for (int64_t row = 0; row < rows; ++row)

@@ -87,13 +87,21 @@ TEST(causal_conv_matches_plain_loops) {
   for_each_isa([] {
     for (Edge edge : {Edge::end, Edge::start})
       for (bool keep_all : {false, true})
-        for (int width : {2, 3, 4, 8})
+        for (int width : {1, 2, 3, 4, 8, 9})
           for (int64_t channels : {1, 7, 16, 17, 35, 64}) {
             const std::vector<int32_t> lengths = {1, 2, 0, 9, 40};
             check_conv<float, float, float>(lengths, channels, width, edge, keep_all);
             check_conv<bf16, bf16, float>(lengths, channels, width, edge, keep_all);
             check_conv<bf16, float, bf16>(lengths, channels, width, edge, keep_all);
           }
+  });
+}
+
+// Wider than a piece of 32 tokens: the second piece of a sequence still reads its state.
+TEST(causal_conv_wider_than_a_piece) {
+  for_each_isa([] {
+    for (Edge edge : {Edge::end, Edge::start})
+      for (bool keep_all : {false, true}) check_conv<bf16, float, float>({1, 40, 80}, 17, 35, edge, keep_all);
   });
 }
 

@@ -18,8 +18,6 @@ from tilewright.ops.norm import rms_norm
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.spec import ConvTaps, Linear, Plain
 
-MIN_TAPS, MAX_TAPS = 2, 8  # that the kernel of the convolution has
-
 
 @dataclass(frozen=True)
 class GatedDeltaConfig:
@@ -38,8 +36,8 @@ class GatedDeltaConfig:
                 f"linear_num_value_heads is {self.value_heads}, expected a multiple of the {self.key_heads} key heads, "
                 "1 or more of each"
             )
-        if not MIN_TAPS <= self.num_taps <= MAX_TAPS:
-            raise UnsupportedConfig(f"linear_conv_kernel_dim is {self.num_taps}, expected {MIN_TAPS} to {MAX_TAPS}")
+        if self.num_taps < 1:
+            raise UnsupportedConfig(f"linear_conv_kernel_dim is {self.num_taps}, expected 1 or more")
 
     @property
     def keys_width(self) -> int:

@@ -19,7 +19,7 @@ def causal_conv(
 ) -> Tensor:
     """silu(bias + sum_i weight[i] x[t - W + 1 + i]) of packed sequences x [T, C]: prefill and decode steps alike.
 
-    `weight` is [W, C], W from 2 to 8: the checkpoint's [C, 1, W] transposed once. Sequence b has tokens starts[b] to
+    `weight` is [W, C], W 1 or more: the checkpoint's [C, 1, W] transposed once. Sequence b has tokens starts[b] to
     starts[b + 1]; before them come the W - 1 inputs in states[read_slots[b]] (states [slots, W - 1, C], oldest first;
     a negative slot: zeros). The state after token t is written to states[write_slots[t]], a negative slot: not kept,
     so that drafts can keep one per token; without `write_slots` the state after the last token goes back to

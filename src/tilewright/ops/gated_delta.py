@@ -11,7 +11,15 @@ from tilewright.ops.plan import empty
 
 
 def split_projections(
-    qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_width: int, value_width: int, *, interleaved: bool
+    qkvz: Tensor,
+    ba: Tensor,
+    key_heads: int,
+    value_heads: int,
+    key_width: int,
+    value_width: int,
+    *,
+    interleaved: bool,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q|k|v [T, 2GK + HV] for the convolution, z [T, H, V], b and a [T, H], of qkvz [T, 2GK + 2HV] and ba [T, 2H].
 
@@ -19,9 +27,12 @@ def split_projections(
     a. Otherwise (Qwen3.5) all q, all k, all v, all z; all b, all a: there, slices of qkvz and ba do without a copy.
     """
     num_tokens, dtype = qkvz.shape[0], qkvz.dtype
-    qkv = empty((num_tokens, 2 * key_heads * key_width + value_heads * value_width), dtype)
-    z = empty((num_tokens, value_heads, value_width), dtype)
-    b, a = empty((num_tokens, value_heads), dtype), empty((num_tokens, value_heads), dtype)
+    qkv, z, b, a = out or (
+        empty((num_tokens, 2 * key_heads * key_width + value_heads * value_width), dtype),
+        empty((num_tokens, value_heads, value_width), dtype),
+        empty((num_tokens, value_heads), dtype),
+        empty((num_tokens, value_heads), dtype),
+    )
     kernels.split_projections(
         view(qkvz),
         view(ba),

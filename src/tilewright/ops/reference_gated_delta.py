@@ -28,7 +28,7 @@ def split_projections(
         keys, values = key_heads * key_width, value_heads * value_width
         q, k, v, z = qkvz.split([keys, keys, values, values], dim=-1)
         b, a = ba.split(value_heads, dim=-1)
-    qkv = torch.cat([part.reshape(num_tokens, -1) for part in (q, k, v)], dim=-1)
+    qkv = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
     heads = (num_tokens, value_heads)
     return qkv, z.reshape(*heads, value_width), b.reshape(heads), a.reshape(heads)
 

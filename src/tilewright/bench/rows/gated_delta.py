@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilewright.bench.row import ROTATION_BYTES, Calls, Row, close, random
+from tilewright.bench.row import ROTATION_BYTES, Calls, Row, close, random, rotation
 from tilewright.bench.shapes import LINEAR_ATTENTIONS, LinearAttention
 from tilewright.ops import conv, gated_delta, norm, reference
 from tilewright.ops import reference_gated_delta as twins
@@ -50,8 +50,16 @@ def rows() -> Iterator[Row]:
         shape = f"{net.name} [{PROMPT}, {channels}]"
         flops = 2 * PROMPT * channels * net.conv_width
         yield Row("causal_conv", shape, 4 * PROMPT * channels, flops, partial(_conv, net))
+        for batch in BATCHES:
+            # Tokens in and out, the inputs kept for them read and written, the taps read.
+            moved = 2 * channels * (2 * batch * net.conv_width + net.conv_width)
+            flops = 2 * batch * channels * net.conv_width
+            shape = f"{net.name} batch {batch}, {channels} channels"
+            yield Row("causal_conv step", shape, moved, flops, partial(_conv_step, net, batch))
         packed = channels + heads * width
-        yield Row("split_projections", f"{net.name} [{PROMPT}, {packed}]", 4 * PROMPT * packed, 0, partial(_split, net))
+        for interleaved, layout in ((True, "interleaved"), (False, "contiguous")):
+            shape = f"{net.name} [{PROMPT}, {packed}] {layout}"
+            yield Row("split_projections", shape, 4 * PROMPT * packed, 0, partial(_split, net, interleaved))
         yield Row("delta_gates", f"{net.name} [{PROMPT}, {heads}]", 12 * PROMPT * heads, 0, partial(_gates, net))
         elements = PROMPT * heads * width
         shape = f"{net.name} [{PROMPT}, {heads}, {width}]"
@@ -157,21 +165,52 @@ def _conv(net: LinearAttention) -> Calls:
     return Calls(lambda _: conv.causal_conv(x, weight, states, starts, slots, out=out), theirs, check)
 
 
-def _split(net: LinearAttention) -> Calls:
+def _conv_step(net: LinearAttention, batch: int) -> Calls:
+    """Calls rotate among taps and states that no cache holds, as layers do among theirs."""
+    channels, taps = net.qkv_width, net.conv_width
+    x, out = random(batch, channels), random(batch, channels)
+    copies = rotation(random(taps, channels, seed=1), random(batch, taps - 1, channels, seed=2))
+    starts, slots = _starts(*range(batch + 1)), _starts(*range(batch))
+
+    def ours(call: int) -> Tensor:
+        weight, states = copies[call % len(copies)]
+        return conv.causal_conv(x, weight, states, starts, slots, out=out)
+
+    def theirs(call: int) -> Tensor:
+        weight, states = copies[call % len(copies)]
+        past = states.view(batch, channels, taps - 1)  # the same memory in torch's order
+        window = torch.cat([past, x[..., None]], dim=-1)
+        past.copy_(window[..., 1:])
+        return functional.silu(functional.conv1d(window, weight.view(channels, 1, taps), groups=channels)[..., 0])
+
+    def check() -> bool:
+        weight, states = copies[0]
+        actual_states, expected_states = states.clone(), states.clone()
+        actual = conv.causal_conv(x, weight, actual_states, starts, slots)
+        expected = twins.causal_conv(x, weight, expected_states, starts, slots)
+        return close(actual, expected) and torch.equal(actual_states, expected_states)
+
+    return Calls(ours, theirs, check)
+
+
+def _split(net: LinearAttention, interleaved: bool) -> Calls:
     heads = net.key_heads, net.value_heads, net.width, net.width
     qkvz = _in_huge_pages(random(PROMPT, net.qkv_width + net.value_heads * net.width))
     ba = random(PROMPT, 2 * net.value_heads, seed=1)
+    qkv, z, b, a = map(_in_huge_pages, twins.split_projections(qkvz, ba, *heads, interleaved=interleaved))
+
+    def ours(_: int) -> tuple[Tensor, ...]:
+        return gated_delta.split_projections(qkvz, ba, *heads, interleaved=interleaved, out=(qkv, z, b, a))
+
+    def theirs(_: int) -> tuple[Tensor, ...]:
+        # Of contiguous parts some are views: copied, so that both sides write the same.
+        return tuple(part.contiguous() for part in twins.split_projections(qkvz, ba, *heads, interleaved=interleaved))
 
     def check() -> bool:
-        actual = gated_delta.split_projections(qkvz, ba, *heads, interleaved=True)
-        expected = twins.split_projections(qkvz, ba, *heads, interleaved=True)
-        return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        actual = gated_delta.split_projections(qkvz, ba, *heads, interleaved=interleaved)
+        return all(torch.equal(mine, right) for mine, right in zip(actual, theirs(0), strict=True))
 
-    return Calls(
-        lambda _: gated_delta.split_projections(qkvz, ba, *heads, interleaved=True),
-        lambda _: twins.split_projections(qkvz, ba, *heads, interleaved=True),
-        check,
-    )
+    return Calls(ours, theirs, check)
 
 
 def _gates(net: LinearAttention) -> Calls:
