@@ -117,6 +117,8 @@ def test_the_policy_hears_what_steps_and_passes_take_and_what_drafts_gave(drafte
 def test_without_drafts_of_its_own_the_text_is_looked_up(drafter):
     drafter.policy.wanted = None
     sequence = decoding_after(drafter, [1, 2, 3], 1)
+    assert [(item.stop, item.num_drafts) for item in drafter.runner.seen] == [(3, 0)]  # prompts are read all the same
+    drafter.runner.seen = []
     step_of(drafter, [Chunk(sequence, 3, 1)], [2])
     assert not drafter.runner.keeps_hidden and not drafter.runner.seen
     assert drafter.propose(sequence, 2) == [3, 1]
@@ -126,10 +128,11 @@ def test_without_drafts_of_its_own_the_text_is_looked_up(drafter):
 
 
 def test_a_sequence_that_was_not_read_is_neither_drafted_for_nor_recorded(drafter):
-    """Its prompt was computed in a pause. One that begins afterwards, in the same steps, is read and drafted for."""
+    """Its answer began in a pause. One that begins afterwards, in the same steps, is read and drafted for."""
     drafter.policy.wanted = None
-    unread = decoding_after(drafter, [1, 2, 3, 4], 9)
-    drafter.policy.wanted = 2
+    unread = decoding_after(drafter, [1, 2, 3], 4)
+    step_of(drafter, [Chunk(unread, 3, 1)], [9])
+    drafter.policy.wanted, drafter.runner.seen = 2, []
     step_of(drafter, [Chunk(unread, 4, 1)], [10])
     assert not drafter.runner.keeps_hidden and not drafter.runner.seen  # nor is there a pass for it alone
     fresh = running([4, 5, 6], [4])
@@ -145,14 +148,14 @@ def test_a_sequence_that_was_not_read_is_neither_drafted_for_nor_recorded(drafte
 
 
 def test_pages_found_again_tell_whether_they_were_read(drafter):
-    """Two pages that were computed in a pause have no keys, two that were read have; a page's next use counts anew."""
-    prompt = list(range(2 * PAGE_SIZE))
+    """Two pages of an answer in a pause have no keys, two that were read have; a page's next use counts anew."""
     for wanted, is_read in ((None, False), (0, True), (None, False)):
         drafter.policy.wanted = wanted
-        decoding_after(drafter, prompt, 1, pages=[0, 1, 2])
-        drafter.policy.wanted = 2
-        drafter.runner.seen = []
-        again = running([*prompt, 1, 2], [0, 1, 3])
+        first = decoding_after(drafter, [0], 1, pages=[0, 1, 2])
+        for place in range(1, 2 * PAGE_SIZE):
+            step_of(drafter, [Chunk(first, place, 1)], [place])
+        drafter.policy.wanted, drafter.runner.seen = 2, []
+        again = running([*first.token_ids, 2], [0, 1, 3])
         step_of(drafter, [Chunk(again, 2 * PAGE_SIZE, 2)], [3])
         assert [item.sequence for item in drafter.runner.seen] == [again] * is_read
 
@@ -160,15 +163,17 @@ def test_pages_found_again_tell_whether_they_were_read(drafter):
 def test_a_sequence_that_is_computed_anew_is_read_anew(drafter):
     """One sent back to wait starts from its first token, or from pages that it has read."""
     drafter.policy.wanted = None
-    sequence = decoding_after(drafter, list(range(20)), 1, pages=[0, 1])
-    drafter.policy.wanted = 2
+    sequence = decoding_after(drafter, [0], 1, pages=[0, 1])
+    for place in range(1, 20):
+        step_of(drafter, [Chunk(sequence, place, 1)], [place])
+    drafter.policy.wanted, drafter.runner.seen = 2, []
     step_of(drafter, [Chunk(sequence, 20, 1)], [2])
     assert drafter.runner.seen == []
     for start, is_read in ((0, True), (PAGE_SIZE, True)):
         step_of(drafter, [Chunk(sequence, start, sequence.num_tokens - start)], [3])
         assert [item.start for item in drafter.runner.seen] == [start] * is_read
-    drafter.policy.wanted = None  # now its first tokens are missed, and more of them than were read before
-    step_of(drafter, [Chunk(sequence, 0, sequence.num_tokens)], [4])
+    drafter.policy.wanted = None  # now what is computed anew of its answer is missed
+    step_of(drafter, [Chunk(sequence, PAGE_SIZE, sequence.num_tokens - PAGE_SIZE)], [4])
     drafter.policy.wanted, drafter.runner.seen = 2, []
     step_of(drafter, [Chunk(sequence, sequence.num_tokens - 1, 1)], [5])
     assert drafter.runner.seen == []

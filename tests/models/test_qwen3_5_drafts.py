@@ -209,16 +209,19 @@ def by_hand(model, inputs, num_tokens, num_drafts):
     return torch.cat(found)
 
 
-def test_nothing_is_read_while_drafting_pauses(load_foreseen, networks):
-    """The hidden states of prompts are not computed, and the text itself is looked up instead."""
+def test_prompts_alone_are_read_while_drafting_pauses(load_foreseen, networks, monkeypatch):
+    """And the text itself is looked up instead."""
     model = load_foreseen("qwen3_5_text", torch.float32)
     inputs = prompts_for("qwen3_5_text", networks, torch.float32)[0]
     (answer,) = Answers(model, torch.float32).to([inputs], GREEDY)
     inputs = extended(inputs, [*answer, *inputs.token_ids])
     paused, expected = Answers(model, torch.float32, drafts=3), Answers(model, torch.float32).to([inputs], GREEDY)
     paused.drafter.policy = Always(None)
+    readings, draft = [], paused.core.runner.draft
+    monkeypatch.setattr(paused.core.runner, "draft", lambda items: readings.extend(items) or draft(items))
     assert paused.to([inputs], GREEDY) == expected
-    assert len(paused.core.runner._drafts._recorded) == 0 and not paused.core.runner.keeps_hidden
+    assert sum(item.num_tokens for item in readings) == len(inputs.token_ids)
+    assert not any(item.num_drafts for item in readings) and not paused.core.runner.keeps_hidden
     assert paused.drafter.num_proposed == paused.drafter.lookup.num_proposed > 0
     # Off and on again in the middle: a few tokens that nobody read have no keys, which is nobody's answer.
     changing = Answers(model, torch.float32, drafts=3)

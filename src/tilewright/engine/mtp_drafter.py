@@ -52,9 +52,9 @@ class MtpDrafter:
 
     The predictor's keys and values lie in the pages beside the model's, and are found again with them. They decide how
     good drafts are, never what is answered, so two things are let be: the key of a page's last token depends on the
-    token after the page, which the page's digest does not cover; and tokens that nobody read, while drafting paused or
-    in the last step of an answer, have the key of an earlier use of the page, or zeros. A sequence with more than a few
-    of those is left alone (engine/read_tokens.py): its drafts would be worse than the predictor is, and drafting would
+    token after the page, which the page's digest does not cover; and tokens that nobody read, of answers while drafting
+    paused or in the last step of one, have the key of an earlier use of the page, or zeros. A sequence with more than a
+    few of those is left alone (engine/read_tokens.py): its drafts would be worse than the predictor is, and drafting would
     pause for it.
     """
 
@@ -107,7 +107,12 @@ class MtpDrafter:
         num_sequences = sum(chunk.num_sampled > 0 for chunk in step.chunks)
         num_read = sum(chunk.num_sampled > 0 for chunk in compress(step.chunks, self._is_read))
         self._num_drafts = self.policy.choose(max(1, num_sequences), num_read)
-        self.runner.keeps_hidden = self._num_drafts is not None and any(self._is_read)
+        if self._num_drafts is None:
+            # Prompts are read all the same, for little: keys alone are computed of them. What begins like one, a long
+            # instruction that all share, would else go without drafts as long as it is cached.
+            is_prompt = [chunk.start < chunk.sequence.num_prompt_tokens for chunk in step.chunks]
+            self._is_read = [one and other for one, other in zip(self._is_read, is_prompt, strict=True)]
+        self.runner.keeps_hidden = any(self._is_read)
         # Others take as long as their prompts and pictures are.
         self._only_decodes = all(chunk.num_sampled == chunk.num_tokens for chunk in step.chunks)
         self._began_s = self.clock()
@@ -121,13 +126,11 @@ class MtpDrafter:
         if self._only_decodes:
             self.policy.time_step(step.num_tokens, now_s - self._began_s)
         self.readings = []
-        if self._num_drafts is None:
-            return
         first_row = 0
         for chunk, is_read in zip(step.chunks, self._is_read, strict=True):
             sequence, stop = chunk.sequence, chunk.sequence.num_computed_tokens
             if is_read and sequence.status is Status.RUNNING and self._read_tokens.end(sequence, chunk.start, stop):
-                wanted = find_room(sequence, self._num_drafts) if sequence.is_decoding else 0
+                wanted = find_room(sequence, self._num_drafts) if self._num_drafts and sequence.is_decoding else 0
                 following = sequence.token_ids[chunk.start + 1 : stop + 1]
                 self.readings.append(Reading(sequence, chunk.start, stop, following, first_row, wanted))
             first_row += chunk.num_tokens
