@@ -54,8 +54,8 @@ class MtpDrafter:
     good drafts are, never what is answered, so two things are let be: the key of a page's last token depends on the
     token after the page, which the page's digest does not cover; and tokens that nobody read, of answers while drafting
     paused or in the last step of one, have the key of an earlier use of the page, or zeros. A sequence with more than a
-    few of those is left alone (engine/read_tokens.py): its drafts would be worse than the predictor is, and drafting would
-    pause for it.
+    few of those is left alone (engine/read_tokens.py): its drafts would be worse than the predictor is, and drafting
+    would pause for it.
     """
 
     def __init__(
