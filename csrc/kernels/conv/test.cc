@@ -87,7 +87,7 @@ TEST(causal_conv_matches_plain_loops) {
   for_each_isa([] {
     for (Edge edge : {Edge::end, Edge::start})
       for (bool keep_all : {false, true})
-        for (int width : {1, 2, 3, 4, 8, 9})
+        for (int width : {1, 2, 4, 9})
           for (int64_t channels : {1, 7, 16, 17, 35, 64}) {
             const std::vector<int32_t> lengths = {1, 2, 0, 9, 40};
             check_conv<float, float, float>(lengths, channels, width, edge, keep_all);

@@ -77,8 +77,7 @@ def build_core(
     drafter = None
     if lookup is not None and runner.predictor is not None:
         max_in_all = states.max_drafts if states else limits.max_draft_rows
-        policy = DraftPolicy(speculate, limits.max_draft_rows, max_in_all)
-        drafter = MtpDrafter(runner, policy, lookup, page_size)
+        drafter = MtpDrafter(runner, DraftPolicy(speculate, limits.max_draft_rows, max_in_all), lookup, page_size)
     return EngineCore(
         runner,
         Scheduler(pool, beginnings, features, limits, drafter or lookup, scenes, states),
