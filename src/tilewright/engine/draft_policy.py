@@ -57,8 +57,8 @@ class DraftPolicy:
     def choose(self, num_sequences: int, num_read: int) -> int | None:
         """How many tokens to draft after the step that begins, for those of its sequences that the predictor has read.
 
-        None: nothing is drafted for a while, and the predictor need not read what the step computes. After that it
-        reads again from the next prompt on: while none of the sequences was read, a trial waits.
+        None: nothing is drafted for a while, and the predictor need not read answers. After that it reads those again
+        that begin from then on: while none of the sequences was read, a trial waits.
         """
         num_spare_rows = min(self.max_rows - num_sequences, self.max_drafts_in_all)
         most = min(self.max_drafts, num_spare_rows // max(1, num_read))

@@ -110,8 +110,8 @@ class MtpDrafter:
         if self._num_drafts is None:
             # Prompts are read all the same, for little: keys alone are computed of them. What begins like one, a long
             # instruction that all share, would else go without drafts as long as it is cached.
-            is_prompt = [chunk.start < chunk.sequence.num_prompt_tokens for chunk in step.chunks]
-            self._is_read = [one and other for one, other in zip(self._is_read, is_prompt, strict=True)]
+            for index, chunk in enumerate(step.chunks):
+                self._is_read[index] &= chunk.start < chunk.sequence.num_prompt_tokens
         self.runner.keeps_hidden = any(self._is_read)
         # Others take as long as their prompts and pictures are.
         self._only_decodes = all(chunk.num_sampled == chunk.num_tokens for chunk in step.chunks)
