@@ -1,3 +1,4 @@
+import platform
 import re
 import subprocess
 import sys
@@ -14,11 +15,11 @@ CPUS = range(16)
 
 
 def resolve(**variables: str) -> config.Config:
-    return config.resolve({f"TILEWRIGHT_{name}": value for name, value in variables.items()}, CPUS)
+    return config.resolve({f"TILEWRIGHT_{name}": value for name, value in variables.items()}, CPUS, "x86_64")
 
 
 def test_nothing_set():
-    assert resolve() == config.Config(tuple(CPUS), max_isa="amx", num_threads=None, bind_cpus=())
+    assert resolve() == config.Config(tuple(CPUS), max_isa=None, num_threads=None, bind_cpus=())
     assert resolve(MAX_ISA="", NUM_THREADS="", BIND="") == resolve()
 
 
@@ -86,8 +87,21 @@ def test_cpu_lists_survive_the_round_trip(cpus):
     assert resolve(BIND=config.format_cpus(cpus)).bind_cpus == tuple(cpus)
 
 
+def test_a_level_of_the_other_architecture_is_named_as_such():
+    on_arm = lambda level: config.resolve({"TILEWRIGHT_MAX_ISA": level}, CPUS, "aarch64")
+    assert on_arm("neon_dotprod").max_isa == "neon_dotprod"
+    with pytest.raises(config.ConfigError) as failure:
+        on_arm("avx512")
+    assert str(failure.value) == (
+        "TILEWRIGHT_MAX_ISA is 'avx512', a level of x86_64; this is aarch64: "
+        "expected one of scalar, neon, neon_dotprod, neon_bf16"
+    )
+    with pytest.raises(config.ConfigError, match="'neon', a level of aarch64; this is x86_64: expected one of scalar, avx2"):
+        resolve(MAX_ISA="neon")
+
+
 def test_isa_levels_are_those_of_the_kernels():
-    with pytest.raises(ValueError, match=re.escape(", ".join(config.ISA_LEVELS))):
+    with pytest.raises(ValueError, match=re.escape(", ".join(config.ISA_LEVELS[platform.machine()]))):
         kernels.set_max_isa("none of them")
 
 

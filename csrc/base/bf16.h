@@ -11,7 +11,7 @@ struct bf16 {
 };
 
 // Anonymous on purpose: these are compiled into files with different ISA flags, and a shared weak symbol
-// built with AVX-512 would be picked for the baseline too.
+// built for the best level would be picked for the baseline too.
 namespace {
 
 inline float to_float(float value) { return value; }

@@ -1,11 +1,12 @@
-// c[rows, 16 * column_tiles] = A B, or += when kAccumulate, with B in tiles (base/tile.h), for machines without AMX.
-// Include after a Vec.
+// c[rows, 16 * column_tiles] = A B, or += when kAccumulate, with B in tiles (base/tile.h), on vectors. Include after a
+// Vec.
 //
 // Every output is one chain of fused multiply-adds in order of depth, whatever the number of rows: a row's result does
 // not depend on the rows beside it, which is what makes greedy decoding independent of the batch.
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "base/bf16.h"
 #include "base/tile.h"
@@ -13,14 +14,31 @@
 namespace tilewright {
 namespace {
 
-// Rows and column tiles kept in registers: 12 x 2 of 32 registers (AVX-512), 6 x 1 x 2 of 16 (AVX2).
-inline constexpr int kDotRows = Vec::kLanes == 16 ? 12 : Vec::kLanes == 8 ? 6 : 2;
+inline constexpr int kDotRows = DotTraits::kRows;
 inline constexpr int kDotVecs = kTileColumns / Vec::kLanes;
 
-// A chain of dependent additions is slow: few rows take two tiles at once.
-constexpr int dot_tiles(int rows) { return Vec::kLanes == 16 || (Vec::kLanes == 8 && rows <= 3) ? 2 : 1; }
+// Enough rows that turning bf16 tiles into fp32 once costs less than doing it for each kDotRows of them.
+inline constexpr int kRowsToWiden = 4 * kDotRows;
 
-// Columns of one depth, the even or the odd one of a pair row.
+// A tile of bf16 as a tile of fp32.
+inline void widen_tile(const bf16* tile, float* wide) {
+  for (int row = 0; row < kTileElements; row += 32)
+    for (int column = 0; column < kTileColumns; column += Vec::kLanes) {
+      Vec even, odd;
+      load_pair(tile + row + 2 * column, even, odd);
+      even.store(wide + row + column);
+      odd.store(wide + row + kTileColumns + column);
+    }
+}
+
+// Columns of both depths of a pair row.
+inline void load_columns(const float* row, int column, Vec& even, Vec& odd) {
+  even = Vec::load(row + column);
+  odd = Vec::load(row + kTileColumns + column);
+}
+inline void load_columns(const bf16* row, int column, Vec& even, Vec& odd) { load_pair(row + 2 * column, even, odd); }
+
+// Columns of one of them.
 template <int kParity>
 inline Vec load_depth(const float* row, int column) {
   return Vec::load(row + kParity * kTileColumns + column);
@@ -32,10 +50,17 @@ inline Vec load_depth(const bf16* row, int column) {
   return kParity ? odd : even;
 }
 
+// What the rows of A are multiplied as.
+template <class Left>
+using LeftVec = std::conditional_t<std::is_same_v<Left, float>, Vec, PairVec>;
+
+template <int kRows, int kTiles>
+using Sums = Vec[kRows][kTiles][kDotVecs];
+
 // acc += one depth of A's rows times B's columns, in fp32.
 template <int kParity, class TB, int kRows, int kTiles>
 inline void multiply_depth(const float* left, int64_t lda, const TB* const (&b)[kTiles], int pair,
-                           Vec (&acc)[kRows][kTiles][kDotVecs]) {
+                           Sums<kRows, kTiles>& acc) {
   Vec columns[kTiles][kDotVecs];
 #pragma GCC unroll 2
   for (int t = 0; t < kTiles; ++t)
@@ -51,29 +76,103 @@ inline void multiply_depth(const float* left, int64_t lda, const TB* const (&b)[
   }
 }
 
-#ifdef __AVX512BF16__
-// acc += both depths of a pair, bf16 times bf16, by vdpbf16ps.
-template <int kRows, int kTiles>
-inline void multiply_pair(const bf16* left, int64_t lda, const bf16* const (&b)[kTiles], int pair,
-                          Vec (&acc)[kRows][kTiles][kDotVecs]) {
+// acc += both depths of a pair in fp32, for levels that multiply by a lane: those of A are lanes kLane and kLane + 1.
+template <int kLane, class TB, int kRows, int kTiles>
+inline void multiply_lanes(const Vec (&left)[kRows], const TB* const (&b)[kTiles], int pair, Sums<kRows, kTiles>& acc) {
 #pragma GCC unroll 2
-  for (int t = 0; t < kTiles; ++t) {
-    const __m512bh columns = reinterpret_cast<__m512bh>(_mm512_loadu_si512(b[t] + pair * 32));
+  for (int t = 0; t < kTiles; ++t)
+#pragma GCC unroll 4
+    for (int v = 0; v < kDotVecs; ++v) {
+      Vec even, odd;
+      load_columns(b[t] + pair * 32, v * Vec::kLanes, even, odd);
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-      int32_t both;
-      __builtin_memcpy(&both, left + r * lda + pair * 2, 4);
-      const __m512bh row = reinterpret_cast<__m512bh>(_mm512_set1_epi32(both));
-      acc[r][t][0].v = _mm512_dpbf16_ps(acc[r][t][0].v, row, columns);
+      for (int r = 0; r < kRows; ++r) acc[r][t][v] = fma_lane<kLane>(even, left[r], acc[r][t][v]);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) acc[r][t][v] = fma_lane<kLane + 1>(odd, left[r], acc[r][t][v]);
+    }
+}
+
+// acc += both depths of a pair, bf16 times bf16, by the level's dot product.
+template <class Pairs, int kRows, int kTiles>
+inline void multiply_pair(const bf16* left, int64_t lda, const bf16* const (&b)[kTiles], int pair,
+                          Sums<kRows, kTiles>& acc) {
+#pragma GCC unroll 2
+  for (int t = 0; t < kTiles; ++t)
+#pragma GCC unroll 4
+    for (int v = 0; v < kDotVecs; ++v) {
+      const Pairs columns = Pairs::load(b[t] + pair * 32 + v * Vec::kLanes * 2);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) acc[r][t][v] = dot(Pairs::set1(left + r * lda + pair * 2), columns, acc[r][t][v]);
+    }
+}
+
+// The same for levels that multiply by a lane.
+template <int kLane, class Pairs, int kRows, int kTiles>
+inline void multiply_pair_lane(const Pairs (&left)[kRows], const bf16* const (&b)[kTiles], int pair,
+                               Sums<kRows, kTiles>& acc) {
+#pragma GCC unroll 2
+  for (int t = 0; t < kTiles; ++t)
+#pragma GCC unroll 4
+    for (int v = 0; v < kDotVecs; ++v) {
+      const Pairs columns = Pairs::load(b[t] + pair * 32 + v * Vec::kLanes * 2);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) acc[r][t][v] = dot_lane<kLane>(columns, left[r], acc[r][t][v]);
+    }
+}
+
+// Few rows: B comes from memory, at its speed if it is asked for 8 KB ahead.
+template <int kRows, class TB, int kTiles>
+inline void prefetch_pair(const TB* const (&b)[kTiles], int pair) {
+  if constexpr (kRows <= 4)
+    for (int t = 0; t < kTiles; ++t)
+      for (size_t line = 0; line < sizeof(TB) / 2; ++line)
+        __builtin_prefetch(reinterpret_cast<const char*>(b[t] + pair * 32) + 64 * line + 8192);
+}
+
+// acc += the rows of A from `left` on times one tile of depth, a pair of depths at a time.
+template <class Left, class TB, int kRows, int kTiles>
+inline void multiply_tile_by_pairs(const Left* left, int64_t lda, const TB* const (&b)[kTiles],
+                                   Sums<kRows, kTiles>& acc) {
+  for (int pair = 0; pair < kTileDepth / 2; ++pair) {
+    prefetch_pair<kRows>(b, pair);
+    if constexpr (std::is_same_v<Left, float>) {
+      multiply_depth<0>(left, lda, b, pair, acc);
+      multiply_depth<1>(left, lda, b, pair, acc);
+    } else {
+      multiply_pair<LeftVec<Left>>(left, lda, b, pair, acc);
     }
   }
 }
-#endif
+
+// The same for levels that multiply by a lane: as many depths at a time as a vector of A has.
+template <class Left, class TB, int kRows, int kTiles>
+inline void multiply_tile_by_lanes(const Left* left, int64_t lda, const TB* const (&b)[kTiles],
+                                   Sums<kRows, kTiles>& acc) {
+  using Lefts = LeftVec<Left>;
+  constexpr int kDepths = 16 / sizeof(Left), kPairs = kDepths / 2;
+  for (int depth = 0; depth < kTileDepth; depth += kDepths) {
+    Lefts rows[kRows];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) rows[r] = Lefts::load(left + r * lda + depth);
+    auto multiply = [&](auto in_vec) {
+      constexpr int kPair = decltype(in_vec)::value;
+      const int pair = depth / 2 + kPair;
+      prefetch_pair<kRows>(b, pair);
+      if constexpr (std::is_same_v<Left, float>)
+        multiply_lanes<2 * kPair>(rows, b, pair, acc);
+      else
+        multiply_pair_lane<kPair>(rows, b, pair, acc);
+    };
+    [&]<int... kPair>(std::integer_sequence<int, kPair...>) {
+      (multiply(std::integral_constant<int, kPair>{}), ...);
+    }(std::make_integer_sequence<int, kPairs>{});
+  }
+}
 
 // Left bf16 (with B in bf16) multiplies pairs as they are; left fp32 widens B.
 template <class Left, class TB, bool kAccumulate, int kRows, int kTiles, class TileAt>
 inline void dot_block(const Left* a, int64_t lda, TileAt tile_at, int tile, int depth_tiles, float* c, int64_t ldc) {
-  Vec acc[kRows][kTiles][kDotVecs];
+  Sums<kRows, kTiles> acc;
   for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kTiles; ++t)
       for (int v = 0; v < kDotVecs; ++v)
@@ -82,21 +181,10 @@ inline void dot_block(const Left* a, int64_t lda, TileAt tile_at, int tile, int 
     const TB* b[kTiles];
     for (int t = 0; t < kTiles; ++t) b[t] = tile_at(d, tile + t);
     const Left* left = a + d * kTileDepth;
-    for (int pair = 0; pair < kTileDepth / 2; ++pair) {
-      if constexpr (kRows <= 4) {
-        // Few rows: B comes from memory, at its speed if it is asked for 8 KB ahead.
-        for (int t = 0; t < kTiles; ++t)
-          for (size_t line = 0; line < sizeof(TB) / 2; ++line)
-            __builtin_prefetch(reinterpret_cast<const char*>(b[t] + pair * 32) + 64 * line + 8192);
-      }
-      if constexpr (std::is_same_v<Left, float>) {
-        multiply_depth<0>(left, lda, b, pair, acc);
-        multiply_depth<1>(left, lda, b, pair, acc);
-      }
-#ifdef __AVX512BF16__
-      if constexpr (std::is_same_v<Left, bf16>) multiply_pair(left, lda, b, pair, acc);
-#endif
-    }
+    if constexpr (Vec::kHasFmaByLane)
+      multiply_tile_by_lanes(left, lda, b, acc);
+    else
+      multiply_tile_by_pairs(left, lda, b, acc);
   }
   for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kTiles; ++t)
@@ -118,7 +206,7 @@ inline void multiply_tiles(const Left* a, int64_t lda, int rows, TileAt tile_at,
   for (int row = 0; row < rows; row += kDotRows) {
     const int count = rows - row < kDotRows ? rows - row : kDotRows;
     with_rows<kDotRows>(count, [&](auto num_rows) {
-      constexpr int kTiles = dot_tiles(num_rows.value);
+      constexpr int kTiles = DotTraits::tiles(num_rows.value);
       int tile = 0;
       for (; tile + kTiles <= column_tiles; tile += kTiles)
         dot_block<Left, TB, kAccumulate, num_rows.value, kTiles>(a + row * lda, lda, tile_at, tile, depth_tiles,

@@ -1,8 +1,6 @@
-// Whole tiles of bf16 keys and values (base/kv_layout.h), rearranged in registers: of SSE2, which every x86-64 has, a
-// quarter of the time that a store per pair takes, or of AVX-512 where the file is compiled for it.
+// Whole tiles of bf16 keys and values (base/kv_layout.h), rearranged in registers of 128 bits, which every machine has:
+// a quarter of the time that a store per pair takes.
 #pragma once
-
-#include <immintrin.h>
 
 #include <cstdint>
 
@@ -10,75 +8,60 @@
 #include "base/tile.h"
 
 namespace tilewright {
+namespace {
 
-#ifdef __AVX512F__
-// One tile: 16 tokens of 16 pairs as 16 pairs of 16 tokens, 2 x 2 and 4 x 4 within quarters of registers, then the
-// quarters.
-TILEWRIGHT_INLINE void pack_key_tile(const bf16* k, int64_t token_stride, bf16* tile) {
-  __m512i from[16], to[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    const __m512i even = _mm512_loadu_si512(k + i * token_stride), odd = _mm512_loadu_si512(k + (i + 1) * token_stride);
-    from[i] = _mm512_unpacklo_epi32(even, odd);
-    from[i + 1] = _mm512_unpackhi_epi32(even, odd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      to[i + 2 * j] = _mm512_unpacklo_epi64(from[i + j], from[i + j + 2]);
-      to[i + 2 * j + 1] = _mm512_unpackhi_epi64(from[i + j], from[i + j + 2]);
-    }
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const __m512i even = _mm512_shuffle_i32x4(to[j], to[j + 4], 0x88);
-    const __m512i odd = _mm512_shuffle_i32x4(to[j], to[j + 4], 0xdd);
-    const __m512i late_even = _mm512_shuffle_i32x4(to[j + 8], to[j + 12], 0x88);
-    const __m512i late_odd = _mm512_shuffle_i32x4(to[j + 8], to[j + 12], 0xdd);
-    auto put = [&](int row, __m512i pairs) { _mm512_storeu_si512(tile + row * 32, pairs); };
-    put(j, _mm512_shuffle_i32x4(even, late_even, 0x88));
-    put(j + 4, _mm512_shuffle_i32x4(odd, late_odd, 0x88));
-    put(j + 8, _mm512_shuffle_i32x4(even, late_even, 0xdd));
-    put(j + 12, _mm512_shuffle_i32x4(odd, late_odd, 0xdd));
-  }
+// Eight bf16, or four pairs of them. Of the compiler's own vectors, so that they are any machine's.
+typedef uint16_t Bf16x8 __attribute__((vector_size(16), aligned(2), may_alias));
+typedef uint32_t Pairx4 __attribute__((vector_size(16), aligned(2), may_alias));
+
+template <class Registers, class T>
+inline Registers load_registers(const T* p) {
+  return *reinterpret_cast<const Registers*>(p);
 }
-#endif
+template <class Registers, class T>
+inline void store_registers(T* p, Registers value) {
+  *reinterpret_cast<Registers*>(p) = value;
+}
 
-// 16 tokens of bf16 keys as the columns of their tiles; on SSE2 four tokens and four pairs of dims at a time. `width`
-// is a multiple of 8; what pads it to a whole tile is left as it is.
-TILEWRIGHT_INLINE void pack_key_tiles(const bf16* k, int64_t token_stride, int64_t width, bf16* tiles) {
+// A Vec that packs a whole key tile at once.
+template <class V>
+concept PacksKeyTiles = requires(const bf16* k, bf16* tile) { V::pack_key_tile(k, int64_t{}, tile); };
+
+// 16 tokens of bf16 keys as the columns of their tiles, four tokens and four pairs of dims at a time. `width` is a
+// multiple of 8; what pads it to a whole tile is left as it is.
+template <class V = void>
+inline void pack_key_tiles(const bf16* k, int64_t token_stride, int64_t width, bf16* tiles) {
   int64_t d = 0;
-#ifdef __AVX512F__
-  for (; d + kTileDepth <= width; d += kTileDepth) pack_key_tile(k + d, token_stride, tiles + d * kTileColumns);
-#endif
+  if constexpr (PacksKeyTiles<V>)
+    for (; d + kTileDepth <= width; d += kTileDepth) V::pack_key_tile(k + d, token_stride, tiles + d * kTileColumns);
   for (; d < width; d += 8) {
     for (int column = 0; column < kTileColumns; column += 4) {
-      __m128i pairs[4];
-      for (int i = 0; i < 4; ++i)
-        pairs[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(k + (column + i) * token_stride + d));
-      const __m128i low01 = _mm_unpacklo_epi32(pairs[0], pairs[1]), low23 = _mm_unpacklo_epi32(pairs[2], pairs[3]);
-      const __m128i high01 = _mm_unpackhi_epi32(pairs[0], pairs[1]), high23 = _mm_unpackhi_epi32(pairs[2], pairs[3]);
+      Pairx4 pairs[4];
+      for (int i = 0; i < 4; ++i) pairs[i] = load_registers<Pairx4>(k + (column + i) * token_stride + d);
+      const Pairx4 low01 = __builtin_shufflevector(pairs[0], pairs[1], 0, 4, 1, 5);
+      const Pairx4 low23 = __builtin_shufflevector(pairs[2], pairs[3], 0, 4, 1, 5);
+      const Pairx4 high01 = __builtin_shufflevector(pairs[0], pairs[1], 2, 6, 3, 7);
+      const Pairx4 high23 = __builtin_shufflevector(pairs[2], pairs[3], 2, 6, 3, 7);
       bf16* row = tiles + d / 2 * 32 + column * 2;  // rows of 16 pairs, through all depth tiles
-      auto put = [&](int i, __m128i four) { _mm_storeu_si128(reinterpret_cast<__m128i*>(row + i * 32), four); };
-      put(0, _mm_unpacklo_epi64(low01, low23));
-      put(1, _mm_unpackhi_epi64(low01, low23));
-      put(2, _mm_unpacklo_epi64(high01, high23));
-      put(3, _mm_unpackhi_epi64(high01, high23));
+      store_registers(row, __builtin_shufflevector(low01, low23, 0, 1, 4, 5));
+      store_registers(row + 32, __builtin_shufflevector(low01, low23, 2, 3, 6, 7));
+      store_registers(row + 64, __builtin_shufflevector(high01, high23, 0, 1, 4, 5));
+      store_registers(row + 96, __builtin_shufflevector(high01, high23, 2, 3, 6, 7));
     }
   }
 }
 
 // 32 tokens of bf16 values as a row of tiles: two tokens are woven into each tile row. `width` is a multiple of 8.
-TILEWRIGHT_INLINE void pack_value_tiles(const bf16* v, int64_t token_stride, int64_t width, bf16* tiles) {
+inline void pack_value_tiles(const bf16* v, int64_t token_stride, int64_t width, bf16* tiles) {
   for (int depth = 0; depth < kTileDepth; depth += 2, v += 2 * token_stride) {
     for (int64_t d = 0; d < width; d += 8) {
-      const __m128i even = _mm_loadu_si128(reinterpret_cast<const __m128i*>(v + d));
-      const __m128i odd = _mm_loadu_si128(reinterpret_cast<const __m128i*>(v + token_stride + d));
+      const Bf16x8 even = load_registers<Bf16x8>(v + d), odd = load_registers<Bf16x8>(v + token_stride + d);
       bf16* row = tiles + d / kTileColumns * kTileElements + depth / 2 * 32 + d % kTileColumns * 2;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(row), _mm_unpacklo_epi16(even, odd));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(row + 8), _mm_unpackhi_epi16(even, odd));
+      store_registers(row, __builtin_shufflevector(even, odd, 0, 8, 1, 9, 2, 10, 3, 11));
+      store_registers(row + 8, __builtin_shufflevector(even, odd, 4, 12, 5, 13, 6, 14, 7, 15));
     }
   }
 }
 
+}  // namespace
 }  // namespace tilewright

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "base/arch.h"
+
 namespace tilewright {
 
 // Threads a kernel may use, counting the caller. 0 restores the default: the CPUs this process may run on.
@@ -88,7 +90,7 @@ void parallel_stages(const int64_t (&counts)[kStages], Fn&& fn) {
           // Whoever still works on this stage is a running thread: this wait ends. It yields in case that thread needs
           // this very CPU.
           for (int spins = 0; s.done[stage].load(std::memory_order_acquire) < s.counts[stage]; ++spins) {
-            __builtin_ia32_pause();
+            pause_cpu();
             if (spins > 2000) yield_cpu();
           }
         }

@@ -5,12 +5,10 @@
 
 #include <cstdint>
 
+#include "base/arch.h"
 #include "base/parallel.h"
 
 namespace tilewright {
-
-// The second-level cache of a core, as large as it gets on the machines we know.
-inline constexpr int64_t kCoreCacheBytes = int64_t{2} << 20;
 
 // An output in place of an input is in cache already, whatever its size.
 inline bool worth_streaming(const void* out, const void* in, int64_t out_bytes) {

@@ -163,6 +163,36 @@ TEST(parallel_stages_start_when_the_one_before_is_done) {
   set_num_threads(0);
 }
 
+TEST(a_cap_leaves_the_levels_within_it) {
+  for (const Level& cap : kLevels) {
+    set_max_isa(cap.isa);
+    for (const Level& level : kLevels) {
+      const bool within = (level.features & ~cap.features) == 0;
+      CHECK(may_use(level.isa) == (within && machine_has(level.isa)));
+    }
+    CHECK(may_use(active_isa()));
+  }
+  clear_max_isa();
+  CHECK(may_use(Isa::scalar) && machine_has(active_isa()));
+}
+
+TEST(levels_are_listed_best_first_and_in_the_order_of_their_numbers) {
+  for (int i = 0; i < kNumIsaLevels; ++i) {
+    CHECK(static_cast<int>(kLevels[i].isa) == i);
+    // No level stands behind one whose features it has and more: it would never be chosen.
+    for (int j = 0; j < i; ++j) CHECK((kLevels[j].features & ~kLevels[i].features) != 0);
+  }
+}
+
+TEST(denormals_are_flushed_within_the_scope) {
+  volatile float least = 1.17549435e-38f, half = 0.5f;
+  {
+    const FlushDenormals flush;
+    CHECK(least * half == 0.0f);
+  }
+  CHECK(least * half != 0.0f);
+}
+
 struct Nest {
   std::atomic<int> outer[4] = {}, inner[4][3] = {};
 };

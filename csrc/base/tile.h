@@ -1,7 +1,7 @@
 // The one layout in which every matrix operand that is read again and again is kept: linear weights, K and V.
 //
 // A tile holds 32 of depth (the axis summed over) by 16 columns, as 16 rows of pairs: row r has depth 2r and 2r+1.
-//   bf16  [16 rows][16 columns][2]   one row is the 64 bytes that an AMX tile row, or one vdpbf16ps, takes
+//   bf16  [16 rows][16 columns][2]   one row is 64 bytes, what the widest units take at a time
 //   fp32  [16 rows][2][16 columns]   one row is two vectors of columns
 // Narrower machines read the same bytes: the even and the odd depth of a bf16 pair come apart with a shift and a mask.
 //

@@ -1,5 +1,6 @@
 // The Python module tilewright._kernels: what the machine has, and one function per kernel entry.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -13,10 +14,9 @@ namespace {
 
 Isa isa_named(const std::string& name) {
   std::string known;
-  for (int level = 0; level < kNumIsaLevels; ++level) {
-    const char* candidate = name_of(static_cast<Isa>(level));
-    if (name == candidate) return static_cast<Isa>(level);
-    known += std::string(level ? ", " : "") + candidate;
+  for (const Level& level : kLevels) {
+    if (name == level.name) return level.isa;
+    known = level.name + (known.empty() ? "" : ", " + known);
   }
   throw nb::value_error(("unknown ISA level '" + name + "', expected one of " + known).c_str());
 }
@@ -43,13 +43,17 @@ NB_MODULE(_kernels, m) {
   // A program may end while engines are alive, and with them their plans: that is no leak worth a page of warnings.
   nb::set_leak_warnings(false);
   m.def("isa_levels", [] {
-    std::vector<std::string> names;
-    for (int level = 0; level <= static_cast<int>(detected_isa()); ++level)
-      names.push_back(name_of(static_cast<Isa>(level)));
+    std::vector<std::string> names;  // from the plainest to the best
+    for (const Level& level : kLevels)
+      if (machine_has(level.isa)) names.insert(names.begin(), level.name);
     return names;
   });
   m.def("active_isa", [] { return std::string(name_of(active_isa())); });
-  m.def("set_max_isa", [](const std::string& name) { set_max_isa(isa_named(name)); });
+  m.def("may_use_isa", [](const std::string& name) { return may_use(isa_named(name)); });
+  m.def(
+      "set_max_isa",
+      [](const std::optional<std::string>& name) { name ? set_max_isa(isa_named(*name)) : clear_max_isa(); },
+      nb::arg("name").none());
   m.def("num_threads", &num_threads);
   m.def("work_alone", &work_alone);
   m.def("set_num_threads", [](int count) {

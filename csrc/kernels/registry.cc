@@ -3,71 +3,16 @@
 namespace tilewright {
 namespace {
 
-#define KERNEL(isa, name) {Isa::isa, #name},
-constexpr KernelInfo kAttention[] = {
-#include "kernels/attention/kernels.inc"
-};
-constexpr KernelInfo kKvCache[] = {
-#include "kernels/kv_cache/kernels.inc"
-};
-constexpr KernelInfo kLinear[] = {
-#include "kernels/linear/kernels.inc"
-};
-constexpr KernelInfo kMoe[] = {
-#include "kernels/moe/kernels.inc"
-};
-constexpr KernelInfo kGatedDelta[] = {
-#include "kernels/gated_delta/kernels.inc"
-};
-constexpr KernelInfo kDeltaInputs[] = {
-#include "kernels/delta_inputs/kernels.inc"
-};
-constexpr KernelInfo kConv[] = {
-#include "kernels/conv/kernels.inc"
-};
-constexpr KernelInfo kNorm[] = {
-#include "kernels/norm/kernels.inc"
-};
-constexpr KernelInfo kActivation[] = {
-#include "kernels/activation/kernels.inc"
-};
-constexpr KernelInfo kEmbedding[] = {
-#include "kernels/embedding/kernels.inc"
-};
-constexpr KernelInfo kRope[] = {
-#include "kernels/rope/kernels.inc"
-};
-constexpr KernelInfo kProbe[] = {
-#include "kernels/probe/kernels.inc"
-};
-constexpr KernelInfo kImage[] = {
-#include "kernels/image/kernels.inc"
-};
-constexpr KernelInfo kSample[] = {
-#include "kernels/sample/kernels.inc"
-};
+#define KERNEL(isa, name, ...) {Isa::isa, #name},
+#define OP(op) constexpr KernelInfo k_##op[] = {TILEWRIGHT_KERNELS_OF_##op(KERNEL)};
+TILEWRIGHT_OPS(OP)
+#undef OP
 #undef KERNEL
 
-template <int kCount>
-constexpr OpInfo op(const char* name, const KernelInfo (&kernels)[kCount]) {
-  return {name, kernels, kCount};
-}
-
 constexpr OpInfo kOps[] = {
-    op("attention", kAttention),
-    op("kv_cache", kKvCache),
-    op("linear", kLinear),
-    op("moe", kMoe),
-    op("gated_delta", kGatedDelta),
-    op("delta_inputs", kDeltaInputs),
-    op("conv", kConv),
-    op("norm", kNorm),
-    op("activation", kActivation),
-    op("embedding", kEmbedding),
-    op("rope", kRope),
-    op("probe", kProbe),
-    op("image", kImage),
-    op("sample", kSample),
+#define OP(op) {#op, k_##op, static_cast<int>(sizeof(k_##op) / sizeof(KernelInfo))},
+    TILEWRIGHT_OPS(OP)
+#undef OP
 };
 
 }  // namespace

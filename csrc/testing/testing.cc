@@ -16,6 +16,12 @@ std::atomic<int> num_failures{0};
 
 constexpr unsigned char kSlack = 0xa5;
 
+#ifdef TILEWRIGHT_TEST_SLACK
+constexpr int kOuterAccess = PROT_READ;
+#else
+constexpr int kOuterAccess = PROT_NONE;
+#endif
+
 size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 }  // namespace
@@ -35,7 +41,7 @@ void check(bool condition, const std::string& message, const char* file, int lin
 GuardedBytes::GuardedBytes(size_t size_bytes, Edge edge) : size_bytes_(size_bytes) {
   const size_t page = page_bytes();
   inner_bytes_ = (size_bytes + page - 1) / page * page;
-  void* mapping = mmap(nullptr, inner_bytes_ + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* mapping = mmap(nullptr, inner_bytes_ + 2 * page, kOuterAccess, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping == MAP_FAILED) std::abort();
   mapping_ = static_cast<char*>(mapping);
   char* inner = mapping_ + page;
@@ -67,7 +73,8 @@ int run_all(const char* filter) {
     std::printf("%s %s\n", num_failures.load() == failures_before ? "ok    " : "FAILED", test->name);
     std::fflush(stdout);
   }
-  std::printf("%d tests, %d failed checks, levels up to %s\n", num_run, num_failures.load(), name_of(detected_isa()));
+  std::printf("%d tests, %d failed checks, on %s, levels up to %s\n", num_run, num_failures.load(), kArchName,
+              name_of(active_isa()));
   return num_run > 0 && num_failures.load() == 0 ? 0 : 1;
 }
 

@@ -1,6 +1,7 @@
 """The settings that come from the environment: the only file that reads it.
 
-TILEWRIGHT_MAX_ISA       the highest ISA level the kernels may use: scalar, avx2, avx512, avx512_bf16 or amx
+TILEWRIGHT_MAX_ISA       the highest ISA level the kernels may use: scalar, avx2, avx512, avx512_bf16 or amx on x86-64;
+                         scalar, neon, neon_dotprod or neon_bf16 on aarch64; unset: the best there is
 TILEWRIGHT_NUM_THREADS   threads the kernels use, counting the caller; unset: one per CPU of TILEWRIGHT_BIND, or of
                          the process
 TILEWRIGHT_BIND          CPUs the threads are pinned to, such as "0-7,9"; unset: not pinned
@@ -14,11 +15,16 @@ OPENAI_API_KEY           what `tilewright bench serve` shows the server it measu
 import functools
 import logging
 import os
+import platform
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ISA_LEVELS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
+# By architecture, as platform.machine() names it; from the plainest to the best.
+ISA_LEVELS = {
+    "x86_64": ("scalar", "avx2", "avx512", "avx512_bf16", "amx"),
+    "aarch64": ("scalar", "neon", "neon_dotprod", "neon_bf16"),
+}
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +38,7 @@ class Config:
     """What the environment asks of us, and the CPUs it found."""
 
     available_cpus: tuple[int, ...]  # as the process started: a pinned thread sees only its own
-    max_isa: str = ISA_LEVELS[-1]
+    max_isa: str | None = None  # None: the best there is
     num_threads: int | None = None  # None: one per CPU of the process
     bind_cpus: tuple[int, ...] = ()  # empty: threads are not pinned
     cache_dir: Path | None = None  # None: packed weights are not kept
@@ -47,9 +53,11 @@ def current() -> Config:
     return resolve(os.environ, os.sched_getaffinity(0))
 
 
-def resolve(environment: Mapping[str, str], available_cpus: Collection[int]) -> Config:
+def resolve(
+    environment: Mapping[str, str], available_cpus: Collection[int], architecture: str = platform.machine()
+) -> Config:
     """The Config that the variables of `environment` describe, checked; ConfigError otherwise."""
-    max_isa = _parse_isa(environment.get("TILEWRIGHT_MAX_ISA"))
+    max_isa = _parse_isa(environment.get("TILEWRIGHT_MAX_ISA"), architecture)
     bind_cpus = _parse_cpus(environment.get("TILEWRIGHT_BIND"), available_cpus)
     num_threads = _parse_num_threads(environment.get("TILEWRIGHT_NUM_THREADS"))
     if num_threads is None and bind_cpus:
@@ -69,7 +77,7 @@ def resolve(environment: Mapping[str, str], available_cpus: Collection[int]) -> 
     )
     _log.debug(
         "max_isa %s, num_threads %s, bind_cpus %s, cache_dir %s",
-        max_isa,
+        max_isa or "best",
         num_threads or "all",
         bind_cpus or "none",
         cache_dir or "off",
@@ -93,12 +101,17 @@ def _parse_cache_dir(environment: Mapping[str, str]) -> Path | None:
     return Path(home, ".cache", "tilewright") if home else None
 
 
-def _parse_isa(text: str | None) -> str:
+def _parse_isa(text: str | None, architecture: str) -> str | None:
     if not text:
-        return Config.max_isa
-    if text not in ISA_LEVELS:
-        raise ConfigError(f"TILEWRIGHT_MAX_ISA is {text!r}, expected one of {', '.join(ISA_LEVELS)}")
-    return text
+        return None
+    levels = ISA_LEVELS[architecture]
+    if text in levels:
+        return text
+    expected = f"expected one of {', '.join(levels)}"
+    for other, other_levels in ISA_LEVELS.items():
+        if text in other_levels:
+            raise ConfigError(f"TILEWRIGHT_MAX_ISA is {text!r}, a level of {other}; this is {architecture}: {expected}")
+    raise ConfigError(f"TILEWRIGHT_MAX_ISA is {text!r}, {expected}")
 
 
 def _parse_num_threads(text: str | None) -> int | None:

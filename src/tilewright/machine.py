@@ -53,7 +53,7 @@ class Machine:
     version: str
     cpu_model: str
     isa_found: list[str]
-    isa_cap: str
+    isa_cap: str | None
     isa_in_use: str
     num_sockets: int
     num_cores: int
@@ -110,12 +110,10 @@ def describe() -> Machine:
 
 
 def chosen_kernels() -> dict[str, Kernel]:
-    """For each op, the first kernel of its manifest that the level in use allows."""
-    rank = config.ISA_LEVELS.index
-    in_use = rank(kernels.active_isa())
+    """For each op, the first kernel of its manifest whose level may be used."""
     chosen = {}
     for op, entries in kernels.manifest().items():
-        isa, name = next(entry for entry in entries if rank(entry[0]) <= in_use)
+        isa, name = next(entry for entry in entries if kernels.may_use_isa(entry[0]))
         chosen[op] = Kernel(name, isa, [entry_name for _, entry_name in entries])
     return chosen
 
@@ -149,7 +147,7 @@ def as_dict(machine: Machine, measured: Measured | None = None) -> dict[str, obj
 
 def as_text(machine: Machine, measured: Measured | None = None) -> str:
     """The machine for people to read."""
-    cap = "" if machine.isa_cap == config.ISA_LEVELS[-1] else f", capped at {machine.isa_cap} by TILEWRIGHT_MAX_ISA"
+    cap = f", capped at {machine.isa_cap} by TILEWRIGHT_MAX_ISA" if machine.isa_cap else ""
     pinned = f", pinned to CPUs {machine.bind_cpus}" if machine.bind_cpus else ""
     caches = [f"L{c.level} {c.kind.lower()} {_size(c.size_bytes)} (CPUs {c.shared_by_cpus})" for c in machine.caches]
     nodes = [f"node {n.node}: CPUs {n.cpus}, {_size(n.memory_bytes)}" for n in machine.numa_nodes]

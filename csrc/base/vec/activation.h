@@ -1,4 +1,4 @@
-// An activation of each lane. Include after one of scalar.h, avx2.h, avx512.h.
+// An activation of each lane. Include after a Vec.
 #pragma once
 
 #include "base/activation.h"

@@ -12,7 +12,10 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 8;
-  static constexpr bool kFmaIsExact = true;  // fma() rounds once
+  static constexpr bool kFmaIsExact = true;
+  static constexpr bool kScaleUnderflows = false;
+  static constexpr bool kHasFmaByLane = false;
+  static constexpr bool kHasBf16Dot = false;
   __m256 v;
 
   static Vec zero() { return {_mm256_setzero_ps()}; }
@@ -57,6 +60,15 @@ struct Vec {
     store(buffer);
     for (int i = 0; i < count; ++i) p[i] = buffer[i];
   }
+};
+
+struct PairVec {};
+
+// 6 x 1 tile or 3 x 2 are 12 sums of 16 registers. A chain of dependent additions is slow: few rows take two tiles.
+struct DotTraits {
+  static constexpr int kRows = 6, kRowsOf32 = 4;
+  static constexpr int kDepthTiles = 0;
+  static constexpr int tiles(int rows) { return rows <= 3 ? 2 : 1; }
 };
 
 inline void stream_fence() { _mm_sfence(); }

@@ -12,7 +12,14 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 16;
-  static constexpr bool kFmaIsExact = true;  // fma() rounds once
+  static constexpr bool kFmaIsExact = true;
+  static constexpr bool kScaleUnderflows = true;
+  static constexpr bool kHasFmaByLane = false;
+#ifdef __AVX512BF16__
+  static constexpr bool kHasBf16Dot = true;
+#else
+  static constexpr bool kHasBf16Dot = false;
+#endif
   __m512 v;
 
   static Vec zero() { return {_mm512_setzero_ps()}; }
@@ -47,6 +54,64 @@ struct Vec {
   void stream(bf16* p) const { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_bf16_bits()); }
   void store(float* p, int64_t count) const { _mm512_mask_storeu_ps(p, lanes_below(count), v); }
   void store(bf16* p, int64_t count) const { _mm256_mask_storeu_epi16(p, lanes_below(count), to_bf16_bits()); }
+
+  // A key tile (base/kv_tiles.h): 16 tokens of 16 pairs as 16 pairs of 16 tokens, 2 x 2 and 4 x 4 within quarters of
+  // registers, then the quarters.
+  static void pack_key_tile(const bf16* k, int64_t token_stride, bf16* tile) {
+    __m512i from[16], to[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+      const __m512i even = _mm512_loadu_si512(k + i * token_stride),
+                    odd = _mm512_loadu_si512(k + (i + 1) * token_stride);
+      from[i] = _mm512_unpacklo_epi32(even, odd);
+      from[i + 1] = _mm512_unpackhi_epi32(even, odd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        to[i + 2 * j] = _mm512_unpacklo_epi64(from[i + j], from[i + j + 2]);
+        to[i + 2 * j + 1] = _mm512_unpackhi_epi64(from[i + j], from[i + j + 2]);
+      }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const __m512i even = _mm512_shuffle_i32x4(to[j], to[j + 4], 0x88);
+      const __m512i odd = _mm512_shuffle_i32x4(to[j], to[j + 4], 0xdd);
+      const __m512i late_even = _mm512_shuffle_i32x4(to[j + 8], to[j + 12], 0x88);
+      const __m512i late_odd = _mm512_shuffle_i32x4(to[j + 8], to[j + 12], 0xdd);
+      auto put = [&](int row, __m512i pairs) { _mm512_storeu_si512(tile + row * 32, pairs); };
+      put(j, _mm512_shuffle_i32x4(even, late_even, 0x88));
+      put(j + 4, _mm512_shuffle_i32x4(odd, late_odd, 0x88));
+      put(j + 8, _mm512_shuffle_i32x4(even, late_even, 0xdd));
+      put(j + 12, _mm512_shuffle_i32x4(odd, late_odd, 0xdd));
+    }
+  }
+};
+
+#ifdef __AVX512BF16__
+// Pairs of bf16, one per lane.
+struct PairVec {
+  __m512bh v;
+  static PairVec load(const bf16* p) { return {reinterpret_cast<__m512bh>(_mm512_loadu_si512(p))}; }
+  // The pair at p in every lane.
+  static PairVec set1(const bf16* p) {
+    int32_t both;
+    __builtin_memcpy(&both, p, 4);
+    return {reinterpret_cast<__m512bh>(_mm512_set1_epi32(both))};
+  }
+};
+
+// c + a.even * b.even + a.odd * b.odd.
+inline Vec dot(PairVec a, PairVec b, Vec c) { return {_mm512_dpbf16_ps(c.v, a.v, b.v)}; }
+#else
+struct PairVec {};
+#endif
+
+// 12 x 2 tiles are 24 sums of 32 registers.
+struct DotTraits {
+  static constexpr int kRows = 12, kRowsOf32 = 8;
+  static constexpr int kDepthTiles = 0;
+  static constexpr int tiles(int) { return 2; }
 };
 
 inline void stream_fence() { _mm_sfence(); }

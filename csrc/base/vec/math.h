@@ -1,4 +1,4 @@
-// exp, tanh, sigmoid, softplus, silu, gelu on Vec. Include after one of scalar.h, avx2.h, avx512.h.
+// exp, tanh, sigmoid, softplus, silu, gelu on Vec. Include after a Vec.
 #pragma once
 
 namespace tilewright {

@@ -1,4 +1,4 @@
-// Walking a row one Vec at a time, the last one partial. Include after one of scalar.h, avx2.h, avx512.h.
+// Walking a row one Vec at a time, the last one partial. Include after a Vec.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Vec for any x86: four plain floats and loops the compiler may turn into SSE2. Same names as avx2.h, avx512.h.
+// Vec for any machine: four plain floats and loops the compiler may turn into vectors. The others have the same names.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,10 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 4;
-  static constexpr bool kFmaIsExact = false;  // fma() rounds once
+  static constexpr bool kFmaIsExact = false;       // fma() rounds once
+  static constexpr bool kScaleUnderflows = false;  // scale_by_power_of_2() takes powers below -126, and gives 0
+  static constexpr bool kHasFmaByLane = false;     // fma_lane() multiplies by one lane of a Vec
+  static constexpr bool kHasBf16Dot = false;       // PairVec multiplies pairs of bf16 and adds them up
   float v[kLanes];
 
   static Vec zero() { return set1(0.0f); }
@@ -40,6 +43,18 @@ struct Vec {
   }
 };
 
+// Pairs of bf16 that are multiplied and added up, where a level can.
+struct PairVec {};
+
+// How products of tiles (base/dot.h) use the registers: rows whose sums they hold, the most of them that divide 32, and
+// column tiles beside each other for so many rows. And tiles of depth that all rows are multiplied with before the next
+// ones, 0 for all of them: where the second cache is too slow to be read for each kRows.
+struct DotTraits {
+  static constexpr int kRows = 2, kRowsOf32 = 2;
+  static constexpr int kDepthTiles = 0;
+  static constexpr int tiles(int) { return 1; }
+};
+
 // Makes streamed stores visible before whatever tells others of them.
 inline void stream_fence() {}
 
@@ -62,7 +77,7 @@ inline Vec operator*(Vec a, Vec b) {
 inline Vec operator/(Vec a, Vec b) {
   return map(a, b, [](float x, float y) { return x / y; });
 }
-// The second operand where either is NaN, as the x86 instructions do.
+// The second operand where either is NaN.
 inline Vec max(Vec a, Vec b) {
   return map(a, b, [](float x, float y) { return x > y ? x : y; });
 }

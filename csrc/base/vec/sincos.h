@@ -1,4 +1,4 @@
-// Sine and cosine of each lane. Include after one of scalar.h, avx2.h, avx512.h.
+// Sine and cosine of each lane. Include after a Vec.
 #pragma once
 
 #include <cmath>

@@ -8,17 +8,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const ActivationKernels name;
-#include "kernels/activation/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(activation, ActivationKernels)
 
 namespace {
-
-constexpr Entry<ActivationKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/activation/kernels.inc"
-#undef KERNEL
-};
 
 // Spans rather than rows are handed out: a decode step has one wide row, a flattened tensor one endless one.
 constexpr int64_t kSpan = 8192;

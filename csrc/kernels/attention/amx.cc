@@ -1,8 +1,8 @@
 // Vec before what is written in terms of it.
 #include "base/vec/avx512.h"
 
-#include "base/amx.h"
 #include "base/dot.h"
+#include "base/x86/amx.h"
 
 namespace tilewright {
 namespace {
@@ -50,9 +50,11 @@ struct Products<bf16> {
 }  // namespace
 }  // namespace tilewright
 
+#include "kernels/attention/weigher_avx512.h"
+
 #include "kernels/attention/generic.h"
+#include "kernels/level.h"
 
 namespace tilewright {
-extern const AttentionKernels attention_amx;
-const AttentionKernels attention_amx = {run_items, merge_item, pack_keys, pack_values};
+TILEWRIGHT_KERNELS(attention, AttentionKernels) = {run_items, merge_item, pack_keys, pack_values};
 }  // namespace tilewright

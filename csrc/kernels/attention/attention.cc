@@ -9,17 +9,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const AttentionKernels name;
-#include "kernels/attention/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(attention, AttentionKernels)
 
 namespace {
-
-constexpr Entry<AttentionKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/attention/kernels.inc"
-#undef KERNEL
-};
 
 // Blocks of keys one item takes when a sequence's keys are shared among items: 1,024 tokens, half a megabyte of a
 // 128-wide head, long enough to stream and short enough to balance.

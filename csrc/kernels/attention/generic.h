@@ -425,8 +425,8 @@ void pack_keys_as(const VarlenArgs& args, int64_t token, int64_t count, int64_t 
   if constexpr (std::is_same_v<T, bf16>) {
     if (count == kTileDepth && width % 8 == 0) {
       for (int half = 0; half < kTileDepth; half += kTileColumns)
-        pack_key_tiles(k + half * args.k_token_stride, args.k_token_stride, width,
-                       tiles + half / kTileColumns * depth_tiles * kTileElements);
+        pack_key_tiles<Vec>(k + half * args.k_token_stride, args.k_token_stride, width,
+                            tiles + half / kTileColumns * depth_tiles * kTileElements);
       return;
     }
   }

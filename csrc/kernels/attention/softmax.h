@@ -13,7 +13,7 @@ inline constexpr float kMinusInfinity = -__builtin_inff();
 // 2^t for t <= 0, and exactly 1 for t = 0: merging with a block that a row does not see must change nothing.
 template <bool kPrecise>
 inline Vec exp2_nonpositive(Vec t) {
-  if constexpr (Vec::kLanes != 16) t = max(Vec::set1(-126.0f), t);  // vscalefps underflows by itself
+  if constexpr (!Vec::kScaleUnderflows) t = max(Vec::set1(-126.0f), t);
   const Vec n = round(t);
   return scale_by_power_of_2(exp2_fraction<!kPrecise>(t - n), n);
 }
@@ -93,51 +93,6 @@ class Weigher {
   Vec scale_, offset_;
   Vec totals_[kChains];
 };
-
-#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
-// bf16 weights without an exponential. The bits of a bf16 are its logarithm, 128 (log2 + 127), but for a bulge of up to
-// 11 between powers of two: so 128 times the exponent, rounded to a whole number, less the bulge from a table of 64, is
-// the weight. 10 instructions for 32 keys instead of 22, and the softmax was half of attention's time. The exponent is
-// rounded to 1/128 before and the bulge to whole steps: the error of a weight is 1.5 times (in the mean) that of
-// rounding to bf16 alone. The weights that are summed are those that multiply the values.
-template <>
-class Weigher<bf16> {
- public:
-  Weigher(float scale, float maximum)
-      : scale_(_mm512_set1_ps(128 * scale)),
-        offset_(_mm512_set1_ps(127 * 128 - 128 * maximum)),
-        total_(_mm512_setzero_ps()) {}
-
-  void weigh(const float* scores, bf16* weights) {
-    auto scaled = [&](const float* at) {
-      return _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at), scale_, offset_));
-    };
-    // Packing goes by 128 bits: quarters of both halves in turn, which the permutation sorts. What is less than the
-    // least power of two, -inf too, saturates to 0.
-    const __m512i in_turn = _mm512_packus_epi32(scaled(scores), scaled(scores + 16));
-    const __m512i straight = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), in_turn);
-    const __m512i bulge =
-        _mm512_maskz_permutexvar_epi8(0x5555555555555555, _mm512_srli_epi16(straight, 1), _mm512_loadu_si512(kBulge));
-    const __m512i bits = _mm512_sub_epi16(straight, bulge);
-    _mm512_storeu_si512(weights, bits);
-    total_ = _mm512_dpbf16_ps(total_, reinterpret_cast<__m512bh>(bits),
-                              reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80)));
-  }
-
-  // Hidden keys have scores of -inf, which weigh nothing.
-  void weigh_seen(const float* scores, bf16* weights, int64_t, int64_t) { weigh(scores, weights); }
-
-  float sum() const { return _mm512_reduce_add_ps(total_); }
-
- private:
-  // 128 (f - (2^f - 1)) for f = (2 i + 1/2) / 128.
-  static constexpr uint8_t kBulge[64] = {0,  1,  1,  2,  2,  3,  4,  4,  5,  5,  5,  6,  6,  7,  7,  8,
-                                         8,  8,  9,  9,  9,  9,  10, 10, 10, 10, 10, 11, 11, 11, 11, 11,
-                                         11, 11, 11, 11, 11, 11, 11, 11, 11, 10, 10, 10, 10, 10, 9,  9,
-                                         9,  8,  8,  8,  7,  7,  6,  6,  5,  5,  4,  3,  3,  2,  1,  1};
-  __m512 scale_, offset_, total_;
-};
-#endif
 
 // scores [width] become weights 2^(score - maximum), with every rule applied, in place: weights are no wider than
 // scores and are written behind the place that is read.

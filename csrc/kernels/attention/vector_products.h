@@ -8,17 +8,30 @@ namespace {
 
 template <class T>
 struct Products {
-#ifdef __AVX512BF16__
-  using Left = T;
-#else
-  using Left = float;
-#endif
+  using Left = std::conditional_t<Vec::kHasBf16Dot, T, float>;
   explicit Products(int) {}
 
   template <class TileAt>
   void multiply(const Left* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c,
                 int64_t ldc) {
+    if constexpr (!std::is_same_v<Left, T>)
+      if (rows >= kRowsToWiden && depth_tiles <= kMostDepthTiles)
+        return multiply_widened(a, lda, rows, tile_at, column_tiles, depth_tiles, c, ldc);
     multiply_tiles<T>(a, lda, rows, tile_at, column_tiles, depth_tiles, c, ldc);
+  }
+
+ private:
+  static constexpr int kMostDepthTiles = 16;  // a block of keys; as fp32 half of the L1 cache
+
+  // A column of tiles is turned into fp32 once, for all rows.
+  template <class TileAt>
+  void multiply_widened(const Left* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles,
+                        float* c, int64_t ldc) {
+    alignas(64) float wide[kMostDepthTiles * kTileElements];
+    for (int j = 0; j < column_tiles; ++j, c += kTileColumns) {
+      for (int d = 0; d < depth_tiles; ++d) widen_tile(tile_at(d, j), wide + d * kTileElements);
+      multiply_tiles<float>(a, lda, rows, [&](int d, int) { return wide + d * kTileElements; }, 1, depth_tiles, c, ldc);
+    }
   }
 };
 

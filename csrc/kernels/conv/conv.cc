@@ -8,17 +8,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const ConvKernels name;
-#include "kernels/conv/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(conv, ConvKernels)
 
 namespace {
-
-constexpr Entry<ConvKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/conv/kernels.inc"
-#undef KERNEL
-};
 
 constexpr int64_t kTokensPerPiece = 32;
 // 2,048 channels of some tokens are work enough for a turn, and rows long enough to stream.

@@ -7,17 +7,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const DeltaInputsKernels name;
-#include "kernels/delta_inputs/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(delta_inputs, DeltaInputsKernels)
 
 namespace {
-
-constexpr Entry<DeltaInputsKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/delta_inputs/kernels.inc"
-#undef KERNEL
-};
 
 // Copies the next `count` elements of a packed row to where they belong.
 struct Reader {

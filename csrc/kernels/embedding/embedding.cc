@@ -7,17 +7,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const EmbeddingKernels name;
-#include "kernels/embedding/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(embedding, EmbeddingKernels)
 
 namespace {
-
-constexpr Entry<EmbeddingKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/embedding/kernels.inc"
-#undef KERNEL
-};
 
 template <class Args, class Kernel>
 void over_rows(const Args& args, Kernel kernel, int64_t bytes_per_element) {

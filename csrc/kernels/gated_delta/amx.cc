@@ -1,9 +1,10 @@
 // Vec before what is written in terms of it.
 #include "base/vec/avx512.h"
 
-#include "base/amx.h"
 #include "base/kv_tiles.h"
+#include "base/x86/amx.h"
 #include "kernels/gated_delta/chunk.h"
+#include "kernels/level.h"
 
 namespace tilewright {
 namespace {
@@ -73,7 +74,7 @@ struct TileMatrix {
   // rows [tokens, depth] as right-hand tiles of their transpose, and the transpose [depth, kChunkTokens] itself.
   static void transpose(const bf16* rows, int64_t tokens, int64_t depth, bf16* tiles, bf16* columns) {
     for (int64_t token = 0; token < tokens; token += kTileColumns)
-      pack_key_tiles(rows + token * depth, depth, depth, tiles + token * depth);
+      pack_key_tiles<Vec>(rows + token * depth, depth, depth, tiles + token * depth);
     const int64_t tile_column = depth * kTileColumns;
     alignas(64) uint16_t order[32];
     for (int i = 0; i < 32; ++i) order[i] = static_cast<uint16_t>(2 * i);
@@ -134,7 +135,6 @@ void chunk_on_tiles(const GatedDeltaArgs& args, const DeltaItem& item) {
 
 }  // namespace
 
-extern const GatedDeltaKernels gated_delta_amx;
-const GatedDeltaKernels gated_delta_amx = {step, chunk_on_tiles};
+TILEWRIGHT_KERNELS(gated_delta, GatedDeltaKernels) = {step, chunk_on_tiles};
 
 }  // namespace tilewright

@@ -7,7 +7,7 @@
 // of length 1.
 #pragma once
 
-#include "base/denormals.h"
+#include "base/arch.h"
 #include "base/scratch.h"
 #include "kernels/gated_delta/inverse.h"
 #include "kernels/gated_delta/right.h"

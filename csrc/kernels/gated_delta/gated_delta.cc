@@ -8,17 +8,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const GatedDeltaKernels name;
-#include "kernels/gated_delta/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(gated_delta, GatedDeltaKernels)
 
 namespace {
-
-constexpr Entry<GatedDeltaKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/gated_delta/kernels.inc"
-#undef KERNEL
-};
 
 // Each thread gets a few items of `total` heads or columns, but no fewer than `least` at a time.
 int64_t share_of(int64_t total, int64_t items_beside, int64_t least) {

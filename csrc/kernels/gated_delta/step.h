@@ -8,7 +8,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "base/denormals.h"
+#include "base/arch.h"
 #include "base/scratch.h"
 #include "base/vec/math.h"
 #include "base/vec/row.h"

@@ -38,8 +38,8 @@ struct VectorMatrix {
     }
   }
 
-  // c [32, 32] = A B: 8 x 2 of 32 registers (AVX-512), 4 x 1 x 2 of 16 (AVX2).
-  static constexpr int kRows = Vec::kLanes == 16 ? 8 : Vec::kLanes == 8 ? 4 : 2, kTiles = dot_tiles(kRows);
+  // c [32, 32] = A B.
+  static constexpr int kRows = DotTraits::kRowsOf32, kTiles = DotTraits::tiles(kRows);
   template <int, int>
   [[gnu::noinline]] void multiply(const float* a, int64_t stride, int64_t, const Right<float>& b, int64_t depth_tiles,
                                   float* c, Fetches& fetches) {

@@ -1,4 +1,4 @@
-// Vectors of 8-bit pixels for any x86: plain loops. Same names as bytes_avx2.h, bytes_avx512.h.
+// Vectors of 8-bit pixels for any machine: plain loops. The other levels have the same names.
 #pragma once
 
 #include <cstdint>

@@ -41,7 +41,7 @@ void write_patch(const uint8_t* lines, int64_t line_stride, int64_t patch_size, 
   for (int64_t y = 0; y < patch_size; ++y, lines += line_stride, out += patch_size) {
     for (int64_t x = 0; x < patch_size; x += Vec::kLanes) {
       const int64_t left = patch_size - x;
-      // A last part shorter than a vector overlaps the one before it, which is cheaper than a partial store on AVX2.
+      // A last part shorter than a vector overlaps the one before it, which is cheaper than a partial store.
       const int64_t at = left < Vec::kLanes && patch_size >= Vec::kLanes ? patch_size - Vec::kLanes : x;
       Vec channels[3];
       load_pixels(lines + 3 * at, channels);

@@ -10,17 +10,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const ImageKernels name;
-#include "kernels/image/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(image, ImageKernels)
 
 namespace {
-
-constexpr Entry<ImageKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/image/kernels.inc"
-#undef KERNEL
-};
 
 constexpr int kFractionBits = 22;
 

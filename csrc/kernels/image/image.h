@@ -29,7 +29,7 @@ struct AxisWeights {
   const int32_t* begin = nullptr;     // [out_size] first source position
   const int32_t* num_taps = nullptr;  // [out_size]
   // [out_size][max_pairs][4]: for taps 2j and 2j+1 the high parts, then the low parts: weight = high * 2048 + low with
-  // low in [0, 2047], so that both fit the 16-bit multiply-add of AVX2 and the sum stays exact.
+  // low in [0, 2047], so that both fit a 16-bit multiply-add and the sum stays exact.
   const int16_t* pairs = nullptr;
 
   bool identity() const { return in_size == out_size; }

@@ -5,19 +5,7 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const KvCacheKernels name;
-#include "kernels/kv_cache/kernels.inc"
-#undef KERNEL
-
-namespace {
-
-constexpr Entry<KvCacheKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/kv_cache/kernels.inc"
-#undef KERNEL
-};
-
-}  // namespace
+TILEWRIGHT_TABLE(kv_cache, KvCacheKernels)
 
 void kv_store(const KvStoreArgs& args) {
   const KvCacheKernels& kernels = select(kTable);

@@ -1,6 +1,7 @@
-#include "base/amx.h"
+#include "base/x86/amx.h"
 
 #include "base/vec/avx512.h"
+#include "kernels/level.h"
 #include "kernels/linear/generic.h"
 
 namespace tilewright {
@@ -101,7 +102,6 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
 
 }  // namespace
 
-extern const LinearKernels linear_amx;
-const LinearKernels linear_amx = {linear_block_bytes, pack_block, run};
+TILEWRIGHT_KERNELS(linear, LinearKernels) = {linear_block_bytes, pack_block, run};
 
 }  // namespace tilewright

@@ -8,17 +8,9 @@
 namespace tilewright {
 namespace {
 
-// Enough rows that turning a strip of bf16 weights into fp32 once costs less than doing it for each 12 rows.
-inline constexpr int64_t kRowsToUnpack = 4 * kDotRows;
-
 // Whether x stays bf16 for the bf16 dot product, or becomes fp32.
 inline bool bf16_products(const LinearArgs& args) {
-#ifdef __AVX512BF16__
-  return args.x_dtype == DType::bf16 && args.weight_dtype == DType::bf16;
-#else
-  (void)args;
-  return false;
-#endif
+  return Vec::kHasBf16Dot && args.x_dtype == DType::bf16 && args.weight_dtype == DType::bf16;
 }
 
 int64_t linear_block_bytes(const LinearArgs& args) {
@@ -46,8 +38,18 @@ void linear_pack_block(const LinearArgs& args, int64_t block, void* packed) {
     pack_rows<bf16>(args, block, static_cast<float*>(packed));
 }
 
-// Rows whose sums are held at a time: a multiple of the 12 (AVX-512) and 6 (AVX2) rows that registers hold.
+// Rows whose sums are held at a time: a multiple of those that registers hold, whatever the level.
 inline constexpr int kRowsAtOnce = 96;
+
+// multiply(accumulate, begin, count) for as many tiles of depth at a time as the L1 cache keeps from one kDotRows to
+// the next.
+template <class Multiply>
+inline void multiply_in_parts(int depth_tiles, Multiply multiply) {
+  constexpr int kPart = DotTraits::kDepthTiles;
+  multiply(std::false_type{}, 0, depth_tiles < kPart ? depth_tiles : kPart);
+  for (int begin = kPart; begin < depth_tiles; begin += kPart)
+    multiply(std::true_type{}, begin, depth_tiles - begin < kPart ? depth_tiles - begin : kPart);
+}
 
 template <class TB, class Left>
 void multiply_strip(const LinearArgs& args, const Left* x, const TB* strip, int64_t block_begin, int64_t block_end,
@@ -58,9 +60,19 @@ void multiply_strip(const LinearArgs& args, const Left* x, const TB* strip, int6
   alignas(64) float c[kRowsAtOnce * kStripColumns];
   for (int64_t row = block_begin * kRowBlock; row < end; row += kRowsAtOnce) {
     const int rows = static_cast<int>(end - row < kRowsAtOnce ? end - row : kRowsAtOnce);
-    multiply_tiles<TB>(
-        x + row * width, width, rows, [&](int d, int j) { return strip + (d * 2 + j) * kTileElements; }, 2, depth_tiles,
-        c, kStripColumns);
+    const auto multiply = [&](auto accumulate, int begin, int count) {
+      multiply_tiles<TB, accumulate.value>(
+          x + row * width + begin * kTileDepth, width, rows,
+          [&](int d, int j) { return strip + ((begin + d) * 2 + j) * kTileElements; }, 2, count, c, kStripColumns);
+    };
+    if constexpr (DotTraits::kDepthTiles > 0) {
+      if (rows > kDotRows) {
+        multiply_in_parts(depth_tiles, multiply);
+        finish_block(args, c, row, rows, strip_index);
+        continue;
+      }
+    }
+    multiply(std::false_type{}, 0, depth_tiles);
     finish_block(args, c, row, rows, strip_index);
   }
 }
@@ -72,20 +84,13 @@ void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block
   const float* x = static_cast<const float*>(packed_x);
   const int64_t strip_elements = args.num_depth_tiles() * 2 * kTileElements;
   const int64_t rows = (block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m) - block_begin * kRowBlock;
-  const bool unpack = sizeof(TW) == 2 && rows >= kRowsToUnpack;
-  float* wide = unpack ? static_cast<float*>(thread_scratch(strip_elements * sizeof(float))) : nullptr;
+  const bool widen = std::is_same_v<TW, bf16> && rows >= kRowsToWiden;
+  float* wide = widen ? static_cast<float*>(thread_scratch(strip_elements * sizeof(float))) : nullptr;
   for (int64_t s = strip_begin; s < strip_end; ++s) {
     const TW* strip = static_cast<const TW*>(args.weight) + s * strip_elements;
-    if constexpr (sizeof(TW) == 2) {
-      if (unpack) {
-        for (int64_t row = 0; row < strip_elements / 32; ++row) {
-          for (int v = 0; v < kDotVecs; ++v) {
-            Vec even, odd;
-            load_pair(strip + row * 32 + v * Vec::kLanes * 2, even, odd);
-            even.store(wide + row * 32 + v * Vec::kLanes);
-            odd.store(wide + row * 32 + kTileColumns + v * Vec::kLanes);
-          }
-        }
+    if constexpr (std::is_same_v<TW, bf16>) {
+      if (widen) {
+        for (int64_t tile = 0; tile < strip_elements; tile += kTileElements) widen_tile(strip + tile, wide + tile);
         multiply_strip<float>(args, x, wide, block_begin, block_end, s);
         continue;
       }
@@ -98,15 +103,15 @@ void linear_run(const LinearArgs& args, const void* packed_x, int64_t block_begi
                 int64_t strip_begin, int64_t strip_end) {
   if (args.weight_dtype == DType::f32)
     return linear_run_wide<float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
-#ifdef __AVX512BF16__
-  if (bf16_products(args)) {
-    const int64_t strip_elements = args.num_depth_tiles() * 2 * kTileElements;
-    for (int64_t s = strip_begin; s < strip_end; ++s)
-      multiply_strip<bf16>(args, static_cast<const bf16*>(packed_x),
-                           static_cast<const bf16*>(args.weight) + s * strip_elements, block_begin, block_end, s);
-    return;
+  if constexpr (Vec::kHasBf16Dot) {
+    if (bf16_products(args)) {
+      const int64_t strip_elements = args.num_depth_tiles() * 2 * kTileElements;
+      for (int64_t s = strip_begin; s < strip_end; ++s)
+        multiply_strip<bf16>(args, static_cast<const bf16*>(packed_x),
+                             static_cast<const bf16*>(args.weight) + s * strip_elements, block_begin, block_end, s);
+      return;
+    }
   }
-#endif
   linear_run_wide<bf16>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
 }
 

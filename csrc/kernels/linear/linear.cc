@@ -2,32 +2,21 @@
 
 #include <algorithm>
 
+#include "base/arch.h"
 #include "base/parallel.h"
 #include "base/scratch.h"
 #include "kernels/manifest.h"
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const LinearKernels name;
-#include "kernels/linear/kernels.inc"
-#undef KERNEL
-
-namespace {
-
-constexpr Entry<LinearKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/linear/kernels.inc"
-#undef KERNEL
-};
-
-}  // namespace
+TILEWRIGHT_TABLE(linear, LinearKernels)
 
 const LinearKernels& linear_kernels() { return select(kTable); }
 
-// Half of a 2 MiB L2, a chunk of depth at a time.
+// Half of the second-level cache, a chunk of depth at a time.
 int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks) {
   const int64_t depth_tiles = args.num_depth_tiles();
-  int64_t group = (int64_t{1} << 20) * depth_tiles / (block_bytes * std::min<int64_t>(depth_tiles, kDepthChunk));
+  int64_t group = kCoreCacheBytes / 2 * depth_tiles / (block_bytes * std::min<int64_t>(depth_tiles, kDepthChunk));
   if (group < 1) group = 1;
   // Even groups: 9 blocks as 5 + 4, not 8 + 1.
   return ceil_div(num_blocks, ceil_div(num_blocks, group));

@@ -40,7 +40,7 @@ struct LinearArgs {
 
 void linear(const LinearArgs& args);
 
-// Rows of x are worked on in blocks of 32: two AMX row tiles.
+// Rows of x are worked on in blocks of 32: what the largest unit takes, two row tiles of 16.
 inline constexpr int kRowBlock = 32;
 
 // Tiles of depth worked through at a time, 2,048: at more, too few blocks of x would fit L2 beside their weights.

@@ -1,6 +1,7 @@
 // Packed linear of every level against plain loops in double, at odd sizes, between guard pages.
 #include "kernels/linear/linear.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -87,6 +88,45 @@ TEST(linear) {
           check_linear<bf16, bf16, bf16>(size, edge, gated);
           check_linear<bf16, bf16, float>(size, edge, gated);
         }
+  });
+}
+
+// A row of 70 has the same bits as the row alone, and as in any smaller batch: other kernels may multiply those.
+template <class T>
+void check_rows_alone() {
+  constexpr int64_t m = 70, n = 40, k = 203;
+  Random random(3);
+  GuardedBuffer<T> x(m * k), weight(n * k), packed(packed_elements(n, k, false));
+  GuardedBuffer<float> together(m * n), alone(m * n);
+  x.fill(random);
+  weight.fill(random);
+  pack_weight({weight.data(), k, dtype_of<T>(), packed.data(), dtype_of<T>(), n, k, false});
+  LinearArgs args = {};
+  args.x_stride = k;
+  args.x_dtype = args.weight_dtype = dtype_of<T>();
+  args.weight = packed.data();
+  args.y_stride = n;
+  args.y_dtype = DType::f32;
+  args.n = n;
+  args.k = k;
+  const auto multiply = [&](int64_t row, int64_t rows, float* y) {
+    args.x = x.data() + row * k;
+    args.y = y + row * n;
+    args.m = rows;
+    linear(args);
+  };
+  multiply(0, m, together.data());
+  for (int64_t batch : {1, 2, 3, 4, 5, 8, 13, 33}) {
+    alone.poison();
+    for (int64_t row = 0; row < m; row += batch) multiply(row, std::min(batch, m - row), alone.data());
+    CHECK(std::memcmp(together.data(), alone.data(), m * n * sizeof(float)) == 0);
+  }
+}
+
+TEST(a_row_does_not_depend_on_the_rows_beside_it) {
+  for_each_isa([] {
+    check_rows_alone<float>();
+    check_rows_alone<bf16>();
   });
 }
 

@@ -9,17 +9,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const MoeKernels name;
-#include "kernels/moe/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(moe, MoeKernels)
 
 namespace {
-
-constexpr Entry<MoeKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/moe/kernels.inc"
-#undef KERNEL
-};
 
 // The experts' outputs of a chunk of tokens take at most this much; more tokens are taken in several chunks. 4,096
 // tokens of 8 experts of width 2,048 are then two chunks, each with enough rows per expert to hide the weights.
@@ -197,7 +189,8 @@ class Call {
   }
 
   // Cuts each expert's product into tasks of about the same work, some 16 for each thread. A strip counts as 4 to read
-  // and 1 for each block of rows: 128 KB at 16 GB/s take as long as AMX takes to multiply them by four blocks.
+  // and 1 for each block of rows: 128 KB at 16 GB/s take as long as a matrix unit takes to multiply them by four
+  // blocks.
   void split(Product& product) {
     const int64_t num_strips = product.args.num_strips();
     const auto work = [&](const Group& group) { return 4 + blocks_at_once(product, group); };

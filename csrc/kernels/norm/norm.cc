@@ -6,17 +6,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const NormKernels name;
-#include "kernels/norm/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(norm, NormKernels)
 
 namespace {
-
-constexpr Entry<NormKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/norm/kernels.inc"
-#undef KERNEL
-};
 
 template <class Kernel>
 void over_rows(NormArgs args, Kernel kernel) {

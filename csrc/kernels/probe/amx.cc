@@ -1,6 +1,7 @@
 #include "base/vec/avx512.h"
 
-#include "base/amx.h"
+#include "base/x86/amx.h"
+#include "kernels/level.h"
 #include "kernels/probe/generic.h"
 
 namespace tilewright {
@@ -61,6 +62,5 @@ int64_t multiply_int8_tiles(int64_t rounds, float* sink) {
 
 }  // namespace
 
-extern const ProbeKernels probe_amx;
-const ProbeKernels probe_amx = {sum_values, multiply_fp32, multiply_bf16_tiles, multiply_int8_tiles};
+TILEWRIGHT_KERNELS(probe, ProbeKernels) = {sum_values, multiply_fp32, multiply_bf16_tiles, multiply_int8_tiles};
 }  // namespace tilewright

@@ -1,4 +1,4 @@
-// Streaming sums and register-resident multiply loops in terms of Vec; each ISA file includes this after its Vec.
+// Streaming sums and register-resident multiply loops in terms of Vec. Include after a Vec.
 #pragma once
 
 #include "kernels/probe/probe.h"
@@ -6,8 +6,8 @@
 namespace tilewright {
 namespace {
 
-// Independent chains: a latency of 4 to 6 cycles on two ports needs 8 to 12, and AVX2 has 16 registers for them and
-// their operands.
+// Independent chains: a latency of 4 to 6 cycles on two ports needs 8 to 12, and some levels have 16 registers for them
+// and their operands.
 inline constexpr int kChains = 12;
 
 // Eight accumulators of a cache line or less each: more than the additions' latency needs, so that loads are the limit.

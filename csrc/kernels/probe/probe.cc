@@ -11,17 +11,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const ProbeKernels name;
-#include "kernels/probe/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(probe, ProbeKernels)
 
 namespace {
-
-constexpr Entry<ProbeKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/probe/kernels.inc"
-#undef KERNEL
-};
 
 using Clock = std::chrono::steady_clock;
 
@@ -34,7 +26,7 @@ void on_workers(int num_workers, Fn& fn) {
 }
 
 // A value the compiler must believe is used.
-void consume(float value) { asm volatile("" : : "x"(value)); }
+void consume(float value) { asm volatile("" : : "g"(value)); }
 
 int64_t run_rounds(MultiplyLoop loop, int64_t rounds) {
   float sink;

@@ -34,24 +34,6 @@ TEST(multiply_loops_run_every_round) {
   });
 }
 
-TEST(the_tile_config_of_the_thread_is_kept) {
-  if (detected_isa() < Isa::amx) return;
-  alignas(64) uint8_t ours[64] = {1};  // palette 1, one tile of 3 rows of 12 bytes
-  ours[16] = 12;
-  ours[48] = 3;
-  alignas(64) uint8_t after[64];
-  float sink;
-  asm volatile("ldtilecfg %0" : : "m"(ours) : "memory");
-  probe_kernels().bf16(3, &sink);
-  probe_kernels().int8(3, &sink);
-  asm volatile("sttilecfg %0" : "=m"(after) : : "memory");
-  CHECK(std::memcmp(ours, after, sizeof(ours)) == 0);
-  asm volatile("tilerelease" : : : "memory");
-  probe_kernels().bf16(3, &sink);
-  asm volatile("sttilecfg %0" : "=m"(after) : : "memory");
-  CHECK(after[0] == 0);
-}
-
 TEST(rates_are_positive) {
   for_each_isa([] {
     const auto reads = read_bandwidth((40 << 20) + 12, {2, 1}, 0.0);  // one slice of two workers, two of one

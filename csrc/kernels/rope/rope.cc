@@ -5,19 +5,7 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const RopeKernels name;
-#include "kernels/rope/kernels.inc"
-#undef KERNEL
-
-namespace {
-
-constexpr Entry<RopeKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/rope/kernels.inc"
-#undef KERNEL
-};
-
-}  // namespace
+TILEWRIGHT_TABLE(rope, RopeKernels)
 
 void rope_table(const RopeTableArgs& args) {
   const auto kernel = select(kTable).table;

@@ -1,5 +1,4 @@
-// Comparisons of Vec lanes as bits. Include after base/vec/scalar.h; the same names in compare_avx2.h,
-// compare_avx512.h.
+// Comparisons of Vec lanes as bits. Include after base/vec/scalar.h; the other levels have the same names.
 #pragma once
 
 #include <cstdint>

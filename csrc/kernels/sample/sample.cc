@@ -11,17 +11,9 @@
 
 namespace tilewright {
 
-#define KERNEL(isa, name) extern const SampleKernels name;
-#include "kernels/sample/kernels.inc"
-#undef KERNEL
+TILEWRIGHT_TABLE(sample, SampleKernels)
 
 namespace {
-
-constexpr Entry<SampleKernels> kTable[] = {
-#define KERNEL(isa, name) {Isa::isa, &name},
-#include "kernels/sample/kernels.inc"
-#undef KERNEL
-};
 
 template <class T>
 void penalize_row(const PenaltyArgs& args, int64_t row) {

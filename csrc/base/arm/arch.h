@@ -1,0 +1,39 @@
+// What aarch64 has; base/arch.h says what is asked of an architecture.
+#pragma once
+
+#include <cstdint>
+
+namespace tilewright {
+
+inline constexpr const char* kArchName = "aarch64";
+
+// The ISA levels, best first.
+enum class Isa : int { neon_bf16, neon_dotprod, neon, scalar };
+inline constexpr int kNumIsaLevels = 4;
+
+// The second-level cache of a core: of a Neoverse N1 or V1; a V2 has twice that.
+inline constexpr int64_t kCoreCacheBytes = int64_t{1} << 20;
+
+namespace {
+
+// Some 30 cycles. `yield`, which is meant for it, does nothing on most cores: a waiting thread would fetch the line it
+// looks at as fast as it can, and slow the one that writes it.
+inline void pause_cpu() { __asm__ volatile("isb" ::: "memory"); }
+
+// Denormal numbers count as zero for the length of a scope, as on machines where they are slow: the same results.
+class FlushDenormals {
+ public:
+  FlushDenormals() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+    __asm__ volatile("msr fpcr, %0" ::"r"(saved_ | uint64_t{1} << 24) : "memory");  // FZ
+  }
+  ~FlushDenormals() { __asm__ volatile("msr fpcr, %0" ::"r"(saved_) : "memory"); }
+  FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+ private:
+  uint64_t saved_;
+};
+
+}  // namespace
+}  // namespace tilewright

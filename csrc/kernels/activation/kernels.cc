@@ -1,0 +1,9 @@
+#include "kernels/level.h"
+
+#include TILEWRIGHT_VEC
+
+#include "kernels/activation/generic.h"
+
+namespace tilewright {
+TILEWRIGHT_KERNELS(activation, ActivationKernels) = {activate_span, gate_span, add_span, sigmoid_gate_rows};
+}  // namespace tilewright

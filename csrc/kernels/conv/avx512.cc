@@ -1,7 +1,0 @@
-#include "base/vec/avx512.h"
-#include "kernels/conv/generic.h"
-
-namespace tilewright {
-extern const ConvKernels conv_avx512;
-const ConvKernels conv_avx512 = {convolve, keep};
-}  // namespace tilewright

@@ -1,7 +1,0 @@
-#include "base/vec/avx512.h"
-#include "kernels/delta_inputs/generic.h"
-
-namespace tilewright {
-extern const DeltaInputsKernels delta_inputs_avx512_bf16;
-const DeltaInputsKernels delta_inputs_avx512_bf16 = {gates};
-}  // namespace tilewright

@@ -1,0 +1,110 @@
+// One level for every machine: each element goes to a place of its own, and wider registers store no faster than those
+// of base/kv_tiles.h.
+#include <type_traits>
+
+#include "base/bf16.h"
+#include "base/kv_tiles.h"
+#include "kernels/kv_cache/kv_cache.h"
+#include "kernels/level.h"
+
+namespace tilewright {
+namespace {
+
+// The stored form of a value: the same bits, or converted.
+template <class C, class T>
+inline C stored(T value) {
+  if constexpr (std::is_same_v<C, T>) {
+    return value;
+  } else {
+    C result;
+    assign(result, to_float(value));
+    return result;
+  }
+}
+
+template <class T, class C>
+void store_head(const KvStoreArgs& args, const T* k, const T* v, C* base, int64_t place) {
+  const KvLayout& layout = args.layout;
+  const int64_t width = layout.head_width;
+
+  // Pairs of dims of one token are a tile row of 32 elements apart, through all its depth tiles.
+  C* key = base + layout.key_tile(place) + tile_offset<C>(0, static_cast<int>(place % kTileColumns));
+  const int odd = tile_offset<C>(1, 0);
+  int64_t d = 0;
+  for (; d + 2 <= width; d += 2, key += 32) {
+    key[0] = stored<C>(k[d]);
+    key[odd] = stored<C>(k[d + 1]);
+  }
+  for (; d < layout.key_depth_tiles() * kTileDepth; d += 2, key += 32) {
+    key[0] = d < width ? stored<C>(k[d]) : C{};
+    key[odd] = C{};
+  }
+
+  // 16 dims of one token are every other element of a tile row (bf16) or half of one (fp32).
+  C* value = base + layout.value_tile(place) + tile_offset<C>(static_cast<int>(place % kTileDepth), 0);
+  constexpr int kStep = tile_offset<C>(0, 1);
+  for (d = 0; d < width; d += kTileColumns, value += kTileElements) {
+    const int columns = width - d < kTileColumns ? static_cast<int>(width - d) : kTileColumns;
+    for (int c = 0; c < columns; ++c) value[c * kStep] = stored<C>(v[d + c]);
+  }
+}
+
+// Whether 32 tokens from `token` on go to one whole row of value tiles, as nearly all tokens of a prompt do.
+bool fills_tiles(const KvStoreArgs& args, int64_t token, int64_t end) {
+  const int64_t* slots = args.slots + token;
+  if (token + kTileDepth > end || slots[0] < 0 || slots[0] % kTileDepth) return false;
+  for (int i = 1; i < kTileDepth; ++i)
+    if (slots[i] != slots[0] + i) return false;
+  return true;
+}
+
+void store_tiles(const KvStoreArgs& args, int64_t token) {
+  const KvLayout& layout = args.layout;
+  const int64_t place = args.slots[token] % layout.page_size;
+  bf16* page = static_cast<bf16*>(args.pages) + args.slots[token] / layout.page_size * layout.page_elements();
+  const bf16* k = static_cast<const bf16*>(args.k) + token * args.k_token_stride;
+  const bf16* v = static_cast<const bf16*>(args.v) + token * args.v_token_stride;
+  for (int64_t head = 0; head < layout.num_heads; ++head, page += layout.head_elements()) {
+    for (int half = 0; half < kTileDepth; half += kTileColumns)
+      pack_key_tiles(k + head * args.k_head_stride + half * args.k_token_stride, args.k_token_stride, layout.head_width,
+                     page + layout.key_tile(place + half));
+    pack_value_tiles(v + head * args.v_head_stride, args.v_token_stride, layout.head_width,
+                     page + layout.value_tile(place));
+  }
+}
+
+template <class T, class C>
+void store_tokens(const KvStoreArgs& args, int64_t begin, int64_t end) {
+  const KvLayout& layout = args.layout;
+  const int64_t head_elements = layout.head_elements();
+  const bool whole_tiles = std::is_same_v<T, bf16> && std::is_same_v<C, bf16> && layout.head_width % kTileDepth == 0;
+  for (int64_t token = begin; token < end; ++token) {
+    if (whole_tiles && fills_tiles(args, token, end)) {
+      store_tiles(args, token);
+      token += kTileDepth - 1;
+      continue;
+    }
+    if (args.slots[token] < 0) continue;
+    const int64_t place = args.slots[token] % layout.page_size;
+    C* page = static_cast<C*>(args.pages) + args.slots[token] / layout.page_size * layout.page_elements();
+    const T* k = static_cast<const T*>(args.k) + token * args.k_token_stride;
+    const T* v = static_cast<const T*>(args.v) + token * args.v_token_stride;
+    for (int64_t head = 0; head < layout.num_heads; ++head)
+      store_head<T, C>(args, k + head * args.k_head_stride, v + head * args.v_head_stride, page + head * head_elements,
+                       place);
+  }
+}
+
+void store(const KvStoreArgs& args, int64_t begin, int64_t end) {
+  const bool wide = args.kv_dtype == DType::f32;
+  if (args.dtype == DType::f32)
+    wide ? store_tokens<float, float>(args, begin, end) : store_tokens<float, bf16>(args, begin, end);
+  else
+    wide ? store_tokens<bf16, float>(args, begin, end) : store_tokens<bf16, bf16>(args, begin, end);
+}
+
+}  // namespace
+
+TILEWRIGHT_KERNELS(kv_cache, KvCacheKernels) = {store};
+
+}  // namespace tilewright

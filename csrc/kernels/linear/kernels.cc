@@ -1,0 +1,9 @@
+#include "kernels/level.h"
+
+#include TILEWRIGHT_VEC
+
+#include "kernels/linear/generic.h"
+
+namespace tilewright {
+TILEWRIGHT_KERNELS(linear, LinearKernels) = {linear_block_bytes, linear_pack_block, linear_run};
+}  // namespace tilewright

@@ -1,0 +1,123 @@
+// Linear on bfmmla: two rows of x by two columns, four depths at a time.
+//
+// Its result is that of two bfdot, pair after pair of depths, so that a row has the same bits whether it is multiplied
+// by bfdot, alone, or here beside others.
+#include "kernels/level.h"
+
+#include TILEWRIGHT_VEC
+
+#include "kernels/linear/generic.h"
+
+namespace tilewright {
+namespace {
+
+// From here on the work of laying the operands out in fours is less than what bfmmla saves.
+constexpr int64_t kRowsToMatrix = 8;
+
+bool by_matrix(const LinearArgs& args) { return bf16_products(args) && args.m >= kRowsToMatrix; }
+
+// A block of x as [pairs of rows][depth / 4][2 rows][4]: 16 bytes are an operand. A last odd row is paired with zeros.
+void pack_block(const LinearArgs& args, int64_t block, void* packed) {
+  if (!by_matrix(args)) return linear_pack_block(args, block, packed);
+  const int64_t width = args.num_depth_tiles() * kTileDepth;
+  const int rows = rows_in_block(args, block);
+  uint16_t* to = static_cast<uint16_t*>(packed);
+  for (int r = 0; r < rows; r += 2, to += 2 * width) {
+    const bf16* even = row_of_x<bf16>(args, block * kRowBlock + r);
+    const bf16* odd = r + 1 < rows ? row_of_x<bf16>(args, block * kRowBlock + r + 1) : nullptr;
+    const uint16x4_t zero = vdup_n_u16(0);
+    int64_t i = 0;
+    for (; i + 4 <= args.k; i += 4)
+      vst1q_u16(to + 2 * i, vcombine_u16(Vec::raw(even + i), odd ? Vec::raw(odd + i) : zero));
+    for (; i < width; i += 4)
+      for (int d = 0; d < 4; ++d) {
+        to[2 * i + d] = i + d < args.k ? even[i + d].bits : 0;
+        to[2 * i + 4 + d] = odd && i + d < args.k ? odd[i + d].bits : 0;
+      }
+  }
+}
+
+constexpr int kSlabColumns = 8;
+constexpr int kSlabRow = kSlabColumns * 4;  // elements of a slab for four depths
+
+// A strip of weights as [slabs of 8 columns][depth / 4][8 columns][4]. Two pair rows of a tile hold what four depths
+// need, and zipping them pair by pair puts it in order.
+void make_slabs(const bf16* strip, int64_t depth_tiles, bf16* slabs) {
+  const int64_t slab_elements = depth_tiles * kTileDepth * kSlabColumns;
+  for (int64_t d = 0; d < depth_tiles; ++d)
+    for (int column = 0; column < kStripColumns; column += kSlabColumns) {
+      const bf16* tile = strip + (d * 2 + column / kTileColumns) * kTileElements + column % kTileColumns * 2;
+      auto* to =
+          reinterpret_cast<uint32_t*>(slabs + column / kSlabColumns * slab_elements + d * kTileDepth / 4 * kSlabRow);
+      for (int row = 0; row < kTileElements; row += 64, to += kSlabRow / 2)
+        for (int half = 0; half < 2; ++half) {
+          const auto* pairs = reinterpret_cast<const uint32_t*>(tile + row + half * 8);
+          const uint32x4_t first = vld1q_u32(pairs), second = vld1q_u32(pairs + kTileColumns);
+          vst1q_u32(to + half * 8, vzip1q_u32(first, second));
+          vst1q_u32(to + half * 8 + 4, vzip2q_u32(first, second));
+        }
+    }
+}
+
+// c [2 kPairs, 8] of stride 32: 4 x 4 sums of 2 x 2, beside four operands of either side in 32 registers.
+template <int kPairs>
+void multiply_slab(const bf16* x, int64_t pair_stride, const bf16* slab, int64_t depth, float* c) {
+  const auto load = [](const bf16* p) { return PairVec::load(p).v; };
+  float32x4_t sums[kPairs][4];
+  for (auto& row : sums)
+    for (float32x4_t& sum : row) sum = vdupq_n_f32(0.0f);
+  for (int64_t d = 0; d < depth; d += 4, x += 8, slab += kSlabRow) {
+    bfloat16x8_t columns[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) columns[i] = load(slab + 8 * i);
+#pragma GCC unroll 4
+    for (int p = 0; p < kPairs; ++p) {
+      const bfloat16x8_t rows = load(x + p * pair_stride);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) sums[p][i] = vbfmmlaq_f32(sums[p][i], rows, columns[i]);
+    }
+  }
+  for (int p = 0; p < kPairs; ++p)
+    for (int i = 0; i < 4; i += 2) {
+      const float64x2_t left = vreinterpretq_f64_f32(sums[p][i]), right = vreinterpretq_f64_f32(sums[p][i + 1]);
+      float* even = c + 2 * p * kStripColumns + 2 * i;
+      vst1q_f32(even, vreinterpretq_f32_f64(vzip1q_f64(left, right)));
+      vst1q_f32(even + kStripColumns, vreinterpretq_f32_f64(vzip2q_f64(left, right)));
+    }
+}
+
+// Rows from row_begin on, a slab at a time: it stays in the L1 cache while they pass.
+void multiply_rows(const LinearArgs& args, const bf16* x, const bf16* slabs, int64_t row_begin, int rows, float* c) {
+  const int64_t depth = args.num_depth_tiles() * kTileDepth, pair_stride = 2 * depth;
+  constexpr int kPairsAtOnce = 4;
+  for (int column = 0; column < kStripColumns; column += kSlabColumns)
+    for (int row = 0; row < rows; row += 2 * kPairsAtOnce) {
+      const int pairs = (rows - row + 1) / 2;
+      with_rows<kPairsAtOnce>(pairs < kPairsAtOnce ? pairs : kPairsAtOnce, [&](auto num_pairs) {
+        multiply_slab<num_pairs.value>(x + (row_begin + row) / 2 * pair_stride, pair_stride, slabs + column * depth,
+                                       depth, c + row * kStripColumns + column);
+      });
+    }
+}
+
+void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end, int64_t strip_begin,
+         int64_t strip_end) {
+  if (!by_matrix(args)) return linear_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+  const int64_t strip_elements = args.num_depth_tiles() * 2 * kTileElements;
+  bf16* slabs = static_cast<bf16*>(thread_scratch(strip_elements * sizeof(bf16)));
+  const int64_t end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
+  alignas(64) float c[kRowsAtOnce * kStripColumns];
+  for (int64_t s = strip_begin; s < strip_end; ++s) {
+    make_slabs(static_cast<const bf16*>(args.weight) + s * strip_elements, args.num_depth_tiles(), slabs);
+    for (int64_t row = block_begin * kRowBlock; row < end; row += kRowsAtOnce) {
+      const int rows = static_cast<int>(end - row < kRowsAtOnce ? end - row : kRowsAtOnce);
+      multiply_rows(args, static_cast<const bf16*>(packed_x), slabs, row, rows, c);
+      finish_block(args, c, row, rows, s);
+    }
+  }
+}
+
+}  // namespace
+
+TILEWRIGHT_KERNELS(linear, LinearKernels) = {linear_block_bytes, pack_block, run};
+}  // namespace tilewright

@@ -1,7 +1,0 @@
-#include "base/vec/avx512.h"
-#include "kernels/moe/generic.h"
-
-namespace tilewright {
-extern const MoeKernels moe_avx512_bf16;
-const MoeKernels moe_avx512_bf16 = {route_tokens, combine_columns};
-}  // namespace tilewright
