@@ -88,15 +88,14 @@ def test_cpu_lists_survive_the_round_trip(cpus):
 
 
 def test_a_level_of_the_other_architecture_is_named_as_such():
-    on_arm = lambda level: config.resolve({"TILEWRIGHT_MAX_ISA": level}, CPUS, "aarch64")
-    assert on_arm("neon_dotprod").max_isa == "neon_dotprod"
+    assert config.resolve({"TILEWRIGHT_MAX_ISA": "neon_dotprod"}, CPUS, "aarch64").max_isa == "neon_dotprod"
     with pytest.raises(config.ConfigError) as failure:
-        on_arm("avx512")
+        config.resolve({"TILEWRIGHT_MAX_ISA": "avx512"}, CPUS, "aarch64")
     assert str(failure.value) == (
         "TILEWRIGHT_MAX_ISA is 'avx512', a level of x86_64; this is aarch64: "
         "expected one of scalar, neon, neon_dotprod, neon_bf16"
     )
-    with pytest.raises(config.ConfigError, match="'neon', a level of aarch64; this is x86_64: expected one of scalar, avx2"):
+    with pytest.raises(config.ConfigError, match="'neon', a level of aarch64; this is x86_64: expected one of"):
         resolve(MAX_ISA="neon")
 
 

@@ -10,7 +10,6 @@ import pytest
 from tilewright import __version__, cli, config, machine
 from tilewright.ops.native import kernels
 
-
 LEVELS = config.ISA_LEVELS[platform.machine()]
 
 
