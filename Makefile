@@ -28,8 +28,8 @@ test-cpp: .venv/.test
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
-# Against the installed package: src is not on the path.
-test-python: .venv/.test
+# Against the installed package: src is not on the path. One test installs the wheel elsewhere.
+test-python: .venv/.test dist/.wheel
 	$(BIN)/pytest -q
 
 # The package, not editable. Without build isolation, so that a change compiles only what it touches; the objects stay in
@@ -42,6 +42,19 @@ test-python: .venv/.test
 
 .venv/.test: .venv/.package
 	$(PIP_INSTALL) "tilewright[test]"
+	@touch $@
+
+# What users install: dist/tilewright-*.whl for this Python and architecture, from the objects in build/release. libgomp
+# stays out: the kernels use the one that torch brings (docs/threads.md).
+.PHONY: wheel
+wheel: dist/.wheel
+
+dist/.wheel: .venv/.package
+	$(PIP_INSTALL) "tilewright[wheel]"
+	@rm -rf dist build/wheel
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --config-settings=build-dir=build/release --wheel-dir build/wheel .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
 	@touch $@
 
 # The native module built in place, for work on the kernels: then PYTHONPATH=src $(BIN)/pytest.
