@@ -55,8 +55,8 @@ run-emulated:
 	$(BIN)/cmake --build build/$(OTHER_ARCH)
 	$(BIN)/ctest --test-dir build/$(OTHER_ARCH) --parallel 2 --output-on-failure
 
-# Against the installed package: src is not on the path.
-test-python: .venv/.test
+# Against the installed package: src is not on the path. One test installs the wheel elsewhere.
+test-python: .venv/.test dist/.wheel
 	$(BIN)/pytest -q
 
 # The package, not editable. Without build isolation, so that a change compiles only what it touches; the objects stay in
@@ -69,6 +69,19 @@ test-python: .venv/.test
 
 .venv/.test: .venv/.package
 	$(PIP_INSTALL) "tilewright[test]"
+	@touch $@
+
+# What users install: dist/tilewright-*.whl for this Python and architecture, from the objects in build/release. libgomp
+# stays out: the kernels use the one that torch brings (docs/threads.md).
+.PHONY: wheel
+wheel: dist/.wheel
+
+dist/.wheel: .venv/.package
+	$(PIP_INSTALL) "tilewright[wheel]"
+	@rm -rf dist build/wheel
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --config-settings=build-dir=build/release --wheel-dir build/wheel .
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
 	@touch $@
 
 # The native module built in place, for work on the kernels: then PYTHONPATH=src $(BIN)/pytest.
