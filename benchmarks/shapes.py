@@ -233,7 +233,7 @@ def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
         row: dict[str, float] = {
             "read GB/s, best pass": limits.read_gb_s,
             "read GB/s, median pass": limits.read_gb_s_median,
-            "torch bf16 2048x4096x4096 TFLOP/s": limits.gemm_tflops,
+            f"torch {limits.gemm_dtype} 2048x4096x4096 TFLOP/s": limits.gemm_tflops,
             "bf16 multiply peak TFLOP/s": limits.peak_tflops,
         }
         for batch in batches:
