@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -260,7 +261,7 @@ def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
 
 
 def resident_gb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e9
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e9
 
 
 def main() -> None:
