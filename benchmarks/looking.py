@@ -58,6 +58,7 @@ class Asker:
         before, picture = probe(), self.picture()
         first, second = self.ask(picture), self.ask(picture)
         limits = between(before, probe())
+        self.gemm_dtype = limits.gemm_dtype
         figures = {"read_gb_s": limits.read_gb_s, "gemm_tflops": limits.gemm_tflops}
         for name, answer in (("first_question", first), ("second_question", second)):
             timings = answer.timings
@@ -107,6 +108,7 @@ def main() -> None:
             "side": options.side,
             "new_tokens": options.new_tokens,
             "load_s": load_s,
+            "gemm_dtype": asker.gemm_dtype,
             "median": {name: statistics.median(row[name] for row in rounds) for name in rounds[0]},
             "rounds": rounds,
             "memory": memory_bytes(),

@@ -77,18 +77,21 @@ def as_table(document: Mapping) -> str:
         text.append(
             "of limit: W1 of the read bandwidth, W2 of torch's matrix product, as probed in turns with the work"
         )
+    probes = [row["probe"][side] for row in document["rows"] for side in ("before", "after")]
+    types = " and ".join(dict.fromkeys(probe["gemm_dtype"] for probe in probes))
     for key, unit, what in (
         ("read_gb_s", "GB/s", "read bandwidth"),
         ("read_gb_s_median", "GB/s", "its median over each probe"),
-        ("gemm_tflops", "TFLOP/s", "torch bf16 2048x4096x4096"),
+        ("gemm_tflops", "TFLOP/s", f"torch {types} 2048x4096x4096"),
         ("peak_tflops", "TFLOP/s", "bf16 multiply peak"),
     ):
-        values = [row["probe"][side][key] for row in document["rows"] for side in ("before", "after")]
+        values = [probe[key] for probe in probes]
         text.append(f"{what}: {statistics.median(values):.3g} {unit} ({min(values):.3g} - {max(values):.3g})")
     for name, system in document["systems"].items():
         memory = f"{system['resident_bytes'] / 2**30:.1f} GiB resident after a call, at most"
         versions = ", ".join(f"{package} {version}" for package, version in system["versions"].items())
-        text.append(f"{name}: {versions}; loaded in {system['load_s']:.1f} s; {memory}")
+        computed_in = f"; computes in {system['dtype']}" if "dtype" in system else ""
+        text.append(f"{name}: {versions}{computed_in}; loaded in {system['load_s']:.1f} s; {memory}")
     return "\n".join(text)
 
 

@@ -236,6 +236,12 @@ examples:
     )
     parser.add_argument("model", type=Path, help="folder of a checkpoint")
     parser.add_argument("--transformers", metavar="PYTHON", help="Python of an environment with transformers")
+    parser.add_argument(
+        "--transformers-dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="what transformers computes in (default auto: the one in which its torch multiplies faster here)",
+    )
     parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM's CPU build")
     parser.add_argument("--rival", action="append", default=[], metavar="COMMAND", help="another worker's command line")
     parser.add_argument(
@@ -277,9 +283,11 @@ def _commands(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
     folder = str(options.model)
     engine = json.dumps(_engine_options(options.engine))
     commands = [("ours", [sys.executable, str(WORKERS / "ours.py"), folder, engine])]
-    for name, python in (("transformers", options.transformers), ("vllm", options.vllm)):
-        if python:
-            commands.append((name, [python, str(WORKERS / f"{name}_worker.py"), folder]))
+    if options.transformers:
+        worker = [options.transformers, str(WORKERS / "transformers_worker.py"), folder, options.transformers_dtype]
+        commands.append(("transformers", worker))
+    if options.vllm:
+        commands.append(("vllm", [options.vllm, str(WORKERS / "vllm_worker.py"), folder]))
     for number, line in enumerate(options.rival, 1):
         commands.append((f"rival {number}", [*shlex.split(line), folder]))
     return commands

@@ -1,7 +1,8 @@
 """How packed linears and torch's gain from more threads: python benchmarks/scaling.py [THREADS]
 
 For each shape, one thread and THREADS (default: all) take turns, ours and torch's, each warmed up after the change of
-the number of threads. Prints the gain of each and its share of a linear one.
+the number of threads; torch's in the type that it multiplies fastest here. Prints the gain of each and its share of a
+linear one.
 """
 
 import statistics
@@ -10,6 +11,7 @@ from time import perf_counter
 
 import torch
 
+from tilewright.bench.torch_dtype import dtype_name, fastest_dtype
 from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.native import kernels
 
@@ -33,15 +35,17 @@ def seconds(call, threads: int) -> float:
 def main() -> None:
     most = int(sys.argv[1]) if len(sys.argv) > 1 else kernels.num_threads()
     shares: dict[str, list[float]] = {"ours": [], "torch": []}
-    print(f"{'shape':12} {'M':>5}  1 thread -> {most}: ours, torch (share of {most} x)")
+    dtype = fastest_dtype(1024)
+    print(f"{'shape':12} {'M':>5}  1 thread -> {most}: ours, torch in {dtype_name(dtype)} (share of {most} x)")
     for name, (n, k) in SHAPES.items():
         weight = torch.randn(n, k).bfloat16()
-        packed = pack_weight(weight)
+        packed, their_weight = pack_weight(weight), weight.to(dtype)
         for m in (256, 512, 1024):
             x, out = torch.randn(m, k).bfloat16(), torch.empty(m, n, dtype=torch.bfloat16)
+            their_x = x.to(dtype)
             calls = {
                 "ours": lambda x=x, out=out, packed=packed: linear(x, packed, out=out),
-                "torch": lambda x=x, weight=weight: torch.nn.functional.linear(x, weight),
+                "torch": lambda x=their_x, weight=their_weight: torch.nn.functional.linear(x, weight),
             }
             times: dict[tuple[str, int], list[float]] = {}
             for _ in range(ROUNDS):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -233,7 +234,7 @@ def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
         row: dict[str, float] = {
             "read GB/s, best pass": limits.read_gb_s,
             "read GB/s, median pass": limits.read_gb_s_median,
-            "torch bf16 2048x4096x4096 TFLOP/s": limits.gemm_tflops,
+            f"torch {limits.gemm_dtype} 2048x4096x4096 TFLOP/s": limits.gemm_tflops,
             "bf16 multiply peak TFLOP/s": limits.peak_tflops,
         }
         for batch in batches:
@@ -260,7 +261,7 @@ def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
 
 
 def resident_gb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e9
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e9
 
 
 def main() -> None:

@@ -20,12 +20,24 @@ LEVELS = [
     ["weights", "parallel", "inputs", "embedded"],
     ["ops"],
     ["_kernels"],
-    ["types", "config", "event_loop"],
+    ["types", "config", "cpu_name", "event_loop"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 # Without torch, so that the server starts, and --help answers, at once.
-FREE_OF_TORCH = ["cli", "batch", "chat", "demo", "serve", "engine_flags", "embedded", "config", "types", "server"]
+FREE_OF_TORCH = [
+    "cli",
+    "batch",
+    "chat",
+    "demo",
+    "serve",
+    "engine_flags",
+    "embedded",
+    "config",
+    "cpu_name",
+    "types",
+    "server",
+]
 
 
 def part_of(module: str) -> str | None:

@@ -83,3 +83,33 @@ def test_version_and_help(capsys):
 )
 def test_sizes_are_told_in_the_largest_unit(size_bytes, text):
     assert machine._size(size_bytes) == text
+
+
+@pytest.fixture
+def arm_virtual_machine(tmp_path, monkeypatch):
+    """A system as some virtual machines on ARM show it: a cache without a size, no topology, no memory nodes."""
+    index = tmp_path / "cpu/cpu0/cache/index0"
+    index.mkdir(parents=True)
+    (index / "level").write_text("1\n")
+    (index / "type").write_text("Data\n")
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n")
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(machine, "SYS_CPU", tmp_path / "cpu")
+    monkeypatch.setattr(machine, "SYS_NODE", tmp_path / "node")
+    monkeypatch.setattr(machine, "HUGE_PAGES", tmp_path / "enabled")
+
+
+def test_what_the_system_does_not_tell_is_unknown(arm_virtual_machine):
+    told = machine.describe()
+    assert (told.cpu_model, told.caches, told.numa_nodes) == ("Arm Neoverse-N1", [], [])
+    assert (told.num_sockets, told.num_cores) == (1, os.cpu_count())
+    lines = dict(line.split(maxsplit=1) for line in machine.as_text(told).splitlines())
+    assert lines["CPU"] == "Arm Neoverse-N1"
+    assert (lines["caches"], lines["NUMA"]) == ("unknown", "one node")
+    assert lines["huge"].split() == ["pages", "unknown"]
+
+
+def test_a_cpu_that_is_told_nowhere_is_unknown(arm_virtual_machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(machine.platform, "processor", lambda: "")
+    assert machine.describe().cpu_model == "unknown"

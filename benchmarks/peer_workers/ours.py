@@ -33,7 +33,8 @@ class Tilewright(System):
 
         loaded = self.engine.loaded
         costs = costs_of(loaded.model, loaded.dtype.itemsize)
-        return {"costs": asdict(costs), "machine": machine.as_dict(machine.describe())}
+        dtype = str(loaded.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "costs": asdict(costs), "machine": machine.as_dict(machine.describe())}
 
     def generate(self, prompts: list, pictures: list | None, new_tokens: int) -> int:
         media = {}

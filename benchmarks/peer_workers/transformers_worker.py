@@ -1,20 +1,30 @@
-"""transformers as a worker: bf16, scaled_dot_product_attention, model.generate; the requests of a call are one static
-batch of equal lengths, which needs no padding. python transformers_worker.py FOLDER"""
+"""transformers as a worker: scaled_dot_product_attention, model.generate; the requests of a call are one static batch
+of equal lengths, which needs no padding. python transformers_worker.py FOLDER auto|bfloat16|float32"""
 
+import runpy
 import sys
+from pathlib import Path
 from time import perf_counter
 
 from worker import Checkpoint, System, serve, take_stdout
+
+# By its path: this environment has another torch, and nothing of ours.
+TORCH_DTYPE = Path(__file__).parents[2] / "src/tilewright/bench/torch_dtype.py"
+PREFILL_ROWS = 1024  # fp32 and bf16 differ most where many rows are multiplied, and that takes longest
 
 
 class Transformers(System):
     name = "transformers"
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
         import torch
         import transformers
 
         self.checkpoint = checkpoint
+        if dtype == "auto":
+            self.dtype = runpy.run_path(str(TORCH_DTYPE))["fastest_dtype"](PREFILL_ROWS)
+        else:
+            self.dtype = getattr(torch, dtype)
         self.is_cross = checkpoint.config["model_type"] == "mllama"
         auto = transformers.AutoModelForCausalLM
         if checkpoint.has_vision:
@@ -26,7 +36,7 @@ class Transformers(System):
                 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Pil
             self.image_processor = Pil.from_pretrained(checkpoint.folder)
         self.model = auto.from_pretrained(
-            checkpoint.folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+            checkpoint.folder, dtype=self.dtype, attn_implementation="sdpa", local_files_only=True
         ).eval()
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
@@ -36,6 +46,9 @@ class Transformers(System):
         import transformers
 
         return {"transformers": transformers.__version__, "torch": torch.__version__}
+
+    def details(self) -> dict[str, object]:
+        return {"dtype": str(self.dtype).removeprefix("torch.")}
 
     def generate(self, prompts: list, pictures: list | None, new_tokens: int) -> int:
         import torch
@@ -77,22 +90,21 @@ class Transformers(System):
         merged = config["vision_config"]["spatial_merge_size"] ** 2
         counts = [int(grid.prod()) // merged for grid in made["image_grid_thw"]]
         prompts = [self.checkpoint.around_picture(n, prompt) for n, prompt in zip(counts, prompts, strict=True)]
-        media = {"pixel_values": made["pixel_values"].to(torch.bfloat16), "image_grid_thw": made["image_grid_thw"]}
+        media = {"pixel_values": made["pixel_values"].to(self.dtype), "image_grid_thw": made["image_grid_thw"]}
         media["mm_token_type_ids"] = (torch.tensor(prompts) == config["image_token_id"]).int()
         return prompts, media
 
     def _to_look_at(self, prompts: list, pictures: list) -> tuple[list, dict]:
         """Prompts with a picture each that all their tokens attend to, as Llama-3.2-Vision has them."""
-        import torch
-
         prompts = [self.checkpoint.around_picture(1, prompt) for prompt in prompts]
         made = dict(self.image_processor(images=[[picture] for picture in pictures], return_tensors="pt"))
         made.pop("num_tiles")
-        made["pixel_values"] = made["pixel_values"].to(torch.bfloat16)
+        made["pixel_values"] = made["pixel_values"].to(self.dtype)
         seen = made["aspect_ratio_mask"][:, None]  # [B, 1, pictures, tiles]
         made["cross_attention_mask"] = seen.expand(-1, len(prompts[0]), -1, -1).contiguous()
         return prompts, made
 
 
 if __name__ == "__main__":
-    serve(Transformers, sys.argv[1], take_stdout())
+    folder, dtype = sys.argv[1:]
+    serve(lambda checkpoint: Transformers(checkpoint, dtype), folder, take_stdout())

@@ -15,6 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from worker import Checkpoint, System, serve, take_stdout  # noqa: E402
 
+DTYPE = "bfloat16"
+
 
 class Vllm(System):
     name = "vllm"
@@ -27,7 +29,7 @@ class Vllm(System):
         media = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "skip_mm_profiling": True}
         self.llm = LLM(
             model=checkpoint.folder,
-            dtype="bfloat16",
+            dtype=DTYPE,
             max_model_len=4096,
             max_num_seqs=8,
             max_num_batched_tokens=4096,
@@ -41,6 +43,9 @@ class Vllm(System):
         import vllm
 
         return {"vllm": vllm.__version__, "torch": torch.__version__}
+
+    def details(self) -> dict[str, object]:
+        return {"dtype": DTYPE}
 
     def generate(self, prompts: list, pictures: list | None, new_tokens: int) -> int:
         from vllm import SamplingParams

@@ -90,7 +90,7 @@ def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
   tilewright info                            what this machine has
   tilewright info --measure                  and how fast it can be
   tilewright info --json > machine.json      the same for programs
-  TILEWRIGHT_MAX_ISA=avx2 tilewright info    as a machine without AVX-512""",
+  TILEWRIGHT_MAX_ISA=scalar tilewright info  as a machine without vector instructions""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--measure", action="store_true", help="measure read bandwidth and multiply peaks")

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tilewright import __version__, config
+from tilewright.cpu_name import cpu_name
 from tilewright.engine.memory import available_bytes, total_bytes
 from tilewright.ops.native import kernels
 
+CPUINFO = Path("/proc/cpuinfo")
 SYS_CPU = Path("/sys/devices/system/cpu")
 SYS_NODE = Path("/sys/devices/system/node")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Version 2 first; version 1 says "no limit" with a number larger than any memory.
 NUM_TURNS = 5  # of each multiply type, when measuring
 
 
@@ -87,10 +88,9 @@ class Measured:
 def describe() -> Machine:
     """The Machine this process runs on, with the settings it was started with."""
     settings = config.current()
-    cpuinfo = _read(Path("/proc/cpuinfo"))
     return Machine(
         version=__version__,
-        cpu_model=_first_match(r"^model name\s*:\s*(.+)$", cpuinfo) or platform.processor() or "unknown",
+        cpu_model=cpu_name(_read(CPUINFO)) or platform.processor() or "unknown",
         isa_found=kernels.isa_levels(),
         isa_cap=settings.max_isa,
         isa_in_use=kernels.active_isa(),

@@ -36,7 +36,7 @@ def text_model(tmp_path_factory):
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs the command without waiting for the machine's probes: (exit status, standard output, standard error)."""
-    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 18.0, 1.5, 2.0))
+    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 18.0, 1.5, 2.0, "float32"))
     monkeypatch.setattr(machine, "measure", lambda: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
 
     def run_command(*arguments):
@@ -51,7 +51,7 @@ def run(monkeypatch, capsys):
 def test_every_benchmark_has_its_figures(what, run, vision_model, tmp_path):
     path = tmp_path / "b.json"
     status, text, _ = run(what, "-m", vision_model, "--rounds", "2", "--json", str(path), *SMALL[what])
-    assert status == 0 and "read 20.0 GB/s" in text
+    assert status == 0 and "read 20.0 GB/s" in text and "matrix product 1.50 TFLOP/s (float32)" in text
     document = json.loads(path.read_text())
     assert set(document["figures"]) == FIGURES[what]
     assert len(document["rounds"]) == 2 and document["bench"] == what
@@ -131,9 +131,9 @@ def test_a_model_that_looks_at_pictures(run, tmp_path):
 
 
 def test_shares_are_of_the_probe_between():
-    before, after = probe.Probe(10.0, 9.0, 1.0, 2.0), probe.Probe(30.0, 9.0, 2.0, 2.0)
+    before, after = probe.Probe(10.0, 9.0, 1.0, 2.0, "float32"), probe.Probe(30.0, 9.0, 2.0, 2.0, "float32")
     between = probe.between(before, after)
-    assert between == probe.Probe(20.0, 9.0, 1.5, 2.0)
+    assert between == probe.Probe(20.0, 9.0, 1.5, 2.0, "float32")
     assert probe.median([before, after, after]) == after
     made = Round.of({"read": Amount(10.0, "GB/s", "read_gb_s"), "first token": Amount(1.0, "s")}, between)
     assert made.amounts["read, of read_gb_s"] == Amount(50.0, "%")

@@ -12,7 +12,7 @@ from tilewright.bench import probe
 from tilewright.bench.serve import limits
 from tilewright.types import RequestError
 
-PROBE = {"read_gb_s": 20.0, "read_gb_s_median": 18.0, "gemm_tflops": 1.5, "peak_tflops": 2.0}
+PROBE = {"read_gb_s": 20.0, "read_gb_s_median": 18.0, "gemm_tflops": 1.5, "peak_tflops": 2.0, "gemm_dtype": "float32"}
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ with OddServer(answer, port=int(sys.argv[1])):
         print(os.getpid(), file=file)
     time.sleep(600)
 """
-PROBE = {"read_gb_s": 10.0, "read_gb_s_median": 9.0, "gemm_tflops": 1.0, "peak_tflops": 2.0}
+PROBE = {"read_gb_s": 10.0, "read_gb_s_median": 9.0, "gemm_tflops": 1.0, "peak_tflops": 2.0, "gemm_dtype": "float32"}
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ class Fake(System):
             print({name!r}, len(prompts), prompts[0][:3], pictures and pictures[0].size, new_tokens, file=file)
         time.sleep(0.002 * new_tokens)
         return len(prompts[0])
-    def probe(self): return {{"read_gb_s": 10.0, "read_gb_s_median": 9.0, "gemm_tflops": 1.0, "peak_tflops": 2.0}}
+    def probe(self):
+        return dict(read_gb_s=10.0, read_gb_s_median=9.0, gemm_tflops=1.0, peak_tflops=2.0, gemm_dtype="float32")
 
 serve(Fake, sys.argv[1], take_stdout())
 """
@@ -88,6 +89,7 @@ def test_all_do_the_same_work(run):
     (ratio,) = [e["ours_to_it"] for e in document["summary"] if e["work"] == "W1" and e["system"] == "rival"]
     assert ratio["count"] == 2 and ratio["min"] <= ratio["median"] <= ratio["max"]
     assert "W1" in captured.out and "read bandwidth: 10 GB/s" in captured.out
+    assert "torch float32 2048x4096x4096: 1 TFLOP/s" in captured.out
 
 
 def test_turns_change(run):
@@ -165,6 +167,16 @@ def test_ours_for_real(peers, tmp_path, monkeypatch, capsys):
     assert "W4t" in capsys.readouterr().out
 
 
+def test_transformers_computes_in_the_type_that_is_asked_for(peers, tmp_path, monkeypatch, capsys):
+    folder, path = write_text_model(tmp_path / "model"), tmp_path / "peers.json"
+    monkeypatch.setattr(peers.Session, "run_round", _calls_only)
+    options = ["--transformers", sys.executable, "--transformers-dtype", "float32", "--works", "W4t", "--rounds", "1"]
+    options += ["--engine", "pack_cache=false", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["peers.py", str(folder), *options])
+    assert peers.main() == 0, capsys.readouterr().err
+    assert json.loads(path.read_text())["systems"]["transformers"]["dtype"] == "float32"
+
+
 def test_questions_about_pictures_for_real(peers, tmp_path, monkeypatch, capsys):
     """Ours and transformers on a tiny checkpoint that looks at pictures."""
     folder, path = write_cross_model(tmp_path), tmp_path / "peers.json"
@@ -178,6 +190,9 @@ def test_questions_about_pictures_for_real(peers, tmp_path, monkeypatch, capsys)
     assert {(row["work"], row["system"]) for row in document["rows"]} == {
         (work, system) for work in ("W1p", "W3", "W3q") for system in ("ours", "transformers")
     }
+    assert document["systems"]["ours"]["dtype"] == "bfloat16"
+    chosen = document["systems"]["transformers"]["dtype"]
+    assert chosen in ("bfloat16", "float32") and f"; computes in {chosen}; " in table
     for row in document["rows"]:
         assert row["figure"] > 0 and row.get("prompt_tokens", 17) == 17
         if row["work"] == "W1p":
@@ -193,6 +208,7 @@ def test_a_worker_that_does_not_tell_its_first_token(run):
 
 def _calls_only(self, number, works, full):
     probe = {"read_gb_s": 10.0, "read_gb_s_median": 9.0, "gemm_tflops": 1.0, "peak_tflops": 2.0}
+    probe["gemm_dtype"] = "bfloat16"
     for work in works:
         rows = [self._run(work, worker, number, full) for worker in self.workers]
         if full:

@@ -61,7 +61,7 @@ def test_questions_are_timed(monkeypatch, capsys, scripts, tmp_path, config):
     with Engine(folder, dtype="float32", kv_memory="20MB", max_context=256, pack_cache=False) as engine:
         assert engine.chat([{"role": "user", "content": "hello"}], max_tokens=3).token_ids
     looking = scripts[1]
-    monkeypatch.setattr(looking, "probe", lambda: Probe(20.0, 18.0, 1.0, 2.0))
+    monkeypatch.setattr(looking, "probe", lambda: Probe(20.0, 18.0, 1.0, 2.0, "float32"))
     options = ["--side", "32", "--new-tokens", "5", "--rounds", "2", "--kv-memory", "20MB"]
     monkeypatch.setattr(sys, "argv", ["looking.py", str(folder), *options])
     looking.main()

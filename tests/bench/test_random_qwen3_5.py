@@ -86,7 +86,7 @@ def test_it_answers(monkeypatch, scripts, tmp_path, options):
 
 def test_shapes_are_measured(monkeypatch, scripts):
     script, shapes = scripts
-    monkeypatch.setattr(shapes, "probe", lambda: Probe(20.0, 18.0, 1.0, 2.0))
+    monkeypatch.setattr(shapes, "probe", lambda: Probe(20.0, 18.0, 1.0, 2.0, "float32"))
     picture = shapes.picture
     monkeypatch.setattr(shapes, "picture", lambda vision, side: picture(vision, side // 8))
     figures = shapes.measure(shapes.make_model(script.config_of("35B-A3B", 4)), [1, 3], 1)

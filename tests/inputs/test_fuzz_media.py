@@ -3,6 +3,7 @@
 import functools
 import io
 import random
+import resource
 import struct
 import tempfile
 import zlib
@@ -256,7 +257,7 @@ def the_process(opener):
 
 
 def resident_bytes(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize("kind,first", [(kind, at) for kind, num in NUM_CASES.items() for at in range(0, num, SLICE)])

@@ -98,7 +98,7 @@ def test_the_second_start_has_the_same_values(start, tmp_path, dtype):
     assert report.from_cache and same_values(first, third)
 
 
-def test_tensors_begin_on_pages(start):
+def test_tensors_begin_on_boundaries(start):
     start()
     model, report = start()
     assert report.from_cache

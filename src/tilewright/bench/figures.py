@@ -43,7 +43,8 @@ def as_table(rounds: Sequence[Round]) -> str:
             "",
             f"the machine between the rounds, medians: read {machine.read_gb_s:.1f} GB/s "
             f"at best, {machine.read_gb_s_median:.1f} as a rule, "
-            f"matrix product {machine.gemm_tflops:.2f} TFLOP/s, multiply peak {machine.peak_tflops:.2f} TFLOP/s",
+            f"matrix product {machine.gemm_tflops:.2f} TFLOP/s ({machine.gemm_dtype}), "
+            f"multiply peak {machine.peak_tflops:.2f} TFLOP/s",
         ]
     )
 

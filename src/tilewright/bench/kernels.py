@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from tilewright import machine
-    from tilewright.bench import report
+    from tilewright.bench import report, torch_dtype
     from tilewright.bench.rows import all_rows
     from tilewright.ops.native import kernels
 
@@ -61,13 +61,15 @@ def run(options: argparse.Namespace) -> int:
     measured = machine.measure()
     limits = report.Limits(measured.read_gb_s, measured.bf16_tflops)
     results = _measure(rows, options.rounds, limits)
-    print(report.as_table(results, limits))
+    torch_dtypes = torch_dtype.by_product()
+    print(report.as_table(results, limits, torch_dtypes))
     if options.json:
         about = {
             "machine": machine.as_dict(machine.describe(), measured),
             "versions": common.versions(),
             "rounds": options.rounds,
             "load_average": load,
+            "torch_dtypes": torch_dtypes,
         }
         report.write_json(options.json, results, about)
     if options.plot:

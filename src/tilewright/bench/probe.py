@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from time import perf_counter
 
 import torch
 
 from tilewright import machine
+from tilewright.bench.torch_dtype import dtype_name, fastest_dtype
 
 GEMM_SHAPE = (2048, 4096, 4096)  # rows, inputs, outputs: 69 GFLOP, 80 MB, over any cache but far from memory-bound
 NUM_GEMMS = 4
-MAX_GEMM_S = 1.0  # in all: a machine without bf16 in hardware takes seconds for one, and one tells enough
+MAX_GEMM_S = 1.0  # in all: a slow machine takes seconds for one, and one tells enough
 SECONDS = 0.5  # of the kernels that read and that multiply, beside the matrix products
 
 
@@ -23,8 +24,9 @@ class Probe:
 
     read_gb_s: float
     read_gb_s_median: float
-    gemm_tflops: float  # torch's bf16 matrix product
+    gemm_tflops: float  # torch's matrix product, in the type that it multiplies fastest here
     peak_tflops: float  # bf16 multiply-adds with everything in registers
+    gemm_dtype: str  # that type
 
 
 def probe() -> Probe:
@@ -32,8 +34,9 @@ def probe() -> Probe:
     measured = machine.measure(SECONDS)
     rows, inputs, outputs = GEMM_SHAPE
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, inputs, generator=generator).bfloat16()
-    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    dtype = fastest_dtype(rows)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     times_s: list[float] = []
     with torch.inference_mode():
         while len(times_s) <= NUM_GEMMS and sum(times_s) < MAX_GEMM_S:  # the first one makes oneDNN's kernel
@@ -41,14 +44,20 @@ def probe() -> Probe:
             torch.nn.functional.linear(x, weight)
             times_s.append(perf_counter() - begin)
     gemm_tflops = 2 * rows * inputs * outputs / min(times_s) / 1e12
-    return Probe(measured.read_gb_s, measured.read_gb_s_median, gemm_tflops, measured.bf16_tflops)
+    return Probe(measured.read_gb_s, measured.read_gb_s_median, gemm_tflops, measured.bf16_tflops, dtype_name(dtype))
 
 
 def between(before: Probe, after: Probe) -> Probe:
     """The machine while something ran between two probes: their mean."""
-    return Probe(*map(statistics.mean, zip(astuple(before), astuple(after), strict=True)))
+    return _combined([before, after], statistics.mean)
 
 
 def median(probes: Sequence[Probe]) -> Probe:
     """The median of each of their figures."""
-    return Probe(*map(statistics.median, zip(*map(astuple, probes), strict=True)))
+    return _combined(probes, statistics.median)
+
+
+def _combined(probes: Sequence[Probe], combine: Callable[[list[float]], float]) -> Probe:
+    names = [field.name for field in fields(Probe) if field.name != "gemm_dtype"]  # which is one for a process
+    figures = {name: combine([getattr(probe, name) for probe in probes]) for name in names}
+    return Probe(**figures, gemm_dtype=probes[0].gemm_dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,8 +77,8 @@ def means(results: Sequence[Result]) -> list[Mean]:
     ]
 
 
-def as_table(results: Sequence[Result], limits: Limits) -> str:
-    """The rows for people to read, the means of the groups below them."""
+def as_table(results: Sequence[Result], limits: Limits, torch_dtypes: Mapping[str, str]) -> str:
+    """The rows for people to read, the means of the groups below them; `torch_dtypes` by kind of product."""
     head = ("kernel", "shape", "ours us", "torch us", "x torch", "GB/s", "TFLOP/s", "of limit")
     lines = [head, *(_cells(result) for result in results)]
     text = aligned(lines, left=(0, 1))
@@ -90,7 +90,11 @@ def as_table(results: Sequence[Result], limits: Limits) -> str:
     limits_line = (
         f"limits: read {limits.read_gb_s:.1f} GB/s, bf16 {limits.bf16_tflops:.2f} TFLOP/s, measured in this run"
     )
-    text += ["", limits_line]
+    torch_line = (
+        f"torch multiplies matrices in {torch_dtypes['matrix']} and by a vector in {torch_dtypes['vector']}, "
+        "the faster of bfloat16 and float32 here"
+    )
+    text += ["", limits_line, torch_line]
     return "\n".join(text)
 
 

@@ -36,9 +36,13 @@ class Row:
 
 def rotation(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """Copies of the tensors, the originals first, that take ROTATION_BYTES together; at least two."""
+    return [tensors, *(tuple(t.clone() for t in tensors) for _ in range(num_copies(*tensors) - 1))]
+
+
+def num_copies(*tensors: Tensor) -> int:
+    """How many a rotation of the tensors has."""
     size_bytes = sum(t.numel() * t.element_size() for t in tensors)
-    num_copies = max(2, -(-ROTATION_BYTES // size_bytes))
-    return [tensors, *(tuple(t.clone() for t in tensors) for _ in range(num_copies - 1))]
+    return max(2, -(-ROTATION_BYTES // size_bytes))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, seed: int = 0) -> Tensor:

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import platform
 import resource
 import struct
 from pathlib import Path
 
+from tilewright.inputs import seccomp
+
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _MAX_OPEN_FILES = 32
-
-# The calls that stay, by their numbers on x86-64: memory, clocks, and the files and sockets that are open already.
-_ALLOWED = {
-    "read": 0, "write": 1, "close": 3, "fstat": 5, "poll": 7, "lseek": 8, "mmap": 9, "mprotect": 10, "munmap": 11,
-    "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "pread64": 17, "readv": 19, "writev": 20,
-    "select": 23, "sched_yield": 24, "mremap": 25, "mincore": 27, "madvise": 28, "nanosleep": 35, "setitimer": 38,
-    "getpid": 39, "sendto": 44, "recvfrom": 45, "shutdown": 48, "exit": 60, "uname": 63, "gettimeofday": 96,
-    "getrlimit": 97, "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102, "getgid": 104, "geteuid": 107,
-    "getegid": 108, "sigaltstack": 131, "gettid": 186, "futex": 202, "sched_getaffinity": 204, "restart_syscall": 219,
-    "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231, "pselect6": 270, "ppoll": 271,
-    "set_robust_list": 273, "preadv": 295, "getcpu": 309, "getrandom": 318, "membarrier": 324, "rseq": 334,
-}  # fmt: skip
-# Those that stay for some values of an argument: (number, which argument, values).
-_ALLOWED_WITH = {
-    "fcntl": (72, 1, (1, 3, 1030)),  # F_GETFD, F_GETFL, F_DUPFD_CLOEXEC; others could send signals
-    "newfstatat": (262, 3, (0x1000,)),  # AT_EMPTY_PATH: an open file, no path
-    "prlimit64": (302, 0, (0,)),  # its own limits alone
-}
-_ARCH_X86_64 = 0xC000003E
-_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # of the kernel's packet filters, which judge calls here
-_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.ENOSYS
-_NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16  # in the kernel's struct seccomp_data
 
 
 def confine(memory_bytes: int) -> list[str]:
@@ -52,7 +31,7 @@ def confine(memory_bytes: int) -> list[str]:
         missing.append("dumpable")
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         missing.append("no_new_privs")
-    if platform.machine() != "x86_64" or not _filter_calls(libc):
+    if not _filter_calls(libc):
         missing.append("seccomp")
     return missing
 
@@ -74,25 +53,11 @@ def _at_most(value: int, hard: int) -> int:
 
 
 def _filter_calls(libc: ctypes.CDLL) -> bool:
-    program = b"".join(_program())
+    """Whether the filter is in place: not where its architecture is unknown, or the kernel knows no filters."""
+    program = seccomp.program(platform.machine())
+    if program is None:
+        return False
     # struct sock_fprog: the count of instructions, and where they are.
     instructions = ctypes.create_string_buffer(program, len(program))
     table = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
     return libc.prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(table), 0, 0) == 0
-
-
-def _program() -> list[bytes]:
-    """A filter that allows what is listed; any other call fails as if the kernel did not know it."""
-
-    def step(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:
-        return struct.pack("=HBBI", code, if_so, if_not, value)  # how many steps are skipped
-
-    steps = [step(_LOAD, _ARCH_AT), step(_EQUAL, _ARCH_X86_64, if_so=1), step(_RETURN, _KILL), step(_LOAD, _NUMBER_AT)]
-    for number in _ALLOWED.values():
-        steps += [step(_EQUAL, number, if_not=1), step(_RETURN, _ALLOW)]
-    for number, argument, values in _ALLOWED_WITH.values():
-        steps += [step(_EQUAL, number, if_not=2 + 2 * len(values)), step(_LOAD, _ARGUMENTS_AT + 8 * argument)]
-        for value in values:
-            steps += [step(_EQUAL, value, if_not=1), step(_RETURN, _ALLOW)]
-        steps.append(step(_RETURN, _REFUSE))
-    return [*steps, step(_RETURN, _REFUSE)]

@@ -1,11 +1,15 @@
 """Memory for what is streamed every step: weights, keys and values, results of ops."""
 
+import logging
 import mmap
 
 import torch
 from torch import Tensor
 
+# Where pages have 4 KiB; where they have 16 or 64, huge ones have 32 or 512 MiB, and a tensor gets those within it.
 HUGE_PAGE_BYTES = 2 << 20
+
+_log = logging.getLogger(__name__)
 
 
 def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -21,7 +25,9 @@ def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
     memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE_PAGE_BYTES
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    try:
         # Not the rest after the last whole page: it would take 2 MB however little it is.
         memory.madvise(mmap.MADV_HUGEPAGE, begin, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    except OSError as error:  # a kernel built without them, as those of small boards are
+        _log.debug("%d bytes are in small pages: %s", size_bytes, error)
     return whole[begin : begin + size_bytes].view(dtype)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from tilewright.weights.mapped import MappedFile
 
-_PAGE_BYTES = 4 << 10
+# Of a tensor in a file, whatever the pages of this machine are: the next may have others. Nothing is mapped or advised
+# by tensor, so that two may share a page of 16 or 64 KiB.
+_BOUNDARY_BYTES = 4 << 10
 _PACKAGE = "tilewright."
 
 
@@ -42,7 +44,7 @@ class Encoder:
     def _encode_tensor(self, tensor: Tensor) -> object:
         # Huge pages are of the file, not of a tensor: boundaries of 2 MiB would win nothing, and cost 8 % of the memory
         # of a model of 135 million parameters.
-        offset = -(-self.size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        offset = -(-self.size_bytes // _BOUNDARY_BYTES) * _BOUNDARY_BYTES
         self.tensors.append((offset, tensor))
         self.size_bytes = offset + tensor.numel() * tensor.element_size()
         return {"tensor": offset, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, random, rotation
 from tilewright.bench.shapes import MODELS
+from tilewright.bench.torch_dtype import fastest_dtype
 from tilewright.ops import attention, reference
 from tilewright.ops.kv_cache import KvCache, kv_store
 
@@ -52,7 +53,7 @@ def _varlen(patches: int, heads: int, width: int) -> Calls:
     q, k, v = random(3 * patches, heads, width).chunk(3)
     starts = _starts(0, patches)
     out = torch.empty_like(q)
-    their_q, their_k, their_v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    their_q, their_k, their_v = (t.to(fastest_dtype(patches)).transpose(0, 1)[None] for t in (q, k, v))
 
     def check() -> bool:
         actual = attention.varlen_attention(q, k, v, starts)[-CHECKED_QUERIES:]
@@ -80,9 +81,10 @@ def _paged(batch: int, num_queries: int, heads: int, kv_heads: int, width: int) 
     lengths = torch.full((batch,), CONTEXT, dtype=torch.int32)
     caches = [KvCache(data, PAGE_SIZE, width) for (data,) in rotation(cache.data)]
     out = torch.empty_like(q)
-    by_head = [t.view(batch, CONTEXT, kv_heads, width).transpose(1, 2).contiguous() for t in (k, v)]
+    dtype = fastest_dtype(batch * num_queries)
+    by_head = [t.to(dtype).view(batch, CONTEXT, kv_heads, width).transpose(1, 2).contiguous() for t in (k, v)]
     theirs_kv = rotation(*by_head)
-    theirs_q = q.view(batch, num_queries, heads, width).transpose(1, 2)
+    theirs_q = q.to(dtype).view(batch, num_queries, heads, width).transpose(1, 2)
     seen = torch.ones(num_queries, CONTEXT, dtype=torch.bool).tril(CONTEXT - num_queries) if num_queries > 1 else None
 
     def theirs(call: int) -> object:

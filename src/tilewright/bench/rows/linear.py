@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilewright.bench.row import Calls, Row, close, random, rotation
+from tilewright.bench.row import Calls, Row, close, num_copies, random, rotation
 from tilewright.bench.shapes import MODELS, Vision
+from tilewright.bench.torch_dtype import fastest_dtype
 from tilewright.ops import reference
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
 
@@ -48,7 +49,9 @@ def _row(name: str, label: str, m: int, n: int, k: int, group: str, *, gated: bo
 
 def _calls(m: int, n: int, k: int, gated: bool) -> Calls:
     x = random(m, k)
-    weights, packed = _weights(n, k, gated)
+    weight, packed = _weights(n, k, gated)
+    their_weights = _their_weights(n, k, fastest_dtype(m))
+    their_x = x.to(their_weights[0].dtype)
     activation = "silu" if gated else "none"
     out = torch.empty(m, n // 2 if gated else n, dtype=x.dtype)
 
@@ -56,10 +59,10 @@ def _calls(m: int, n: int, k: int, gated: bool) -> Calls:
         return linear(x, packed[call % len(packed)], activation=activation, out=out)
 
     def theirs(call: int) -> object:
-        y = functional.linear(x, weights[call % len(weights)])
+        y = functional.linear(their_x, their_weights[call % len(their_weights)])
         return functional.silu(y[:, : n // 2]) * y[:, n // 2 :] if gated else y
 
-    return Calls(ours, theirs, lambda: _agrees(x, weights[0], packed[0], activation))
+    return Calls(ours, theirs, lambda: _agrees(x, weight, packed[0], activation))
 
 
 def _patches(vision: Vision) -> Calls:
@@ -73,23 +76,36 @@ def _patches(vision: Vision) -> Calls:
     weight = kernel.float().sum(2).to(torch.bfloat16).view(vision.hidden, frame)
     packed = pack_weight(weight, bias)
     out = torch.empty(patches, vision.hidden, dtype=x.dtype)
-    frames = x.view(patches, 3, 1, vision.patch, vision.patch).expand(-1, -1, 2, -1, -1).contiguous()
+    dtype = fastest_dtype(patches)
+    frames = x.to(dtype).view(patches, 3, 1, vision.patch, vision.patch).expand(-1, -1, 2, -1, -1).contiguous()
+    their_kernel, their_bias = kernel.to(dtype), bias.to(dtype)
 
     def check() -> bool:
         return close(linear(x, packed), reference.linear(x, weight, bias))
 
-    return Calls(
-        lambda _: linear(x, packed, out=out), lambda _: functional.conv3d(frames, kernel, bias, kernel.shape[2:]), check
-    )
+    def theirs(_: int) -> Tensor:
+        return functional.conv3d(frames, their_kernel, their_bias, kernel.shape[2:])
+
+    return Calls(lambda _: linear(x, packed, out=out), theirs, check)
 
 
 @lru_cache(maxsize=1)  # rows of one weight follow each other
-def _weights(n: int, k: int, gated: bool) -> tuple[list[Tensor], list[PackedWeight]]:
-    """A rotation of weights that keep the sums near 1, plain and packed."""
+def _weights(n: int, k: int, gated: bool) -> tuple[Tensor, list[PackedWeight]]:
+    """A weight that keeps the sums near 1, and a rotation of it packed."""
+    weight = _weight(n, k)
+    return weight, [pack_weight(weight, gated=gated) for _ in range(num_copies(weight))]
+
+
+@lru_cache(maxsize=1)
+def _their_weights(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
+    """A rotation of the same weight, plain and in torch's type."""
+    return [copy for (copy,) in rotation(_weight(n, k).to(dtype))]
+
+
+def _weight(n: int, k: int) -> Tensor:
     # One block of random numbers repeated: by the billion they would take minutes.
     block = random(min(n, 2048), k, scale=k**-0.5, seed=1)
-    weights = [copy for (copy,) in rotation(block.repeat(-(-n // block.shape[0]), 1)[:n].contiguous())]
-    return weights, [pack_weight(weight, gated=gated) for weight in weights]
+    return block.repeat(-(-n // block.shape[0]), 1)[:n].contiguous()
 
 
 def _agrees(x: Tensor, weight: Tensor, packed: PackedWeight, activation: str) -> bool:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, random
 from tilewright.bench.shapes import SPARSE_MODELS, Experts
+from tilewright.bench.torch_dtype import fastest_dtype
 from tilewright.ops import reference_moe as reference
 from tilewright.ops.moe import PackedExperts, moe, route
 
@@ -60,12 +61,14 @@ def _moe_calls(model: Experts, tokens: int) -> Calls:
     gate_up, down, packed = _experts(model)
     routings = _routings(model, tokens)
     out = torch.empty_like(x)
+    dtype = fastest_dtype(max(1, tokens * model.top_k // model.num_experts))  # the rows that an expert gets
+    their_x, their_weights = x.to(dtype), (gate_up.to(dtype), down.to(dtype))
 
     def ours(call: int) -> object:
         return moe(x, *routings[call % NUM_ROUTINGS], *packed, out=out)
 
     def theirs(call: int) -> object:
-        return _torch_moe(x, *routings[call % NUM_ROUTINGS], gate_up, down)
+        return _torch_moe(their_x, *routings[call % NUM_ROUTINGS], *their_weights)
 
     def check() -> bool:
         ids, weights = (t[:CHECKED_TOKENS] for t in routings[0])

@@ -15,7 +15,7 @@ from tilewright.bench.serve.summary import METRICS, PERCENTS, Summary
 MAX_MESSAGES = 3  # of each kind of failure, in the table
 
 
-def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[str, float]]) -> str:
+def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[str, Any]]) -> str:
     """The run for people to read; `probes` of the machine are those before and after it, if the server is here."""
     lines = []
     if summary.num_answered:
@@ -40,14 +40,18 @@ def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[st
         mean = mean_probe(probes)
         lines.append(
             f"the machine before and after, means: read {mean['read_gb_s']:.1f} GB/s at best, "
-            f"{mean['read_gb_s_median']:.1f} as a rule, matrix product {mean['gemm_tflops']:.2f} TFLOP/s, "
-            f"multiply peak {mean['peak_tflops']:.2f} TFLOP/s"
+            f"{mean['read_gb_s_median']:.1f} as a rule, matrix product {mean['gemm_tflops']:.2f} TFLOP/s "
+            f"({mean['gemm_dtype']}), multiply peak {mean['peak_tflops']:.2f} TFLOP/s"
         )
     return "\n".join(lines)
 
 
-def mean_probe(probes: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.mean(probe[name] for probe in probes) for name in probes[0]}
+def mean_probe(probes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The means of their figures; each has chosen its matrix product's type itself, and all that were are named."""
+    types = dict.fromkeys(probe["gemm_dtype"] for probe in probes)
+    names = [name for name in probes[0] if name != "gemm_dtype"]
+    means = {name: statistics.mean(probe[name] for probe in probes) for name in names}
+    return means | {"gemm_dtype": " and ".join(types)}
 
 
 def _latencies(summary: Summary) -> list[str]:
