@@ -18,6 +18,9 @@
 
 namespace tilewright {
 
+// Its name; another layout of packed weights has another.
+inline constexpr const char* kTileLayout = "tiles of 32 x 16 in pairs, strips of 32";
+
 inline constexpr int kTileColumns = 16;
 inline constexpr int kTileDepth = 32;
 inline constexpr int kTileElements = kTileColumns * kTileDepth;

@@ -26,6 +26,7 @@ PackArgs pack_args(const Op& op, const Tensor& weight, const Tensor& packed, boo
 void bind_linear(nb::module_& m) {
   using namespace nb::literals;
   m.def("packed_elements", &packed_elements);
+  m.def("packed_layout", [] { return linear_kernels().layout; });
   m.def("pack_weight", [](nb::handle weight, nb::handle packed, bool gated) {
     Op op("pack_weight");
     const Tensor w = op.tensor(weight, "weight", {"N", "K"}, kFloats);

@@ -47,6 +47,9 @@ inline constexpr int kRowBlock = 32;
 inline constexpr int kDepthChunk = 64;
 
 struct LinearKernels {
+  // How the weights lie that the kernels read: kept weights are found again only by a level that reads the same. Today
+  // all of them read those of base/tile.h.
+  const char* layout;
   // x as the kernel reads it, in blocks of kRowBlock rows.
   int64_t (*block_bytes)(const LinearArgs& args);
   void (*pack_block)(const LinearArgs& args, int64_t block, void* packed_block);
