@@ -59,8 +59,8 @@ using Sums = Vec[kRows][kTiles][kDotVecs];
 
 // acc += one depth of A's rows times B's columns, in fp32.
 template <int kParity, class TB, int kRows, int kTiles>
-inline void multiply_depth(const float* left, int64_t lda, const TB* const (&b)[kTiles], int pair,
-                           Sums<kRows, kTiles>& acc) {
+TILEWRIGHT_INLINE void multiply_depth(const float* left, int64_t lda, const TB* const (&b)[kTiles], int pair,
+                                      Sums<kRows, kTiles>& acc) {
   Vec columns[kTiles][kDotVecs];
 #pragma GCC unroll 2
   for (int t = 0; t < kTiles; ++t)
@@ -78,7 +78,8 @@ inline void multiply_depth(const float* left, int64_t lda, const TB* const (&b)[
 
 // acc += both depths of a pair in fp32, for levels that multiply by a lane: those of A are lanes kLane and kLane + 1.
 template <int kLane, class TB, int kRows, int kTiles>
-inline void multiply_lanes(const Vec (&left)[kRows], const TB* const (&b)[kTiles], int pair, Sums<kRows, kTiles>& acc) {
+TILEWRIGHT_INLINE void multiply_lanes(const Vec (&left)[kRows], const TB* const (&b)[kTiles], int pair,
+                                      Sums<kRows, kTiles>& acc) {
 #pragma GCC unroll 2
   for (int t = 0; t < kTiles; ++t)
 #pragma GCC unroll 4
@@ -94,8 +95,8 @@ inline void multiply_lanes(const Vec (&left)[kRows], const TB* const (&b)[kTiles
 
 // acc += both depths of a pair, bf16 times bf16, by the level's dot product.
 template <class Pairs, int kRows, int kTiles>
-inline void multiply_pair(const bf16* left, int64_t lda, const bf16* const (&b)[kTiles], int pair,
-                          Sums<kRows, kTiles>& acc) {
+TILEWRIGHT_INLINE void multiply_pair(const bf16* left, int64_t lda, const bf16* const (&b)[kTiles], int pair,
+                                     Sums<kRows, kTiles>& acc) {
 #pragma GCC unroll 2
   for (int t = 0; t < kTiles; ++t)
 #pragma GCC unroll 4
@@ -108,8 +109,8 @@ inline void multiply_pair(const bf16* left, int64_t lda, const bf16* const (&b)[
 
 // The same for levels that multiply by a lane.
 template <int kLane, class Pairs, int kRows, int kTiles>
-inline void multiply_pair_lane(const Pairs (&left)[kRows], const bf16* const (&b)[kTiles], int pair,
-                               Sums<kRows, kTiles>& acc) {
+TILEWRIGHT_INLINE void multiply_pair_lane(const Pairs (&left)[kRows], const bf16* const (&b)[kTiles], int pair,
+                                          Sums<kRows, kTiles>& acc) {
 #pragma GCC unroll 2
   for (int t = 0; t < kTiles; ++t)
 #pragma GCC unroll 4
@@ -122,7 +123,7 @@ inline void multiply_pair_lane(const Pairs (&left)[kRows], const bf16* const (&b
 
 // Few rows: B comes from memory, at its speed if it is asked for 8 KB ahead.
 template <int kRows, class TB, int kTiles>
-inline void prefetch_pair(const TB* const (&b)[kTiles], int pair) {
+TILEWRIGHT_INLINE void prefetch_pair(const TB* const (&b)[kTiles], int pair) {
   if constexpr (kRows <= 4)
     for (int t = 0; t < kTiles; ++t)
       for (size_t line = 0; line < sizeof(TB) / 2; ++line)
@@ -131,8 +132,8 @@ inline void prefetch_pair(const TB* const (&b)[kTiles], int pair) {
 
 // acc += the rows of A from `left` on times one tile of depth, a pair of depths at a time.
 template <class Left, class TB, int kRows, int kTiles>
-inline void multiply_tile_by_pairs(const Left* left, int64_t lda, const TB* const (&b)[kTiles],
-                                   Sums<kRows, kTiles>& acc) {
+TILEWRIGHT_INLINE void multiply_tile_by_pairs(const Left* left, int64_t lda, const TB* const (&b)[kTiles],
+                                              Sums<kRows, kTiles>& acc) {
   for (int pair = 0; pair < kTileDepth / 2; ++pair) {
     prefetch_pair<kRows>(b, pair);
     if constexpr (std::is_same_v<Left, float>) {
@@ -146,15 +147,15 @@ inline void multiply_tile_by_pairs(const Left* left, int64_t lda, const TB* cons
 
 // The same for levels that multiply by a lane: as many depths at a time as a vector of A has.
 template <class Left, class TB, int kRows, int kTiles>
-inline void multiply_tile_by_lanes(const Left* left, int64_t lda, const TB* const (&b)[kTiles],
-                                   Sums<kRows, kTiles>& acc) {
+TILEWRIGHT_INLINE void multiply_tile_by_lanes(const Left* left, int64_t lda, const TB* const (&b)[kTiles],
+                                              Sums<kRows, kTiles>& acc) {
   using Lefts = LeftVec<Left>;
   constexpr int kDepths = 16 / sizeof(Left), kPairs = kDepths / 2;
   for (int depth = 0; depth < kTileDepth; depth += kDepths) {
     Lefts rows[kRows];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) rows[r] = Lefts::load(left + r * lda + depth);
-    auto multiply = [&](auto in_vec) {
+    auto multiply = [&](auto in_vec) __attribute__((always_inline)) {
       constexpr int kPair = decltype(in_vec)::value;
       const int pair = depth / 2 + kPair;
       prefetch_pair<kRows>(b, pair);
@@ -163,7 +164,7 @@ inline void multiply_tile_by_lanes(const Left* left, int64_t lda, const TB* cons
       else
         multiply_pair_lane<kPair>(rows, b, pair, acc);
     };
-    [&]<int... kPair>(std::integer_sequence<int, kPair...>) {
+    [&]<int... kPair>(std::integer_sequence<int, kPair...>) __attribute__((always_inline)) {
       (multiply(std::integral_constant<int, kPair>{}), ...);
     }(std::make_integer_sequence<int, kPairs>{});
   }
