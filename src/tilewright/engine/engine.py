@@ -25,6 +25,7 @@ from tilewright.inputs.media import Limits as MediaLimits
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
+from tilewright.weights.entry_check import EntryCheck
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +116,8 @@ class Engine:
         self._features, self._scenes = core.scheduler.features, core.scheduler.scenes
         costs = costs_of(self.loaded.model, self.loaded.dtype.itemsize)
         self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
+        unchecked = self.loaded.report.unchecked
+        self._entry_check = None if unchecked is None else EntryCheck(unchecked, self.loop.fail)
 
     def chat(self, messages: Any, **options: Any) -> Any:
         """The answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.
@@ -203,6 +206,8 @@ class Engine:
 
     def close(self) -> None:
         """Aborts what is under way and ends the engine's threads."""
+        if self._entry_check:
+            self._entry_check.close()
         self._opener.close()
         self.loop.close(drain=False)
 

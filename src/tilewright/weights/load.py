@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from tilewright.weights.cache import PackedCache
 from tilewright.weights.checkpoint import Checkpoint, CheckpointError
+from tilewright.weights.checksums import ChecksummedData
 from tilewright.weights.spec import Weight, walk
 
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -31,6 +32,7 @@ class LoadReport:
     ignored: tuple[str, ...]  # tensors of the checkpoint that the rule leaves out
     cache_path: Path | None  # where the packed weights are, or are to be, on disk; None: no cache
     from_cache: bool
+    unchecked: ChecksummedData | None  # weights of the cache of which a sample alone was compared yet
     seconds: float
 
 
@@ -79,6 +81,7 @@ def load(
         ignored=ignored,
         cache_path=cache.path if cache else None,
         from_cache=from_cache,
+        unchecked=cache.unchecked if cache and from_cache else None,
         seconds=time.perf_counter() - start_s,
     )
 
