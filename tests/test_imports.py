@@ -20,7 +20,7 @@ LEVELS = [
     ["weights", "parallel", "inputs", "embedded"],
     ["ops"],
     ["_kernels"],
-    ["types", "config", "event_loop"],
+    ["types", "config", "event_loop", "model_files"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 

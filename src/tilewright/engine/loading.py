@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from tilewright.inputs.media import Limits
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.model_files import read_optional_json
 from tilewright.models.protocol import Model, Processor
 from tilewright.models.registry import family_of
 from tilewright.types import RequestError
@@ -110,10 +110,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 def sampling_defaults(folder: Path | None) -> dict[str, Any]:
     """The sampling of generation_config.json: greedy where it says not to sample; empty where there is none."""
-    path = folder / "generation_config.json" if folder else None
-    if path is None or not path.is_file():
-        return {}
-    stored = json.loads(path.read_text())
+    stored = read_optional_json(folder / "generation_config.json") if folder else {}
     if stored.get("do_sample") is False:
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

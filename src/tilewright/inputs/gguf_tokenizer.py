@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from tilewright.model_files import CheckpointError
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -56,14 +58,14 @@ def build(metadata: Mapping[str, object]) -> dict[str, Any]:
     tokens = cast("Sequence[str]", _required(metadata, "tokenizer.ggml.tokens"))
     types = cast("Sequence[int]", metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
-        raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+        raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     model = _required(metadata, "tokenizer.ggml.model")
     if model == "gpt2":
         backend = _byte_level(metadata, tokens)
     elif model == "llama":
         backend = _sentence_piece(metadata, tokens, types)
     else:
-        raise ValueError(f"tokenizer.ggml.model is {model!r}, expected 'gpt2' or 'llama'")
+        raise CheckpointError(f"tokenizer.ggml.model is {model!r}, expected 'gpt2' or 'llama'")
     _mark_added(backend, tokens, types)
     special_tokens = {}
     for name, key in _SPECIAL_KEYS.items():
@@ -81,7 +83,7 @@ def build(metadata: Mapping[str, object]) -> dict[str, Any]:
 
 def _required(metadata: Mapping[str, object], key: str) -> object:
     if key not in metadata:
-        raise ValueError(f"the GGUF file has no {key}")
+        raise CheckpointError(f"the GGUF file has no {key}")
     return metadata[key]
 
 
@@ -90,7 +92,7 @@ def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> tokeni
 
     kind = str(metadata.get("tokenizer.ggml.pre", "default"))
     if kind not in _PATTERNS:
-        raise ValueError(f"tokenizer.ggml.pre is {kind!r}, expected one of {', '.join(_PATTERNS)}")
+        raise CheckpointError(f"tokenizer.ggml.pre is {kind!r}, expected one of {', '.join(_PATTERNS)}")
     merges = cast("Sequence[str]", _required(metadata, "tokenizer.ggml.merges"))
     backend = Tokenizer(
         models.BPE(
@@ -113,7 +115,7 @@ def _pair(merge: str) -> tuple[str, str]:
     # From the second character on: a part is never empty, and may itself begin with a space.
     at = merge.find(" ", 1)
     if at < 0:
-        raise ValueError(f"tokenizer.ggml.merges has {merge!r}, expected two parts with a space between")
+        raise CheckpointError(f"tokenizer.ggml.merges has {merge!r}, expected two parts with a space between")
     return merge[:at], merge[at + 1 :]
 
 
@@ -124,7 +126,7 @@ def _sentence_piece(
 
     scores = cast("Sequence[float]", _required(metadata, "tokenizer.ggml.scores"))
     if len(scores) != len(tokens):
-        raise ValueError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+        raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     backend = Tokenizer(

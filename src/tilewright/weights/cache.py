@@ -33,8 +33,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright.model_files import CheckpointError
 from tilewright.weights.checksums import BLOCK_BYTES, ChecksummedData, ChecksummedWriter
-from tilewright.weights.mapped import CheckpointError, MappedFile
+from tilewright.weights.mapped import MappedFile
 from tilewright.weights.spec import Weight
 from tilewright.weights.values import Encoder, decode
 

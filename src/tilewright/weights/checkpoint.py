@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tilewright.model_files import CheckpointError
 from tilewright.weights.gguf import GgufCheckpoint
 from tilewright.weights.hub import download, is_hub_id
-from tilewright.weights.mapped import CheckpointError
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from tilewright.weights.cache import PackedCache
 from tilewright.weights.checkpoint import Checkpoint, CheckpointError
 from tilewright.weights.checksums import ChecksummedData
+from tilewright.weights.quantized import WHAT_TO_DO, quantized_format
 from tilewright.weights.spec import Weight, walk
 
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -129,6 +130,8 @@ def _check(weights: Iterable[Weight], checkpoint: Checkpoint, stored_names: dict
         ("of a type other than float32, float16 and bfloat16", types),
     ]
     found = [f"{len(items)} tensors {kind}:\n{_listed(items)}" for kind, items in kinds if items]
+    if found and (quantized := quantized_format(checkpoint.config, checkpoint.shapes.keys())) is not None:
+        raise CheckpointError(f"{checkpoint.path} is quantised as {quantized}, which is not read; {WHAT_TO_DO}")
     if found:
         raise CheckpointError("the checkpoint does not fit the model its config describes\n" + "\n".join(found))
 
