@@ -86,3 +86,24 @@ def test_a_processor_s_files(tmp_path, tokenizer, model_type, name, data, messag
 def test_a_byte_order_mark_is_no_error(tmp_path):
     (tmp_path / "generation_config.json").write_bytes(b'\xef\xbb\xbf{"temperature": 0.5}')
     assert sampling_defaults(tmp_path) == {"temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    "stored, expected",
+    [
+        ({"top_k": -1, "temperature": 0.7}, {"top_k": 0, "temperature": 0.7}),
+        ({"top_k": 0}, {"top_k": 0}),
+        ({"top_k": None, "top_p": 0.9}, {"top_p": 0.9}),
+        ({"do_sample": False, "top_k": -1}, {"temperature": 0.0}),
+    ],
+)
+def test_recommended_sampling(tmp_path, stored, expected):
+    (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    assert sampling_defaults(tmp_path) == expected
+
+
+@pytest.mark.parametrize("name, value", [("temperature", 7.0), ("top_p", "0.9"), ("top_k", -5), ("top_k", [1])])
+def test_sampling_that_no_request_could_ask_for_is_left_out(tmp_path, caplog, name, value):
+    (tmp_path / "generation_config.json").write_text(json.dumps({name: value, "min_p": 0.1}))
+    assert sampling_defaults(tmp_path) == {"min_p": 0.1}
+    assert f"{name} of generation_config.json is not used: " in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,14 @@ from tilewright.inputs.media import Limits
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.model_files import read_optional_json
+from tilewright.model_files import CheckpointError, read_optional_json
 from tilewright.models.protocol import Model, Processor
 from tilewright.models.registry import family_of
-from tilewright.types import RequestError
+from tilewright.types import RequestError, SamplingParams
 from tilewright.weights.checkpoint import Checkpoint, open_checkpoint
 from tilewright.weights.load import LoadReport, load
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -104,14 +107,29 @@ def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.files is None:
-        return Tokenizer.from_gguf(checkpoint.tokenizer_metadata or {})
+        try:
+            return Tokenizer.from_gguf(checkpoint.tokenizer_metadata or {})
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error}") from error
     return Tokenizer.from_folder(checkpoint.files)
 
 
 def sampling_defaults(folder: Path | None) -> dict[str, Any]:
-    """The sampling of generation_config.json: greedy where it says not to sample; empty where there is none."""
+    """The sampling of generation_config.json: greedy where it says not to sample; empty where there is none.
+
+    What no request could ask for is left out with a warning: it would refuse every one.
+    """
     stored = read_optional_json(folder / "generation_config.json") if folder else {}
     if stored.get("do_sample") is False:
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: stored[name] for name in names if stored.get(name) is not None}
+    given = {name: stored[name] for name in names if stored.get(name) is not None}
+    if given.get("top_k") == -1:  # another way to say: all tokens
+        given["top_k"] = 0
+    for name, value in list(given.items()):
+        try:
+            SamplingParams(**{name: value})
+        except (RequestError, TypeError) as error:
+            _log.warning("%s of generation_config.json is not used: %s", name, error)
+            del given[name]
+    return given

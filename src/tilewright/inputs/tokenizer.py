@@ -60,6 +60,7 @@ class Tokenizer:
         # The small files first: a broken one is told before a vocabulary is read for a second.
         config = read_optional_json(folder / "tokenizer_config.json")
         generation_config = read_optional_json(folder / "generation_config.json")
+        model_config = read_optional_json(folder / "config.json")
         special_tokens = _special_tokens({**read_optional_json(folder / "special_tokens_map.json"), **config})
         templates = read_templates(folder, config)
         try:
@@ -71,7 +72,7 @@ class Tokenizer:
         return cls(
             backend,
             special_tokens=special_tokens,
-            stop_token_ids=_stop_token_ids(backend, generation_config, special_tokens),
+            stop_token_ids=_stop_token_ids(backend, generation_config, model_config, special_tokens),
             chat_template=templates,
         )
 
@@ -248,13 +249,30 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, added: object) -> None:
 
 
 def _stop_token_ids(
-    backend: tokenizers.Tokenizer, generation_config: Mapping[str, object], special_tokens: Mapping[str, str]
+    backend: tokenizers.Tokenizer,
+    generation_config: Mapping[str, object],
+    config: Mapping[str, object],
+    special_tokens: Mapping[str, str],
 ) -> list[int]:
-    stop = generation_config.get("eos_token_id")
-    if isinstance(stop, int):
-        return [stop]
-    if isinstance(stop, list) and stop:
-        return list(stop)
+    """The ends of an answer: generation_config.json's; where it names none, config.json's and the tokenizer's own.
+
+    The tokenizer's as well, because Qwen3.5's config names the end of a text alone, and turns of a chat end otherwise.
+    """
+    if stop := _token_ids(generation_config, "generation_config.json"):
+        return stop
+    text_config = config.get("text_config")
+    stop = _token_ids(config, "config.json")
+    if not stop and isinstance(text_config, Mapping):
+        stop = _token_ids(text_config, "config.json")
     eos_token = special_tokens.get("eos_token")
     token_id = None if eos_token is None else backend.token_to_id(eos_token)
-    return [] if token_id is None else [token_id]
+    return stop if token_id is None or token_id in stop else [*stop, token_id]
+
+
+def _token_ids(config: Mapping[str, object], file: str) -> list[int]:
+    """eos_token_id: one, a list, or null."""
+    given = config.get("eos_token_id")
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token_id) is int for token_id in listed):
+        raise CheckpointError(f"{file} has eos_token_id {given!r}, expected a token id or a list of them")
+    return listed
