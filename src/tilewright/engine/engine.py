@@ -90,12 +90,12 @@ class Engine:
             media_limits=media_limits,
             opener=self._opener,
         )
-        longest = self.loaded.model.max_context
         self.limits = limits = Limits(
-            max_context=min(max_context or longest, longest),
+            max_context=_context(self.loaded, max_context),
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
         )
+        self.loaded.model.decoder.rope.fit(limits.max_context)
         # Pictures that running sequences see, or one request brings side by side: more need not be kept at once.
         max_media = max(max_sequences, (media_limits or MediaLimits()).max_items)
         num_pages, for_scenes, num_slots = _num_pages(self.loaded, limits, max_media, kv_memory)
@@ -252,6 +252,21 @@ def _require_supported(*, tp: int, quantize: str | None, device: str) -> None:
         raise RequestError(f"quantize is {quantize!r}, expected None: quantised weights are not built yet")
     if device != "cpu":
         raise RequestError(f"device is {device!r}, expected cpu")
+
+
+def _context(loaded: LoadedModel, max_context: int | None) -> int:
+    """Tokens of a prompt and its answer: as many as asked for, and as the model allows."""
+    longest = loaded.model.max_context
+    if max_context is not None and max_context > longest:
+        _log.warning(
+            "max_context is %d, and %s takes %d tokens at most (its config's max_position_embeddings, or what its rope "
+            "scaling stretches them to): %d is used",
+            max_context,
+            loaded.name,
+            longest,
+            longest,
+        )
+    return min(max_context or longest, longest)
 
 
 def _num_pages(

@@ -20,6 +20,7 @@ from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.model_files import CheckpointError, read_optional_json
 from tilewright.models.protocol import Model, Processor
 from tilewright.models.registry import family_of
+from tilewright.models.tied_head import config_as_stored
 from tilewright.types import RequestError, SamplingParams
 from tilewright.weights.checkpoint import Checkpoint, open_checkpoint
 from tilewright.weights.load import LoadReport, load
@@ -58,12 +59,13 @@ def load_model(
     is_embedded = embedded.is_embedded(name)
     own_name = embedded.MODEL_NAME if is_embedded else Path(name).name
     checkpoint = open_checkpoint(name)
-    family = family_of(checkpoint.config)
+    config = config_as_stored(checkpoint)
+    family = family_of(config)
     shapes = checkpoint.shapes
     if not drafting and (prefix := family.predictor_prefix) is not None:
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefix)}
-    model = family.build(checkpoint.config, shapes)
-    weight_dtype = _dtype(dtype, checkpoint.config)
+    model = family.build(config, shapes)
+    weight_dtype = _dtype(dtype, config)
     report = load(
         model,
         checkpoint,
@@ -80,7 +82,7 @@ def load_model(
         processor = TextProcessor(own_name, tokenizer, template)
     else:
         processor = family.make_processor(
-            checkpoint.config,
+            config,
             checkpoint.files,
             tokenizer,
             template,
@@ -95,7 +97,7 @@ def load_model(
 def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
     """The type weights and keys and values are kept in; "auto": fp32 where the checkpoint is, else bf16."""
     if name == "auto":
-        text = config.get("text_config", {})
+        text = config.get("text_config") or {}
         stored = next(
             (table[key] for table in (config, text) for key in ("dtype", "torch_dtype") if key in table), None
         )

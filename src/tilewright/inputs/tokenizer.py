@@ -272,7 +272,7 @@ def _stop_token_ids(
 def _token_ids(config: Mapping[str, object], file: str) -> list[int]:
     """eos_token_id: one, a list, or null."""
     given = config.get("eos_token_id")
-    listed = given if isinstance(given, list) else [] if given is None else [given]
+    listed: list = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token_id) is int for token_id in listed):
         raise CheckpointError(f"{file} has eos_token_id {given!r}, expected a token id or a list of them")
     return listed

@@ -21,7 +21,7 @@ class Checkpoint(Protocol):
     """What loading asks of a checkpoint. Opening one reads headers only."""
 
     path: Path  # the folder or the GGUF file
-    config: dict  # as config.json
+    config: dict  # as config.json, without what is null there
     shapes: Mapping[str, tuple[int, ...]]
     fingerprint: str  # differs when any file's name, size, time or header does
     files: Path | None  # the folder with tokenizer and templates; None: tokenizer_metadata has them

@@ -58,7 +58,7 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self.files: Path | None = folder
-        self.config: dict = read_json(folder / "config.json")
+        self.config: dict = _without_nulls(read_json(folder / "config.json"))
         self._entries: dict[str, Entry] = {}
         digest = hashlib.sha256((folder / "config.json").read_bytes())
         expected, paths = _weight_files(folder)
@@ -103,6 +103,15 @@ class SafetensorsCheckpoint:
         """Lets go of the tensor's pages; views of it stay valid and read them again."""
         entry = self._entries[name]
         entry.file.release(entry.offset, entry.size_bytes)
+
+
+def _without_nulls(config: dict) -> dict:
+    """What is null in a config is as absent: the reader's default holds."""
+    return {
+        key: _without_nulls(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value is not None
+    }
 
 
 def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
