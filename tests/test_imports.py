@@ -11,7 +11,7 @@ LEVELS = [
     ["__main__"],
     ["cli"],
     ["demo"],
-    ["batch", "bench", "chat", "serve"],
+    ["batch", "bench", "chat", "pack_cache", "serve"],
     ["server"],
     ["machine", "engine_flags"],
     ["engine", "diffusion"],
@@ -25,7 +25,19 @@ LEVELS = [
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 # Without torch, so that the server starts, and --help answers, at once.
-FREE_OF_TORCH = ["cli", "batch", "chat", "demo", "serve", "engine_flags", "embedded", "config", "types", "server"]
+FREE_OF_TORCH = [
+    "cli",
+    "batch",
+    "chat",
+    "pack_cache",
+    "demo",
+    "serve",
+    "engine_flags",
+    "embedded",
+    "config",
+    "types",
+    "server",
+]
 
 
 def part_of(module: str) -> str | None:

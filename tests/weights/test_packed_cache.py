@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tilewright import cli, config
 from tilewright.weights import cache, checksums, entry_check, values
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
@@ -325,3 +326,28 @@ def test_recipes_are_made_of_plain_settings():
     weight.rule = lambda tensor: tensor
     with pytest.raises(TypeError, match=r"Plain\.rule is .*expected numbers, strings or tuples"):
         _ = weight.recipe
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, bit_flipped, last_byte_flipped])
+def test_the_command_removes_what_is_damaged(start, tmp_path, monkeypatch, capsys, damage):
+    settings = config.resolve({"TILEWRIGHT_CACHE_DIR": str(tmp_path / "cache")}, [0])
+    monkeypatch.setattr(config, "current", lambda: settings)
+    damaged, whole = start()[1].cache_path, start(dtype=torch.bfloat16)[1].cache_path
+    assert cli.main(["cache", "verify"]) == 0
+    assert capsys.readouterr().out.count("  whole") == 2
+    damaged.write_bytes(damage(damaged.read_bytes()))
+    assert cli.main(["cache"]) == 0 and damaged.is_file()
+    assert cli.main(["cache", "verify"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (told,) = [line for line in lines if "removed: " in line]
+    assert damaged.name in told and not damaged.exists() and whole.is_file()
+
+
+def test_the_command_without_a_cache(tmp_path, monkeypatch, capsys):
+    for value, text in (
+        ("off", "TILEWRIGHT_CACHE_DIR is off"),
+        (str(tmp_path / "none"), "0 of packed weights, 0.0 GB"),
+    ):
+        settings = config.resolve({"TILEWRIGHT_CACHE_DIR": value}, [0])
+        monkeypatch.setattr(config, "current", lambda settings=settings: settings)
+        assert cli.main(["cache", "verify"]) == 0 and text in capsys.readouterr().out

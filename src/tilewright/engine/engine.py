@@ -91,11 +91,10 @@ class Engine:
             opener=self._opener,
         )
         self.limits = limits = Limits(
-            max_context=_context(self.loaded, max_context),
+            max_context=_fit_context(self.loaded, max_context),
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
         )
-        self.loaded.model.decoder.rope.fit(limits.max_context)
         # Pictures that running sequences see, or one request brings side by side: more need not be kept at once.
         max_media = max(max_sequences, (media_limits or MediaLimits()).max_items)
         num_pages, for_scenes, num_slots = _num_pages(self.loaded, limits, max_media, kv_memory)
@@ -116,8 +115,7 @@ class Engine:
         self._features, self._scenes = core.scheduler.features, core.scheduler.scenes
         costs = costs_of(self.loaded.model, self.loaded.dtype.itemsize)
         self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
-        unchecked = self.loaded.report.unchecked
-        self._entry_check = None if unchecked is None else EntryCheck(unchecked, self.loop.fail)
+        self._entry_check = _start_check(self.loaded, self.loop)
 
     def chat(self, messages: Any, **options: Any) -> Any:
         """The answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.
@@ -254,8 +252,14 @@ def _require_supported(*, tp: int, quantize: str | None, device: str) -> None:
         raise RequestError(f"device is {device!r}, expected cpu")
 
 
-def _context(loaded: LoadedModel, max_context: int | None) -> int:
-    """Tokens of a prompt and its answer: as many as asked for, and as the model allows."""
+def _start_check(loaded: LoadedModel, loop: EngineLoop) -> EntryCheck | None:
+    """What reads mapped weights through behind the answers; None where they were packed now, or are all compared."""
+    unchecked = loaded.report.unchecked
+    return None if unchecked is None else EntryCheck(unchecked, loop.fail)
+
+
+def _fit_context(loaded: LoadedModel, max_context: int | None) -> int:
+    """Tokens of a prompt and its answer, as many as asked for and as the model allows; its rope is fitted to them."""
     longest = loaded.model.max_context
     if max_context is not None and max_context > longest:
         _log.warning(
@@ -266,7 +270,9 @@ def _context(loaded: LoadedModel, max_context: int | None) -> int:
             longest,
             longest,
         )
-    return min(max_context or longest, longest)
+    fitting = min(max_context or longest, longest)
+    loaded.model.decoder.rope.fit(fitting)
+    return fitting
 
 
 def _num_pages(

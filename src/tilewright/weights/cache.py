@@ -27,7 +27,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -98,30 +98,15 @@ class PackedCache:
         return True
 
     def _read(self, on_bytes: Callable[[int], object]) -> list[object]:
-        file = MappedFile(self.path)
-        footer = file.memory[max(file.size_bytes - _FOOTER_BYTES, 0) :]
-        if len(footer) < _FOOTER_BYTES or not footer.startswith(_MARK):
-            raise _NoEntryError("it does not end as a whole file does")
-        header_begin = int.from_bytes(footer[len(_MARK) : -_DIGEST_BYTES], "little")
-        header = file.memory[header_begin : file.size_bytes - _FOOTER_BYTES]
-        if hashlib.sha256(header).digest() != footer[-_DIGEST_BYTES:]:
-            raise _NoEntryError("its header was changed")
-        entry = json.loads(header)
-        if entry["key"] != self._key or entry["data_bytes"] != header_begin:
+        entry, data = _open(self.path)
+        if entry["key"] != self._key:
             raise _NoEntryError("it belongs to another model")
-        _populate(file, on_bytes)
-        data = ChecksummedData(file, header_begin, entry["checksums"])
-        self._compare_sample(data)
-        return [decode(value, file) for value in entry["values"]]
-
-    def _compare_sample(self, data: ChecksummedData) -> None:
+        _populate(data.file, on_bytes)
         num_blocks = len(data.checksums)
         # Other blocks at each start: short runs, which end before a whole check does, find damage too, in the end.
-        damaged = data.first_damaged(random.sample(range(num_blocks), min(num_blocks, SAMPLE_BLOCKS)))
-        if damaged is not None:
-            begin = damaged * BLOCK_BYTES
-            raise _NoEntryError(f"bytes {begin} to {begin + BLOCK_BYTES} were changed after they were written")
+        _compare(data, random.sample(range(num_blocks), min(num_blocks, SAMPLE_BLOCKS)))
         self.unchecked = data if num_blocks > SAMPLE_BLOCKS else None
+        return [decode(value, data.file) for value in entry["values"]]
 
     def store(self) -> None:
         """Writes the weights' values as the entry, and removes what it takes the place of; a warning if it cannot."""
@@ -179,6 +164,46 @@ class PackedCache:
     def _is_older_state(self, path: Path) -> bool:
         parts = path.stem.split("-")
         return len(parts) == 3 and parts[0] == self._checkpoint and parts[1] != self._state
+
+
+def entries(folder: Path) -> list[Path]:
+    """The files of all models, those used last first."""
+    return sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def find_damage(path: Path) -> str | None:
+    """Why a file is no entry, or what of it was changed; None: all of it is as it was written. Reads all of it."""
+    try:
+        data = _open(path)[1]
+        _compare(data, range(len(data.checksums)))
+    except (_NoEntryError, CheckpointError) as error:
+        return str(error)
+    return None
+
+
+def _open(path: Path) -> tuple[dict, ChecksummedData]:
+    """An entry's header, and its data mapped but not read."""
+    file = MappedFile(path)
+    footer = file.memory[max(file.size_bytes - _FOOTER_BYTES, 0) :]
+    if len(footer) < _FOOTER_BYTES or not footer.startswith(_MARK):
+        raise _NoEntryError("it does not end as a whole file does")
+    header_begin = int.from_bytes(footer[len(_MARK) : -_DIGEST_BYTES], "little")
+    header = file.memory[header_begin : file.size_bytes - _FOOTER_BYTES]
+    if hashlib.sha256(header).digest() != footer[-_DIGEST_BYTES:]:
+        raise _NoEntryError("its header was changed")
+    entry = json.loads(header)
+    if entry["data_bytes"] != header_begin:
+        raise _NoEntryError("it has data of another length")
+    if "checksums" not in entry:
+        raise _NoEntryError("it has no checksums: another version wrote it")
+    return entry, ChecksummedData(file, header_begin, entry["checksums"])
+
+
+def _compare(data: ChecksummedData, blocks: Iterable[int]) -> None:
+    damaged = data.first_damaged(blocks)
+    if damaged is not None:
+        begin = damaged * BLOCK_BYTES
+        raise _NoEntryError(f"bytes {begin} to {begin + BLOCK_BYTES} were changed after they were written")
 
 
 def _key(*parts: str) -> str:
