@@ -11,7 +11,7 @@ LEVELS = [
     ["__main__"],
     ["cli"],
     ["demo"],
-    ["batch", "bench", "chat", "serve"],
+    ["batch", "bench", "chat", "pack_cache", "serve"],
     ["server"],
     ["machine", "engine_flags"],
     ["engine", "diffusion"],
@@ -20,7 +20,7 @@ LEVELS = [
     ["weights", "parallel", "inputs", "embedded"],
     ["ops"],
     ["_kernels"],
-    ["types", "config", "cpu_name", "event_loop"],
+    ["types", "config", "cpu_name", "event_loop", "model_files"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
@@ -29,6 +29,7 @@ FREE_OF_TORCH = [
     "cli",
     "batch",
     "chat",
+    "pack_cache",
     "demo",
     "serve",
     "engine_flags",

@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_serve(commands)
     _add_batch(commands)
+    _add_cache(commands)
     _add_info(commands)
     _add_bench(commands)
     return parser
@@ -62,6 +63,12 @@ def _add_batch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     from tilewright.batch import command
 
     command.add_arguments(commands)
+
+
+def _add_cache(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright import pack_cache
+
+    pack_cache.add_arguments(commands)
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

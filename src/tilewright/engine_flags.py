@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tilewright import embedded
+from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
 
 if TYPE_CHECKING:
@@ -85,7 +86,6 @@ def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> 
 def make_engine(**options: Any) -> Engine:
     """An Engine by its arguments. A model that cannot be loaded is a RequestError."""
     from tilewright.engine.engine import Engine
-    from tilewright.weights.checkpoint import CheckpointError
 
     try:
         return Engine(**options)

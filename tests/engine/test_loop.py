@@ -311,3 +311,16 @@ def test_timings_are_in_order(loop):
     timings = completion.timings
     assert 0.05 <= timings.queued_s <= timings.first_token_s <= timings.total_s
     assert (completion.num_prompt_tokens, completion.num_cached_tokens) == (6, 0)
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_failure_of_all_ends_what_runs_and_refuses_what_comes(threaded):
+    loop = EngineLoop(make_core(), threaded=threaded)
+    running = loop.submit(lambda: prompt(1), params(100_000))
+    loop.fail(EngineError("the weights are damaged"))
+    with pytest.raises(EngineError, match="the weights are damaged"):
+        running.result(TIMEOUT_S)
+    with pytest.raises(EngineError, match="the weights are damaged"):
+        loop.submit(lambda: prompt(2), params())
+    loop.close(drain=True)
+    assert loop.stats().num_running == 0

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.model_files import CheckpointError
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "<tool_call>", "<|image_pad|>", "<s>", "</s>"]
 ODD = [
@@ -83,6 +84,41 @@ def test_stop_ids_without_a_generation_config(folder, tmp_path):
     assert Tokenizer.from_folder(tmp_path).stop_token_ids == (151645,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 151643}')
     assert Tokenizer.from_folder(tmp_path).stop_token_ids == (151643,)
+
+
+@pytest.fixture
+def small_folder(tmp_path):
+    """A vocabulary of five, "<end>" ending a turn."""
+    tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "<end>": 3, "<eot>": 4}, [])).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "generation, config, expected",
+    [
+        ({"eos_token_id": 4}, {"eos_token_id": 2}, (4,)),
+        ({"eos_token_id": [4, 1]}, {"eos_token_id": 2}, (4, 1)),
+        ({}, {"eos_token_id": 4}, (4, 3)),
+        ({"eos_token_id": None}, {"eos_token_id": [4, 3]}, (4, 3)),
+        ({}, {"text_config": {"eos_token_id": 4}}, (4, 3)),
+        ({}, {"eos_token_id": None, "text_config": {"eos_token_id": [1, 2]}}, (1, 2, 3)),
+        ({}, {"eos_token_id": 1, "text_config": {"eos_token_id": 2}}, (1, 3)),
+        ({}, {"text_config": None}, (3,)),
+    ],
+)
+def test_ends_are_read_from_the_generation_config_then_from_the_config(small_folder, generation, config, expected):
+    (small_folder / "generation_config.json").write_text(json.dumps(generation))
+    (small_folder / "config.json").write_text(json.dumps(config))
+    assert Tokenizer.from_folder(small_folder).stop_token_ids == expected
+
+
+def test_an_end_that_is_no_token_id(small_folder):
+    (small_folder / "config.json").write_text('{"eos_token_id": ["<eot>"]}')
+    with pytest.raises(CheckpointError, match=r"config.json has eos_token_id \['<eot>'\], expected a token id"):
+        Tokenizer.from_folder(small_folder)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

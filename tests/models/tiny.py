@@ -119,11 +119,15 @@ CROSS_FAMILIES = [name for name in FAMILIES if "mllama" in name]
 
 def make_network(name: str) -> torch.nn.Module:
     """transformers' model in fp32 with weights of a size that lets every part matter."""
-    torch.manual_seed(FAMILIES.index(name))
-    config = CONFIGS[name]
+    return network_of(CONFIGS[name], seed=FAMILIES.index(name))
+
+
+def network_of(config: transformers.PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
+    """The same of any config."""
+    torch.manual_seed(seed)
     mapping = (
         transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        if name in VISION_FAMILIES + CROSS_FAMILIES
+        if hasattr(config, "vision_config")
         else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     )
     network = mapping[type(config)](config).eval()

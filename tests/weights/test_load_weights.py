@@ -11,7 +11,7 @@ import torch
 import tilewright.ops.linear as linear_ops
 from tilewright.ops.linear import pack_weight
 from tilewright.weights.checkpoint import CheckpointError
-from tilewright.weights.load import load
+from tilewright.weights.load import _is_finite, load
 from tilewright.weights.spec import Linear, PatchEmbedding, Plain
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -161,7 +161,7 @@ import sys
 from pathlib import Path
 import torch
 from tilewright.weights.checkpoint import open_checkpoint
-from tilewright.weights.load import load
+from tilewright.weights.load import _is_finite, load
 from tilewright.weights.spec import Linear, Plain
 
 def status_bytes(key):
@@ -214,3 +214,34 @@ def test_peak_memory_is_the_weights_and_a_tenth(make_checkpoint, source_dtype, d
     assert 300e6 < weight_bytes < 400e6
     assert peak_bytes <= weight_bytes * 1.1, f"{peak_bytes / weight_bytes:.3f} of the weights"
     print(f"peak {peak_bytes / weight_bytes:.3f} of the weights")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("at", [0, 12_345, 64 * 4096 - 1])
+def test_nan_is_refused_by_the_name_of_its_tensor(make_checkpoint, monkeypatch, dtype, at):
+    monkeypatch.setattr(linear_ops, "PACK_BLOCK_BYTES", 100_000)  # some rows at a time
+    tensors = {f"{name}.weight": random(64, 4096, dtype=dtype) for name in ("good", "bad")}
+    tensors["bad.weight"].view(-1)[at] = torch.nan
+    model = [Linear([(name, 64)], 4096) for name in ("good", "bad")]
+    with pytest.raises(
+        CheckpointError, match=r"the tensor bad\.weight has 1 NaN among \d+ values: its file is damaged"
+    ):
+        load(model, make_checkpoint(tensors), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_infinity_is_a_warning(make_checkpoint, caplog, value):
+    weight = Plain("mask", 4, 4096)
+    mask = torch.zeros(4, 4096)
+    mask[1:, 2:] = value
+    load([weight], make_checkpoint({"mask": mask}), dtype=torch.float32)
+    assert torch.equal(weight.value, mask)
+    assert [record.message.endswith("the tensor mask has infinite values") for record in caplog.records] == [True]
+
+
+def test_finite_is_told_of_every_bf16_value():
+    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.bfloat16)
+    told = torch.tensor([_is_finite(value) for value in values])
+    assert torch.equal(told, values.isfinite()) and not told.all()
+    wide = values.float()[::16]
+    assert torch.equal(torch.tensor([_is_finite(value) for value in wide]), wide.isfinite())

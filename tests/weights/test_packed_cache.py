@@ -5,12 +5,16 @@ import errno
 import json
 import logging
 import os
+import re
+import threading
+import time
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tilewright.weights import cache, values
+from tilewright import cli, config
+from tilewright.weights import cache, checksums, entry_check, values
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
 from tilewright.weights.mapped import MappedFile
@@ -140,9 +144,20 @@ def middle_removed(data: bytes) -> bytes:
     return data[4096:]
 
 
-@pytest.mark.parametrize(
-    "damage", [cut, cut_in_the_middle, emptied, longer, header_changed, header_place_changed, middle_removed]
-)
+def bit_flipped(data: bytes) -> bytes:
+    at = 1 << 20  # within the first weight
+    return data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
+
+
+def last_byte_flipped(data: bytes) -> bytes:
+    at = int.from_bytes(data[-40:-32], "little") - 1
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+DAMAGES = [cut, cut_in_the_middle, emptied, longer, header_changed, header_place_changed, middle_removed]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, bit_flipped, last_byte_flipped])
 def test_a_damaged_entry_is_replaced(start, caplog, damage):
     first, report = start()
     path = report.cache_path
@@ -154,6 +169,45 @@ def test_a_damaged_entry_is_replaced(start, caplog, damage):
     assert "is not used" in caplog.text and str(path) in caplog.text
     assert path.read_bytes() == whole
     assert start()[1].from_cache
+
+
+def test_a_large_entry_is_sampled_at_the_start_and_then_read_through(start, monkeypatch, caplog):
+    monkeypatch.setattr(cache, "SAMPLE_BLOCKS", 1)
+    monkeypatch.setattr(entry_check, "BYTES_PER_S", 1e12)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: ended_by.append(arguments.exc_value))
+    ended_by: list[BaseException | None] = []
+    path = start()[1].cache_path
+    whole = path.read_bytes()
+
+    def read_through(data: bytes, sampled: int) -> list[Exception]:
+        path.write_bytes(data)
+        monkeypatch.setattr(cache.random, "sample", lambda blocks, count: [sampled])
+        report = start()[1]
+        assert report.from_cache
+        told: list[Exception] = []
+        entry_check.EntryCheck(report.unchecked, told.append).join()
+        return told
+
+    assert read_through(whole, sampled=0) == [] and path.is_file()
+    (error,) = read_through(bit_flipped(whole), sampled=0)
+    assert re.search(r"\.packed was damaged after it was written, in bytes 1048576 to 2097152", str(error))
+    assert ended_by == [error] and str(error) in caplog.text
+    assert not path.exists() and not start()[1].from_cache and path.read_bytes() == whole
+
+
+def test_a_small_entry_is_wholly_compared_at_the_start(start):
+    start()
+    assert start()[1].unchecked is None
+
+
+def test_a_check_that_is_closed_ends_at_once(start, monkeypatch):
+    monkeypatch.setattr(cache, "SAMPLE_BLOCKS", 1)
+    monkeypatch.setattr(entry_check, "BYTES_PER_S", 1e3)  # seventeen minutes a block
+    start()
+    check = entry_check.EntryCheck(start()[1].unchecked, lambda error: None)
+    began_s = time.perf_counter()
+    check.close()
+    assert time.perf_counter() - began_s < 5
 
 
 def test_an_entry_of_another_model_under_this_name(start, tmp_path):
@@ -216,8 +270,8 @@ def test_what_a_dead_process_left_is_removed(start, tmp_path):
 
 
 def test_a_full_disk_is_a_warning(start, tmp_path, monkeypatch, caplog):
-    def fail(file, tensor) -> None:
-        file.write(b"some of it")
+    def fail(writer, tensor) -> None:
+        writer.write(memoryview(b"some of it"))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(cache, "_write_tensor", fail)
@@ -255,9 +309,10 @@ def test_values_of_any_nesting(tmp_path):
     encoder = values.Encoder()
     encoded = json.loads(json.dumps(encoder.encode(value)))
     with (tmp_path / "file").open("wb") as file:
+        writer = checksums.ChecksummedWriter(file)
         for offset, tensor in encoder.tensors:
-            file.seek(offset)
-            cache._write_tensor(file, tensor)
+            writer.pad_to(offset)
+            cache._write_tensor(writer, tensor)
     back = values.decode(encoded, MappedFile(tmp_path / "file"))
     assert back[1:6] == value[1:6]
     for a, b in ((back[0], value[0]), (back[6][0], value[6][0]), (back[6][1], value[6][1])):
@@ -271,3 +326,28 @@ def test_recipes_are_made_of_plain_settings():
     weight.rule = lambda tensor: tensor
     with pytest.raises(TypeError, match=r"Plain\.rule is .*expected numbers, strings or tuples"):
         _ = weight.recipe
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, bit_flipped, last_byte_flipped])
+def test_the_command_removes_what_is_damaged(start, tmp_path, monkeypatch, capsys, damage):
+    settings = config.resolve({"TILEWRIGHT_CACHE_DIR": str(tmp_path / "cache")}, [0])
+    monkeypatch.setattr(config, "current", lambda: settings)
+    damaged, whole = start()[1].cache_path, start(dtype=torch.bfloat16)[1].cache_path
+    assert cli.main(["cache", "verify"]) == 0
+    assert capsys.readouterr().out.count("  whole") == 2
+    damaged.write_bytes(damage(damaged.read_bytes()))
+    assert cli.main(["cache"]) == 0 and damaged.is_file()
+    assert cli.main(["cache", "verify"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (told,) = [line for line in lines if "removed: " in line]
+    assert damaged.name in told and not damaged.exists() and whole.is_file()
+
+
+def test_the_command_without_a_cache(tmp_path, monkeypatch, capsys):
+    for value, text in (
+        ("off", "TILEWRIGHT_CACHE_DIR is off"),
+        (str(tmp_path / "none"), "0 of packed weights, 0.0 GB"),
+    ):
+        settings = config.resolve({"TILEWRIGHT_CACHE_DIR": value}, [0])
+        monkeypatch.setattr(config, "current", lambda settings=settings: settings)
+        assert cli.main(["cache", "verify"]) == 0 and text in capsys.readouterr().out

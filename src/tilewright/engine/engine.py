@@ -25,6 +25,7 @@ from tilewright.inputs.media import Limits as MediaLimits
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
+from tilewright.weights.entry_check import EntryCheck
 
 _log = logging.getLogger(__name__)
 
@@ -89,9 +90,8 @@ class Engine:
             media_limits=media_limits,
             opener=self._opener,
         )
-        longest = self.loaded.model.max_context
         self.limits = limits = Limits(
-            max_context=min(max_context or longest, longest),
+            max_context=_fit_context(self.loaded, max_context),
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
         )
@@ -115,6 +115,7 @@ class Engine:
         self._features, self._scenes = core.scheduler.features, core.scheduler.scenes
         costs = costs_of(self.loaded.model, self.loaded.dtype.itemsize)
         self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
+        self._entry_check = _start_check(self.loaded, self.loop)
 
     def chat(self, messages: Any, **options: Any) -> Any:
         """The answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.
@@ -203,6 +204,8 @@ class Engine:
 
     def close(self) -> None:
         """Aborts what is under way and ends the engine's threads."""
+        if self._entry_check:
+            self._entry_check.close()
         self._opener.close()
         self.loop.close(drain=False)
 
@@ -247,6 +250,29 @@ def _require_supported(*, tp: int, quantize: str | None, device: str) -> None:
         raise RequestError(f"quantize is {quantize!r}, expected None: quantised weights are not built yet")
     if device != "cpu":
         raise RequestError(f"device is {device!r}, expected cpu")
+
+
+def _start_check(loaded: LoadedModel, loop: EngineLoop) -> EntryCheck | None:
+    """What reads mapped weights through behind the answers; None where they were packed now, or are all compared."""
+    unchecked = loaded.report.unchecked
+    return None if unchecked is None else EntryCheck(unchecked, loop.fail)
+
+
+def _fit_context(loaded: LoadedModel, max_context: int | None) -> int:
+    """Tokens of a prompt and its answer, as many as asked for and as the model allows; its rope is fitted to them."""
+    longest = loaded.model.max_context
+    if max_context is not None and max_context > longest:
+        _log.warning(
+            "max_context is %d, and %s takes %d tokens at most (its config's max_position_embeddings, or what its rope "
+            "scaling stretches them to): %d is used",
+            max_context,
+            loaded.name,
+            longest,
+            longest,
+        )
+    fitting = min(max_context or longest, longest)
+    loaded.model.decoder.rope.fit(fitting)
+    return fitting
 
 
 def _num_pages(

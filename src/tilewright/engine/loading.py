@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,15 @@ from tilewright.inputs.media import Limits
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.model_files import CheckpointError, read_optional_json
 from tilewright.models.protocol import Model, Processor
 from tilewright.models.registry import family_of
-from tilewright.types import RequestError
+from tilewright.models.tied_head import config_as_stored
+from tilewright.types import RequestError, SamplingParams
 from tilewright.weights.checkpoint import Checkpoint, open_checkpoint
 from tilewright.weights.load import LoadReport, load
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -55,12 +59,13 @@ def load_model(
     is_embedded = embedded.is_embedded(name)
     own_name = embedded.MODEL_NAME if is_embedded else Path(name).name
     checkpoint = open_checkpoint(name)
-    family = family_of(checkpoint.config)
+    config = config_as_stored(checkpoint)
+    family = family_of(config)
     shapes = checkpoint.shapes
     if not drafting and (prefix := family.predictor_prefix) is not None:
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefix)}
-    model = family.build(checkpoint.config, shapes)
-    weight_dtype = _dtype(dtype, checkpoint.config)
+    model = family.build(config, shapes)
+    weight_dtype = _dtype(dtype, config)
     report = load(
         model,
         checkpoint,
@@ -77,7 +82,7 @@ def load_model(
         processor = TextProcessor(own_name, tokenizer, template)
     else:
         processor = family.make_processor(
-            checkpoint.config,
+            config,
             checkpoint.files,
             tokenizer,
             template,
@@ -92,7 +97,7 @@ def load_model(
 def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
     """The type weights and keys and values are kept in; "auto": fp32 where the checkpoint is, else bf16."""
     if name == "auto":
-        text = config.get("text_config", {})
+        text = config.get("text_config") or {}
         stored = next(
             (table[key] for table in (config, text) for key in ("dtype", "torch_dtype") if key in table), None
         )
@@ -104,17 +109,29 @@ def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.files is None:
-        return Tokenizer.from_gguf(checkpoint.tokenizer_metadata or {})
+        try:
+            return Tokenizer.from_gguf(checkpoint.tokenizer_metadata or {})
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error}") from error
     return Tokenizer.from_folder(checkpoint.files)
 
 
 def sampling_defaults(folder: Path | None) -> dict[str, Any]:
-    """The sampling of generation_config.json: greedy where it says not to sample; empty where there is none."""
-    path = folder / "generation_config.json" if folder else None
-    if path is None or not path.is_file():
-        return {}
-    stored = json.loads(path.read_text())
+    """The sampling of generation_config.json: greedy where it says not to sample; empty where there is none.
+
+    What no request could ask for is left out with a warning: it would refuse every one.
+    """
+    stored = read_optional_json(folder / "generation_config.json") if folder else {}
     if stored.get("do_sample") is False:
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: stored[name] for name in names if stored.get(name) is not None}
+    given = {name: stored[name] for name in names if stored.get(name) is not None}
+    if given.get("top_k") == -1:  # another way to say: all tokens
+        given["top_k"] = 0
+    for name, value in list(given.items()):
+        try:
+            SamplingParams(**{name: value})
+        except (RequestError, TypeError) as error:
+            _log.warning("%s of generation_config.json is not used: %s", name, error)
+            del given[name]
+    return given

@@ -53,6 +53,7 @@ class EngineLoop:
         self._changed = threading.Condition()  # guards what is above and below
         self._num_preparing = 0
         self._is_closing = False
+        self._failure: Exception | None = None  # why no request is taken any more
         self._counter = StepCounter()
         self._costs = costs  # None: what steps read and compute is not counted
         self._step_began_s: float | None = None
@@ -76,6 +77,8 @@ class EngineLoop:
         with self._changed:
             if self._is_closing:
                 raise EngineError("the engine is closed")
+            if self._failure:
+                raise self._failure
             if self._preparers:  # first: where no thread can be started, nothing is left behind
                 self._preparers[kind].submit(self._prepare, handle, prepare)
             self._handles[handle.request_id] = handle
@@ -139,6 +142,15 @@ class EngineLoop:
             step_age_s=0.0 if began_s is None else time.perf_counter() - began_s,
             **vars(counter.speeds()),
         )
+
+    def fail(self, error: Exception) -> None:
+        """Ends every request with `error` and refuses later ones: for what makes all answers wrong, from any thread."""
+        with self._changed:
+            self._failure = error
+            handles = list(self._handles.values())
+        for handle in handles:
+            handle.end(error)
+            handle.abort()
 
     def close(self, *, drain: bool = True) -> None:
         """Ends when all requests are answered, or, without drain, aborted. Later submissions are refused."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, check_count, check_total, open_url
+from tilewright.model_files import CheckpointError, read_json
 from tilewright.types import REASONING_TAGS, Messages, RequestError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class ChatTemplate:
             try:
                 compiled[name] = environment.from_string(source)
             except TemplateSyntaxError as error:
-                raise ValueError(f"the chat template {name!r}, line {error.lineno}: {error.message}") from error
+                raise CheckpointError(f"the chat template {name!r}, line {error.lineno}: {error.message}") from error
         return compiled
 
 
@@ -92,7 +93,7 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
         found.update(kept)
     path = folder / "chat_template.json"
     if path.is_file():
-        kept = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+        kept = read_json(path).get("chat_template") or {}
         found.update({"default": kept} if isinstance(kept, str) else kept)
     path = folder / "chat_template.jinja"
     if path.is_file():

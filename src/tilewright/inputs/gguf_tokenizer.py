@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+
+from tilewright.model_files import CheckpointError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -53,24 +56,23 @@ _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_te
 
 def build(metadata: Mapping[str, object]) -> dict[str, Any]:
     """The arguments of `Tokenizer` that a GGUF file's metadata amount to."""
-    tokens = cast("Sequence[str]", _required(metadata, "tokenizer.ggml.tokens"))
-    types = cast("Sequence[int]", metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens))
-    if len(types) != len(tokens):
-        raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
-    model = _required(metadata, "tokenizer.ggml.model")
-    if model == "gpt2":
-        backend = _byte_level(metadata, tokens)
-    elif model == "llama":
-        backend = _sentence_piece(metadata, tokens, types)
-    else:
-        raise ValueError(f"tokenizer.ggml.model is {model!r}, expected 'gpt2' or 'llama'")
-    _mark_added(backend, tokens, types)
+    tokens: list[str] = _list(metadata, "tokens", str)
+    types: list[int] = [_NORMAL] * len(tokens)
+    if metadata.get("tokenizer.ggml.token_type"):
+        types = _list(metadata, "token_type", int, len(tokens))
     special_tokens = {}
     for name, key in _SPECIAL_KEYS.items():
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(token_id, int) and 0 <= token_id < len(tokens):
             special_tokens[name] = tokens[token_id]
-    _add_beginning(backend, metadata, special_tokens)
+    try:
+        backend = _backend(metadata, tokens, types)
+        _mark_added(backend, tokens, types)
+        _add_beginning(backend, metadata, special_tokens)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises no narrower one: a merge of no token, a token that is no text
+        raise CheckpointError(f"its tokenizer.ggml entries do not make a tokenizer: {error}") from error
     return {
         "backend": backend,
         "special_tokens": special_tokens,
@@ -79,10 +81,27 @@ def build(metadata: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def _required(metadata: Mapping[str, object], key: str) -> object:
+def _list(metadata: Mapping[str, object], key: str, kind: type, length: int | None = None) -> list[Any]:
+    """The list tokenizer.ggml.<key>, all of one kind, and as long as the vocabulary where it goes by token."""
+    key = f"tokenizer.ggml.{key}"
     if key not in metadata:
-        raise ValueError(f"the GGUF file has no {key}")
-    return metadata[key]
+        raise CheckpointError(f"the GGUF file has no {key}")
+    value = metadata[key]
+    kinds = (int, float) if kind is float else (kind,)
+    if not isinstance(value, list) or not value or not all(isinstance(item, kinds) for item in value):
+        raise CheckpointError(f"{key} is {reprlib.repr(value)}, expected a list of {kind.__name__}")
+    if length is not None and len(value) != length:
+        raise CheckpointError(f"{key} has {len(value)} entries for {length} tokens")
+    return value
+
+
+def _backend(metadata: Mapping[str, object], tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        return _byte_level(metadata, tokens)
+    if model == "llama":
+        return _sentence_piece(metadata, tokens, types)
+    raise CheckpointError(f"tokenizer.ggml.model is {model!r}, expected 'gpt2' or 'llama'")
 
 
 def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> tokenizers.Tokenizer:
@@ -90,8 +109,8 @@ def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> tokeni
 
     kind = str(metadata.get("tokenizer.ggml.pre", "default"))
     if kind not in _PATTERNS:
-        raise ValueError(f"tokenizer.ggml.pre is {kind!r}, expected one of {', '.join(_PATTERNS)}")
-    merges = cast("Sequence[str]", _required(metadata, "tokenizer.ggml.merges"))
+        raise CheckpointError(f"tokenizer.ggml.pre is {kind!r}, expected one of {', '.join(_PATTERNS)}")
+    merges: list[str] = _list(metadata, "merges", str)
     backend = Tokenizer(
         models.BPE(
             vocab={token: token_id for token_id, token in enumerate(tokens)},
@@ -113,7 +132,7 @@ def _pair(merge: str) -> tuple[str, str]:
     # From the second character on: a part is never empty, and may itself begin with a space.
     at = merge.find(" ", 1)
     if at < 0:
-        raise ValueError(f"tokenizer.ggml.merges has {merge!r}, expected two parts with a space between")
+        raise CheckpointError(f"tokenizer.ggml.merges has {merge!r}, expected two parts with a space between")
     return merge[:at], merge[at + 1 :]
 
 
@@ -122,16 +141,18 @@ def _sentence_piece(
 ) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = cast("Sequence[float]", _required(metadata, "tokenizer.ggml.scores"))
-    if len(scores) != len(tokens):
-        raise ValueError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+    scores: list[float] = _list(metadata, "scores", float, len(tokens))
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if not isinstance(unknown_id, int) or not 0 <= unknown_id < len(tokens):
+        raise CheckpointError(
+            f"tokenizer.ggml.unknown_token_id is {unknown_id!r}, expected one of the {len(tokens)} tokens"
+        )
     backend = Tokenizer(
         models.BPE(
             vocab=vocab,
             merges=_merges_of_scores(tokens, types, scores),
-            unk_token=tokens[cast(int, unknown_id)],
+            unk_token=tokens[unknown_id],
             fuse_unk=True,
             byte_fallback=True,
         )

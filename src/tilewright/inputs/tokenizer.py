@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.inputs.chat import read_templates
+from tilewright.model_files import CheckpointError, read_json, read_optional_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -57,15 +57,23 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{folder} has no tokenizer.json")
-        backend = tokenizers.Tokenizer.from_file(str(path))
-        config = _read_json(folder / "tokenizer_config.json")
+        # The small files first: a broken one is told before a vocabulary is read for a second.
+        config = read_optional_json(folder / "tokenizer_config.json")
+        generation_config = read_optional_json(folder / "generation_config.json")
+        model_config = read_optional_json(folder / "config.json")
+        special_tokens = _special_tokens({**read_optional_json(folder / "special_tokens_map.json"), **config})
+        templates = read_templates(folder, config)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no narrower one
+            read_json(path)  # says so where it is no JSON at all
+            raise CheckpointError(f"{path} is no tokenizer that is known here: {error}") from error
         _add_missing_tokens(backend, config.get("added_tokens_decoder"))
-        special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
         return cls(
             backend,
             special_tokens=special_tokens,
-            stop_token_ids=_stop_token_ids(backend, _read_json(folder / "generation_config.json"), special_tokens),
-            chat_template=read_templates(folder, config),
+            stop_token_ids=_stop_token_ids(backend, generation_config, model_config, special_tokens),
+            chat_template=templates,
         )
 
     @classmethod
@@ -214,15 +222,6 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _read_json(path: Path) -> dict:
-    if not path.is_file():
-        return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, expected an object")
-    return value
-
-
 def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     found = {}
     for name in _SPECIAL_NAMES:
@@ -244,19 +243,36 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, added: object) -> None:
         names = ("single_word", "lstrip", "rstrip", "normalized", "special")
         backend.add_tokens([AddedToken(fields["content"], **{name: fields[name] for name in names if name in fields})])
         if (actual := backend.token_to_id(fields["content"])) != token_id:
-            raise ValueError(
+            raise CheckpointError(
                 f"tokenizer_config.json gives {fields['content']!r} the id {token_id}, tokenizer.json {actual}"
             )
 
 
 def _stop_token_ids(
-    backend: tokenizers.Tokenizer, generation_config: Mapping[str, object], special_tokens: Mapping[str, str]
+    backend: tokenizers.Tokenizer,
+    generation_config: Mapping[str, object],
+    config: Mapping[str, object],
+    special_tokens: Mapping[str, str],
 ) -> list[int]:
-    stop = generation_config.get("eos_token_id")
-    if isinstance(stop, int):
-        return [stop]
-    if isinstance(stop, list) and stop:
-        return list(stop)
+    """The ends of an answer: generation_config.json's; where it names none, config.json's and the tokenizer's own.
+
+    The tokenizer's as well, because Qwen3.5's config names the end of a text alone, and turns of a chat end otherwise.
+    """
+    if stop := _token_ids(generation_config, "generation_config.json"):
+        return stop
+    text_config = config.get("text_config")
+    stop = _token_ids(config, "config.json")
+    if not stop and isinstance(text_config, Mapping):
+        stop = _token_ids(text_config, "config.json")
     eos_token = special_tokens.get("eos_token")
     token_id = None if eos_token is None else backend.token_to_id(eos_token)
-    return [] if token_id is None else [token_id]
+    return stop if token_id is None or token_id in stop else [*stop, token_id]
+
+
+def _token_ids(config: Mapping[str, object], file: str) -> list[int]:
+    """eos_token_id: one, a list, or null."""
+    given = config.get("eos_token_id")
+    listed: list = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token_id) is int for token_id in listed):
+        raise CheckpointError(f"{file} has eos_token_id {given!r}, expected a token id or a list of them")
+    return listed

@@ -13,6 +13,24 @@ from tilewright.ops import rope as ops
 from tilewright.types import UnsupportedConfig
 
 
+def rope_parameters(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The rope entries of a config beside `rope_theta`: one table, also where it has equal ones for each layer type."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise UnsupportedConfig(f"rope parameters are {given!r}, expected a table")
+    by_type = {name: table for name, table in given.items() if isinstance(table, Mapping)}
+    if not by_type:
+        return given
+    used = config.get("layer_types")
+    tables = [table for name, table in by_type.items() if not isinstance(used, (list, tuple)) or name in used]
+    if not tables or any(table != tables[0] for table in tables):
+        raise UnsupportedConfig(
+            f"rope_parameters has tables for {', '.join(map(str, by_type))}, expected one, or the same for each of the "
+            "model's layer_types"
+        )
+    return {**{name: value for name, value in given.items() if name not in by_type}, **tables[0]}
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """The rope entries of a checkpoint's config, under whichever of their names it uses."""
@@ -20,41 +38,80 @@ class RopeConfig:
     width: int  # of a head's first elements that are turned: all of them, or the part a config says
     theta: float
     scaling: Mapping[str, object] = field(default_factory=dict)
-    max_context: int = 0
+    max_positions: int = 0  # max_position_embeddings
 
     @classmethod
     def from_dict(cls, config: Mapping[str, object], head_width: int) -> RopeConfig:
         # `rope_parameters` holds all of it in newer files; older ones have `rope_theta` beside `rope_scaling`.
-        parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(parameters, Mapping):
-            raise UnsupportedConfig(f"rope parameters are {parameters!r}, expected a table")
-        theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
-        max_context = config.get("max_position_embeddings", 0)
+        parameters = dict(rope_parameters(config))
+        if "original_max_position_embeddings" in config:  # Phi-3's place for it
+            parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
+        theta = _number("rope_theta", parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
+        max_positions = _number("max_position_embeddings", config.get("max_position_embeddings"))
         part = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        width = int(head_width * float(part))
+        width = int(head_width * _number("partial_rotary_factor", part))
         if not 0 < width <= head_width or width % 2:
             raise UnsupportedConfig(
                 f"partial_rotary_factor is {part}, which turns {width} elements of a head of {head_width}, expected an "
                 f"even number, 2 to {head_width}"
             )
-        return cls(width, float(theta), dict(parameters), int(max_context))  # type: ignore[call-overload]
+        return cls(width, theta, parameters, int(max_positions))
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that scaling stretches the context to, as vLLM counts: what the model was trained on times the factor.
+
+        longrope and llama3 configs give the stretched length itself.
+        """
+        if self.kind not in ("linear", "dynamic", "yarn"):
+            return self.max_positions
+        return max(self.max_positions, int(self.trained_context * self.factor))
+
+    @property
+    def trained_context(self) -> float:
+        return self._positive("original_max_position_embeddings", self.max_positions)
+
+    @property
+    def factor(self) -> float:
+        """Of scaling; where a config leaves it out, how much longer its context is than the one it was trained on."""
+        return self._positive("factor", self.max_positions / self.trained_context)
 
     @property
     def kind(self) -> str:
         return str(self.scaling.get("rope_type", self.scaling.get("type", "default")))
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.scaling.get(key, default)
-        if not isinstance(value, (int, float)):
-            raise UnsupportedConfig(f"rope type {self.kind!r} has {key} {value!r}, expected a number")
-        return float(value)
+        return _number(f"rope type {self.kind!r} has {key}", self.scaling.get(key, default), "")
+
+    def _positive(self, key: str, default: float) -> float:
+        value = self.number(key, default)
+        if not value > 0:
+            raise UnsupportedConfig(f"rope type {self.kind!r} has {key} {value}, expected more than 0")
+        return value
+
+    def numbers(self, key: str) -> Tensor:
+        """One for each frequency."""
+        values = self.scaling.get(key)
+        if not isinstance(values, (list, tuple)) or len(values) != self.width // 2:
+            found = f"{len(values)} entries" if isinstance(values, (list, tuple)) else repr(values)
+            raise UnsupportedConfig(
+                f"rope type {self.kind!r} has {key} with {found}, expected {self.width // 2} numbers"
+            )
+        return torch.tensor([_number(key, value) for value in values])
+
+
+def _number(name: str, value: object, verb: str = " is") -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise UnsupportedConfig(f"{name}{verb} {value!r}, expected a number")
+    return float(value)
 
 
 class Rope:
     """cos and sin tables for positions on one axis, or on three that are interleaved over the frequencies (M-RoPE)."""
 
     def __init__(self, config: RopeConfig) -> None:
-        self.inv_freq, self.attention_scaling = _frequencies(config)
+        self.config = config
+        self.fit(config.max_positions)
         section = config.scaling.get("mrope_section")
         if section is None:
             self.num_axes = 1
@@ -69,24 +126,54 @@ class Rope:
                     "a head"
                 )
 
+    def fit(self, max_context: int) -> None:
+        """Chooses the frequencies for contexts of up to `max_context` tokens, where they depend on the length.
+
+        Once for all sequences, as vLLM does: transformers chooses anew as a sequence grows, but keys that were turned
+        by other frequencies are in the cache then, and shared with other sequences.
+        """
+        self.inv_freq, self.attention_scaling = _frequencies(self.config, max_context)
+
     def tables(self, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 [T, R/2] each, R of a head's elements being turned."""
         return ops.rope_table(positions_AT, self.inv_freq, self.axis_of_frequency, self.attention_scaling)
 
 
-def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies fp32 [R/2] and the factor on cos and sin."""
+def _frequencies(config: RopeConfig, max_context: int) -> tuple[Tensor, float]:
+    """Inverse frequencies fp32 [R/2] and the factor on cos and sin, for sequences of up to `max_context` tokens."""
+    theta = _dynamic_theta(config, max_context) if config.kind == "dynamic" else config.theta
     exponents = torch.arange(0, config.width, 2, dtype=torch.float32) / config.width
-    inv_freq = 1.0 / (config.theta**exponents)
-    if config.kind in ("default", "mrope"):
+    inv_freq = 1.0 / (theta**exponents)
+    if config.kind in ("default", "mrope", "dynamic"):
         return inv_freq, 1.0
     if config.kind == "linear":
-        return inv_freq / config.number("factor"), 1.0
+        return inv_freq / config.factor, 1.0
     if config.kind == "llama3":
         return _llama3(inv_freq, config), 1.0
     if config.kind == "yarn":
         return _yarn(inv_freq, config)
-    raise UnsupportedConfig(f"rope type is {config.kind!r}, expected default, linear, llama3 or yarn")
+    if config.kind == "longrope":
+        return _longrope(inv_freq, config, max_context)
+    raise UnsupportedConfig(
+        f"rope type is {config.kind!r}, expected default, linear, dynamic, llama3, yarn or longrope"
+    )
+
+
+def _dynamic_theta(config: RopeConfig, max_context: int) -> float:
+    """A base so much larger that the slowest frequency turns as far over the context as over the trained one."""
+    factor, stretch = config.factor, max(max_context / config.max_positions, 1.0)
+    return config.theta * (factor * stretch - (factor - 1)) ** (config.width / (config.width - 2))
+
+
+def _longrope(inv_freq: Tensor, config: RopeConfig, max_context: int) -> tuple[Tensor, float]:
+    """Each frequency divided by a factor of its own: one list for contexts as trained, one for longer ones."""
+    divisors = config.numbers("long_factor" if max_context > config.trained_context else "short_factor")
+    scaling = config.scaling.get("attention_factor")
+    if scaling is None:
+        scaling = (
+            math.sqrt(1 + math.log(config.factor) / math.log(config.trained_context)) if config.factor > 1 else 1.0
+        )
+    return inv_freq / divisors, _number("attention_factor", scaling)
 
 
 def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
@@ -100,9 +187,7 @@ def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
 
 def _yarn(inv_freq: Tensor, config: RopeConfig) -> tuple[Tensor, float]:
     """The same idea with the borders given in turns (beta), a ramp over the index, and a temperature on attention."""
-    context = config.number("original_max_position_embeddings", config.max_context)
-    factor = config.number("factor")
-    width = config.width
+    context, factor, width = config.trained_context, config.factor, config.width
 
     def index_of(turns: float) -> float:
         return width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
@@ -113,7 +198,14 @@ def _yarn(inv_freq: Tensor, config: RopeConfig) -> tuple[Tensor, float]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    scaling = config.scaling.get("attention_factor")
-    if scaling is None:
-        scaling = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(scaling)  # type: ignore[arg-type]
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), _yarn_scaling(config)
+
+
+def _yarn_scaling(config: RopeConfig) -> float:
+    """The temperature: as stated, or by the factor; with both of DeepSeek's scales, the ratio of what they give."""
+    if "attention_factor" in config.scaling:
+        return config.number("attention_factor")
+    scales = [config.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
+    above, below = scales if all(scales) else (1.0, 0.0)
+    growth = 0.1 * math.log(config.factor) if config.factor > 1 else 0.0
+    return (above * growth + 1) / (below * growth + 1)

@@ -9,9 +9,11 @@ from torch import Tensor
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.protocol import Family, KvSpec
-from tilewright.models.text_config import Config, decoder_config, moe_config
+from tilewright.models.text_config import Config, decoder_config, moe_config, whole_name
 from tilewright.types import Medium
 from tilewright.weights.spec import ExpertFormat
+
+QWEN3_HEAD_WIDTH = 128  # what a dense Qwen3 config without head_dim means
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,7 +33,7 @@ class TextModel:
         self.decoder = Decoder("model", config)
 
     def checkpoint_name(self, name: str) -> str | None:
-        return self.decoder.checkpoint_name(name)
+        return self.decoder.checkpoint_name(whole_name(name))
 
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)
@@ -52,12 +54,15 @@ def _build_qwen2(config: Config, shapes: Shapes) -> TextModel:
 
 
 def _build_qwen3(config: Config, shapes: Shapes) -> TextModel:
-    return TextModel(decoder_config(config, qk_norm=True))
+    return TextModel(decoder_config(config, qk_norm=True, default_head_width=QWEN3_HEAD_WIDTH))
 
 
 def _build_qwen3_moe(config: Config, shapes: Shapes) -> TextModel:
     renormalize = bool(config.get("norm_topk_prob", False))
-    moe = moe_config(config, ExpertFormat.separate, renormalize=renormalize)
+    # As published a tensor per expert; some tools save the experts of a layer in one.
+    is_stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in shapes)
+    stored = ExpertFormat.stacked if is_stacked else ExpertFormat.separate
+    moe = moe_config(config, stored, renormalize=renormalize)
     return TextModel(decoder_config(config, qk_norm=True, moe=moe))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tilewright.layers.attention import AttentionConfig
 from tilewright.layers.decoder import DecoderConfig
@@ -21,6 +21,40 @@ def integer(config: Config, key: str, default: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise UnsupportedConfig(f"config has {key} {value!r}, expected a whole number")
     return value
+
+
+def number(config: Config, key: str, default: float) -> float:
+    """config[key], which must be a number."""
+    value = config.get(key, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise UnsupportedConfig(f"config has {key} {value!r}, expected a number")
+    return float(value)
+
+
+def head_width(config: Config, width: int, num_heads: int, default: int | None = None) -> int:
+    """config's head_dim; without one the family's default, or the heads' share of the width, which must be whole."""
+    if default is None and "head_dim" not in config:
+        if num_heads < 1 or width % num_heads:
+            raise UnsupportedConfig(f"config has {num_heads} heads, expected a divisor of its width, {width}")
+        return width // num_heads
+    given = integer(config, "head_dim", default)
+    if given < 1:
+        raise UnsupportedConfig(f"config has head_dim {given}, expected 1 or more")
+    return given
+
+
+def whole_name(stored_name: str) -> str:
+    """The name a tensor has in a whole model: one saved without its head has none of the "model." before them."""
+    part = stored_name.partition(".")[0]
+    return f"model.{stored_name}" if part in _PARTS else stored_name
+
+
+_PARTS = ("embed_tokens", "layers", "norm", "language_model", "visual")
+
+
+def has_separate_experts(names: Iterable[str]) -> bool:
+    """Whether a checkpoint has a tensor per expert and projection."""
+    return any(".mlp.experts." in name and name.endswith(".gate_proj.weight") for name in names)
 
 
 def table(config: Config, key: str) -> Config:
@@ -45,17 +79,24 @@ def decoder_config(
     output_bias: bool | None = None,
     tied: bool | None = None,
     moe: MoeConfig | None = None,
+    default_head_width: int | None = None,
 ) -> DecoderConfig:
     """The decoder a text config describes. What is None is read from the config."""
     width, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    head_width = integer(config, "head_dim", width // num_heads)
-    eps = float(config.get("rms_norm_eps", 1e-6))  # type: ignore[arg-type]
+    num_kv_heads = integer(config, "num_key_value_heads", num_heads)
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise UnsupportedConfig(
+            f"config has num_key_value_heads {num_kv_heads}, expected a divisor of num_attention_heads, {num_heads}"
+        )
+    each_head = head_width(config, width, num_heads, default_head_width)
+    rope = RopeConfig.from_dict(config, each_head)
+    eps = number(config, "rms_norm_eps", 1e-6)
     attention_bias = bool(config.get("attention_bias", False))
     attention = AttentionConfig(
         width=width,
         num_heads=num_heads,
-        num_kv_heads=integer(config, "num_key_value_heads", num_heads),
-        head_width=head_width,
+        num_kv_heads=num_kv_heads,
+        head_width=each_head,
         eps=eps,
         qk_norm=qk_norm,
         qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
@@ -68,12 +109,12 @@ def decoder_config(
         mlp_width=integer(config, "intermediate_size", 0 if moe is not None and not moe.dense_layers else None),
         num_layers=integer(config, "num_hidden_layers"),
         attention=attention,
-        rope=RopeConfig.from_dict(config, head_width),
+        rope=rope,
         eps=eps,
         activation=activation_named(str(config.get("hidden_act", "silu"))),
         mlp_bias=bool(config.get("mlp_bias", False)),
         tied=bool(config.get("tie_word_embeddings", False)) if tied is None else tied,
-        max_context=integer(config, "max_position_embeddings"),
+        max_context=rope.longest_context,
         moe=moe,
         windows=_windows(config),
     )

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tilewright.model_files import CheckpointError
 from tilewright.weights.gguf import GgufCheckpoint
 from tilewright.weights.hub import download, is_hub_id
-from tilewright.weights.mapped import CheckpointError
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
@@ -21,7 +21,7 @@ class Checkpoint(Protocol):
     """What loading asks of a checkpoint. Opening one reads headers only."""
 
     path: Path  # the folder or the GGUF file
-    config: dict  # as config.json
+    config: dict  # as config.json, without what is null there
     shapes: Mapping[str, tuple[int, ...]]
     fingerprint: str  # differs when any file's name, size, time or header does
     files: Path | None  # the folder with tokenizer and templates; None: tokenizer_metadata has them

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright.model_files import CheckpointError
 from tilewright.weights.dequantize import dequantize
 from tilewright.weights.gguf_file import GgufFile, StoredTensor
-from tilewright.weights.mapped import CheckpointError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

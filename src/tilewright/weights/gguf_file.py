@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tilewright.model_files import CheckpointError, foreign_kind
 from tilewright.weights.dequantize import FORMATS, Format
-from tilewright.weights.mapped import CheckpointError, MappedFile
+from tilewright.weights.mapped import MappedFile
 
 VERSIONS = (2, 3)
 MAX_RANK = 4
@@ -37,7 +38,8 @@ class GgufFile:
         cursor = _Cursor(self.mapped)
         magic = cursor.take(4)
         if magic != b"GGUF":
-            raise CheckpointError(f"{path} is no GGUF file: it begins with {magic!r}")
+            found = foreign_kind(self.mapped.memory[:256])
+            raise CheckpointError(f"{path} is {found or f'no GGUF file: it begins with {magic!r}'}")
         version = cursor.number("u4")
         if version not in VERSIONS:
             raise CheckpointError(f"{path} is GGUF version {version}, expected 2 or 3, little-endian")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tilewright.weights.mapped import CheckpointError
+from tilewright.model_files import CheckpointError
 
 # All that is read of a model, and no pickle, which could run code: weights, configs, templates, tokenizers.
 ALLOWED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from tilewright.weights.cache import PackedCache
 from tilewright.weights.checkpoint import Checkpoint, CheckpointError
+from tilewright.weights.checksums import ChecksummedData
+from tilewright.weights.quantized import WHAT_TO_DO, quantized_format
 from tilewright.weights.spec import Weight, walk
+
+_log = logging.getLogger(__name__)
 
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -31,6 +37,7 @@ class LoadReport:
     ignored: tuple[str, ...]  # tensors of the checkpoint that the rule leaves out
     cache_path: Path | None  # where the packed weights are, or are to be, on disk; None: no cache
     from_cache: bool
+    unchecked: ChecksummedData | None  # weights of the cache of which a sample alone was compared yet
     seconds: float
 
 
@@ -79,6 +86,7 @@ def load(
         ignored=ignored,
         cache_path=cache.path if cache else None,
         from_cache=from_cache,
+        unchecked=cache.unchecked if cache and from_cache else None,
         seconds=time.perf_counter() - start_s,
     )
 
@@ -126,6 +134,8 @@ def _check(weights: Iterable[Weight], checkpoint: Checkpoint, stored_names: dict
         ("of a type other than float32, float16 and bfloat16", types),
     ]
     found = [f"{len(items)} tensors {kind}:\n{_listed(items)}" for kind, items in kinds if items]
+    if found and (quantized := quantized_format(checkpoint.config, checkpoint.shapes.keys())) is not None:
+        raise CheckpointError(f"{checkpoint.path} is quantised as {quantized}, which is not read; {WHAT_TO_DO}")
     if found:
         raise CheckpointError("the checkpoint does not fit the model its config describes\n" + "\n".join(found))
 
@@ -138,19 +148,54 @@ def _listed(items: list[str]) -> str:
 
 
 class _TensorReader:
-    """A `spec.Reader` of a checkpoint's tensor, which gives back the pages of a block when the next one is read."""
+    """A `spec.Reader` of a checkpoint's tensor, which gives back the pages of a block when the next one is read.
+
+    A NaN is a CheckpointError: it would spread to some answers only, and nobody would know why. Infinities are warned
+    of once a tensor: there are masks that have them.
+    """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._checkpoint = checkpoint
         self._name = name
+        self._has_warned = False
         self.shape = tuple(checkpoint.shapes[name])
 
     def read(self) -> Tensor:
-        return _widened(self._checkpoint.read(self._name))
+        return self._checked(_widened(self._checkpoint.read(self._name)))
 
     def rows(self, begin: int, end: int) -> Tensor:
         self._checkpoint.release(self._name)
-        return _widened(self._checkpoint.rows(self._name, begin, end))
+        return self._checked(_widened(self._checkpoint.rows(self._name, begin, end)))
+
+    def _checked(self, tensor: Tensor) -> Tensor:
+        if _is_finite(tensor):
+            return tensor
+        if num_nan := int(tensor.isnan().sum()):
+            raise CheckpointError(
+                f"{self._checkpoint.path}: the tensor {self._name} has {num_nan} NaN among {tensor.numel()} values: "
+                "its file is damaged, or it was saved by a training that had failed; download it again"
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s: the tensor %s has infinite values", self._checkpoint.path, self._name)
+        return tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether bf16 or fp32 values are all numbers.
+
+    By their bits: an exponent of ones makes a value the largest there is of its sign, read as a signed integer where it
+    is positive and as an unsigned one where it is negative. Two maxima of integers take 0.1 s per GB, 3 % of packing.
+    """
+    if tensor.numel() == 0:
+        return True
+    signed, unsigned, infinity = _BITS[tensor.dtype]
+    bits = tensor.view(signed).numpy()
+    sign = 1 << (8 * tensor.element_size() - 1)
+    return bool(bits.max() < infinity and bits.view(unsigned).max() < sign + infinity)
+
+
+_BITS = {torch.bfloat16: (torch.int16, np.uint16, 0x7F80), torch.float32: (torch.int32, np.uint32, 0x7F80_0000)}
 
 
 def _widened(tensor: Tensor) -> Tensor:

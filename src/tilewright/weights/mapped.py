@@ -9,13 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright.model_files import CheckpointError
+
 # Linux's number: Python names it only from 3.13 on. Without it the kernel counts a whole file against the memory that
 # may be promised, and refuses one larger than the machine's.
 _MAP_NORESERVE = 0x4000
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; names the file, what is wrong with it and what to do."""
 
 
 class MappedFile:

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilewright.weights.mapped import CheckpointError, MappedFile
+from tilewright.model_files import CheckpointError, foreign_kind, read_json
+from tilewright.weights.mapped import MappedFile
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -57,7 +58,7 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self.files: Path | None = folder
-        self.config: dict = read_json(folder / "config.json")
+        self.config: dict = _without_nulls(read_json(folder / "config.json"))
         self._entries: dict[str, Entry] = {}
         digest = hashlib.sha256((folder / "config.json").read_bytes())
         expected, paths = _weight_files(folder)
@@ -104,19 +105,13 @@ class SafetensorsCheckpoint:
         entry.file.release(entry.offset, entry.size_bytes)
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file; CheckpointError if there is none."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: a model folder has config.json and safetensors") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
-    return value
+def _without_nulls(config: dict) -> dict:
+    """What is null in a config is as absent: the reader's default holds."""
+    return {
+        key: _without_nulls(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value is not None
+    }
 
 
 def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
@@ -165,23 +160,28 @@ def read_header(file: MappedFile) -> tuple[bytes, dict[str, Entry]]:
         raise CheckpointError(f"{file.path} has {file.size_bytes} bytes, too few for a header: download it again")
     header_bytes = int.from_bytes(file.memory[:8], "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{file.path} is not safetensors: a header of {header_bytes} bytes is over the limit")
+        raise _wrong_header(file, f"not safetensors: a header of {header_bytes} bytes is over the limit")
     if 8 + header_bytes > file.size_bytes:
-        raise CheckpointError(
-            f"{file.path} is truncated: it has {file.size_bytes} bytes, its header ends at {8 + header_bytes}: "
-            "download it again"
+        raise _wrong_header(
+            file,
+            f"truncated: it has {file.size_bytes} bytes, its header ends at {8 + header_bytes}: download it again",
         )
     header = file.memory[8 : 8 + header_bytes]
     try:
         listed = json.loads(header, object_pairs_hook=_unique_names)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.path} is not safetensors: {error}") from error
+        raise _wrong_header(file, f"not safetensors: {error}") from error
     if not isinstance(listed, dict):
         raise CheckpointError(f"{file.path} is not safetensors: its header is no object")
     listed.pop("__metadata__", None)
     entries = {name: _entry(file, 8 + header_bytes, name, fields) for name, fields in listed.items()}
     _check_extent(file, 8 + header_bytes, entries)
     return header, entries
+
+
+def _wrong_header(file: MappedFile, state: str) -> CheckpointError:
+    """The error that says what the file is, or what `state` it is in where nothing better is known."""
+    return CheckpointError(f"{file.path} is {foreign_kind(file.memory[:256]) or state}")
 
 
 def _unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilewright.model_files import CheckpointError, read_optional_json
 from tilewright.models.mllama.vision import arrangements
 from tilewright.ops.image import Filter
 
@@ -45,7 +45,7 @@ class Fit:
 
 def read_preprocessing(config: Mapping[str, Any], folder: str | Path | None) -> Preprocessing:
     """The settings of the folder's preprocessor_config.json, the vision config's and the released ones without it."""
-    settings = _read_json(Path(folder)) if folder is not None else {}
+    settings = _read_settings(Path(folder)) if folder is not None else {}
     vision = config["vision_config"]
     size = settings.get("size") or {"height": vision["image_size"], "width": vision["image_size"]}
     for name, given, expected in (
@@ -54,18 +54,18 @@ def read_preprocessing(config: Mapping[str, Any], folder: str | Path | None) -> 
         ("max_image_tiles", settings.get("max_image_tiles", vision["max_num_tiles"]), vision["max_num_tiles"]),
     ):
         if given != expected:
-            raise ValueError(f"picture preprocessing has {name} {given}, the vision config asks for {expected}")
+            raise CheckpointError(f"picture preprocessing has {name} {given}, the vision config asks for {expected}")
     listed = [tuple(pair) for pair in vision.get("supported_aspect_ratios") or arrangements(vision["max_num_tiles"])]
     if listed != arrangements(vision["max_num_tiles"]):
-        raise ValueError(
+        raise CheckpointError(
             f"vision_config has supported_aspect_ratios {listed}, expected all of up to max_num_tiles tiles"
         )
     for name in ("do_resize", "do_pad"):
         if not settings.get(name, True):
-            raise ValueError(f"picture preprocessing has {name} false: a picture must fill whole tiles")
+            raise CheckpointError(f"picture preprocessing has {name} false: a picture must fill whole tiles")
     resample = settings.get("resample", 2)
     if resample not in _FILTERS:
-        raise ValueError(f"picture preprocessing has resample {resample}, expected 2 (bilinear) or 3 (bicubic)")
+        raise CheckpointError(f"picture preprocessing has resample {resample}, expected 2 (bilinear) or 3 (bicubic)")
     normalize = settings.get("do_normalize", True)
     return Preprocessing(
         tile_size=vision["image_size"],
@@ -78,14 +78,12 @@ def read_preprocessing(config: Mapping[str, Any], folder: str | Path | None) -> 
     )
 
 
-def _read_json(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> dict[str, Any]:
     """The first that is there: the section of processor_config.json, or the file of pictures."""
     for name, section in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
-        path = folder / name
-        if path.is_file():
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            if found := stored.get(section) if section else stored:
-                return dict(found)
+        stored = read_optional_json(folder / name)
+        if found := stored.get(section) if section else stored:
+            return dict(found)
     return {}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.mlp import activation_named
 from tilewright.models.mllama.weights import MapProjector, PatchProjection, PositionTables, TileTable
-from tilewright.models.text_config import Config, integer
+from tilewright.models.text_config import Config, head_width, integer, number
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.linear import linear
 from tilewright.ops.norm import layer_norm
@@ -36,6 +36,7 @@ class VisionConfig:
     num_local_layers: int
     num_global_layers: int
     num_heads: int
+    head_width: int
     tile_size: int  # pixels on a side
     patch_size: int
     num_channels: int
@@ -66,18 +67,20 @@ class VisionConfig:
             num_local_layers=num_local_layers,
             num_global_layers=integer(config, "num_global_layers"),
             num_heads=integer(config, "attention_heads"),
+            head_width=head_width(config, width, integer(config, "attention_heads")),
             tile_size=integer(config, "image_size"),
             patch_size=integer(config, "patch_size"),
             num_channels=integer(config, "num_channels", 3),
             max_tiles=integer(config, "max_num_tiles"),
             inner_maps=tuple(inner_maps),
             activation=activation_named(str(config.get("hidden_act", "gelu"))),
-            eps=float(config.get("norm_eps", 1e-5)),  # type: ignore[arg-type]
+            eps=number(config, "norm_eps", 1e-5),
         )
 
     @property
-    def head_width(self) -> int:
-        return self.width // self.num_heads
+    def attention_width(self) -> int:
+        """Of what the heads attend to, side by side."""
+        return self.num_heads * self.head_width
 
     @property
     def rows_per_tile(self) -> int:
@@ -132,9 +135,9 @@ class VisionLayer:
         self.config = config
         width = config.width
         self.norm1 = _norm(f"{name}.input_layernorm", width, config.eps, biases)
-        self.qkv = Linear([(f"{name}.self_attn.{part}_proj", width) for part in "qkv"], width)
+        self.qkv = Linear([(f"{name}.self_attn.{part}_proj", config.attention_width) for part in "qkv"], width)
         attention_gate, mlp_gate = (f"{name}.gate_attn", f"{name}.gate_ffn") if is_gated else (None, None)
-        self.output = Linear([(f"{name}.self_attn.o_proj", width)], width, tanh_scale=attention_gate)
+        self.output = Linear([(f"{name}.self_attn.o_proj", width)], config.attention_width, tanh_scale=attention_gate)
         self.norm2 = _norm(f"{name}.post_attention_layernorm", width, config.eps, biases)
         fc1, fc2 = f"{name}.mlp.fc1", f"{name}.mlp.fc2"
         self.mlp_in = Linear([(fc1, config.mlp_width)], width, bias=f"{fc1}.bias" in biases)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from tilewright.layers.decoder import DecoderConfig
 from tilewright.layers.gated_delta import GatedDeltaConfig
-from tilewright.models.text_config import Config, decoder_config, integer, moe_config
+from tilewright.layers.rope import rope_parameters
+from tilewright.models.text_config import Config, decoder_config, has_separate_experts, integer, moe_config
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.spec import ExpertFormat
 
@@ -18,12 +19,11 @@ DELTA, ATTENTION = "linear_attention", "full_attention"
 _ROPE = {"partial_rotary_factor": 0.25}
 _MROPE = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
 _FULL_ATTENTION_INTERVAL = 4
+_HEAD_WIDTH = 256
 
 
-def text_config(
-    config: Config, shapes: Shapes, name: str, *, tied: bool, interleaved: bool, num_axes: int
-) -> DecoderConfig:
-    """The decoder of a text config, whose tensors have the prefix `name`.
+def text_config(config: Config, shapes: Shapes, *, tied: bool, interleaved: bool, num_axes: int) -> DecoderConfig:
+    """The decoder of a text config.
 
     `interleaved`: Qwen3-Next's order of the recurrent layers' projections. With one axis of positions the sections of
     M-RoPE are left out: text is at the same place on all three.
@@ -31,8 +31,10 @@ def text_config(
     moe = None
     if "num_experts" in config:
         renormalize = bool(config.get("norm_topk_prob", True))
-        moe = moe_config(config, expert_format(shapes, f"{name}."), renormalize=renormalize)
-    decoder = decoder_config(_with_rope(config, num_axes), qk_norm=True, tied=tied, moe=moe)
+        moe = moe_config(config, expert_format(shapes, predictor=False), renormalize=renormalize)
+    decoder = decoder_config(
+        _with_rope(config, num_axes), qk_norm=True, tied=tied, moe=moe, default_head_width=_HEAD_WIDTH
+    )
     attention = replace(decoder.attention, norm_plus_one=True, output_gate=bool(config.get("attn_output_gate", True)))
     return replace(
         decoder,
@@ -54,22 +56,18 @@ def mtp_config(config: Config, decoder: DecoderConfig, shapes: Shapes) -> Decode
         raise UnsupportedConfig("mtp_use_dedicated_embeddings is true, expected false: the model's own are used")
     moe = decoder.moe
     if moe is not None:
-        moe = replace(moe, stored=expert_format(shapes, "mtp."), dense_layers=frozenset())
+        moe = replace(moe, stored=expert_format(shapes, predictor=True), dense_layers=frozenset())
     return replace(decoder, num_layers=1, delta_layers=(), moe=moe)
 
 
-def expert_format(shapes: Shapes, prefix: str) -> ExpertFormat:
-    """How the experts of tensors with this prefix are kept: released ones stacked, those of some tools apart."""
-    is_separate = any(
-        name.startswith(prefix) and ".mlp.experts." in name and name.endswith(".gate_proj.weight") for name in shapes
-    )
-    return ExpertFormat.separate if is_separate else ExpertFormat.stacked
+def expert_format(shapes: Shapes, *, predictor: bool) -> ExpertFormat:
+    """How the experts of the decoder or of its predictor are kept: released ones stacked, those of some tools apart."""
+    names = [name for name in shapes if name.startswith("mtp.") == predictor]
+    return ExpertFormat.separate if has_separate_experts(names) else ExpertFormat.stacked
 
 
 def _with_rope(config: Config, num_axes: int) -> Config:
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise UnsupportedConfig(f"rope parameters are {given!r}, expected a table")
+    given = rope_parameters(config)
     outer = {key: config[key] for key in _ROPE if key in config}
     parameters = {**_ROPE, **outer, **_MROPE, **given}
     if num_axes == 1:

@@ -13,7 +13,7 @@ from tilewright.models.qwen3_5.config import Shapes, mtp_config, text_config
 from tilewright.models.qwen3_5.mtp import PREFIX, MultiTokenPredictor
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
-from tilewright.models.text_config import Config, is_tied, table
+from tilewright.models.text_config import Config, is_tied, table, whole_name
 from tilewright.ops.embedding import embedding
 from tilewright.types import Medium, UnsupportedConfig
 from tilewright.weights.spec import Linear
@@ -72,6 +72,7 @@ class Qwen35:
         """
         if self.mtp is None and name.startswith(f"{PREFIX}."):
             return None
+        name = whole_name(name)
         if self.vision is None:
             if name.startswith(f"{VISION}."):
                 return None
@@ -109,7 +110,7 @@ class Qwen35:
 
 def _build_seeing(config: Config, shapes: Shapes) -> Qwen35:
     text = table(config, "text_config")
-    decoder = text_config(text, shapes, TEXT, tied=is_tied(config), interleaved=False, num_axes=3)
+    decoder = text_config(text, shapes, tied=is_tied(config), interleaved=False, num_axes=3)
     vision = VisionConfig.from_dict(table(config, "vision_config"))
     return Qwen35(decoder, vision, mtp_config(text, decoder, shapes))
 
@@ -124,7 +125,7 @@ def _build_next(config: Config, shapes: Shapes) -> Qwen35:
 
 def _text_alone(config: Config, shapes: Shapes, *, interleaved: bool) -> Qwen35:
     tied = is_tied(config)
-    decoder = text_config(config, shapes, TEXT_ALONE, tied=tied, interleaved=interleaved, num_axes=1)
+    decoder = text_config(config, shapes, tied=tied, interleaved=interleaved, num_axes=1)
     return Qwen35(decoder, None, mtp_config(config, decoder, shapes))
 
 

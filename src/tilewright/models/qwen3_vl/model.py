@@ -11,11 +11,22 @@ from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
-from tilewright.models.text_config import Config, decoder_config, integer, is_tied, moe_config, table
+from tilewright.models.text_config import (
+    Config,
+    decoder_config,
+    has_separate_experts,
+    integer,
+    is_tied,
+    moe_config,
+    table,
+    whole_name,
+)
 from tilewright.types import Medium, UnsupportedConfig
 from tilewright.weights.spec import ExpertFormat
 
 TEXT, VISION = "model.language_model", "model.visual"
+UNSAID = {"rope_theta": 500_000.0}  # what a config that leaves it out means
+HEAD_WIDTH = 128  # likewise, of a dense model
 
 
 class Qwen3Vl:
@@ -36,7 +47,7 @@ class Qwen3Vl:
         self.vision = VisionTower(VISION, vision)
 
     def checkpoint_name(self, name: str) -> str | None:
-        return self.decoder.checkpoint_name(name)
+        return self.decoder.checkpoint_name(whole_name(name))
 
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)
@@ -50,19 +61,29 @@ class Qwen3Vl:
 
 
 def _build_dense(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3Vl:
-    text = decoder_config(table(config, "text_config"), qk_norm=True, tied=is_tied(config))
+    text_config = {**UNSAID, **table(config, "text_config")}
+    text = decoder_config(text_config, qk_norm=True, tied=is_tied(config), default_head_width=HEAD_WIDTH)
     return Qwen3Vl(text, VisionConfig.from_dict(table(config, "vision_config")))
 
 
 def _build_moe(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3Vl:
-    text_config = table(config, "text_config")
-    # As published the stacked experts are [E, inputs, outputs]; newer tools save them the other way round.
-    published = (integer(text_config, "moe_intermediate_size"), integer(text_config, "hidden_size"))
-    downs = [shape for name, shape in shapes.items() if name.endswith("mlp.experts.down_proj")]
-    stored = ExpertFormat.stacked_transposed if downs and downs[0][1:] == published else ExpertFormat.stacked
-    moe = moe_config(text_config, stored, renormalize=True)
+    text_config = {**UNSAID, **table(config, "text_config")}
+    moe = moe_config(text_config, _expert_format(text_config, shapes), renormalize=True)
     text = decoder_config(text_config, qk_norm=True, tied=is_tied(config), moe=moe)
     return Qwen3Vl(text, VisionConfig.from_dict(table(config, "vision_config")))
+
+
+def _expert_format(text_config: Config, shapes: Mapping[str, tuple[int, ...]]) -> ExpertFormat:
+    """As published the stacked experts are [E, inputs, outputs]; newer tools save them the other way, or apart."""
+    if has_separate_experts(shapes):
+        return ExpertFormat.separate
+    width, inner = integer(text_config, "hidden_size"), integer(text_config, "moe_intermediate_size")
+    published = {"gate_up_proj": (width, 2 * inner), "down_proj": (inner, width)}
+    # Both are asked: where the experts are as wide as the model, or half as wide, one of them is square.
+    found = {
+        (part, shape[1:]) for name, shape in shapes.items() if (part := name.rpartition(".experts.")[2]) in published
+    }
+    return ExpertFormat.stacked_transposed if found == set(published.items()) else ExpertFormat.stacked
 
 
 FAMILIES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tilewright.model_files import CheckpointError, read_optional_json
 from tilewright.ops.image import Filter
 from tilewright.types import RequestError
 
@@ -60,12 +60,14 @@ def read_preprocessing(
         ("temporal_patch_size", "temporal_patch_size"),
     ):
         if settings.setdefault(name, vision[ours]) != vision[ours]:
-            raise ValueError(f"{kind} preprocessing has {name} {settings[name]}, config.json has {ours} {vision[ours]}")
+            raise CheckpointError(
+                f"{kind} preprocessing has {name} {settings[name]}, config.json has {ours} {vision[ours]}"
+            )
     if not settings.get("do_resize", True):
-        raise ValueError(f"{kind} preprocessing has do_resize false: sides must be multiples of the merged patch")
+        raise CheckpointError(f"{kind} preprocessing has do_resize false: sides must be multiples of the merged patch")
     resample = settings.get("resample", 3)
     if resample not in _FILTERS:
-        raise ValueError(f"{kind} preprocessing has resample {resample}, expected 2 (bilinear) or 3 (bicubic)")
+        raise CheckpointError(f"{kind} preprocessing has resample {resample}, expected 2 (bilinear) or 3 (bicubic)")
     size = {**_DEFAULT_SIZES[kind], **(settings.get("size") or {})}
     normalize = settings.get("do_normalize", True)
     return Preprocessing(
@@ -88,16 +90,12 @@ def read_preprocessing(
 
 def _read_settings(kind: str, folder: Path) -> dict[str, Any]:
     """The first that is there: the section of processor_config.json, the kind's own file, the one of pictures."""
-    section = _read_json(folder / "processor_config.json").get(f"{kind}_processor")
+    section = read_optional_json(folder / "processor_config.json").get(f"{kind}_processor")
     if section:
         return dict(section)
-    if kind == "video" and (settings := _read_json(folder / "video_preprocessor_config.json")):
+    if kind == "video" and (settings := read_optional_json(folder / "video_preprocessor_config.json")):
         return settings
-    return _read_json(folder / "preprocessor_config.json")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_optional_json(folder / "preprocessor_config.json")
 
 
 def picture_size(height: int, width: int, settings: Preprocessing, name: str) -> tuple[int, int]:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.mlp import activation_named
-from tilewright.models.text_config import Config, integer
+from tilewright.models.text_config import Config, head_width, integer
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.linear import linear
 from tilewright.ops.plan import empty, scope
 from tilewright.ops.rope import rope_qk, rope_table, vision_axes
-from tilewright.types import Medium
+from tilewright.types import Medium, UnsupportedConfig
 from tilewright.weights.spec import Linear, PatchEmbedding, Plain
 
 EPS = 1e-6
@@ -34,6 +34,7 @@ class VisionConfig:
     mlp_width: int
     depth: int
     num_heads: int
+    head_width: int
     output_width: int
     patch_size: int
     merge_size: int
@@ -45,29 +46,48 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, config: Config) -> VisionConfig:
+        width, depth, num_heads = (integer(config, key) for key in ("hidden_size", "depth", "num_heads"))
+        each_head = head_width(config, width, num_heads)
+        if each_head % 4:
+            raise UnsupportedConfig(f"vision_config has heads of {each_head}, expected a multiple of 4: it turns pairs")
         return cls(
-            width=integer(config, "hidden_size"),
+            width=width,
             mlp_width=integer(config, "intermediate_size"),
-            depth=integer(config, "depth"),
-            num_heads=integer(config, "num_heads"),
+            depth=depth,
+            num_heads=num_heads,
+            head_width=each_head,
             output_width=integer(config, "out_hidden_size"),
             patch_size=integer(config, "patch_size"),
             merge_size=integer(config, "spatial_merge_size"),
             temporal_patch_size=integer(config, "temporal_patch_size"),
             num_channels=integer(config, "in_channels", 3),
             positions_per_side=round(integer(config, "num_position_embeddings") ** 0.5),
-            deepstack_layers=tuple(config.get("deepstack_visual_indexes") or ()),  # type: ignore[arg-type]
+            deepstack_layers=_deepstack_layers(config, depth),
             activation=activation_named(str(config.get("hidden_act", "gelu_pytorch_tanh"))),
         )
 
     @property
-    def head_width(self) -> int:
-        return self.width // self.num_heads
+    def attention_width(self) -> int:
+        """Of what the heads attend to, side by side."""
+        return self.num_heads * self.head_width
 
     @property
     def num_outputs(self) -> int:
         """Feature maps per medium: the tower's own and one per deepstack layer."""
         return 1 + len(self.deepstack_layers)
+
+
+def _deepstack_layers(config: Config, depth: int) -> tuple[int, ...]:
+    layers = config.get("deepstack_visual_indexes") or ()
+    if (
+        not isinstance(layers, (list, tuple))
+        or len(set(layers)) != len(layers)
+        or not all(layer in range(depth) for layer in layers)
+    ):
+        raise UnsupportedConfig(
+            f"vision_config has deepstack_visual_indexes {layers!r}, expected some of its layers, 0 to {depth - 1}"
+        )
+    return tuple(layers)
 
 
 class VisionBlock:
@@ -77,8 +97,8 @@ class VisionBlock:
         self.config = config
         width = config.width
         self.norm1 = LayerNorm(f"{name}.norm1", width, EPS)
-        self.qkv = Linear([(f"{name}.attn.qkv", 3 * width)], width, bias=True)
-        self.output = Linear([(f"{name}.attn.proj", width)], width, bias=True)
+        self.qkv = Linear([(f"{name}.attn.qkv", 3 * config.attention_width)], width, bias=True)
+        self.output = Linear([(f"{name}.attn.proj", width)], config.attention_width, bias=True)
         self.norm2 = LayerNorm(f"{name}.norm2", width, EPS)
         self.mlp_in = Linear([(f"{name}.mlp.linear_fc1", config.mlp_width)], width, bias=True)
         self.mlp_out = Linear([(f"{name}.mlp.linear_fc2", width)], config.mlp_width, bias=True)
@@ -89,7 +109,7 @@ class VisionBlock:
         q, k, v = qkv.split(heads, dim=1)
         rope_qk(q, k, cos, sin)
         attended = varlen_attention(q, k, v, frame_starts)
-        linear(attended.view(x_ND.shape), self.output.value, residual=x_ND, out=x_ND)
+        linear(attended.view(len(x_ND), -1), self.output.value, residual=x_ND, out=x_ND)
         inner = linear(self.norm2(x_ND), self.mlp_in.value, activation=self.config.activation)
         linear(inner, self.mlp_out.value, residual=x_ND, out=x_ND)
 
@@ -139,12 +159,14 @@ class VisionTower:
         num_features, width = len(x_ND) // config.merge_size**2, config.output_width
         features = torch.empty(num_features, config.num_outputs * width, dtype=x_ND.dtype)
         outputs = features.split(width, dim=1)
+        # Mergers go by the config's list, the decoder's layers by the depth at which the features were taken.
+        mergers = dict(zip(config.deepstack_layers, self.deepstack_mergers, strict=True))
+        taken = dict(zip(sorted(mergers), outputs[1:], strict=True))
         for i, block in enumerate(self.blocks):
             with scope():
                 block(x_ND, frame_starts, cos, sin)
-                if i in config.deepstack_layers:
-                    index = config.deepstack_layers.index(i)
-                    self.deepstack_mergers[index](x_ND, outputs[1 + index])
+                if i in mergers:
+                    mergers[i](x_ND, taken[i])
         self.merger(x_ND, outputs[0])
         return list(features.split([medium.num_features for medium in media]))
 

@@ -1,0 +1,47 @@
+"""The command `cache`: packed weights on disk, listed, or read through."""
+
+from __future__ import annotations
+
+import argparse
+
+from tilewright import config
+
+DAMAGED = 1  # the exit status
+
+
+def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `cache`."""
+    parser = commands.add_parser(
+        "cache",
+        help="check the packed weights kept on disk",
+        description="Lists the packed weights kept on disk. With verify, reads each file and compares its checksums; a "
+        "damaged one is removed, and its model packed anew at its next start.",
+        epilog="""examples:
+  tilewright cache            what is kept, and where
+  tilewright cache verify     exit status 1 where something was damaged""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", nargs="?", choices=("list", "verify"), default="list", help="default: list")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status of `tilewright cache`."""
+    from tilewright.weights.cache import entries, find_damage
+
+    folder = config.current().cache_dir
+    if folder is None:
+        print("no packed weights are kept: TILEWRIGHT_CACHE_DIR is off")
+        return 0
+    paths = entries(folder)
+    print(f"{folder}: {len(paths)} of packed weights, {sum(path.stat().st_size for path in paths) / 1e9:.1f} GB")
+    status = 0
+    for path in paths:
+        damage = find_damage(path) if options.action == "verify" else None
+        if damage is not None:
+            status = DAMAGED
+            path.unlink(missing_ok=True)
+        state = "" if options.action == "list" else "  whole" if damage is None else f"  removed: {damage}"
+        size_bytes = path.stat().st_size if damage is None else 0
+        print(f"  {path.name}  {size_bytes / 1e9:.1f} GB{state}")
+    return status
