@@ -223,9 +223,6 @@ class Engine:
             **self.loaded.sampling_defaults,
             **{name: value for name, value in given.items() if value is not None},
         }
-        stop = chosen.get("stop", ())
-        chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        chosen["stop_token_ids"] = tuple(chosen.get("stop_token_ids", ()))
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(chosen.get(name), bool):
                 chosen[name] = 0 if chosen[name] else None
