@@ -104,8 +104,9 @@ class EngineCore:
                     raise RequestError(f"{name} has token {token_id}, expected 0 to {count - 1}")
         self.scheduler.check(len(inputs.token_ids))
         sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s, grammar)
+        stop = params.stop if grammar is None else ()  # the form of a constrained answer says where it ends
         for sequence in sequences:
-            self._detokenizers[sequence] = Detokenizer(self.make_decoder(), params.stop, params.min_tokens)
+            self._detokenizers[sequence] = Detokenizer(self.make_decoder(), stop, params.min_tokens)
         self.scheduler.add(sequences)
         return sequences
 
@@ -195,8 +196,8 @@ class EngineCore:
         text, num_tokens = "", 0
         for token_id in event.token_ids:
             num_tokens += 1
-            if reason == "stop" and num_tokens == len(event.token_ids) and token_id in sequence.stop_token_ids:
-                break  # the token that stopped it is no part of the text
+            if event.has_stop_token and num_tokens == len(event.token_ids):
+                break
             text += detokenizer.push(token_id)
             if detokenizer.is_stopped:
                 self._stop_at(sequence, len(event.token_ids) - num_tokens)

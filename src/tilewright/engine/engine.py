@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -148,7 +149,9 @@ class Engine:
             raise RequestError("give either prompt or prompt_token_ids")
         key = "text" if prompt_token_ids is None else "token_ids"
         media: dict[str, Any] = {"images": images, "videos": videos, "audios": audios}
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        if prompt_token_ids is not None and len(prompts) == 0:
+            raise RequestError("prompt_token_ids has no tokens, expected at least 1")
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
             return _result(self.submit_prompt(**{key: prompts}, **media, **sampling))
         each = {name: _per_prompt(name, items, len(prompts)) for name, items in media.items()}
         handles = [

@@ -166,9 +166,10 @@ class Scheduler:
             sequence.first_token_s = time.perf_counter()
         num_new = sequence.num_tokens - num_before
         sequence.logprobs.extend(result.logprobs[:num_new])
+        has_stop_token = reason == "stop" and not (matcher is not None and matcher.is_complete)
         if reason:
             self.finish(sequence, reason)
-        return Event(sequence, result.token_ids[:num_new], result.logprobs[:num_new], reason)
+        return Event(sequence, result.token_ids[:num_new], result.logprobs[:num_new], reason, has_stop_token)
 
     def find_room(self, sequence: Sequence, num_drafts: int) -> int:
         """How many of so many tokens can be drafted ahead of a sequence that decodes; pages are there for them then."""
@@ -187,11 +188,12 @@ class Scheduler:
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         token_id, matcher = sequence.token_ids[-1], sequence.matcher
-        # A constrained answer has a stop token before min_tokens only where nothing else fits.
-        if token_id in sequence.stop_token_ids and (
-            matcher is not None or sequence.num_output_tokens >= sequence.params.min_tokens
-        ):
-            return "stop"
+        if token_id in sequence.stop_token_ids:
+            # In a constrained answer it is one where the form is whole without it, else a part of the form like any
+            # other; before min_tokens it comes only where nothing else fits.
+            is_end = sequence.num_output_tokens >= sequence.params.min_tokens
+            if is_end if matcher is None else matcher.is_accepting:
+                return "stop"
         if matcher is not None:
             matcher.advance(token_id)
             if matcher.is_complete:

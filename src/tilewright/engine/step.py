@@ -115,3 +115,4 @@ class Event:
     token_ids: list[int]
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None
+    has_stop_token: bool  # its last token ended the answer, and is no part of the text
