@@ -1,5 +1,7 @@
 """What goes wrong with one sequence ends its request alone, in whichever stage of a step it does."""
 
+import math
+
 import pytest
 from mock_model import LetterDecoder, answer, make_core, media_inputs, run_all, text_inputs
 
@@ -147,3 +149,53 @@ def test_a_decoder_that_fails_ends_its_request_and_not_the_thread():
     assert not loop.step() and not core.has_work
     with pytest.raises(StopIteration):
         refused.result(0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        greedy(30),
+        greedy(30, logprobs=3, prompt_logprobs=1, logit_bias={3: 5.0}),
+        SamplingParams(max_tokens=30, ignore_eos=True, seed=1, top_k=5, presence_penalty=1.0, min_tokens=5),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_logits_that_are_no_numbers_end_their_request_alone(options, after, value):
+    loop = EngineLoop(make_core(num_drafts=3, max_tokens_per_step=100), threaded=False)
+    run = loop.core.runner.run
+
+    def poisoned(step):
+        logits, first = run(step), 0
+        for chunk in step.chunks:
+            if is_culprit(chunk.sequence) and chunk.sequence.num_output_tokens >= after:
+                logits[first : first + chunk.num_logits] = value
+            first += chunk.num_logits
+        return logits
+
+    loop.core.runner.run = poisoned
+    bad = loop.submit(lambda: text_inputs([CULPRIT, 2, 3, 2, 3, 2, 3]), options)
+    good = loop.submit(lambda: text_inputs([1, 2, 3, 2, 3]), options)
+    while loop.step():
+        pass
+    with pytest.raises(EngineError, match=r"the model's logits of token \d+ are not numbers \(NaN\)"):
+        bad.result(0)
+    assert sum(len(delta.token_ids) for delta in bad._deltas) >= after
+    assert list(good.result(0)[0].token_ids) == answer(text_inputs([1, 2, 3, 2, 3]), options)
+    assert loop.stats().num_pages_used == 0
+
+
+def test_a_row_with_some_numbers_has_a_token():
+    core = make_core()
+    run = core.runner.run
+
+    def half_poisoned(step):
+        logits = run(step)
+        logits[:, ::2] = math.nan
+        logits[:, 5] = math.inf
+        return logits
+
+    core.runner.run = half_poisoned
+    (sequence,) = core.add("a", text_inputs([1, 2]), greedy(4))
+    run_all(core)
+    assert sequence.output_token_ids == [5] * 4

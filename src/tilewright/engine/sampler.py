@@ -17,7 +17,7 @@ from tilewright.engine.masks import Masks
 from tilewright.engine.occurrences import Occurrences
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.speculate import num_right_drafts
-from tilewright.engine.step import Chunk, Sampled, Step, last_rows
+from tilewright.engine.step import NO_TOKEN, Chunk, Sampled, Step, last_rows
 from tilewright.ops import sample as ops
 from tilewright.types import SamplingParams, TokenLogprob
 
@@ -48,7 +48,7 @@ class Sampler:
         return _with_logprobs(logits, chunks, token_ids)
 
     def _draw(self, logits: Tensor, chunks: list[Chunk], keep_raw: bool) -> list[int]:
-        """A token for every sampled row, chunk after chunk."""
+        """A token for every sampled row, chunk after chunk; NO_TOKEN of one in which nothing is a number."""
         sampled = [chunk for chunk in chunks if chunk.num_sampled]
         num_rows = sum(chunk.num_sampled for chunk in sampled)
         if not num_rows:
@@ -73,7 +73,9 @@ class Sampler:
         else:
             tokens = ops.sample(logits, *_parameters(params), torch.tensor(_uniforms(sampled), dtype=torch.float64))
         result: list[int] = tokens.tolist()
-        return result
+        # One NaN among the weights makes whole rows of them: the kernel's token then is no choice of the model's.
+        is_chosen = logits.numpy()[np.arange(num_rows), tokens.numpy()] > -math.inf
+        return result if is_chosen.all() else np.where(is_chosen, result, NO_TOKEN).tolist()
 
     def _adjust(self, logits: Tensor, chunks: list[Chunk]) -> None:
         """Changes logits by penalties, biases and the bans of min_tokens."""
@@ -197,7 +199,7 @@ def _log_probs(logits: Tensor, rows: list[int], targets: list[int], num_top: lis
     vocabulary_size = logits.shape[1]
     picked = logits if len(rows) == logits.shape[0] else logits[torch.tensor(rows)]
     # A placeholder may lie past the head's last row: it cannot come out, and the kernel has no column for it.
-    clamped = torch.tensor(targets).clamp_(max=vocabulary_size - 1)
+    clamped = torch.tensor(targets).clamp_(0, vocabulary_size - 1)
     found = ops.log_probs(picked, clamped, min(max(num_top), vocabulary_size))
     values = zip(targets, num_top, *(tensor.tolist() for tensor in found), strict=True)
     return [

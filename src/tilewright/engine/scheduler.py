@@ -17,7 +17,7 @@ from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.sequence import Sequence, Status
 from tilewright.engine.speculate import Drafter
 from tilewright.engine.state_cache import StateCache
-from tilewright.engine.step import Chunk, Event, Sampled, Step
+from tilewright.engine.step import NO_TOKEN, Chunk, Event, Sampled, Step
 from tilewright.types import FinishReason, Medium, RequestError
 
 
@@ -141,6 +141,8 @@ class Scheduler:
         """What a sequence gained by its chunk, if it did; it may have ended with that."""
         sequence, matcher = chunk.sequence, chunk.sequence.matcher
         _raise_error_of(matcher)  # its mask meant nothing
+        if NO_TOKEN in result.token_ids:
+            raise FloatingPointError(f"the model's logits of token {sequence.num_tokens} are not numbers (NaN)")
         sequence.prompt_logprobs.extend(result.prompt_logprobs)
         num_right = len(result.token_ids) - 1 if result.token_ids else 0
         if self.speculator and chunk.num_drafts and not chunk.is_forced:

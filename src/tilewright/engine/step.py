@@ -9,6 +9,8 @@ from tilewright.engine.scene import Scene
 from tilewright.engine.sequence import Sequence
 from tilewright.types import FinishReason, Medium, TokenLogprob
 
+NO_TOKEN = -1  # sampled from logits of which none is a number
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -100,7 +102,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the logits of a chunk gave: the drafts that were right, and the token after them; none in mid-prompt."""
+    """What the logits of a chunk gave: the drafts that were right, and the token after them; none in mid-prompt.
+
+    Where they gave none, the token is NO_TOKEN.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, or none if not asked for
