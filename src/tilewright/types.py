@@ -69,7 +69,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Makes every field what its annotation says, numbers of numpy included: later steps trust them."""
-        checked = {name: _number(name, getattr(self, name), *limits) for name, limits in _NUMBERS.items()}
+        checked: dict[str, Any] = {
+            name: _number(name, getattr(self, name), *limits) for name, limits in _NUMBERS.items()
+        }
         checked |= {name: _integer(name, getattr(self, name), *limits) for name, limits in _INTEGERS.items()}
         for name, limits in _INTEGERS_OR_NONE.items():
             value = getattr(self, name)

@@ -88,6 +88,11 @@ class Matcher:
             self._matcher.rollback(len(drafts))
         self._check()
 
+    def raise_error(self) -> None:
+        """Raises `error`, if there is one: the grammar has become too costly to follow."""
+        if self.error is not None:
+            raise self.error
+
     def _check(self) -> None:
         if self.error is None and (error := error_of(self._matcher)) is not None:
             self.error = self._fail(error)

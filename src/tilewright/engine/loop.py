@@ -260,7 +260,9 @@ class EngineLoop:
             ended_s=time.perf_counter(),
             took_s=took_s,
             num_prompt_tokens=sum(
-                max(0, min(chunk.stop, chunk.sequence.num_prompt_tokens) - chunk.start) for chunk in chunks
+                min(chunk.stop, chunk.sequence.num_prompt_tokens) - chunk.start
+                for chunk in chunks
+                if chunk.start < chunk.sequence.num_prompt_tokens
             ),
             num_output_tokens=sum(len(delta.token_ids) for _, delta in results),
             read_bytes=read_bytes,
@@ -290,7 +292,8 @@ def _read_and_computed(costs: Costs, chunks: Items[Chunk], num_logits: int) -> t
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     # A query sees the keys before it and itself; a chunk's queries are its last tokens.
     num_pairs = sum(chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2 for chunk in chunks)
-    sights = [sight for chunk in chunks for sight in chunk.sequence.sights(chunk.start, chunk.stop)]
+    looking = [chunk for chunk in chunks if chunk.sequence.scenes]
+    sights = [sight for chunk in looking for sight in chunk.sequence.sights(chunk.start, chunk.stop)]
     num_looking = sum(sight.stop - sight.start for sight in sights)
     num_looks = sum((sight.stop - sight.start) * sight.num_states for sight in sights)
     num_states = sum(sight.num_states for sight in sights)

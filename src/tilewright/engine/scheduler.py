@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 
-from tilewright.engine.constraint_matcher import Matcher
 from tilewright.engine.feature_cache import FeatureCache
 from tilewright.engine.limits import Limits
 from tilewright.engine.media_supply import MediaSupply
@@ -140,28 +139,32 @@ class Scheduler:
     def _append(self, chunk: Chunk, result: Sampled) -> Event | None:
         """What a sequence gained by its chunk, if it did; it may have ended with that."""
         sequence, matcher = chunk.sequence, chunk.sequence.matcher
-        _raise_error_of(matcher)  # its mask meant nothing
-        if NO_TOKEN in result.token_ids:
-            raise FloatingPointError(f"the model's logits of token {sequence.num_tokens} are not numbers (NaN)")
-        sequence.prompt_logprobs.extend(result.prompt_logprobs)
+        if matcher is not None:
+            matcher.raise_error()  # its mask meant nothing
+        if result.prompt_logprobs:
+            sequence.prompt_logprobs.extend(result.prompt_logprobs)
         num_right = len(result.token_ids) - 1 if result.token_ids else 0
         if self.speculator and chunk.num_drafts and not chunk.is_forced:
             self.speculator.record(sequence, chunk.num_drafts, num_right)
         sequence.draft_token_ids = []
         num_before, reason = sequence.num_tokens, None
         for token_id in result.token_ids:
+            if token_id == NO_TOKEN:  # not the one after a draft that ends a form: nothing may come there
+                raise FloatingPointError(f"the model's logits of token {sequence.num_tokens} are not numbers (NaN)")
             sequence.token_ids.append(token_id)
             reason = self._finish_reason(sequence)
             if reason:
                 break
-        _raise_error_of(matcher)
+        if matcher is not None:
+            matcher.raise_error()
         # The slots of wrong drafts are written again by the tokens that come instead.
         num_computed = chunk.stop - chunk.num_drafts + num_right
         sequence.num_computed_tokens = min(num_computed, sequence.num_tokens)
         self.prefix_cache.store(sequence)
         if self.states:
             self.states.settle(sequence)
-        self._media.unpin_read(sequence)
+        if sequence.pinned_keys or sequence.pinned_scenes:
+            self._media.unpin_read(sequence)
         if not result.token_ids:
             return None
         if sequence.first_token_s is None:
@@ -241,7 +244,7 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, max_drafts: int) -> bool:
         """Gives a sequence its drafts; whether they are tokens that its grammar forces, so that they are right."""
-        max_drafts = min(max_drafts, self._max_drafts(sequence))
+        max_drafts = min(max_drafts, self._max_drafts(sequence)) if max_drafts > 0 else 0
         drafts: list[int] = []
         is_forced = False
         if max_drafts > 0:
@@ -267,7 +270,7 @@ class Scheduler:
         budget = prompt_budget = self.limits.max_tokens_per_step - step.num_tokens
         self._may_admit = True
         self._media.begin_step()
-        for sequence, share in self._prompt_shares(budget):
+        for sequence, share in self._prompt_shares(step, budget):
             share = min(share, budget)
             if budget <= 0:
                 break
@@ -296,14 +299,15 @@ class Scheduler:
         self._put(step, Chunk(sequence, start, stop - start))
         return stop - start
 
-    def _prompt_shares(self, budget: int) -> Iterator[tuple[Sequence, int]]:
+    def _prompt_shares(self, step: Step, budget: int) -> Iterator[tuple[Sequence, int]]:
         """Sequences with a prompt to compute, and how much of the budget each may take, the first to be served first.
 
         By arrival, with one exception: while the oldest prompt is computed, half of the budget is set aside for those
         behind it that are at most half as long as what it has left. So a short one waits for other short ones, but not
         for a long one, which in turn is never slowed down to less than half of the speed.
         """
-        prompts = [sequence for sequence in self.running if not self._can_decode(sequence)]
+        decoding = {chunk.sequence for chunk in step.chunks}
+        prompts = [sequence for sequence in self.running if sequence not in decoding]
         if budget > 0 and len(self.running) < self.limits.max_sequences:
             prompts = sorted(prompts + [item for item in self.waiting if not item.waits_for_leader], key=_arrival)
         if not prompts:
@@ -363,6 +367,8 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has, or now got, pages for num_tokens."""
         missing = self.pool.pages_for(num_tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
         if missing > self.pool.num_free:
             return False
         sequence.pages.extend(self.pool.allocate() for _ in range(missing))
@@ -388,9 +394,3 @@ class Scheduler:
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.id
-
-
-def _raise_error_of(matcher: Matcher | None) -> None:
-    """Raises if the grammar of a constrained answer has become too costly to follow."""
-    if matcher is not None and matcher.error is not None:
-        raise matcher.error
