@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -34,6 +37,12 @@ class Constraint:
     allows_reasoning: bool = False  # whether thoughts within REASONING_TAGS may come before
     subject: str = ""  # what it was made of, for errors; empty: told by its kind
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str):  # a schema as a dict, most likely
+            raise RequestError(
+                f"constraint source is {_shown(self.source)}, expected text: json.dumps makes it of a dict"
+            )
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -59,32 +68,27 @@ class SamplingParams:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        _require("temperature", self.temperature, 0.0, 2.0)
-        _require("top_p", self.top_p, 0.0, 1.0)
-        _require("min_p", self.min_p, 0.0, 1.0)
-        _require("top_k", self.top_k, 0, 2**31 - 1)
-        _require("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require("n", self.n, 1, 128)
-        _require("min_tokens", self.min_tokens, 0, None)
-        _require("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        if self.max_tokens is not None:
-            _require("max_tokens", self.max_tokens, 1, None)
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
-        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None:
-                _require(name, count, 0, 20)
-        for token_id, bias in self.logit_bias.items():
-            _require(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
-        if any(not text for text in self.stop):
-            raise RequestError("stop has an empty string, expected at least one character")
-
-
-def _require(name: str, value: float, low: float, high: float | None) -> None:
-    # Written so that NaN fails too.
-    if not (value >= low and (high is None or value <= high)):
-        raise RequestError(f"{name} is {value}, expected {f'{low} or more' if high is None else f'{low} to {high}'}")
+        """Makes every field what its annotation says, numbers of numpy included: later steps trust them."""
+        checked: dict[str, Any] = {
+            name: _number(name, getattr(self, name), *limits) for name, limits in _NUMBERS.items()
+        }
+        checked |= {name: _integer(name, getattr(self, name), *limits) for name, limits in _INTEGERS.items()}
+        for name, limits in _INTEGERS_OR_NONE.items():
+            value = getattr(self, name)
+            checked[name] = None if value is None else _integer(name, value, *limits)
+        checked |= {"logit_bias": _biases(self.logit_bias), "stop": _stops(self.stop)}
+        checked["stop_token_ids"] = tuple(
+            _integer("stop_token_ids", item, 0, _MAX_INT32) for item in _items("stop_token_ids", self.stop_token_ids)
+        )
+        if not isinstance(self.ignore_eos, bool | np.bool_):
+            raise RequestError(f"ignore_eos is {_shown(self.ignore_eos)}, expected True or False")
+        checked["ignore_eos"] = bool(self.ignore_eos)
+        if not isinstance(self.constraint, Constraint | None):
+            raise RequestError(f"constraint is {_shown(self.constraint)}, expected a tilewright.types.Constraint")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
 
 
 @dataclass(frozen=True)
@@ -174,3 +178,92 @@ class Completion:
 
 Message = Mapping[str, object]  # as OpenAI's: role, content (text or parts), tool_calls, ...
 Messages = Sequence[Message]
+
+
+_MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
+# A step looks at each of them for every token of the answer.
+MAX_STOPS = 256
+MAX_STOP_CHARACTERS = 1024
+MAX_BIASES = 4096
+
+# The smallest and the largest value of SamplingParams' fields.
+_NUMBERS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+_INTEGERS = {"min_tokens": (0, _MAX_INT64), "top_k": (0, _MAX_INT32), "n": (1, 128)}
+_INTEGERS_OR_NONE = {
+    "max_tokens": (1, _MAX_INT64),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+}
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    """A float within limits, of whatever is a number; text and truth values are none."""
+    try:
+        number = math.nan if isinstance(value, bool | np.bool_ | str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not low <= number <= high:  # so written that NaN fails too
+        raise RequestError(f"{name} is {_shown(value)}, expected a number from {low:g} to {high:g}")
+    return number
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    """An int within limits, of an integer of any kind; truth values are none."""
+    try:
+        integer = None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        integer = None
+    if integer is None or not low <= integer <= high:
+        raise RequestError(f"{name} is {_shown(value)}, expected an integer from {low} to {high}")
+    return integer
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    """The items of a list that is no longer than a request's may be."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} is {_shown(value)}, expected a list")
+    items = tuple(itertools.islice(value, MAX_STOPS + 1))
+    if len(items) > MAX_STOPS:
+        raise RequestError(f"{name} has more than {MAX_STOPS} entries, expected at most {MAX_STOPS}")
+    return items
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _items("stop", value)
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestError(f"stop has {_shown(text)}, expected strings")
+        if not text:
+            raise RequestError("stop has an empty string, expected at least one character")
+        if len(text) > MAX_STOP_CHARACTERS:
+            raise RequestError(f"stop has a string of {len(text)} characters, expected at most {MAX_STOP_CHARACTERS}")
+    return texts
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias is {_shown(value)}, expected a mapping of token ids to numbers")
+    if len(value) > MAX_BIASES:
+        raise RequestError(f"logit_bias has {len(value)} entries, expected at most {MAX_BIASES}")
+    return {
+        _integer("a token id of logit_bias", token_id, 0, _MAX_INT32): _number(
+            f"logit_bias[{_shown(token_id)}]", bias, -100.0, 100.0
+        )
+        for token_id, bias in value.items()
+    }
+
+
+def _shown(value: object) -> str:
+    """A value as a message shows it: some have no text (an int of 5,000 digits), others too much of it."""
+    try:
+        return f"{value!r:.100}"
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"

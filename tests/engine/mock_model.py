@@ -5,6 +5,7 @@ was not taken back changes every token after it; and what tokens look at through
 same without pages, batches, caches and drafts.
 """
 
+import functools
 import hashlib
 
 import numpy as np
@@ -65,6 +66,21 @@ def logits_of(state, token_ids: list[int]) -> np.ndarray:
     return logits
 
 
+class Wrong(BaseException):
+    """A check that failed: no Exception, which the engine would take for a request's own fault."""
+
+
+def loud(check):
+    @functools.wraps(check)
+    def checked(*arguments):
+        try:
+            return check(*arguments)
+        except AssertionError as error:
+            raise Wrong(str(error)) from error
+
+    return checked
+
+
 class MockRunner:
     """Checks what it is given, as well as computing it."""
 
@@ -79,6 +95,7 @@ class MockRunner:
         self.steps = []
         self.num_encoded = 0
 
+    @loud
     def run(self, step):
         self.steps.append([(chunk.sequence, chunk.start, chunk.num_tokens) for chunk in step.chunks])
         assert step.chunks and step.num_tokens <= self.limits.max_tokens_per_step
@@ -89,6 +106,7 @@ class MockRunner:
         assert len(logits) == step.num_logits
         return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, VOCABULARY_SIZE)
 
+    @loud
     def encode(self, media):
         num_patches = sum(int(np.prod(medium.grid)) for medium in media)
         assert len(media) <= 1 or num_patches <= self.limits.max_encode_patches
@@ -221,6 +239,7 @@ def run_all(core: EngineCore, max_steps=10_000):
         if not core.has_work:
             return results
         results += core.step()
+        assert not core.failures, core.failures
     raise AssertionError(f"not done after {max_steps} steps")
 
 

@@ -300,12 +300,28 @@ def test_an_end_that_is_not_wanted_yet():
             assert len(completion.text) == len(completion.token_ids) == 9 and completion.finish_reason == "stop"
 
 
-def test_stop_strings_tokens_and_lengths_end_it_as_ever():
-    (completion,) = byte_answers(Constraint("regex", "a{3}xyz+"), stop=("xy",), temperature=0.0)
-    assert completion.text == "aaa" and completion.finish_reason == "stop"
+@pytest.mark.parametrize("num_drafts", [0, 4])
+@pytest.mark.parametrize(("form", "stops"), [("a{3}xyz", "axz"), ('[{]"a": "[b-d]{3}"[}]', '"}'), ("x{9}", "x")])
+def test_stops_do_not_break_the_form(form, stops, num_drafts):
+    """The form is held to its end, be it that its last token is a stop token; then it ends as it does without stops."""
+    whole = byte_answers(Constraint("regex", form), temperature=0.0)[0]
+    assert re.fullmatch(form, whole.text)
+    stop_token_ids = tuple(byte_tokenizer().encode(stops))
+    for params in ({"stop": tuple(stops)}, {"stop_token_ids": stop_token_ids}, {"stop": whole.text[2:4]}):
+        core = make_core(byte_tokenizer(), BYTES_SIZE, num_drafts=num_drafts)
+        (completion,) = byte_answers(Constraint("regex", form), core=core, temperature=0.0, **params)
+        assert (completion.text, completion.token_ids) == (whole.text, whole.token_ids)
+        assert completion.finish_reason == "stop"
+
+
+def test_a_stop_token_ends_it_where_the_form_is_whole():
     (x,) = byte_tokenizer().encode("x")
-    (completion,) = byte_answers(Constraint("regex", "a{3}xyz+"), stop_token_ids=(x,), temperature=0.0)
-    assert completion.text == "aaa" and completion.token_ids[-1] == x and completion.finish_reason == "stop"
+    params = {"stop_token_ids": (x,), "logit_bias": {x: 100.0}, "temperature": 0.0, "max_tokens": 20}
+    (completion,) = byte_answers(Constraint("regex", "ax{3}b[x-z]*"), **params)
+    assert completion.text == "axxxb" and completion.token_ids[-1] == x and completion.finish_reason == "stop"
+
+
+def test_lengths_end_it_as_ever():
     (completion,) = byte_answers(Constraint("regex", "a{3}xyz+"), max_tokens=4, temperature=0.0)
     assert completion.text == "aaax" and completion.finish_reason == "length"
     (completion,) = byte_answers(Constraint("regex", "a{3}"), max_tokens=3, temperature=0.0)

@@ -324,3 +324,30 @@ def test_a_failure_of_all_ends_what_runs_and_refuses_what_comes(threaded):
         loop.submit(lambda: prompt(2), params())
     loop.close(drain=True)
     assert loop.stats().num_running == 0
+
+
+@pytest.mark.parametrize("stage", ["run", "schedule"])
+def test_whoever_holds_an_error_holds_nothing_of_the_step(stage, caplog):
+    """Frames of a traceback would: the sequences of the step, and with them pictures of others."""
+    loop = EngineLoop(make_core(max_tokens_per_step=100), threaded=False)
+    handles = [loop.submit(lambda number=number: prompt(number), params()) for number in range(2)]
+    loop.step()
+    sequences = [weakref.ref(sequence) for sequence in loop.core.scheduler.running]
+    loop.core.runner.steps.clear()
+
+    def broken(*arguments):
+        held = list(loop.core.scheduler.running)
+        raise ArithmeticError(f"the kernel said no to {len(held)}") from KeyError(held[0].index)
+
+    owner = loop.core.runner if stage == "run" else loop.core.scheduler
+    setattr(owner, stage, broken)
+    while loop.step():
+        pass
+    errors = []
+    for handle in handles:
+        with pytest.raises(EngineError, match="the kernel said no") as caught:
+            handle.result(TIMEOUT_S)
+        errors.append(caught.value)
+    assert all(isinstance(error.__cause__.__cause__, KeyError) for error in errors)
+    assert [sequence() for sequence in sequences] == [None, None]
+    assert "in broken" in caplog.text  # where it happened is in the log

@@ -129,6 +129,21 @@ def test_bad_parameters_are_named(engine, options, words):
         engine.generate("x", **options)
 
 
+@pytest.mark.parametrize("prompt", [{"prompt": ""}, {"prompt_token_ids": []}, {"prompt_token_ids": [[1], []]}])
+def test_a_prompt_without_tokens_is_refused(engine, prompt):
+    with pytest.raises(RequestError, match="no tokens, expected at least 1"):
+        engine.generate(**prompt, max_tokens=2)
+    assert engine.generate([], max_tokens=2) == []  # no prompts, no answers
+
+
+def test_token_ids_may_be_an_array(engine):
+    ids = engine.loaded.tokenizer.encode("abc")
+    expected = engine.generate(prompt_token_ids=ids, max_tokens=4).token_ids
+    assert engine.generate(prompt_token_ids=np.array(ids), max_tokens=4).token_ids == expected
+    (answer,) = engine.generate(prompt_token_ids=np.array([ids]), max_tokens=4)
+    assert answer.token_ids == expected
+
+
 def test_bad_requests_hurt_no_others(engine, picture):
     expected = engine.chat(say("good"), max_tokens=6).token_ids
     failures = []

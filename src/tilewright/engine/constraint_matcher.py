@@ -41,6 +41,11 @@ class Matcher:
         """Whether nothing can be added any more."""
         return self._matcher.is_stopped()
 
+    @property
+    def is_accepting(self) -> bool:
+        """Whether what there is fits as a whole: the answer may end here."""
+        return self._matcher.is_accepting()
+
     def advance(self, token_id: int) -> None:
         """Takes the token that was drawn: one that the mask allowed, and none that ends the answer."""
         self._matcher.consume_token(token_id)
@@ -82,6 +87,11 @@ class Matcher:
         if drafts:
             self._matcher.rollback(len(drafts))
         self._check()
+
+    def raise_error(self) -> None:
+        """Raises `error`, if there is one: the grammar has become too costly to follow."""
+        if self.error is not None:
+            raise self.error
 
     def _check(self) -> None:
         if self.error is None and (error := error_of(self._matcher)) is not None:

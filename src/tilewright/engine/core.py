@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -13,9 +14,12 @@ from tilewright.engine.detokenizer import Decoder, Detokenizer
 from tilewright.engine.mtp_drafter import MtpDrafter
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
+from tilewright.engine.separation import Separator
 from tilewright.engine.sequence import Sequence
-from tilewright.engine.step import Event, Step
+from tilewright.engine.step import Event, Sampled, Step
 from tilewright.types import Completion, Delta, Medium, ModelInputs, RequestError, SamplingParams
+
+_log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -56,13 +60,17 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.constraints = constraints
         self.drafter = drafter  # of a model with a multi-token predictor
-        self.failures: dict[str, RequestError] = {}  # requests that the last step had to drop
         self.step_under_way: Step | None = None
         self._detokenizers: WeakKeyDictionary[Sequence, Detokenizer] = WeakKeyDictionary()
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def failures(self) -> dict[str, Exception]:
+        """The requests that the last step had to drop, and why."""
+        return self.scheduler.failures
 
     def must_compile(self, params: SamplingParams) -> bool:
         """Whether a request brings a constraint that was not met before, which may take seconds; for any thread."""
@@ -96,28 +104,34 @@ class EngineCore:
                     raise RequestError(f"{name} has token {token_id}, expected 0 to {count - 1}")
         self.scheduler.check(len(inputs.token_ids))
         sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s, grammar)
-        self.scheduler.add(sequences)
+        stop = params.stop if grammar is None else ()  # the form of a constrained answer says where it ends
         for sequence in sequences:
-            self._detokenizers[sequence] = Detokenizer(self.make_decoder(), params.stop, params.min_tokens)
+            self._detokenizers[sequence] = Detokenizer(self.make_decoder(), stop, params.min_tokens)
+        self.scheduler.add(sequences)
         return sequences
 
     def step(self) -> list[tuple[Sequence, Delta]]:
-        """What one step adds to which sequences; nothing while it only computes prompts."""
+        """What one step adds to which sequences; nothing while it only computes prompts.
+
+        What goes wrong with one sequence ends its request alone, which `failures` tells then.
+        """
         self.step_under_way = None
-        self.failures = {}
+        self.failures.clear()
         step = self.step_under_way = self.scheduler.schedule()
-        if not step.chunks:
-            self.runner.encode(step.encode)
-            return []
-        if self.drafter:
+        if self.drafter and step.chunks:
             self.drafter.begin(step)
-        logits = self.runner.run(step)
-        sampled = self.sampler.sample(logits, step)
-        events = self.scheduler.update(step, sampled)
-        results = [(event.sequence, self._delta(event)) for event in events]
-        self._drop_failed(step)
-        if self.drafter:
-            self.drafter.draft(step, self.scheduler.find_room)
+        try:
+            sampled = self._compute(step)
+        except Exception as error:
+            separator = Separator(self._compute, self.runner.encode, self.scheduler)
+            computed, sampled = separator.rescue(step, error)
+        else:
+            computed = step
+        results = self._deltas(self.scheduler.update(computed, sampled))
+        for request_id in self.failures:
+            self.scheduler.abort(request_id)
+        if self.drafter and computed is step and step.chunks:
+            self._draft(self.drafter, step)
         return results
 
     def abort(self, request_id: str) -> list[tuple[Sequence, Delta]]:
@@ -128,27 +142,28 @@ class EngineCore:
         ]
 
     def abandon_step(self) -> set[str]:
-        """The requests dropped because their step raised: those that need media that cannot be read, if so.
-
-        Otherwise all that were part of it, or all there are if it could not even be scheduled. Those that stay go on
-        from where they were, or from what is cached of them in models with recurrent states.
-        """
-        step, scheduler = self.step_under_way, self.scheduler
-        sequences = self._those_hurt_by(step) if step else scheduler.running + scheduler.waiting
+        """The requests dropped because their step raised as a whole: all there are if it could not be scheduled."""
+        step, self.step_under_way = self.step_under_way, None
+        scheduler = self.scheduler
+        sequences = scheduler.running + scheduler.waiting
+        if step:
+            sequences = [chunk.sequence for chunk in step.chunks] + scheduler.needing(step.encode)
         request_ids = {sequence.request_id for sequence in sequences}
         for request_id in request_ids:
             scheduler.abort(request_id)
-        if step:
-            scheduler.rewind(step)
         return request_ids
 
-    def _those_hurt_by(self, step: Step) -> list[Sequence]:
-        """Sequences that a step which raised was for: of a medium that cannot be read only those that need it."""
-        unreadable = {medium.key for medium in step.encode if not _is_readable(medium)}
-        culprits = unreadable or {medium.key for medium in step.encode}
-        # Of all that run: media are encoded for some that get no chunk yet.
-        needing = [item for item in self.scheduler.running if culprits.intersection(item.pinned_keys)]
-        return needing if unreadable else [*(chunk.sequence for chunk in step.chunks), *needing]
+    def _compute(self, step: Step) -> list[Sampled]:
+        if not step.chunks:
+            self.runner.encode(step.encode)
+            return []
+        return self.sampler.sample(self.runner.run(step), step)
+
+    def _draft(self, drafter: MtpDrafter, step: Step) -> None:
+        try:
+            drafter.draft(step, self.scheduler.find_room)
+        except Exception:  # answers do not depend on it
+            _log.exception("nothing could be drafted after a step")
 
     def completion(self, sequence: Sequence) -> Completion:
         """The answer of a finished sequence."""
@@ -165,14 +180,14 @@ class EngineCore:
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
         )
 
-    def _drop_failed(self, step: Step) -> None:
-        """Ends the requests whose constraint has become too costly to follow."""
-        for chunk in step.chunks:
-            matcher = chunk.sequence.matcher
-            if matcher is not None and matcher.error is not None:
-                self.failures[chunk.sequence.request_id] = matcher.error
-        for request_id in self.failures:
-            self.scheduler.abort(request_id)
+    def _deltas(self, events: list[Event]) -> list[tuple[Sequence, Delta]]:
+        results = []
+        for event in events:
+            try:
+                results.append((event.sequence, self._delta(event)))
+            except Exception as error:
+                self.scheduler.fail(event.sequence, error)
+        return results
 
     def _delta(self, event: Event) -> Delta:
         """An event with its text; ends the sequence at a stop string."""
@@ -181,8 +196,8 @@ class EngineCore:
         text, num_tokens = "", 0
         for token_id in event.token_ids:
             num_tokens += 1
-            if reason == "stop" and num_tokens == len(event.token_ids) and token_id in sequence.stop_token_ids:
-                break  # the token that stopped it is no part of the text
+            if event.has_stop_token and num_tokens == len(event.token_ids):
+                break
             text += detokenizer.push(token_id)
             if detokenizer.is_stopped:
                 self._stop_at(sequence, len(event.token_ids) - num_tokens)
@@ -204,11 +219,3 @@ class EngineCore:
         if num_surplus:
             del sequence.token_ids[-num_surplus:]
             del sequence.logprobs[-num_surplus:]
-
-
-def _is_readable(medium: Medium) -> bool:
-    try:
-        medium.load()
-    except Exception:
-        return False
-    return True

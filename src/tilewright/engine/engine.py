@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -149,7 +150,9 @@ class Engine:
             raise RequestError("give either prompt or prompt_token_ids")
         key = "text" if prompt_token_ids is None else "token_ids"
         media: dict[str, Any] = {"images": images, "videos": videos, "audios": audios}
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        if prompt_token_ids is not None and len(prompts) == 0:
+            raise RequestError("prompt_token_ids has no tokens, expected at least 1")
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
             return _result(self.submit_prompt(**{key: prompts}, **media, **sampling))
         each = {name: _per_prompt(name, items, len(prompts)) for name, items in media.items()}
         handles = [
@@ -226,9 +229,6 @@ class Engine:
             **self.loaded.sampling_defaults,
             **{name: value for name, value in given.items() if value is not None},
         }
-        stop = chosen.get("stop", ())
-        chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        chosen["stop_token_ids"] = tuple(chosen.get("stop_token_ids", ()))
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(chosen.get(name), bool):
                 chosen[name] = 0 if chosen[name] else None

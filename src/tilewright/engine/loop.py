@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from tilewright.engine.handle import Handle
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.stats import Stats, StepCount, StepCounter
 from tilewright.engine.step import Chunk, Reading
-from tilewright.types import Completion, Delta, ModelInputs, SamplingParams
+from tilewright.types import Completion, Delta, ModelInputs, RequestError, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -97,18 +98,15 @@ class EngineLoop:
         try:
             results = self.core.step()
         except Exception as error:
-            _log.exception("a step failed")
             for request_id in self.core.abandon_step():
-                wrapped = EngineError(f"the step that computed this request failed: {error}")
-                wrapped.__cause__ = error
-                self._end(self._handles[request_id], wrapped)
+                self._fail(request_id, error)
             return True
         finally:
             took_s, self._step_began_s = time.perf_counter() - self._step_began_s, None
         self._count(results, took_s)
         self._deliver(results)
         for request_id, failure in self.core.failures.items():
-            self._end(self._handles[request_id], failure)
+            self._fail(request_id, failure)
         return True
 
     def stats(self) -> Stats:
@@ -216,7 +214,13 @@ class EngineLoop:
                 self._end(handle, error)
 
     def _abort(self, handle: Handle) -> None:
-        self._post(lambda: self._deliver(self.core.abort(handle.request_id)))
+        self._post(partial(self._abort_now, handle.request_id))
+
+    def _abort_now(self, request_id: str) -> None:
+        try:
+            self._deliver(self.core.abort(request_id))
+        except Exception as error:
+            self._fail(request_id, error)
 
     def _deliver(self, results: list[tuple[Sequence, Delta]]) -> None:
         for sequence, delta in results:
@@ -230,6 +234,19 @@ class EngineLoop:
         completion, earlier = self.core.completion(sequence), sequence.reads_at_first_token
         speed = None if earlier is None else self._counter.reads.speed_since(earlier)
         return replace(completion, timings=replace(completion.timings, decode_bytes_per_s=speed))
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        """Ends a request that a step could not go on with: by its own fault, or else with an EngineError."""
+        if not isinstance(error, RequestError):
+            # As text, and only then without frames: those hold the sequences of the step, and with them pictures, as
+            # long as someone holds the error or what was logged.
+            _log.error("request %s failed in a step\n%s", request_id, "".join(traceback.format_exception(error)))
+        forget_frames(error)
+        if not isinstance(error, RequestError):
+            wrapped = EngineError(f"the step that computed this request failed: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        self._end(self._handles[request_id], error)
 
     def _end(self, handle: Handle, error: BaseException) -> None:
         handle.end(error)
@@ -255,7 +272,9 @@ class EngineLoop:
             ended_s=time.perf_counter(),
             took_s=took_s,
             num_prompt_tokens=sum(
-                max(0, min(chunk.stop, chunk.sequence.num_prompt_tokens) - chunk.start) for chunk in chunks
+                min(chunk.stop, chunk.sequence.num_prompt_tokens) - chunk.start
+                for chunk in chunks
+                if chunk.start < chunk.sequence.num_prompt_tokens
             ),
             num_output_tokens=sum(len(delta.token_ids) for _, delta in results),
             read_bytes=read_bytes,
@@ -271,12 +290,22 @@ class EngineLoop:
             drafter.readings = []
 
 
+def forget_frames(error: BaseException) -> None:
+    """Takes the tracebacks off an error and those it came from."""
+    chain = [error]
+    for link in chain:
+        link.__traceback__ = None
+        earlier = (link.__cause__, link.__context__)
+        chain += [item for item in earlier if item is not None and all(item is not known for known in chain)]
+
+
 def _read_and_computed(costs: Costs, chunks: Items[Chunk], num_logits: int) -> tuple[int, int]:
     """Bytes that a step of these chunks read at least, and what it multiplied and added."""
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     # A query sees the keys before it and itself; a chunk's queries are its last tokens.
     num_pairs = sum(chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2 for chunk in chunks)
-    sights = [sight for chunk in chunks for sight in chunk.sequence.sights(chunk.start, chunk.stop)]
+    looking = [chunk for chunk in chunks if chunk.sequence.scenes]
+    sights = [sight for chunk in looking for sight in chunk.sequence.sights(chunk.start, chunk.stop)]
     num_looking = sum(sight.stop - sight.start for sight in sights)
     num_looks = sum((sight.stop - sight.start) * sight.num_states for sight in sights)
     num_states = sum(sight.num_states for sight in sights)

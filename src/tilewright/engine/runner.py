@@ -67,8 +67,10 @@ class Runner:
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
         """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
-        self.encode(step.encode)
-        self._fill(step.scenes)
+        if step.encode:
+            self.encode(step.encode)
+        if step.scenes:
+            self._fill(step.scenes)
         self._buffers.fill(step.chunks)
         if self.states:
             self.states.fill(step.chunks)

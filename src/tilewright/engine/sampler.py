@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,9 +18,23 @@ from tilewright.engine.masks import Masks
 from tilewright.engine.occurrences import Occurrences
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.speculate import num_right_drafts
-from tilewright.engine.step import Chunk, Sampled, Step, last_rows
+from tilewright.engine.step import NO_TOKEN, Chunk, Sampled, Step, last_rows
 from tilewright.ops import sample as ops
 from tilewright.types import SamplingParams, TokenLogprob
+
+
+class _Rows(NamedTuple):
+    """What drawing from so many rows needs, made once: small tensors cost more than an argmax."""
+
+    greedy: tuple[Tensor, ...]
+    tokens: Tensor  # int64
+    drawn: np.ndarray  # the same memory
+    numbers: np.ndarray  # 0, 1, ...
+
+    @classmethod
+    def make(cls, count: int) -> _Rows:
+        tokens = torch.empty(count, dtype=torch.int64)
+        return cls(greedy_parameters(count), tokens, tokens.numpy(), np.arange(count))
 
 
 class Sampler:
@@ -28,34 +43,39 @@ class Sampler:
     def __init__(self) -> None:
         self._occurrences: WeakKeyDictionary[Sequence, Occurrences] = WeakKeyDictionary()
         self._masks = Masks()
-        self._greedy = greedy_parameters(64)
+        self._rows: dict[int, _Rows] = {}  # by their number
+        # Of the last step: the same sequences draw in the next one, as a rule.
+        self._params_of_rows: list[SamplingParams] = []
+        self._parameters_of_rows: tuple[Tensor, ...] = ()
 
     def sample(self, logits: Tensor, step: Step) -> list[Sampled]:
         """One result per chunk from the rows it asked for, fp32 [step.num_logits, V]. May overwrite the logits."""
         chunks = step.chunks
         if not logits.shape[0]:
             return [Sampled() for _ in chunks]
-        keep_raw = any(_has_logprobs(chunk) for chunk in chunks)
+        keep_raw = any(chunk.num_prompt_rows or chunk.sequence.params.logprobs is not None for chunk in chunks)
         drawn = self._draw(logits, chunks, keep_raw)
         token_ids: list[list[int]] = []
         first = 0
         for chunk in chunks:
             rows = drawn[first : first + chunk.num_sampled]
             first += chunk.num_sampled
-            token_ids.append(rows[: 1 + num_right_drafts(chunk.sequence.draft_token_ids, rows)] if rows else [])
+            if chunk.num_drafts:
+                del rows[1 + num_right_drafts(chunk.sequence.draft_token_ids, rows) :]
+            token_ids.append(rows)
         if not keep_raw:
             return [Sampled(ids) for ids in token_ids]
         return _with_logprobs(logits, chunks, token_ids)
 
     def _draw(self, logits: Tensor, chunks: list[Chunk], keep_raw: bool) -> list[int]:
-        """A token for every sampled row, chunk after chunk."""
+        """A token for every sampled row, chunk after chunk; NO_TOKEN of one in which nothing is a number."""
         sampled = [chunk for chunk in chunks if chunk.num_sampled]
         num_rows = sum(chunk.num_sampled for chunk in sampled)
         if not num_rows:
             return []
         if num_rows < logits.shape[0]:
-            rows = last_rows((chunk.num_logits for chunk in chunks), (chunk.num_sampled for chunk in chunks))
-            logits = logits[torch.tensor(rows)]
+            picked = last_rows((chunk.num_logits for chunk in chunks), (chunk.num_sampled for chunk in chunks))
+            logits = logits[torch.tensor(picked)]
             keep_raw = False  # a copy already
         is_adjusted = any(_is_adjusted(chunk.sequence) for chunk in sampled)
         is_constrained = any(chunk.sequence.matcher is not None for chunk in sampled)
@@ -65,15 +85,23 @@ class Sampler:
             self._adjust(logits, sampled)
         if is_constrained:
             self._masks.apply(logits, sampled)  # last, so that a bias brings nothing back
-        params = [chunk.sequence.params for chunk in sampled for _ in range(chunk.num_sampled)]
-        if all(item.temperature == 0 for item in params):
-            if num_rows > len(self._greedy[0]):
-                self._greedy = greedy_parameters(2 * num_rows)
-            tokens: Tensor = ops.sample(logits, *(parameter[:num_rows] for parameter in self._greedy))
-        else:
-            tokens = ops.sample(logits, *_parameters(params), torch.tensor(_uniforms(sampled), dtype=torch.float64))
-        result: list[int] = tokens.tolist()
+        if num_rows not in self._rows:
+            self._rows[num_rows] = _Rows.make(num_rows)
+        rows = self._rows[num_rows]
+        ops.sample(logits, *self._parameters(sampled, rows), out=rows.tokens)
+        # One NaN among the weights makes whole rows of them: the kernel's token then is no choice of the model's.
+        is_chosen = logits.numpy()[rows.numbers, rows.drawn] > -math.inf
+        result: list[int] = (rows.drawn if is_chosen.all() else np.where(is_chosen, rows.drawn, NO_TOKEN)).tolist()
         return result
+
+    def _parameters(self, chunks: list[Chunk], rows: _Rows) -> tuple[Tensor, ...]:
+        """What `ops.sample` takes besides logits, made only if it must be."""
+        if all(chunk.sequence.params.temperature == 0 for chunk in chunks):
+            return rows.greedy
+        params = [chunk.sequence.params for chunk in chunks for _ in range(chunk.num_sampled)]
+        if params != self._params_of_rows:
+            self._params_of_rows, self._parameters_of_rows = params, _parameters(params)
+        return *self._parameters_of_rows, torch.tensor(_uniforms(chunks), dtype=torch.float64)
 
     def _adjust(self, logits: Tensor, chunks: list[Chunk]) -> None:
         """Changes logits by penalties, biases and the bans of min_tokens."""
@@ -121,7 +149,7 @@ def uniform(sequence: Sequence, position: int) -> float:
 
 
 def greedy_parameters(num_rows: int) -> tuple[Tensor, ...]:
-    """What `ops.sample` takes for rows of temperature 0, made once: five small tensors cost more than the argmax."""
+    """What `ops.sample` takes for rows of temperature 0."""
     return (*_parameters([SamplingParams(temperature=0.0)] * num_rows), torch.zeros(num_rows, dtype=torch.float64))
 
 
@@ -154,10 +182,6 @@ def _is_adjusted(sequence: Sequence) -> bool:
     params = sequence.params
     is_kept_from_stopping = sequence.matcher is None and bool(sequence.unwanted_token_ids())
     return bool(params.logit_bias) or is_kept_from_stopping or _is_penalized(params)
-
-
-def _has_logprobs(chunk: Chunk) -> bool:
-    return chunk.sequence.params.logprobs is not None or chunk.num_prompt_rows > 0
 
 
 def _with_logprobs(logits: Tensor, chunks: list[Chunk], token_ids: list[list[int]]) -> list[Sampled]:
@@ -197,7 +221,7 @@ def _log_probs(logits: Tensor, rows: list[int], targets: list[int], num_top: lis
     vocabulary_size = logits.shape[1]
     picked = logits if len(rows) == logits.shape[0] else logits[torch.tensor(rows)]
     # A placeholder may lie past the head's last row: it cannot come out, and the kernel has no column for it.
-    clamped = torch.tensor(targets).clamp_(max=vocabulary_size - 1)
+    clamped = torch.tensor(targets).clamp_(0, vocabulary_size - 1)
     found = ops.log_probs(picked, clamped, min(max(num_top), vocabulary_size))
     values = zip(targets, num_top, *(tensor.tolist() for tensor in found), strict=True)
     return [

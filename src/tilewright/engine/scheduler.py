@@ -16,8 +16,8 @@ from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.sequence import Sequence, Status
 from tilewright.engine.speculate import Drafter
 from tilewright.engine.state_cache import StateCache
-from tilewright.engine.step import Chunk, Event, Sampled, Step
-from tilewright.types import FinishReason, RequestError
+from tilewright.engine.step import NO_TOKEN, Chunk, Event, Sampled, Step
+from tilewright.types import FinishReason, Medium, RequestError
 
 
 class Scheduler:
@@ -45,6 +45,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.failures: dict[str, Exception] = {}  # by request: why the step under way ended a sequence of it
 
     @property
     def has_work(self) -> bool:
@@ -92,8 +93,19 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.finished_s = time.perf_counter()
 
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence that has gone wrong; others of its request go on until the step is done."""
+        self.failures.setdefault(sequence.request_id, error)
+        if not sequence.is_finished:
+            self.finish(sequence, "abort")
+
+    def needing(self, media: Iterable[Medium]) -> list[Sequence]:
+        """The running sequences that media are encoded for, be it that they get no chunk yet."""
+        keys = {medium.key for medium in media}
+        return [sequence for sequence in self.running if keys.intersection(sequence.pinned_keys)]
+
     def rewind(self, step: Step) -> None:
-        """Lets what is left of an abandoned step be computed anew where states may have been half written."""
+        """Lets what is left of a failed step be computed anew where states may have been half written."""
         for chunk in step.chunks if self.states else ():
             if chunk.sequence.status is Status.RUNNING:
                 self._preempt(chunk.sequence)
@@ -115,36 +127,54 @@ class Scheduler:
         """Appends what was sampled, and says what each sequence gained and which ended."""
         events = []
         for chunk, result in zip(step.chunks, sampled, strict=True):
-            sequence, matcher = chunk.sequence, chunk.sequence.matcher
-            if matcher is not None and matcher.error is not None:
-                continue  # its mask means nothing
-            sequence.prompt_logprobs.extend(result.prompt_logprobs)
-            num_right = len(result.token_ids) - 1 if result.token_ids else 0
-            if self.speculator and chunk.num_drafts and not chunk.is_forced:
-                self.speculator.record(sequence, chunk.num_drafts, num_right)
-            sequence.draft_token_ids = []
-            num_before, reason = sequence.num_tokens, None
-            for token_id in result.token_ids:
-                sequence.token_ids.append(token_id)
-                reason = self._finish_reason(sequence)
-                if reason:
-                    break
-            # The slots of wrong drafts are written again by the tokens that come instead.
-            num_computed = chunk.stop - chunk.num_drafts + num_right
-            sequence.num_computed_tokens = min(num_computed, sequence.num_tokens)
-            self.prefix_cache.store(sequence)
-            if self.states:
-                self.states.settle(sequence)
-            self._media.unpin_read(sequence)
-            if result.token_ids:
-                if sequence.first_token_s is None:
-                    sequence.first_token_s = time.perf_counter()
-                num_new = sequence.num_tokens - num_before
-                sequence.logprobs.extend(result.logprobs[:num_new])
-                events.append(Event(sequence, result.token_ids[:num_new], result.logprobs[:num_new], reason))
-            if reason:
-                self.finish(sequence, reason)
+            try:
+                event = self._append(chunk, result)
+            except Exception as error:
+                self.fail(chunk.sequence, error)
+                continue
+            if event is not None:
+                events.append(event)
         return events
+
+    def _append(self, chunk: Chunk, result: Sampled) -> Event | None:
+        """What a sequence gained by its chunk, if it did; it may have ended with that."""
+        sequence, matcher = chunk.sequence, chunk.sequence.matcher
+        if matcher is not None:
+            matcher.raise_error()  # its mask meant nothing
+        if result.prompt_logprobs:
+            sequence.prompt_logprobs.extend(result.prompt_logprobs)
+        num_right = len(result.token_ids) - 1 if result.token_ids else 0
+        if self.speculator and chunk.num_drafts and not chunk.is_forced:
+            self.speculator.record(sequence, chunk.num_drafts, num_right)
+        sequence.draft_token_ids = []
+        num_before, reason = sequence.num_tokens, None
+        for token_id in result.token_ids:
+            if token_id == NO_TOKEN:  # not the one after a draft that ends a form: nothing may come there
+                raise FloatingPointError(f"the model's logits of token {sequence.num_tokens} are not numbers (NaN)")
+            sequence.token_ids.append(token_id)
+            reason = self._finish_reason(sequence)
+            if reason:
+                break
+        if matcher is not None:
+            matcher.raise_error()
+        # The slots of wrong drafts are written again by the tokens that come instead.
+        num_computed = chunk.stop - chunk.num_drafts + num_right
+        sequence.num_computed_tokens = min(num_computed, sequence.num_tokens)
+        self.prefix_cache.store(sequence)
+        if self.states:
+            self.states.settle(sequence)
+        if sequence.pinned_keys or sequence.pinned_scenes:
+            self._media.unpin_read(sequence)
+        if not result.token_ids:
+            return None
+        if sequence.first_token_s is None:
+            sequence.first_token_s = time.perf_counter()
+        num_new = sequence.num_tokens - num_before
+        sequence.logprobs.extend(result.logprobs[:num_new])
+        has_stop_token = reason == "stop" and not (matcher is not None and matcher.is_complete)
+        if reason:
+            self.finish(sequence, reason)
+        return Event(sequence, result.token_ids[:num_new], result.logprobs[:num_new], reason, has_stop_token)
 
     def find_room(self, sequence: Sequence, num_drafts: int) -> int:
         """How many of so many tokens can be drafted ahead of a sequence that decodes; pages are there for them then."""
@@ -163,14 +193,15 @@ class Scheduler:
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         token_id, matcher = sequence.token_ids[-1], sequence.matcher
-        # A constrained answer has a stop token before min_tokens only where nothing else fits.
-        if token_id in sequence.stop_token_ids and (
-            matcher is not None or sequence.num_output_tokens >= sequence.params.min_tokens
-        ):
-            return "stop"
+        if token_id in sequence.stop_token_ids:
+            # In a constrained answer it is one where the form is whole without it, else a part of the form like any
+            # other; before min_tokens it comes only where nothing else fits.
+            is_end = sequence.num_output_tokens >= sequence.params.min_tokens
+            if is_end if matcher is None else matcher.is_accepting:
+                return "stop"
         if matcher is not None:
             matcher.advance(token_id)
-            if matcher.is_complete and matcher.error is None:
+            if matcher.is_complete:
                 return "stop"
         if self._num_tokens_left(sequence) <= 0:
             return "length"
@@ -188,15 +219,22 @@ class Scheduler:
         if self.states:
             num_spare_rows = min(num_spare_rows, self.states.max_drafts)
         for sequence in decoding:
-            # An earlier one may have taken its pages. The one preempted here is later than all that are in the step.
-            while sequence.status is Status.RUNNING and not self._reserve(sequence, sequence.num_tokens):
-                self._preempt(self.running[-1])
-            if sequence.status is not Status.RUNNING:
-                continue
-            is_forced = self._draft(sequence, num_spare_rows)
-            num_drafts = len(sequence.draft_token_ids)
-            num_spare_rows -= num_drafts
-            self._put(step, Chunk(sequence, sequence.num_computed_tokens, 1 + num_drafts, num_drafts, is_forced))
+            try:
+                num_spare_rows -= self._schedule_decode(step, sequence, num_spare_rows)
+            except Exception as error:
+                self.fail(sequence, error)
+
+    def _schedule_decode(self, step: Step, sequence: Sequence, max_drafts: int) -> int:
+        """Puts the next token of a sequence into the step, unless there is no page for it; how many drafts with it."""
+        # An earlier one may have taken its pages. The one preempted here is later than all that are in the step.
+        while sequence.status is Status.RUNNING and not self._reserve(sequence, sequence.num_tokens):
+            self._preempt(self.running[-1])
+        if sequence.status is not Status.RUNNING:
+            return 0
+        is_forced = self._draft(sequence, max_drafts)
+        num_drafts = len(sequence.draft_token_ids)
+        self._put(step, Chunk(sequence, sequence.num_computed_tokens, 1 + num_drafts, num_drafts, is_forced))
+        return num_drafts
 
     def _can_decode(self, sequence: Sequence) -> bool:
         """Whether a sequence decodes. Not while the scene it came back to has its pages, but nothing in them yet."""
@@ -206,7 +244,7 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, max_drafts: int) -> bool:
         """Gives a sequence its drafts; whether they are tokens that its grammar forces, so that they are right."""
-        max_drafts = min(max_drafts, self._max_drafts(sequence))
+        max_drafts = min(max_drafts, self._max_drafts(sequence)) if max_drafts > 0 else 0
         drafts: list[int] = []
         is_forced = False
         if max_drafts > 0:
@@ -224,43 +262,52 @@ class Scheduler:
         return is_forced
 
     def _put(self, step: Step, chunk: Chunk) -> None:
-        step.chunks.append(chunk)
         if self.states:
             self.states.plan(chunk)
+        step.chunks.append(chunk)  # last: what raised before is not in the step
 
     def _schedule_prompts(self, step: Step) -> None:
         budget = prompt_budget = self.limits.max_tokens_per_step - step.num_tokens
         self._may_admit = True
         self._media.begin_step()
-        for sequence, share in self._prompt_shares(budget):
+        for sequence, share in self._prompt_shares(step, budget):
             share = min(share, budget)
             if budget <= 0:
                 break
             if share <= 0:
                 continue
-            if sequence.status is Status.WAITING and not self._admit(sequence):
-                continue
-            start = sequence.num_computed_tokens
-            stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
-            if self.states:
-                stop = self.states.chunk_end(sequence, start, stop, prompt_budget)
-            ready = self._media.make_ready(step, sequence, start, stop)
-            if self.states and ready < stop:  # with a page here too, unless nothing at all would be computed
-                border = self.states.chunk_end(sequence, start, ready, prompt_budget)
-                ready = border if border > start or step.chunks else ready
-            stop = ready
-            if stop > start and self._reserve(sequence, stop):
-                self._put(step, Chunk(sequence, start, stop - start))
-                budget -= stop - start
+            try:
+                budget -= self._schedule_prompt(step, sequence, share, prompt_budget)
+            except Exception as error:
+                self.fail(sequence, error)
 
-    def _prompt_shares(self, budget: int) -> Iterator[tuple[Sequence, int]]:
+    def _schedule_prompt(self, step: Step, sequence: Sequence, share: int, prompt_budget: int) -> int:
+        """Puts a piece of a prompt into the step, of `share` tokens at most; how many there are pages and media for."""
+        if sequence.status is Status.WAITING and not self._admit(sequence):
+            return 0
+        start = sequence.num_computed_tokens
+        stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
+        if self.states:
+            stop = self.states.chunk_end(sequence, start, stop, prompt_budget)
+        ready = self._media.make_ready(step, sequence, start, stop)
+        if self.states and ready < stop:  # with a page here too, unless nothing at all would be computed
+            border = self.states.chunk_end(sequence, start, ready, prompt_budget)
+            ready = border if border > start or step.chunks else ready
+        stop = ready
+        if stop <= start or not self._reserve(sequence, stop):
+            return 0
+        self._put(step, Chunk(sequence, start, stop - start))
+        return stop - start
+
+    def _prompt_shares(self, step: Step, budget: int) -> Iterator[tuple[Sequence, int]]:
         """Sequences with a prompt to compute, and how much of the budget each may take, the first to be served first.
 
         By arrival, with one exception: while the oldest prompt is computed, half of the budget is set aside for those
         behind it that are at most half as long as what it has left. So a short one waits for other short ones, but not
         for a long one, which in turn is never slowed down to less than half of the speed.
         """
-        prompts = [sequence for sequence in self.running if not self._can_decode(sequence)]
+        decoding = {chunk.sequence for chunk in step.chunks}
+        prompts = [sequence for sequence in self.running if sequence not in decoding]
         if budget > 0 and len(self.running) < self.limits.max_sequences:
             prompts = sorted(prompts + [item for item in self.waiting if not item.waits_for_leader], key=_arrival)
         if not prompts:
@@ -320,6 +367,8 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has, or now got, pages for num_tokens."""
         missing = self.pool.pages_for(num_tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
         if missing > self.pool.num_free:
             return False
         sequence.pages.extend(self.pool.allocate() for _ in range(missing))

@@ -79,10 +79,13 @@ class Sequence:
         self.params = params
         self.seed = secrets.randbits(64) if seed is None else seed
         self.stop_token_ids = frozenset(stop_token_ids)
+        # With ignore_eos: the end of text is among the stop tokens then only where a grammar may need it.
+        self._ignored_token_ids = self.stop_token_ids.difference(params.stop_token_ids)
         self.matcher = matcher  # of a constrained answer, until it is finished
 
         self.token_ids = list(inputs.token_ids)
         self.num_prompt_tokens = len(inputs.token_ids)
+        self.position_offset = inputs.next_position - len(inputs.token_ids)  # of an output token's rope position
         self.num_computed_tokens = 0  # their keys and values are in the pages
         self.draft_token_ids: list[int] = []  # guessed continuation, part of the step under way
         self.pages: list[int] = []
@@ -160,7 +163,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether all that is left to compute is the token sampled last, and what it sees has pages."""
-        is_last = self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+        num_tokens = len(self.token_ids)
+        is_last = num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens == 1
         return is_last and (not self.scenes or self.scenes[-1] in self.pinned_scenes)
 
     @property
@@ -191,7 +195,7 @@ class Sequence:
         """The stop tokens that must not come next, or after so many drafts: none does before min_tokens."""
         if self.num_output_tokens + num_drafts < self.params.min_tokens:
             return self.stop_token_ids
-        return self.stop_token_ids - set(self.params.stop_token_ids) if self.params.ignore_eos else frozenset()
+        return self._ignored_token_ids if self.params.ignore_eos else frozenset()
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """Rope positions [A, stop - start] of the tokens from start to stop, drafts counted on."""
@@ -199,14 +203,14 @@ class Sequence:
         prompt = self.inputs.positions[:, start:stop]
         if stop <= num_prompt_tokens:
             return prompt
-        first = self.inputs.next_position + max(start, num_prompt_tokens) - num_prompt_tokens
+        first = max(start, num_prompt_tokens) + self.position_offset
         count = stop - max(start, num_prompt_tokens)
         output = np.broadcast_to(np.arange(first, first + count, dtype=np.int64), (prompt.shape[0], count))
         return output if start >= num_prompt_tokens else np.concatenate([prompt, output], axis=1)
 
     def features_in(self, start: int, stop: int) -> list[FeatureRun]:
         """The features that tokens start .. stop are replaced by, cut to that range, in order."""
-        runs = []
+        runs: list[FeatureRun] = []
         for index in range(bisect.bisect_right(self._run_stops, start), len(self._feature_runs)):
             run = self._feature_runs[index]
             if run.start >= stop:

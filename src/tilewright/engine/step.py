@@ -9,12 +9,15 @@ from tilewright.engine.scene import Scene
 from tilewright.engine.sequence import Sequence
 from tilewright.types import FinishReason, Medium, TokenLogprob
 
+NO_TOKEN = -1  # sampled from logits of which none is a number
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True, eq=False)
 class Chunk:
     """Tokens start .. stop of a sequence, drafts included; the last num_logits of them give logits.
 
-    Valid until the scheduler's `update`, which takes the drafts off the sequence.
+    Valid until the scheduler's `update`, which takes the drafts off the sequence. All a step asks of it is computed
+    when it is made: as properties the numbers below took a tenth of a step's Python, and frozen fields as much.
     """
 
     sequence: Sequence
@@ -22,32 +25,25 @@ class Chunk:
     num_tokens: int
     num_drafts: int = 0
     is_forced: bool = False  # the drafts are all that the sequence's grammar allows
+    stop: int = field(init=False)
+    num_sampled: int = field(init=False)  # rows that a token is drawn from: of the last known token and of each draft
+    num_prompt_rows: int = field(init=False)  # rows, before the sampled ones, that tell of the prompt's tokens
+    num_logits: int = field(init=False)
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_tokens
+    def __post_init__(self) -> None:
+        sequence = self.sequence
+        self.stop = self.start + self.num_tokens
+        self.num_sampled = 1 + self.num_drafts if self.stop >= sequence.num_tokens else 0
+        self.num_prompt_rows = 0
+        if sequence.wants_prompt_logprobs:
+            first = len(sequence.prompt_logprobs) - 1  # the row of token i tells of token i + 1
+            self.num_prompt_rows = max(0, self.stop - self.num_sampled - max(self.start, first))
+        self.num_logits = self.num_prompt_rows + self.num_sampled
 
     @property
     def token_ids(self) -> list[int]:
         known = self.sequence.token_ids[self.start : self.stop]
         return known + self.sequence.draft_token_ids if self.num_drafts else known
-
-    @property
-    def num_sampled(self) -> int:
-        """Logits rows that a token is drawn from: those of the last known token and of each draft."""
-        return 1 + self.num_drafts if self.stop >= self.sequence.num_tokens else 0
-
-    @property
-    def num_prompt_rows(self) -> int:
-        """Logits rows, before the sampled ones, that give log-probabilities of prompt tokens."""
-        if not self.sequence.wants_prompt_logprobs:
-            return 0
-        first = len(self.sequence.prompt_logprobs) - 1  # the row of token i tells of token i + 1
-        return max(0, self.stop - self.num_sampled - max(self.start, first))
-
-    @property
-    def num_logits(self) -> int:
-        return self.num_prompt_rows + self.num_sampled
 
 
 def last_rows(sizes: Iterable[int], counts: Iterable[int]) -> list[int]:
@@ -98,16 +94,19 @@ class Step:
         return any(chunk.sequence.num_output_tokens for chunk in self.chunks)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sampled:
-    """What the logits of a chunk gave: the drafts that were right, and the token after them; none in mid-prompt."""
+    """What the logits of a chunk gave: the drafts that were right, and the token after them; none in mid-prompt.
+
+    Where they gave none, the token is NO_TOKEN.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, or none if not asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt tokens after the prompt rows
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """What a step added to a sequence."""
 
@@ -115,3 +114,4 @@ class Event:
     token_ids: list[int]
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None
+    has_stop_token: bool  # its last token ended the answer, and is no part of the text

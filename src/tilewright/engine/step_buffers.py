@@ -36,20 +36,34 @@ class StepBuffers:
         )
         self._query_starts, self._kv_lengths = self.query_starts.numpy(), self.kv_lengths.numpy()
         self._block_table = self.block_table.numpy()
+        self._numbers = np.arange(max_tokens)
+        self._pages: list[list[int]] = [[] for _ in range(max_sequences)]  # what rows of the block table begin with
 
     def fill(self, chunks: Items[Chunk | Reading]) -> None:
-        begin = 0
+        num_sequences = len(chunks)
+        token_ids: list[int] = []
         for index, chunk in enumerate(chunks):
-            end = begin + chunk.num_tokens
-            pages = self._block_table[index, : len(chunk.sequence.pages)]
-            pages[:] = chunk.sequence.pages
-            places = np.arange(chunk.start, chunk.stop)
-            self._token_ids[begin:end] = chunk.token_ids
-            self._positions[:, begin:end] = chunk.sequence.positions(chunk.start, chunk.stop)
-            self._slots[begin:end] = pages[places // self.page_size] * self.page_size + places % self.page_size
-            self._query_starts[index + 1] = end
-            self._kv_lengths[index] = chunk.stop
-            begin = end
+            token_ids += chunk.token_ids
+            pages = chunk.sequence.pages
+            if self._pages[index] != pages:  # in a step that decodes they are as they were, but for one page in 64
+                self._pages[index] = pages.copy()
+                self._block_table[index, : len(pages)] = pages
+        num_tokens = len(token_ids)
+        lengths, stops, offsets = np.array(
+            [(chunk.num_tokens, chunk.stop, chunk.sequence.position_offset) for chunk in chunks]
+        ).T
+        ends = lengths.cumsum()
+        rows = self._numbers[:num_sequences].repeat(lengths)
+        places = self._numbers[:num_tokens] + (stops - ends)[rows]
+        page_starts = self._block_table[rows, places // self.page_size] * self.page_size
+        self._token_ids[:num_tokens] = token_ids
+        self._positions[:, :num_tokens] = places + offsets[rows]
+        self._slots[:num_tokens] = page_starts + places % self.page_size
+        self._query_starts[1 : num_sequences + 1] = ends
+        self._kv_lengths[:num_sequences] = stops
+        for chunk, end in zip(chunks, ends.tolist(), strict=True):
+            if chunk.start < chunk.sequence.num_prompt_tokens:  # as the prompt has them
+                self._positions[:, end - chunk.num_tokens : end] = chunk.sequence.positions(chunk.start, chunk.stop)
 
     def batch(
         self,
@@ -85,7 +99,9 @@ def media_runs(
     `ahead` 1: for the tokens that follow each of them. The one after the last may be of a medium that no step has asked
     for yet: it goes by its placeholder then.
     """
-    runs = []
+    runs: list[MediaRun] = []
+    if not any(chunk.sequence.inputs.media for chunk in chunks):
+        return runs
     begin = 0
     for chunk in chunks:
         for run in chunk.sequence.features_in(chunk.start + ahead, chunk.stop + ahead):

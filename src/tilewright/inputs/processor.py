@@ -68,7 +68,7 @@ def prompt_ids(tokenizer: Tokenizer, text: str | None, token_ids: Sequence[int] 
         raise RequestError("give either a text or token ids")
     if text is not None:
         return tokenizer.encode(text, add_special_tokens=True)
-    ids = [index(token_id) for token_id in token_ids or ()]
+    ids = [index(token_id) for token_id in (() if token_ids is None else token_ids)]
     if any(token_id < 0 for token_id in ids):
         raise RequestError(f"token id {min(ids)}, expected 0 or more")
     return ids
