@@ -23,11 +23,14 @@ from tilewright.server.json_text import JsonResponse
 from tilewright.server.metrics import Metrics
 from tilewright.server.page_files import PAGE_FILES
 from tilewright.server.request_log import RequestLog
+from tilewright.server.respond import cut_off
 from tilewright.server.settings import ServerSettings
 
 _OPEN_PATHS = ("/health", "/version")  # for those who watch over it, and have no key
 DISCARD_S = 5.0
 MIN_BYTES_PER_S = 1 << 16
+NO_STATUS = 499  # the client left before there was one; nginx' number for it
+MAX_LOGGED_PATH = 200  # characters of an address that does not exist
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
@@ -59,10 +62,13 @@ class Guard:
         headers = Headers(scope=scope)
         given_id = headers.get("x-request-id", "")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
-        path = scope["path"] if scope["path"] in self._paths else "/" if scope["path"] in PAGE_FILES else "other"
-        log = RequestLog(self._metrics, request_id, path, (scope.get("client") or ("", 0))[0])
+        path = scope["path"] if scope["path"] in self._paths else "/" if scope["path"] in PAGE_FILES else None
+        client = (scope.get("client") or ("", 0))[0]
+        log = RequestLog(self._metrics, request_id, scope["method"], path or "other", client)
+        if path is None:
+            log.fields["path"] = scope["path"][:MAX_LOGGED_PATH]
         scope.setdefault("state", {})["log"] = log
-        status = 499  # the client left before there was one; nginx' number for it
+        status = NO_STATUS
 
         async def noting_send(message: Message) -> None:
             nonlocal status
@@ -75,11 +81,17 @@ class Guard:
         body = _Body(receive, self._settings, share)
         try:
             self._check(scope, headers)
-            await self._app(scope, body.receive, noting_send)
+            # What a GET would be answered with; uvicorn, which has a scope of its own, leaves the body out.
+            is_head = scope["method"] == "HEAD"
+            await self._app({**scope, "method": "GET"} if is_head else scope, body.receive, noting_send)
         except ApiError as error:
             log.fail(error, error)
             await body.discard()
             await JsonResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
+        except asyncio.CancelledError:  # the server ends; the loop has nobody who waits for what is cancelled
+            log.outcome = cut_off().code or ""
+            if status == NO_STATUS:
+                await JsonResponse(cut_off().body(), cut_off().status)(scope, receive, noting_send)
         except Exception as error:  # told to the client by the application already
             if log.outcome == "ok":
                 log.fail(as_api_error(error), error)
