@@ -106,6 +106,17 @@ def test_bodies_are_bounded(scripted):
     connection.close()
 
 
+@pytest.mark.parametrize("values", [b"[]," * 2_000_001, b"1," * 2_000_001, b'{"":' * 2_000_001])
+def test_values_of_a_body_are_bounded(scripted, values, monkeypatch):
+    """Before they are made: of 128 MiB they would take 4 GB."""
+    monkeypatch.setattr(json, "loads", lambda *args: pytest.fail("it was parsed"))
+    running, _ = scripted()
+    status, _, text = send(f"{running.url}/v1/completions", b'{"prompt": [' + values + b"1]}")
+    monkeypatch.undo()
+    assert status == 413 and error_of(text)["code"] == "body_has_too_many_values"
+    assert "the limit is 2000000" in error_of(text)["message"]
+
+
 def test_all_bodies_together_are_bounded(scripted):
     running, backend = scripted(settings=ServerSettings(max_held_bytes=5000), holds_back=True)
     client = running.client()

@@ -29,6 +29,8 @@ from tilewright.server.settings import ServerSettings
 _OPEN_PATHS = ("/health", "/version")  # for those who watch over it, and have no key
 DISCARD_S = 5.0
 MIN_BYTES_PER_S = 1 << 16
+# Commas and opening brackets: JSON has one for each value. An empty list is 3 bytes of a body and 64 of memory.
+MAX_BODY_VALUES = 2_000_000
 NO_STATUS = 499  # the client left before there was one; nginx' number for it
 MAX_LOGGED_PATH = 200  # characters of an address that does not exist
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
@@ -110,7 +112,7 @@ class Guard:
             self._check_key(headers)
         declared = headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > settings.max_body_bytes:
-            raise _too_large(int(declared), settings.max_body_bytes)
+            raise _too_long(int(declared), settings.max_body_bytes)
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -140,6 +142,7 @@ class _Body:
         self._settings = settings
         self._share = share
         self._size_bytes = 0
+        self._num_values = 0
         self._is_complete = False
         self._began_s = time.monotonic()
 
@@ -147,13 +150,17 @@ class _Body:
         if self._is_complete:
             return await self._receive()
         message = await self._next()
-        num_bytes = len(message.get("body", b""))
-        self._size_bytes += num_bytes
+        data = message.get("body", b"")
+        self._size_bytes += len(data)
+        self._num_values += sum(map(data.count, (b",", b"[", b"{")))
         self._is_complete = not message.get("more_body", False)
         try:
-            self._share.add(num_bytes)
+            self._share.add(len(data))
+            if self._num_values > MAX_BODY_VALUES:
+                what = f"the body has {self._num_values} commas and brackets or more"
+                raise _too_large(f"{what}, the limit is {MAX_BODY_VALUES}", "body_has_too_many_values")
             if self._size_bytes > self._settings.max_body_bytes:
-                raise _too_large(self._size_bytes, self._settings.max_body_bytes)
+                raise _too_long(self._size_bytes, self._settings.max_body_bytes)
         except ApiError as error:
             await self.discard()
             raise BodyError(error) from None
@@ -182,7 +189,10 @@ class _Body:
             self._is_complete = not message.get("more_body", False)
 
 
-def _too_large(size_bytes: int, limit: int) -> ApiError:
-    message = f"the body has {size_bytes} bytes or more, the limit is {limit}"
+def _too_long(size_bytes: int, limit: int) -> ApiError:
+    return _too_large(f"the body has {size_bytes} bytes or more, the limit is {limit}", "body_too_large")
+
+
+def _too_large(message: str, code: str) -> ApiError:
     # What is left of the body may not all be read: the connection cannot be used again.
-    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+    return ApiError(413, message, code=code, headers={"Connection": "close"})
