@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -115,8 +116,6 @@ class Engine:
             prefix_cache=prefix_cache,
             replay=replay,
         )
-        # The scheduler's: there may be less memory for keys and values than the context needs.
-        self.text_limits = TextLimits(core.scheduler.max_context, self.loaded.tokenizer.max_token_bytes)
         self._features, self._scenes = core.scheduler.features, core.scheduler.scenes
         costs = costs_of(self.loaded.model, self.loaded.dtype.itemsize)
         self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
@@ -209,6 +208,12 @@ class Engine:
             has_media=bool(len(images) or len(videos)),
             num_characters=self.text_limits.check_prompt(text, token_ids),
         )
+
+    @cached_property
+    def text_limits(self) -> TextLimits:
+        """How much text a request may bring."""
+        # The scheduler's: there may be less memory for keys and values than the context needs.
+        return TextLimits(self.loop.core.scheduler.max_context, self.loaded.tokenizer.max_token_bytes)
 
     def stats(self) -> Stats:
         return self.loop.stats()
