@@ -145,7 +145,8 @@ def test_clients_that_do_not_read_are_cut_off(scripted):
         wait_until(lambda: backend.num_aborted == 1)
 
 
-def test_connections_are_bounded_in_all(scripted, caplog):
+def test_connections_are_bounded_in_all(scripted, caplog, monkeypatch):
+    monkeypatch.setattr(connections, "LOG_EVERY_S", 0.5)
     running, _ = scripted(settings=ServerSettings(max_connections=4, max_connections_per_address=4))
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(running)) for _ in range(4)]
@@ -153,10 +154,12 @@ def test_connections_are_bounded_in_all(scripted, caplog):
             status, error = exchange(running, GET + b"\r\n")
             assert status == 503 and error["code"] == "too_many_connections" and "the limit is 4" in error["message"]
         silent.pop().close()
-        wait_until(lambda: send(f"{running.url}/health")[0] == 200)
+        wait_until(lambda: any("more connections" in record.getMessage() for record in caplog.records))
+        assert send(f"{running.url}/health")[0] == 200
     lines = [record.getMessage() for record in caplog.records if record.name == connections.__name__]
-    assert len(lines) == 1 and "connections refused" in lines[0] and "the limit is 4" in lines[0]
-    wait_until(lambda: b"connections_refused_total 0.0" not in running.desk.metrics.text(None, 0))
+    assert lines[0].startswith("a connection of 127.0.0.1 was refused: 4 connections are open, the limit is 4")
+    assert len(lines) == 2 and "more connections were refused in 0.5 s" in lines[1]  # not one for each
+    assert b"connections_refused_total 0.0" not in running.desk.metrics.text(None, 0)
 
 
 def test_connections_are_bounded_per_address(scripted, caplog):

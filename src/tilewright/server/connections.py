@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 import resource
-import time
 from collections import Counter
 from typing import Any, cast
 
@@ -51,12 +50,13 @@ class ConnectionLimit:
         self._num_of: Counter[str] = Counter()
         self._metrics = metrics
         self._num_refused = 0  # that no line has told of yet
-        self._logged_s = -LOG_EVERY_S
+        self._log_timer: asyncio.TimerHandle | None = None
 
     def enter(self, address: str) -> None:
         """Counts a connection; ApiError if it is one too many."""
         if self.num_connections >= self.max_connections:
-            self._refuse(503, f"{self.num_connections} connections are open, the limit is {self.max_connections}", "")
+            message = f"{self.num_connections} connections are open"
+            self._refuse(503, f"{message}, the limit is {self.max_connections}", address)
         if self._num_of[address] >= self.max_per_address:
             message = f"{self._num_of[address]} connections of this address are open"
             self._refuse(429, f"{message}, the limit is {self.max_per_address}", address)
@@ -71,13 +71,18 @@ class ConnectionLimit:
 
     def _refuse(self, status: int, message: str, address: str) -> None:
         self._metrics.connections_refused.inc()
-        self._num_refused += 1
-        if time.monotonic() - self._logged_s >= LOG_EVERY_S:
-            of_whom = f" of {address}" if address else ""
-            _log.warning("%d connections%s refused: %s", self._num_refused, of_whom, message)
-            self._logged_s, self._num_refused = time.monotonic(), 0
+        if self._log_timer is None:
+            _log.warning("a connection of %s was refused: %s", address, message)
+            self._log_timer = asyncio.get_running_loop().call_later(LOG_EVERY_S, self._tell_of_more)
+        else:
+            self._num_refused += 1
         kind = "server_error" if status == 503 else "rate_limit_error"
         raise ApiError(status, message, kind=kind, code="too_many_connections", headers={"Retry-After": "5"})
+
+    def _tell_of_more(self) -> None:
+        if self._num_refused:
+            _log.warning("%d more connections were refused in %g s", self._num_refused, LOG_EVERY_S)
+        self._log_timer, self._num_refused = None, 0
 
 
 def default_max_connections() -> int:
