@@ -5,12 +5,10 @@ import threading
 
 import openai
 import pytest
-from conftest import serving
 from test_guard import error_of, send, wait_until
 
 from tilewright.inputs.text_limits import MAX_MESSAGES
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.server.local import LocalBackend
 from tilewright.types import ContextLengthExceeded, RequestError
 
 LONG = "a " * 2_000_000
@@ -71,7 +69,7 @@ def test_refused_by_the_engine(chat_engine, untokenized):
             ask()
 
 
-def test_a_long_prompt_keeps_no_short_one_waiting(chat_engine, monkeypatch):
+def test_a_long_prompt_keeps_no_short_one_waiting(chat_engine, chat_server, monkeypatch):
     """Held in mid-tokenizing, it holds up nobody; and who leaves meanwhile ends it."""
     began, may_go_on, pieces = threading.Event(), threading.Event(), []
     original = Tokenizer._ids
@@ -86,22 +84,21 @@ def test_a_long_prompt_keeps_no_short_one_waiting(chat_engine, monkeypatch):
 
     monkeypatch.setattr(Tokenizer, "_ids", ids)
     monkeypatch.setattr(chat_engine, "text_limits", type(chat_engine.text_limits)(8192, 1000))
-    with serving(lambda: LocalBackend(chat_engine)) as running:
-        client = running.client()
-        leaving = running.client(timeout=0.5)
+    client = chat_server.client()
+    leaving = chat_server.client(timeout=3)
 
-        def ask_and_leave():
-            with pytest.raises(openai.APITimeoutError):
-                _ask(leaving, "b " * 300_000)
+    def ask_and_leave():
+        with pytest.raises(openai.APITimeoutError):
+            _ask(leaving, "b " * 300_000)
 
-        left = threading.Thread(target=ask_and_leave)
-        left.start()
-        assert began.wait(30)
-        assert _ask(client, "short").choices
-        left.join(30)
-        wait_until(lambda: running.desk._admission.num_answers == 0)
-        may_go_on.set()
-        wait_until(lambda: chat_engine.stats().num_preparing == 0)
+    left = threading.Thread(target=ask_and_leave)
+    left.start()
+    assert began.wait(30)
+    assert _ask(client, "short").choices
+    left.join(30)
+    wait_until(lambda: chat_server.desk._admission.num_answers == 0)
+    may_go_on.set()
+    wait_until(lambda: chat_engine.stats().num_preparing == 0)
     assert len(pieces) == 1
 
 
