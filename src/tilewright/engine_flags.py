@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright import embedded
@@ -70,6 +71,14 @@ def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of the Engine that the flags give, the embedded model where they name none."""
     given = {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
     return {"model": str(embedded.path()) if options.model is None else options.model, **given}
+
+
+def check_model(model: str | None) -> None:
+    """RequestError for a path that is not there: known at once, where loading torch to find out takes seconds."""
+    if model is None or Path(model).expanduser().exists():
+        return
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:  # a hub id is organisation/name
+        raise RequestError(f"{model} does not exist: expected a folder, a .gguf file or a hub id")
 
 
 def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> Engine:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 import resource
 import signal
 import socket
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 PORT = 8000
 DRAIN_S = 60.0
+CUT_S = 2.0  # for clients to be told that their answers are cut off
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +76,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allowed-host", action="append", metavar="NAME",
         help="a name the server answers to; *: any (default: those of this machine, or any where --host is not)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-connections", type=engine_flags.positive, metavar="N",
+        help="of all clients (default: what the limit on open files allows, at most 4096)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-connections-per-address", type=engine_flags.positive, metavar="N",
+        help="of one address (default: half of all)",
     )  # fmt: skip
     group.add_argument("--max-body", default="128MiB", metavar="SIZE", help="of one request (default 128MiB)")
     group.add_argument(
@@ -124,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
     log_lines.configure(is_json, _log_level(options))
     _allow_many_connections()
     settings = make_settings(options)
+    engine_flags.check_model(options.model)
     engine_options = engine_flags.engine_options(options)
     if options.model is None:
         _log.info(embedded.notice("tilewright serve ./Qwen3-VL-2B-Instruct"))
@@ -164,8 +175,10 @@ def make_settings(options: argparse.Namespace) -> ServerSettings:
     return ServerSettings(
         served_name=options.name,
         api_keys=api_keys,
-        cors_origins=tuple(options.cors_origin),
+        cors_origins=tuple(_origin(text) for text in options.cors_origin),
         allowed_hosts=() if "*" in hosts else hosts,
+        max_connections=options.max_connections,
+        max_connections_per_address=options.max_connections_per_address,
         max_body_bytes=parse_bytes(options.max_body),
         max_queue=options.max_queue,
         request_timeout_s=options.request_timeout,
@@ -177,6 +190,13 @@ def make_settings(options: argparse.Namespace) -> ServerSettings:
         ),
         logs_content=options.log_content,
     )
+
+
+def _origin(text: str) -> str:
+    """What browsers call the origin of a page: without a path, and no / at its end."""
+    if text != "*" and not re.fullmatch(r"https?://[^\s/?#@]+", text):
+        raise RequestError(f"--cors-origin is {text!r}, expected *, or such as https://tiles.example:8443")
+    return text
 
 
 def _folder(name: str) -> Path:
@@ -212,6 +232,7 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
     import uvicorn
 
     from tilewright.server.app import Desk, create_app
+    from tilewright.server.connections import server_config
     from tilewright.server.remote import EngineRefused
 
     class Server(uvicorn.Server):
@@ -220,16 +241,15 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
             yield  # ours do the same, and end the engine too
 
     desk = Desk(settings, backend)
-    server = Server(
-        uvicorn.Config(
-            create_app(desk), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
-            proxy_headers=False, timeout_graceful_shutdown=round(drain_s),
-        )
-    )  # fmt: skip
+    # uvicorn cancels what is left; a little later than the desk ends it, which tells clients.
+    options = {"timeout_graceful_shutdown": round(drain_s + CUT_S)}
+    server = Server(server_config(create_app(desk), settings, desk.metrics, **options))
     loop = asyncio.get_running_loop()
 
     def end() -> None:
         server.force_exit = server.should_exit  # told twice, it ends at once
+        if not server.should_exit:
+            loop.call_later(drain_s, desk.cut)
         server.should_exit = True
         _log.info("ending: finishing what is being answered")
 

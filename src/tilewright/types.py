@@ -20,6 +20,14 @@ FinishReason = Literal["stop", "length", "abort"]
 class RequestError(ValueError):
     """A request that cannot be served as asked; the message names the value and what is allowed."""
 
+    code: str | None = None  # what programs know it by, as OpenAI names it
+
+
+class ContextLengthExceeded(RequestError):
+    """A prompt that is longer than the context."""
+
+    code = "context_length_exceeded"
+
 
 class UnsupportedConfig(ValueError):
     """A model config that asks for something not built here; names the key, its value and what is there."""

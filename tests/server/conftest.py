@@ -15,6 +15,7 @@ from tilewright.engine.engine import Engine
 from tilewright.ops.native import kernels
 from tilewright.server.app import Desk, create_app
 from tilewright.server.backend import Chunk, Ended, ModelInfo, Started
+from tilewright.server.connections import server_config
 from tilewright.server.local import LocalBackend
 from tilewright.server.settings import ServerSettings
 from tilewright.types import Timings
@@ -52,8 +53,7 @@ def serving(make_backend: Callable, settings: ServerSettings | None = None, port
     async def main() -> None:
         desk = Desk(settings or ServerSettings(), make_backend())
         listener = socket.create_server(("127.0.0.1", port))
-        config = uvicorn.Config(create_app(desk), log_config=None, access_log=False, lifespan="off", ws="none")
-        server.append(uvicorn.Server(config))
+        server.append(uvicorn.Server(server_config(create_app(desk), desk.settings, desk.metrics)))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         started.append(Running(url, desk, asyncio.get_running_loop()))
         ready.set()

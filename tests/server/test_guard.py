@@ -106,6 +106,17 @@ def test_bodies_are_bounded(scripted):
     connection.close()
 
 
+@pytest.mark.parametrize("values", [b"[]," * 2_000_001, b"1," * 2_000_001, b'{"":' * 2_000_001])
+def test_values_of_a_body_are_bounded(scripted, values, monkeypatch):
+    """Before they are made: of 128 MiB they would take 4 GB."""
+    monkeypatch.setattr(json, "loads", lambda *args: pytest.fail("it was parsed"))
+    running, _ = scripted()
+    status, _, text = send(f"{running.url}/v1/completions", b'{"prompt": [' + values + b"1]}")
+    monkeypatch.undo()
+    assert status == 413 and error_of(text)["code"] == "body_has_too_many_values"
+    assert "the limit is 2000000" in error_of(text)["message"]
+
+
 def test_all_bodies_together_are_bounded(scripted):
     running, backend = scripted(settings=ServerSettings(max_held_bytes=5000), holds_back=True)
     client = running.client()
@@ -301,3 +312,30 @@ def test_metrics(chat_server):
     assert float(values["tilewright_step_seconds_total"]) > 0
     send(f"{chat_server.url}/secret/path")
     assert "secret" not in send(f"{chat_server.url}/metrics")[2]
+
+
+def test_head_is_answered_as_get_is(scripted):
+    running, _ = scripted(settings=ServerSettings(api_keys=("key",)))
+    for path in ("/health", "/version", "/"):
+        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=30)
+        with contextlib.closing(connection):
+            connection.request("HEAD", path)
+            response = connection.getresponse()
+            assert response.status == 200 and int(response.headers["content-length"]) > 0 and response.read() == b""
+            connection.request("GET", path)  # nothing of a body was left in between
+            assert connection.getresponse().status == 200
+    assert send(f"{running.url}/v1/models", method="HEAD")[0] == 401
+    assert send(f"{running.url}/v1/chat/completions", method="HEAD", authorization="Bearer key")[0] == 405
+
+
+def test_lines_tell_the_method_and_addresses_that_do_not_exist(scripted, caplog):
+    running, _ = scripted()
+    with caplog.at_level(logging.INFO, "tilewright.access"):
+        send(f"{running.url}/v1/modles?secret=1")
+        send(f"{running.url}/wp-login.php", b"x", method="PUT")
+        send(f"{running.url}/{'x' * 1000}")
+        wait_until(lambda: len(caplog.records) == 3)
+    told = [(record.fields["method"], record.fields["path"]) for record in caplog.records]
+    assert told == [("GET", "/v1/modles"), ("PUT", "/wp-login.php"), ("GET", "/" + "x" * 199)]
+    figures = running.desk.metrics.text(None, 0).decode()
+    assert 'path="other",status="404"' in figures and "modles" not in figures

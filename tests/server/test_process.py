@@ -1,5 +1,6 @@
 """The whole server as users start it: two processes, faults, and a clean end."""
 
+import json
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from serve_process import ServerProcess
 from tiny_checkpoint import write_chat_model
 
 from tilewright import cli
+from tilewright.server.remote import RemoteBackend
 
 QUESTION = [{"role": "user", "content": "What is a tile?"}]
 LONG = {"model": "", "messages": QUESTION, "max_tokens": 3000, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -86,6 +88,33 @@ def test_told_to_end_it_finishes_what_it_answers(serve):
         os.kill(engine, 0)
 
 
+def test_what_takes_longer_than_the_drain_is_told_so(serve):
+    server = serve("--drain-timeout", "1")
+    client = server.client()
+    options = {**LONG, "max_tokens": 8000}
+    streams = [client.chat.completions.create(stream=True, **options) for _ in range(8)]
+    for stream in streams:
+        next(iter(stream))
+    response = client.responses.create(model="", input="hi", stream=True, extra_body={"ignore_eos": True})
+    next(iter(response))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: client.chat.completions.create(**options))
+        time.sleep(0.1)
+        os.kill(server.process.pid, signal.SIGTERM)
+        for stream in streams:
+            with pytest.raises(openai.APIError, match="the server is ending"):
+                list(stream)
+        assert list(response)[-1].type == "response.failed"
+        with pytest.raises(openai.InternalServerError, match="the server is ending") as caught:
+            waiting.result()
+        assert caught.value.status_code == 503 and caught.value.code == "server_ending"
+    assert server.process.wait(30) == 0
+    server.end()
+    lines = [json.loads(line) for line in server.lines]
+    assert not [line for line in lines if "trace" in line or line["level"] == "error"], lines
+    assert [line["outcome"] for line in lines if line.get("path") == "/v1/chat/completions"] == ["server_ending"] * 9
+
+
 def test_a_server_that_is_killed_leaves_no_engine_behind(serve):
     server = serve()
     assert any(f"a page to talk to it at {server.url}/," in line for line in server.lines)
@@ -123,8 +152,24 @@ def test_flags_are_obeyed(serve):
         (["MODEL", "--max-body", "much"], "much"),
         (["MODEL", "--api-key", "clé"], "ASCII"),
         (["MODEL", "--host", "256.0.0.1"], "cannot listen"),
+        (["MODEL", "--cors-origin", "not a url"], "--cors-origin is 'not a url'"),
+        (["MODEL", "--cors-origin", "https://tiles.example/page"], "--cors-origin"),
+        (["MODEL", "--max-connections", "0"], "--max-connections"),
     ],
 )
 def test_what_cannot_be_served_is_told_at_once(model, flags, message, capsys, monkeypatch):
-    assert cli.main(["serve", *[str(model) if flag == "MODEL" else flag for flag in flags], "--port", "0"]) == 2
+    arguments = ["serve", *[str(model) if flag == "MODEL" else flag for flag in flags], "--port", "0"]
+    try:
+        status = cli.main(arguments)
+    except SystemExit as ended:  # by the parser of flags
+        status = ended.code
+    assert status == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./nowhere", "~/nowhere", "nowhere", "a/b/c", "x.gguf"])
+def test_a_model_that_is_not_there_starts_no_engine(model, capsys, monkeypatch):
+    monkeypatch.setattr(RemoteBackend, "start", lambda self: pytest.fail("an engine was started"))
+    assert cli.main(["serve", model, "--port", "0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tilewright: {model} does not exist")

@@ -1,45 +1,19 @@
-"""2,000 requests of all kinds, 32 at once, on the whole server."""
+"""2,000 requests of all kinds, 32 at once, on the whole server; and streams beside clients that misbehave."""
 
 import asyncio
-import os
 import statistics
 import time
 import urllib.request
-from pathlib import Path
 
 import soak
+import soak_beside
+from processes import family_of, memory_bytes
 from serve_process import ServerProcess
 from tiny_checkpoint import write_vision_model
 
 NUM_REQUESTS = 2000
 CONCURRENCY = 32
 NUM_WARMING = 1000  # steps of 128 shapes are recorded and kept: until they are, memory grows
-
-
-def family_of(pid):
-    """A process and all below it."""
-    children = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            try:
-                parent = int(Path(f"/proc/{name}/stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(name))
-    found, waiting = [], [pid]
-    while waiting:
-        found.append(waiting.pop())
-        waiting += children.get(found[-1], [])
-    return found
-
-
-def memory_bytes(pid):
-    """What is resident of a process."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    return int(text.split("VmRSS:")[1].split()[0]) * 1024
 
 
 def metric(url, name):
@@ -76,5 +50,25 @@ def test_soak(tmp_path):
         quarter = NUM_REQUESTS // 4
         first, last = statistics.median(samples[:quarter]), statistics.median(samples[-quarter:])
         assert last <= 1.02 * first, (first, last)
+    finally:
+        server.end()
+
+
+def test_streams_beside_clients_that_misbehave(tmp_path):
+    """64 at once. How long they wait is told by `python tests/server/soak_beside.py`."""
+    server = ServerProcess(write_vision_model(tmp_path), "--max-sequences", "16")
+    try:
+        pid = server.process.pid
+        alone = asyncio.run(soak_beside.run_streams(server.url, pid, 24, 8))
+        assert not alone.wrong, alone.wrong[:3]
+        with soak_beside.Misbehaviour(server.url, 2, 32, 4).under_way() as misbehaviour:
+            beside = asyncio.run(soak_beside.run_streams(server.url, pid, 128, 64, seconds=5))
+        assert not beside.wrong, beside.wrong[:3]
+        assert beside.answers == alone.answers
+        long = {status: count for (kind, status), count in misbehaviour.statuses.items() if kind == "20 MB prompt"}
+        assert list(long) == [400] and set(misbehaviour.errors) == {"context_length_exceeded"}
+        # Two bodies of 20 MB, as bytes and as text; tokenized they would take 3 GB each.
+        assert max(beside.memory) < max(alone.memory) + 600 * 2**20
+        assert server.status() == 200
     finally:
         server.end()

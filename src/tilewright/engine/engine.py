@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +26,8 @@ from tilewright.inputs.chat import has_media
 from tilewright.inputs.isolated import IsolatedOpener
 from tilewright.inputs.media import Limits as MediaLimits
 from tilewright.inputs.opener import InProcessOpener, Opener
+from tilewright.inputs.text_limits import TextBudget, TextLimits
+from tilewright.inputs.tokenizer import PIECE_CHARACTERS
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
 from tilewright.weights.entry_check import EntryCheck
@@ -178,8 +182,12 @@ class Engine:
         """The Handle of a conversation's answer. What is no sampling parameter goes to the template."""
         sampling = {name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}
         processor, is_known = self.loaded.processor, self._is_known
+        template_args = {name: value for name, value in options.items() if name != "tools"}
         return self._submit(
-            lambda: processor.chat(messages, is_known=is_known, **options), sampling, has_media=has_media(messages)
+            lambda budget: processor.chat(messages, is_known=is_known, budget=budget, **options),
+            sampling,
+            has_media=has_media(messages),
+            num_characters=self.text_limits.check_chat(messages, options.get("tools"), template_args),
         )
 
     def submit_prompt(
@@ -197,10 +205,19 @@ class Engine:
             raise RequestError(f"{self.loaded.name} does not take sound")
         processor, is_known = self.loaded.processor, self._is_known
         return self._submit(
-            lambda: processor.prompt(text, token_ids, images=images, videos=videos, is_known=is_known),
+            lambda budget: processor.prompt(
+                text, token_ids, images=images, videos=videos, is_known=is_known, budget=budget
+            ),
             sampling,
             has_media=bool(len(images) or len(videos)),
+            num_characters=self.text_limits.check_prompt(text, token_ids),
         )
+
+    @cached_property
+    def text_limits(self) -> TextLimits:
+        """How much text a request may bring."""
+        # The scheduler's: there may be less memory for keys and values than the context needs.
+        return TextLimits(self.loop.core.scheduler.max_context, self.loaded.tokenizer.max_token_bytes)
 
     def stats(self) -> Stats:
         return self.loop.stats()
@@ -238,9 +255,19 @@ class Engine:
         """Whether a medium need not be read: its features are kept, or what is made of them where it is alone."""
         return self._features.has(media_key) or self._scenes.is_filled(scene_key([media_key]))
 
-    def _submit(self, prepare: Callable[[], ModelInputs], sampling: Mapping[str, Any], *, has_media: bool) -> Handle:
+    def _submit(
+        self,
+        prepare: Callable[[TextBudget], ModelInputs],
+        sampling: Mapping[str, Any],
+        *,
+        has_media: bool,
+        num_characters: int,
+    ) -> Handle:
         params = self.sampling_params(**sampling)
-        return self.loop.submit(prepare, params, has_media=has_media)
+        aborted = threading.Event()
+        budget = TextBudget(self.text_limits, aborted.is_set)
+        is_long = num_characters > PIECE_CHARACTERS
+        return self.loop.submit(lambda: prepare(budget), params, has_media=has_media, is_long=is_long, aborted=aborted)
 
 
 def _require_supported(*, tp: int, quantize: str | None, device: str) -> None:

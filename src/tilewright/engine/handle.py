@@ -15,10 +15,16 @@ _log = logging.getLogger(__name__)
 class Handle:
     """The answers to a request as they come, from any thread; a slow reader holds nobody up."""
 
-    def __init__(self, request_id: str, params: SamplingParams, abort: Callable[[Handle], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        abort: Callable[[Handle], None],
+        aborted: threading.Event | None = None,
+    ) -> None:
         self.request_id = request_id
         self.params = params
-        self.is_aborted = False
+        self._aborted = aborted or threading.Event()
         self.prompt_token_ids: tuple[int, ...] = ()  # once the prompt is prepared; its media are not held here
         self.opens_reasoning = False
         self._abort = abort
@@ -30,6 +36,10 @@ class Handle:
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._subscribers: list[tuple[Callable[[Delta], None], Callable[[BaseException | None], None]]] = []
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._aborted.is_set()
 
     @property
     def is_done(self) -> bool:
@@ -73,7 +83,7 @@ class Handle:
 
     def abort(self) -> None:
         """Ends the request as soon as the step under way is done; its answers end as "abort"."""
-        self.is_aborted = True
+        self._aborted.set()
         self._abort(self)
 
     def push(self, delta: Delta, completion: Completion | None = None) -> None:

@@ -60,21 +60,34 @@ class EngineLoop:
         self._step_began_s: float | None = None
         self.after_step: Callable[[], None] = lambda: None  # called on the engine's thread when all Handles were told
         self._start_stepping = start_stepping
-        # By what takes long about a request: text does not wait behind films, nor films behind a constraint that takes
-        # seconds to compile. Threads start when they are needed.
+        # By what takes long about a request: text does not wait behind films or a book, nor films behind a constraint
+        # that takes seconds to compile. Threads start when they are needed.
         self._preparers: dict[str, ThreadPoolExecutor] = {}
         if threaded:
-            for name, count in {"text": 1, "media": num_prepare_threads, "constraint": num_prepare_threads}.items():
+            counts = {"text": 1, "long text": 1, "media": num_prepare_threads, "constraint": num_prepare_threads}
+            for name, count in counts.items():
                 self._preparers[name] = ThreadPoolExecutor(count, f"prepare {name}", start_preparing)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True) if threaded else None
         if self._thread:
             self._thread.start()
 
-    def submit(self, prepare: Callable[[], ModelInputs], params: SamplingParams, *, has_media: bool = True) -> Handle:
-        """The Handle of a request whose prompt `prepare` makes. What it raises, the Handle's readers get."""
-        handle = Handle(uuid.uuid4().hex, params, self._abort)
+    def submit(
+        self,
+        prepare: Callable[[], ModelInputs],
+        params: SamplingParams,
+        *,
+        has_media: bool = True,
+        is_long: bool = False,
+        aborted: threading.Event | None = None,
+    ) -> Handle:
+        """The Handle of a request whose prompt `prepare` makes. What it raises, the Handle's readers get.
+
+        `aborted` is set when the request is, for a `prepare` that can end early.
+        """
+        handle = Handle(uuid.uuid4().hex, params, self._abort, aborted)
         # Before the lock, which the engine's thread needs too: looking up a constraint of megabytes takes a while.
-        kind = "constraint" if self.core.must_compile(params) else "media" if has_media else "text"
+        plain_kind = "media" if has_media else "long text" if is_long else "text"
+        kind = "constraint" if self.core.must_compile(params) else plain_kind
         with self._changed:
             if self._is_closing:
                 raise EngineError("the engine is closed")
@@ -201,11 +214,11 @@ class EngineLoop:
         """Hands a prepared request to the core, or ends it if preparing it failed or is of no use any more."""
         with self._changed:
             self._num_preparing -= 1
-        if isinstance(prepared, BaseException):
-            self._end(handle, prepared)
-        elif prepared is None or handle.is_aborted:
+        if prepared is None or handle.is_aborted:
             handle.end_unstarted()
             self._forget(handle)
+        elif isinstance(prepared, BaseException):
+            self._end(handle, prepared)
         else:
             handle.prompt_token_ids, handle.opens_reasoning = prepared.token_ids, prepared.opens_reasoning
             try:

@@ -17,7 +17,7 @@ from tilewright.engine.sequence import Sequence, Status
 from tilewright.engine.speculate import Drafter
 from tilewright.engine.state_cache import StateCache
 from tilewright.engine.step import NO_TOKEN, Chunk, Event, Sampled, Step
-from tilewright.types import FinishReason, Medium, RequestError
+from tilewright.types import ContextLengthExceeded, FinishReason, Medium, RequestError
 
 
 class Scheduler:
@@ -57,7 +57,7 @@ class Scheduler:
             raise RequestError("the prompt has no tokens, expected at least 1")
         if num_prompt_tokens >= self.max_context:
             limit = "the context" if self.max_context == self.limits.max_context else "the memory for keys and values"
-            raise RequestError(
+            raise ContextLengthExceeded(
                 f"the prompt has {num_prompt_tokens} tokens, expected at most {self.max_context - 1}: "
                 f"{limit} holds {self.max_context}, and the answer needs at least one"
             )

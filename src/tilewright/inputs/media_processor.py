@@ -13,6 +13,7 @@ from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
 from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.processor import prompt_ids
+from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Messages, ModelInputs, RequestError
 
@@ -23,6 +24,7 @@ class MediaProcessor(ABC):
     """Turns requests into `ModelInputs`. May be called from several threads at once.
 
     `is_known` says of a medium's key that what the model's encoder makes of it is at hand: it is then not decoded.
+    `budget` bounds the text that is tokenized.
     """
 
     accepts: Sequence[MediaKind]
@@ -48,6 +50,7 @@ class MediaProcessor(ABC):
         tools: Sequence[object] | None = None,
         fetch: Fetch | None = None,
         is_known: IsKnown | None = None,
+        budget: TextBudget | None = None,
         **template_args: Any,
     ) -> ModelInputs:
         """The inputs of a conversation, up to where the model answers."""
@@ -55,7 +58,7 @@ class MediaProcessor(ABC):
             raise RequestError("the model has no chat template: give it a prompt instead")
         normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=self.accepts)
         text = self.template.render(normalized, tools=tools, **template_args)
-        inputs = self._inputs(self.tokenizer.encode(text), parts, fetch, is_known)
+        inputs = self._inputs(self.tokenizer.encode(text, budget=budget), parts, fetch, is_known)
         return dataclasses.replace(inputs, opens_reasoning=opens_reasoning(text))
 
     def prompt(
@@ -66,18 +69,21 @@ class MediaProcessor(ABC):
         videos: Sequence[object] = (),
         *,
         is_known: IsKnown | None = None,
+        budget: TextBudget | None = None,
     ) -> ModelInputs:
         """The inputs of a text, or of token ids, with one placeholder token per picture and video, in order.
 
         A video is a file, frames, or {"video": frames, "fps": of the frames}.
         """
-        ids = self._prompt_ids(text, token_ids)
+        ids = self._prompt_ids(text, token_ids, budget)
         content = [_as_part("image", item) for item in images] + [_as_part("video", item) for item in videos]
         _, parts = normalize([{"role": "user", "content": content}], limits=self.limits, accepts=self.accepts)
         return self._inputs(ids, parts, None, is_known)
 
-    def _prompt_ids(self, text: str | None, token_ids: Sequence[int] | None) -> Sequence[int]:
-        return prompt_ids(self.tokenizer, text, token_ids)
+    def _prompt_ids(
+        self, text: str | None, token_ids: Sequence[int] | None, budget: TextBudget | None
+    ) -> Sequence[int]:
+        return prompt_ids(self.tokenizer, text, token_ids, budget)
 
     @abstractmethod
     def _inputs(

@@ -10,6 +10,7 @@ import numpy as np
 
 from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
 from tilewright.inputs.media import Fetch, MediaKind
+from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Messages, ModelInputs, RequestError
 
@@ -32,6 +33,7 @@ class TextProcessor:
         tools: Sequence[object] | None = None,
         fetch: Fetch | None = None,
         is_known: Callable[[bytes], bool] | None = None,
+        budget: TextBudget | None = None,
         **template_args: Any,
     ) -> ModelInputs:
         """The inputs of a conversation, up to where the model answers."""
@@ -42,7 +44,7 @@ class TextProcessor:
             if isinstance(message["content"], list):
                 message["content"] = "".join(_text_of(part) for part in message["content"])
         text = self.template.render(normalized, tools=tools, **template_args)
-        return _inputs(self.tokenizer.encode(text), opens_reasoning(text))
+        return _inputs(self.tokenizer.encode(text, budget=budget), opens_reasoning(text))
 
     def prompt(
         self,
@@ -52,14 +54,17 @@ class TextProcessor:
         videos: Sequence[object] = (),
         *,
         is_known: Callable[[bytes], bool] | None = None,
+        budget: TextBudget | None = None,
     ) -> ModelInputs:
         """The inputs of a text, which gets the tokenizer's beginning-of-text, or of token ids as they are."""
         if images or videos:
             raise RequestError(f"{'image' if images else 'video'} 1: {self.name} takes text alone")
-        return _inputs(prompt_ids(self.tokenizer, text, token_ids))
+        return _inputs(prompt_ids(self.tokenizer, text, token_ids, budget))
 
 
-def prompt_ids(tokenizer: Tokenizer, text: str | None, token_ids: Sequence[int] | None) -> list[int]:
+def prompt_ids(
+    tokenizer: Tokenizer, text: str | None, token_ids: Sequence[int] | None, budget: TextBudget | None
+) -> list[int]:
     """The ids of a text, with the tokenizer's beginning-of-text, or those given; one of the two must be.
 
     None is below 0; whether the model has them all is the engine's to check.
@@ -67,7 +72,7 @@ def prompt_ids(tokenizer: Tokenizer, text: str | None, token_ids: Sequence[int] 
     if (text is None) == (token_ids is None):
         raise RequestError("give either a text or token ids")
     if text is not None:
-        return tokenizer.encode(text, add_special_tokens=True)
+        return tokenizer.encode(text, add_special_tokens=True, budget=budget)
     ids = [index(token_id) for token_id in (() if token_ids is None else token_ids)]
     if any(token_id < 0 for token_id in ids):
         raise RequestError(f"token id {min(ids)}, expected 0 or more")

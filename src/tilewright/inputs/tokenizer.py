@@ -5,18 +5,25 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.inputs.chat import read_templates
 from tilewright.model_files import CheckpointError, read_json, read_optional_json
+from tilewright.types import ContextLengthExceeded
 
 if TYPE_CHECKING:
     import tokenizers
 
+    from tilewright.inputs.text_limits import TextBudget
+
 # What templates may name. Lists (additional_special_tokens) are no names.
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Characters counted in one go, which takes 0.1 s at most. A cut in mid-word adds a few tokens to the 500 of a piece.
+PIECE_CHARACTERS = 1 << 16
+_COUNT_MARGIN = 1.25
 
 
 class Tokenizer:
@@ -95,11 +102,49 @@ class Tokenizer:
         """False of ids past the vocabulary, or in a gap of it."""
         return self._backend.id_to_token(token_id) is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Ids of the text. Special tokens within it become themselves; `add_special_tokens` adds the beginning's."""
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of text that the longest token stands for."""
+        added = self._backend.get_added_tokens_decoder().values()
+        longest_added = max((len(token.content.encode()) for token in added), default=1)
+        # In byte-level vocabularies a character stands for a byte.
+        size = len if self._is_byte_level else lambda token: len(token.encode())
+        return max(longest_added, *map(size, self._backend.get_vocab(with_added_tokens=False)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = False, budget: TextBudget | None = None) -> list[int]:
+        """Ids of the text. Special tokens within it become themselves; `add_special_tokens` adds the beginning's.
+
+        With a `budget`, a text that is far too long is refused before its ids take time and memory; one that is a few
+        tokens too long is not.
+        """
         # A lone surrogate has no UTF-8 form; JSON bodies can carry one.
         text = text.encode("utf-8", "replace").decode() if not _is_unicode(text) else text
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if budget is not None:
+            budget.limits.check_text(text)
+            self._check_count(text, budget)
+        return self._ids(text, add_special_tokens)
+
+    def _check_count(self, text: str, budget: TextBudget) -> None:
+        """ContextLengthExceeded once pieces of the text have more tokens than the context, by a margin.
+
+        Pieces only count: where they are cut, their ids are not those of the whole text.
+        """
+        max_context, num_tokens = budget.limits.max_context, 0
+        if len(text) <= max(PIECE_CHARACTERS, max_context):
+            return
+        for end in range(PIECE_CHARACTERS, len(text) + PIECE_CHARACTERS, PIECE_CHARACTERS):
+            budget.check_cancelled()
+            num_tokens += len(self._ids(text[end - PIECE_CHARACTERS : end], False))
+            if num_tokens > _COUNT_MARGIN * max_context:
+                raise ContextLengthExceeded(
+                    f"the prompt has {len(text)} characters, of which the first {min(end, len(text))} have about "
+                    f"{num_tokens} tokens; the limit is {max_context}, the context"
+                )
+        budget.check_cancelled()
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Of all ways to encode, those of batches alone let other threads have the interpreter meanwhile.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids."""

@@ -109,7 +109,7 @@ class Processor(Protocol):
     """Turns what a user sends into what the model reads: a conversation, or a prompt with its media.
 
     `accepts` lists the kinds of media it takes. `chat` and `prompt` take `is_known`, which tells by its key whether a
-    medium's features are at hand: it is not decoded then.
+    medium's features are at hand: it is not decoded then; and `budget`, which bounds the text that is tokenized.
     """
 
     @property

@@ -21,11 +21,16 @@ class TimedOut:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The server ends, and waits no longer for what it is answering."""
+
+
+@dataclass(frozen=True)
 class Quiet:
     """Nothing has come for a while; a proxy in between may think the connection dead."""
 
 
-Happening = Started | Chunk | Ended | Gone | TimedOut | Quiet
+Happening = Started | Chunk | Ended | Gone | TimedOut | Cut | Quiet
 
 
 class Answer:
@@ -42,7 +47,7 @@ class Answer:
             self.abort()
             raise
 
-    def tell(self, happening: Gone | TimedOut | Quiet) -> None:
+    def tell(self, happening: Gone | TimedOut | Cut | Quiet) -> None:
         """Adds what did not come from the engine."""
         self._put(0, happening)
 

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from tilewright import __version__
 from tilewright.server.admission import Admission
-from tilewright.server.answers import Answer
+from tilewright.server.answers import Answer, Cut
 from tilewright.server.backend import Backend, EngineFailure, EngineUnavailable, ModelInfo
 from tilewright.server.bodies import AskingBody, ChatBody, CompletionBody, ResponsesBody
 from tilewright.server.endpoints import ENDPOINTS, Context, Prepared
@@ -27,7 +27,7 @@ from tilewright.server.media import MediaGate
 from tilewright.server.metrics import Metrics
 from tilewright.server.page_files import page_response
 from tilewright.server.request_log import RequestLog
-from tilewright.server.respond import AnswerResponse, disconnected, too_slow
+from tilewright.server.respond import AnswerResponse, cut_off, disconnected, too_slow
 from tilewright.server.responses import History
 from tilewright.server.settings import ServerSettings
 from tilewright.types import RequestError
@@ -62,6 +62,8 @@ class Desk:
         self.gate = MediaGate(settings.media)
         self._admission = Admission(settings.max_queue, metrics)
         self._history = History()
+        self._answers: set[Answer] = set()  # that are being written
+        self._is_cut = asyncio.Event()
         self.started_s = int(time.time())
 
     @property
@@ -87,18 +89,31 @@ class Desk:
         slot = self._admission.enter(body.num_answers, model.max_sequences)
         try:
             asks, writer = await self._prepare(body, model, request)
+            answer = Answer(self.backend, asks)
+            self._answers.add(answer)
+
+            def leave() -> None:
+                self._answers.discard(answer)
+                slot.release()
+
             return AnswerResponse(
-                Answer(self.backend, asks),
+                answer,
                 writer,
                 log,
                 is_stream=body.stream,
                 timeout_s=self.settings.request_timeout_s,
                 began_s=began_s,
-                on_close=slot.release,
+                on_close=leave,
             )
         except BaseException:
             slot.release()
             raise
+
+    def cut(self) -> None:
+        """Ends what is being answered, and tells the clients so: the server ends and has waited long enough."""
+        self._is_cut.set()
+        for answer in self._answers:
+            answer.tell(Cut())
 
     async def _prepare(self, body: AskingBody, model: ModelInfo, request: Request) -> Prepared:
         """The request made ready: its media fetched, as long as the client waits and time is left."""
@@ -106,15 +121,18 @@ class Desk:
         context = Context(model, self.gate, self._history, share.add)
         preparing = asyncio.ensure_future(ENDPOINTS[request.url.path].prepare(body, context))
         leaving = asyncio.ensure_future(disconnected(request.receive))
+        ending = asyncio.ensure_future(self._is_cut.wait())
         timeout_s = self.settings.request_timeout_s
         try:
-            await asyncio.wait({preparing, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({preparing, leaving, ending}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not preparing.done():
+                if ending.done():
+                    raise cut_off()
                 raise ApiError(499, "the client left", code="client_left") if leaving.done() else too_slow(timeout_s)
             return preparing.result()
         finally:
-            leaving.cancel()
-            preparing.cancel()
+            for task in (leaving, ending, preparing):
+                task.cancel()
 
     def _log_content(self, body: AskingBody, log: RequestLog) -> None:
         if self.settings.logs_content:

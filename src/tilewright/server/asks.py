@@ -15,7 +15,8 @@ from tilewright.types import Constraint, RequestError, SamplingParams
 
 # Names the template gets from elsewhere, or that mean something to the processor.
 _RESERVED_ARGUMENTS = {
-    "messages", "tools", "fetch", "is_known", "add_generation_prompt", "self", *SamplingParams.__dataclass_fields__,
+    "messages", "tools", "fetch", "is_known", "budget", "add_generation_prompt", "self",
+    *SamplingParams.__dataclass_fields__,
 }  # fmt: skip
 _SAMPLING = (
     "n", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",

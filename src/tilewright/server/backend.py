@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from tilewright.inputs.text_limits import TextLimits
 from tilewright.types import FinishReason, RequestError, Timings
 
 
@@ -69,11 +70,14 @@ class Failed:
 
     kind: Literal["request", "engine", "unavailable"]
     message: str
+    code: str | None = None  # a RequestError's
 
     def error(self) -> Exception:
-        return {"request": RequestError, "engine": EngineFailure, "unavailable": EngineUnavailable}[self.kind](
-            self.message
-        )
+        if self.kind == "request":
+            error = RequestError(self.message)
+            error.code = self.code
+            return error
+        return {"engine": EngineFailure, "unavailable": EngineUnavailable}[self.kind](self.message)
 
 
 Event = Started | Chunk | Ended | Failed
@@ -96,6 +100,7 @@ class ModelInfo:
     max_sequences: int
     template: str | None  # the source of its chat template
     accepts: Sequence[str] = ()  # the kinds of media it takes beside text: image, video, audio
+    text_limits: TextLimits | None = None  # None: the engine alone knows
 
     def is_meant_by(self, name: str) -> bool:
         """Whether it is what a client calls `name`: its name, with or without the owner's before it."""

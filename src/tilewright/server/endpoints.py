@@ -47,12 +47,19 @@ class Prepared(NamedTuple):
 
 
 async def prepare_chat(body: ChatBody, context: Context) -> Prepared:
-    messages = await context.gate.bring(plain_messages(body), context.hold)
+    messages = plain_messages(body)
+    if (limits := context.model.text_limits) is not None:  # before anything is fetched, or sent to the engine
+        limits.check_chat(messages, body.plain_tools, body.chat_template_kwargs)
+    messages = await context.gate.bring(messages, context.hold)
     return Prepared([chat_ask(body, messages, context.model)], ChatWriter(body, context.model))
 
 
 async def prepare_completion(body: CompletionBody, context: Context) -> Prepared:
-    return Prepared(completion_asks(body), CompletionWriter(body, context.model))
+    asks = completion_asks(body)
+    if (limits := context.model.text_limits) is not None:
+        for ask in asks:
+            limits.check_prompt(ask.text, ask.token_ids)
+    return Prepared(asks, CompletionWriter(body, context.model))
 
 
 async def prepare_response(body: ResponsesBody, context: Context) -> Prepared:

@@ -48,7 +48,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ValidationError):
         return validation_error(error.errors())
     if isinstance(error, RequestError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), code=error.code)
     if isinstance(error, EngineUnavailable):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return ApiError(503, str(error), kind="server_error", code="engine_unavailable", headers=headers)

@@ -23,11 +23,16 @@ from tilewright.server.json_text import JsonResponse
 from tilewright.server.metrics import Metrics
 from tilewright.server.page_files import PAGE_FILES
 from tilewright.server.request_log import RequestLog
+from tilewright.server.respond import cut_off
 from tilewright.server.settings import ServerSettings
 
 _OPEN_PATHS = ("/health", "/version")  # for those who watch over it, and have no key
 DISCARD_S = 5.0
 MIN_BYTES_PER_S = 1 << 16
+# Commas and opening brackets: JSON has one for each value. An empty list is 3 bytes of a body and 64 of memory.
+MAX_BODY_VALUES = 2_000_000
+NO_STATUS = 499  # the client left before there was one; nginx' number for it
+MAX_LOGGED_PATH = 200  # characters of an address that does not exist
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
@@ -59,10 +64,13 @@ class Guard:
         headers = Headers(scope=scope)
         given_id = headers.get("x-request-id", "")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
-        path = scope["path"] if scope["path"] in self._paths else "/" if scope["path"] in PAGE_FILES else "other"
-        log = RequestLog(self._metrics, request_id, path, (scope.get("client") or ("", 0))[0])
+        path = scope["path"] if scope["path"] in self._paths else "/" if scope["path"] in PAGE_FILES else None
+        client = (scope.get("client") or ("", 0))[0]
+        log = RequestLog(self._metrics, request_id, scope["method"], path or "other", client)
+        if path is None:
+            log.fields["path"] = scope["path"][:MAX_LOGGED_PATH]
         scope.setdefault("state", {})["log"] = log
-        status = 499  # the client left before there was one; nginx' number for it
+        status = NO_STATUS
 
         async def noting_send(message: Message) -> None:
             nonlocal status
@@ -75,11 +83,17 @@ class Guard:
         body = _Body(receive, self._settings, share)
         try:
             self._check(scope, headers)
-            await self._app(scope, body.receive, noting_send)
+            # What a GET would be answered with; uvicorn, which has a scope of its own, leaves the body out.
+            is_head = scope["method"] == "HEAD"
+            await self._app({**scope, "method": "GET"} if is_head else scope, body.receive, noting_send)
         except ApiError as error:
             log.fail(error, error)
             await body.discard()
             await JsonResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
+        except asyncio.CancelledError:  # the server ends; the loop has nobody who waits for what is cancelled
+            log.outcome = cut_off().code or ""
+            if status == NO_STATUS:
+                await JsonResponse(cut_off().body(), cut_off().status)(scope, receive, noting_send)
         except Exception as error:  # told to the client by the application already
             if log.outcome == "ok":
                 log.fail(as_api_error(error), error)
@@ -98,7 +112,7 @@ class Guard:
             self._check_key(headers)
         declared = headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > settings.max_body_bytes:
-            raise _too_large(int(declared), settings.max_body_bytes)
+            raise _too_long(int(declared), settings.max_body_bytes)
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -128,6 +142,7 @@ class _Body:
         self._settings = settings
         self._share = share
         self._size_bytes = 0
+        self._num_values = 0
         self._is_complete = False
         self._began_s = time.monotonic()
 
@@ -135,13 +150,17 @@ class _Body:
         if self._is_complete:
             return await self._receive()
         message = await self._next()
-        num_bytes = len(message.get("body", b""))
-        self._size_bytes += num_bytes
+        data = message.get("body", b"")
+        self._size_bytes += len(data)
+        self._num_values += sum(map(data.count, (b",", b"[", b"{")))
         self._is_complete = not message.get("more_body", False)
         try:
-            self._share.add(num_bytes)
+            self._share.add(len(data))
+            if self._num_values > MAX_BODY_VALUES:
+                what = f"the body has {self._num_values} commas and brackets or more"
+                raise _too_large(f"{what}, the limit is {MAX_BODY_VALUES}", "body_has_too_many_values")
             if self._size_bytes > self._settings.max_body_bytes:
-                raise _too_large(self._size_bytes, self._settings.max_body_bytes)
+                raise _too_long(self._size_bytes, self._settings.max_body_bytes)
         except ApiError as error:
             await self.discard()
             raise BodyError(error) from None
@@ -170,7 +189,10 @@ class _Body:
             self._is_complete = not message.get("more_body", False)
 
 
-def _too_large(size_bytes: int, limit: int) -> ApiError:
-    message = f"the body has {size_bytes} bytes or more, the limit is {limit}"
+def _too_long(size_bytes: int, limit: int) -> ApiError:
+    return _too_large(f"the body has {size_bytes} bytes or more, the limit is {limit}", "body_too_large")
+
+
+def _too_large(message: str, code: str) -> ApiError:
     # What is left of the body may not all be read: the connection cannot be used again.
-    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+    return ApiError(413, message, code=code, headers={"Connection": "close"})

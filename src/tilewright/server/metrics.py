@@ -74,6 +74,7 @@ class Metrics:
         self._output_tokens = histogram("output_tokens", "Tokens of a request's answers.", _TOKENS)
         self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.")
         self.refused = counter("requests_refused", "Requests sent away because too many wait.")
+        self.connections_refused = counter("connections_refused", "Connections closed because too many are open.")
         self.in_flight = Gauge("tilewright_requests_in_flight", "Requests being answered.", registry=registry)
         self._ready = Gauge("tilewright_engine_ready", "1 while the engine answers.", registry=registry)
         self._engine = _EngineCollector()

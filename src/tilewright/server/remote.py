@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from tilewright.inputs.text_limits import TextLimits
 from tilewright.server import wire
 from tilewright.server.backend import Abort, Ask, EngineUnavailable, Failed, Listener, ModelInfo
 from tilewright.server.local import deliver
@@ -147,7 +148,7 @@ class RemoteBackend:
                     if (waiting := self._stats.get(message["stats"])) and not waiting.done():
                         waiting.set_result(message["values"])
                 elif "ready" in message:
-                    self._model, self._writer, was_ready = ModelInfo(**message["ready"]), writer, True
+                    self._model, self._writer, was_ready = _model_info(message["ready"]), writer, True
                     if not first_ready.done():
                         first_ready.set_result(None)
                 else:
@@ -173,6 +174,10 @@ class RemoteBackend:
         for waiting in self._stats.values():
             if not waiting.done():
                 waiting.set_exception(EngineUnavailable(f"the engine ended ({how})"))
+
+
+def _model_info(fields: Mapping[str, Any]) -> ModelInfo:
+    return ModelInfo(**{**fields, "text_limits": TextLimits(**fields["text_limits"])})
 
 
 def _signal_name(number: int) -> str:

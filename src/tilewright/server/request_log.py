@@ -17,14 +17,14 @@ access_log = logging.getLogger("tilewright.access")
 class RequestLog:
     """Gathers, while a request is answered, what its line will say; of its content only what was asked for."""
 
-    def __init__(self, metrics: Metrics, request_id: str, path: str, client: str) -> None:
+    def __init__(self, metrics: Metrics, request_id: str, method: str, path: str, client: str) -> None:
         self._metrics = metrics
         self._began_s = time.perf_counter()
         self._last_token_s: float | None = None
         self.request_id = request_id
         self.path = path
         self.outcome = "ok"
-        self.fields: dict[str, Any] = {"id": request_id, "client": client, "path": path}
+        self.fields: dict[str, Any] = {"id": request_id, "client": client, "method": method, "path": path}
 
     @property
     def has_started(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tilewright.server.answers import Answer, Gone, Quiet, TimedOut
+from tilewright.server.answers import Answer, Cut, Gone, Quiet, TimedOut
 from tilewright.server.backend import Chunk, Ended, Started
 from tilewright.server.errors import ApiError, as_api_error
 from tilewright.server.json_text import JsonResponse, to_json
@@ -125,6 +125,8 @@ class AnswerResponse(Response):
                     raise _ClientGone
                 if isinstance(event, TimedOut):
                     raise too_slow(self._timeout_s)
+                if isinstance(event, Cut):
+                    raise cut_off()
                 if isinstance(event, Quiet):
                     # Only before the first chunk, while a prompt is read or an echo waits for its end.
                     if send and not self._has_chunk:
@@ -165,6 +167,11 @@ async def disconnected(receive: Receive) -> None:
 def too_slow(timeout_s: float) -> ApiError:
     message = f"the answer took longer than {timeout_s:g} s, the limit of this server"
     return ApiError(504, message, kind="server_error", code="timeout")
+
+
+def cut_off() -> ApiError:
+    message = "the server is ending, and did not wait for the rest of the answer; please ask again"
+    return ApiError(503, message, kind="server_error", code="server_ending", headers={"Connection": "close"})
 
 
 async def _send_event(send: Send, data: Mapping[str, Any], name: str | None) -> None:

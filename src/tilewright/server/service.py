@@ -36,8 +36,8 @@ class EngineService:
         loaded, limits = self._engine.loaded, self._engine.limits
         sources = loaded.tokenizer.chat_template or {}
         template = sources.get("tool_use", sources.get("default", next(iter(sources.values()), None)))
-        accepts = loaded.processor.accepts
-        return ModelInfo(loaded.name, limits.max_context, limits.max_sequences, template, accepts)
+        accepts, text_limits = loaded.processor.accepts, self._engine.text_limits
+        return ModelInfo(loaded.name, limits.max_context, limits.max_sequences, template, accepts, text_limits)
 
     def submit(self, request_id: str, ask: Ask) -> None:
         """Begins a request; whatever becomes of it is emitted."""
@@ -142,6 +142,6 @@ class _Events:
 def failure(error: BaseException) -> Failed:
     """What to tell of an error. One that is no fault of the request goes to the log, and its inside to nobody else."""
     if isinstance(error, RequestError):
-        return Failed("request", str(error))
+        return Failed("request", str(error), error.code)
     _log.error("a request failed", exc_info=error)
     return Failed("engine", "the engine could not compute this request; the server's log has the reason")

@@ -14,6 +14,7 @@ from tilewright.inputs.chat import ChatTemplate
 from tilewright.inputs.media import Fetch, Limits, MediaPart, content_key
 from tilewright.inputs.media_processor import IsKnown, MediaProcessor
 from tilewright.inputs.opener import Opener
+from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.mllama.preprocessing import Fit, fit, read_preprocessing
 from tilewright.models.pixels import Pixels
@@ -43,11 +44,13 @@ class MllamaProcessor(MediaProcessor):
     def picture_token_ids(self) -> tuple[int, ...]:
         return (self.image_token_id,)
 
-    def _prompt_ids(self, text: str | None, token_ids: Sequence[int] | None) -> Sequence[int]:
+    def _prompt_ids(
+        self, text: str | None, token_ids: Sequence[int] | None, budget: TextBudget | None
+    ) -> Sequence[int]:
         """A text gets the tokenizer's beginning-of-text, behind the pictures it begins with, unless it has one."""
         if text is None or token_ids is not None:
-            return super()._prompt_ids(text, token_ids)
-        ids = self.tokenizer.encode(text)
+            return super()._prompt_ids(text, token_ids, budget)
+        ids = self.tokenizer.encode(text, budget=budget)
         begin = self.tokenizer.bos_token_id
         if begin is None or begin in ids:
             return ids
