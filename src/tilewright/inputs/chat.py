@@ -26,30 +26,45 @@ class ChatTemplate:
     `source` is the template, or templates by name: "tool_use" is taken when tools are given, else "default".
     """
 
-    def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        *,
+        allow_special_tokens: bool = False,  # whether those in the text of messages are such, and not plain text
+    ) -> None:
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
         if not self.sources:
             raise ValueError("a chat template needs a source")
         self.special_tokens = dict(special_tokens)
+        self.allow_special_tokens = allow_special_tokens
 
     def render(
         self, messages: Messages, *, tools: Sequence[object] | None = None, add_generation_prompt: bool = True,
         **template_args: object,
     ) -> str:  # fmt: skip
         """The prompt's text. An error the template raises is a `RequestError` with its message."""
-        from jinja2.exceptions import TemplateError
+        given = self.given(messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_args)
+        return self.run(given)
 
-        name = self._choose(bool(tools))
-        source = self.sources[name]
-        context = {
-            **self.special_tokens,
+    def given(
+        self, messages: Messages, *, tools: Sequence[object] | None = None, **template_args: object
+    ) -> dict[str, Any]:
+        """What a request gives the template, by the names it uses: JSON's types alone, fitted to it."""
+        source = self.sources[self._choose(bool(tools))]
+        return {
             **{key: plain(value) for key, value in template_args.items()},
             "messages": [_fit(message, source) for message in messages],
             "tools": plain(list(tools)) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
         }
+
+    def run(self, given: Mapping[str, Any]) -> str:
+        """The text that the template makes of what `given` gave, up to where the model answers unless that says no."""
+        from jinja2.exceptions import TemplateError
+
+        name = self._choose(bool(given["tools"]))
         try:
-            return self._compiled[name].render(context)
+            return self._compiled[name].render({**self.special_tokens, "add_generation_prompt": True, **given})
         except TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error.message or error}") from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:

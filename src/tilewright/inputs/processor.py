@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
+from tilewright.inputs.chat import ChatTemplate, normalize
+from tilewright.inputs.chat_ids import ChatEncoder
 from tilewright.inputs.media import Fetch, MediaKind
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Messages, ModelInputs, RequestError
@@ -24,6 +25,7 @@ class TextProcessor:
         self.name = name
         self.tokenizer = tokenizer
         self.template = template
+        self._encoder = None if template is None else ChatEncoder(template, tokenizer)
 
     def chat(
         self,
@@ -35,14 +37,13 @@ class TextProcessor:
         **template_args: Any,
     ) -> ModelInputs:
         """The inputs of a conversation, up to where the model answers."""
-        if self.template is None:
+        if self._encoder is None:
             raise RequestError(f"{self.name} has no chat template: give it a prompt instead")
         normalized, _ = normalize(messages, accepts=self.accepts, model=self.name)
         for message in normalized:
             if isinstance(message["content"], list):
                 message["content"] = "".join(_text_of(part) for part in message["content"])
-        text = self.template.render(normalized, tools=tools, **template_args)
-        return _inputs(self.tokenizer.encode(text), opens_reasoning(text))
+        return _inputs(*self._encoder.encode(normalized, tools=tools, **template_args))
 
     def prompt(
         self,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # What templates may name. Lists (additional_special_tokens) are no names.
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -44,6 +45,7 @@ class Tokenizer:
         self.bos_token_id = None if bos_token is None else backend.token_to_id(bos_token)
         added = backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
+        self.added_tokens = {token.content: token.special for token in added.values()}  # text -> whether special
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._bytes_of: dict[int, bytes] = {}
@@ -89,9 +91,24 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of the text. Special tokens within it become themselves; `add_special_tokens` adds the beginning's."""
-        # A lone surrogate has no UTF-8 form; JSON bodies can carry one.
-        text = text.encode("utf-8", "replace").decode() if not _is_unicode(text) else text
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._backend.encode(_as_unicode(text), add_special_tokens=add_special_tokens).ids
+
+    def encode_marked(self, text: str, mark: str) -> list[int]:
+        """Ids of a text in which added tokens have a mark before them; without it they are text like any other."""
+        import tokenizers
+
+        # The parts are shared, not copied: 0.2 ms for Qwen3's tokenizer.
+        backend = tokenizers.Tokenizer(self._backend.model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if getattr(self._backend, part) is not None:
+                setattr(backend, part, getattr(self._backend, part))
+        original = {}
+        for token_id, token in sorted(self._backend.get_added_tokens_decoder().items()):
+            flags = {name: getattr(token, name) for name in _ADDED_TOKEN_FLAGS}
+            backend.add_tokens([tokenizers.AddedToken(mark + token.content, **flags)])
+            original[backend.token_to_id(mark + token.content)] = token_id
+        ids = backend.encode(_as_unicode(text), add_special_tokens=False).ids
+        return [original.get(token_id, token_id) for token_id in ids]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids."""
@@ -206,12 +223,13 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_TABLE: dict[str, int] = {}
 
 
-def _is_unicode(text: str) -> bool:
+def _as_unicode(text: str) -> str:
+    """The text with ? for lone surrogates, which have no UTF-8 form; JSON bodies can carry one."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return text.encode("utf-8", "replace").decode()
+    return text
 
 
 def _read_json(path: Path) -> dict:
@@ -241,8 +259,8 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, added: object) -> None:
     for token_id, fields in sorted((int(token_id), fields) for token_id, fields in dict(added or {}).items()):  # type: ignore[call-overload]
         if token_id in known:
             continue
-        names = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        backend.add_tokens([AddedToken(fields["content"], **{name: fields[name] for name in names if name in fields})])
+        flags = {name: fields[name] for name in _ADDED_TOKEN_FLAGS if name in fields}
+        backend.add_tokens([AddedToken(fields["content"], **flags)])
         if (actual := backend.token_to_id(fields["content"])) != token_id:
             raise ValueError(
                 f"tokenizer_config.json gives {fields['content']!r} the id {token_id}, tokenizer.json {actual}"
