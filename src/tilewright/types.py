@@ -15,7 +15,15 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked; the message names the value and what is allowed."""
+    """A request that cannot be served as asked; the message names the value and what is allowed.
+
+    `param` is the field that is wrong, where it is known, and `code` what OpenAI's clients know the fault by.
+    """
+
+    def __init__(self, message: str = "", *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
 
 
 class UnsupportedConfig(ValueError):

@@ -234,12 +234,25 @@ def test_parts_of_all_forms_in_order():
         ({"type": "image"}, 'a part of type image has no "image"'),
         ({"type": "video", "video": b"x", "fps": 0}, "video 1: fps is 0, expected more than 0"),
         (7, "a part of a message is a int"),
+        ({"type": "file", "file": {"file_data": "x"}}, "a part of a message is of type 'file'"),
+        ({"type": "file", "text": "x"}, "a part of a message is of type 'file'"),
+        ({"type": "thinking", "thinking": "x"}, "a part of a message is of type 'thinking'"),
+        ({"type": "text", "text": "x", "image": "y"}, "a part of a message is of type 'text'"),
+        ({"type": "text"}, "a part of type text has None"),
+        ({"text": ["x"]}, "a part of type text has \\['x'\\]"),
+        ({"type": "image", "image": b"x", "max_pixels": 50176}, "image 1: max_pixels is given"),
     ],
     ids=str,
 )  # fmt: skip
 def test_parts_that_cannot_be_taken(part, message):
     with pytest.raises(RequestError, match=message):
         normalize([{"role": "user", "content": [part]}], limits=Limits(max_bytes=99))
+
+
+def test_parts_that_are_text_by_another_name():
+    parts = [{"text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "refusal", "refusal": "no"}]
+    normalized, _ = normalize([{"role": "assistant", "content": parts}])
+    assert normalized[0]["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "no"}]
 
 
 def test_too_many_and_unwanted_items():

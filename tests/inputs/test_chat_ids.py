@@ -154,6 +154,25 @@ def test_tags_are_for_the_model_and_the_system(tokenizer):
     assert found.count("<think>") == found.count("</think>") + 1 == 2
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("allow", [False, True])
+def test_the_answer_goes_on_with_the_last_message(tokenizer, name, allow):
+    encoder = ChatEncoder(template_of(name, allow_special_tokens=allow), tokenizer)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The sky <is "}]
+    ids, _ = encoder.encode(messages, continue_final_message=True)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n") and text.endswith("The sky <is ")
+    in_parts = [messages[0], {"role": "assistant", "content": [{"type": "text", "text": "The sky <is "}]}]
+    if name != "qwen3":  # whose template takes text alone
+        assert encoder.encode(in_parts, continue_final_message=True)[0] == ids
+    with pytest.raises(RequestError, match="the last message the user's, expected the assistant's"):
+        encoder.encode(messages[:1], continue_final_message=True)
+    with pytest.raises(RequestError, match="does not write the last message as it is"):
+        ChatEncoder(ChatTemplate("{{ messages[0].content }}", {}), tokenizer).encode(
+            messages, continue_final_message=True
+        )
+
+
 @pytest.mark.parametrize("metadata", [smollm2_metadata(), llama_metadata()], ids=["smollm2", "llama"])
 def test_other_vocabularies(metadata):
     """Of GGUF files: control tokens within the vocabulary, and spaces that a tokenizer puts before a text."""

@@ -17,6 +17,11 @@ from tilewright.types import REASONING_TAGS, Messages, RequestError
 if TYPE_CHECKING:
     import jinja2
 
+# Of qwen_vl_utils' parts: sizes and times that each picture or video would have for itself.
+_UNSERVED_KEYS = (
+    "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes", "min_frames",
+    "max_frames", "video_start", "video_end",
+)  # fmt: skip
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -142,9 +147,11 @@ def normalize(
             raise RequestError(f"a part of a message is a {type(part).__name__}, expected an object with a type")
         found = source_of(part)
         if found is None:
-            return plain(part)
+            return {"type": "text", "text": _text_of(part)}
         kind, source, is_url = found
         name = f"{kind} {1 + sum(medium.kind == kind for medium in media)}"
+        if unserved := [key for key in _UNSERVED_KEYS if part.get(key) is not None]:
+            raise RequestError(f"{name}: {unserved[0]} is given: media are prepared as the checkpoint says")
         if kind not in accepts:
             raise RequestError(f"{name}: {model} takes {' and '.join(('text', *accepts)) if accepts else 'text alone'}")
         check_count(len(media) + 1, name, limits)
@@ -172,6 +179,17 @@ def normalize(
             raise RequestError(f"content is a {type(content).__name__}, expected text or a list of parts")
         normalized.append(rest)
     return normalized, media
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    """The text of a part that is no medium; RequestError for one of another type, which templates would pass over."""
+    kind = part.get("type", "text")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in ("text", "refusal") or any(key in part for key in ("image", "video", "audio", "image_url", "file")):
+        raise RequestError(f"a part of a message is of type {kind!r:.60}, expected text, a picture, a video or a sound")
+    if not isinstance(text, str):
+        raise RequestError(f"a part of type {kind} has {text!r:.60}, expected text")
+    return text
 
 
 def has_media(messages: Messages) -> bool:

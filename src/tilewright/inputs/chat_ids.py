@@ -41,21 +41,37 @@ class ChatEncoder:
         self._added = _any_of(added)
 
     def encode(
-        self, messages: Messages, *, tools: Sequence[object] | None = None, **template_args: object
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[object] | None = None,
+        continue_final_message: bool = False,
+        **template_args: object,
     ) -> tuple[list[int], bool]:
-        """The ids, up to where the model answers, and whether it begins within its thoughts there."""
+        """The ids, up to where the model answers, and whether it begins within its thoughts there.
+
+        With `continue_final_message` that is at the end of the last message, which is the assistant's.
+        """
+        if continue_final_message:
+            template_args["add_generation_prompt"] = False
         try:
-            return self._encode(self._template.given(messages, tools=tools, **template_args))
+            given = self._template.given(messages, tools=tools, **template_args)
+            mark, end, *characters = _unused(given, 2 + len(self._first_characters))
+            if continue_final_message:
+                given["messages"].append(_ending_in(end, given["messages"].pop()))
+            stand_ins = dict(zip(self._first_characters, characters, strict=True))
+            return self._encode(given, stand_ins, mark, end if continue_final_message else None)
         except RecursionError:
             raise RequestError("the messages are nested too deeply") from None
 
-    def _encode(self, given: Mapping[str, Any]) -> tuple[list[int], bool]:
+    def _encode(
+        self, given: Mapping[str, Any], stand_ins: Mapping[str, str], mark: str, end: str | None
+    ) -> tuple[list[int], bool]:
         if self._template.allow_special_tokens:
-            text = self._template.run(given)
+            text = self._run(given, end)
             return self._tokenizer.encode(text), opens_reasoning(text)
-        mark, *stand_ins = _unused(given, 1 + len(self._first_characters))
-        originals = dict(zip(map(ord, stand_ins), self._first_characters, strict=True))
-        marked = self._template.run(self._stand_in(given, dict(zip(self._first_characters, stand_ins, strict=True))))
+        originals = {ord(stand_in): character for character, stand_in in stand_ins.items()}
+        marked = self._run(self._stand_in(given, stand_ins), end)
         text = marked.translate(originals)
         if text == marked or self._added_in(text) == self._added_in(marked):
             ids = self._tokenizer.encode(text)
@@ -63,6 +79,14 @@ class ChatEncoder:
             own_marked = self._added.sub(lambda match: mark + match[0], marked)
             ids = self._tokenizer.encode_marked(own_marked.translate(originals), mark)
         return ids, opens_reasoning(text)
+
+    def _run(self, given: Mapping[str, Any], end: str | None) -> str:
+        """The template's text, up to the end of the last message if that has one."""
+        text = self._template.run(given)
+        if end is not None and text.count(end) != 1:
+            message = "continue_final_message is true, but the chat template does not write the last message as it is"
+            raise RequestError(message, param="continue_final_message")
+        return text if end is None else text[: text.index(end)]
 
     def _stand_in(self, given: Mapping[str, Any], stand_ins: Mapping[str, str]) -> dict[str, Any]:
         """What is given to the template, with stand-ins."""
@@ -77,6 +101,22 @@ class ChatEncoder:
 
     def _added_in(self, text: str) -> list[tuple[int, int]]:
         return [match.span() for match in self._added.finditer(text)]
+
+
+def _ending_in(end: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with a character after its last word, by which that is found in the prompt."""
+    content = message.get("content")
+    last = content[-1] if isinstance(content, list) and content else content
+    text = last.get("text") if isinstance(last, dict) else last
+    if message["role"] != "assistant" or message.get("tool_calls") or not isinstance(text, str):
+        raise RequestError(
+            f"continue_final_message is true and the last message the {message['role']}'s, expected the assistant's, "
+            "with text and without tool calls",
+            param="continue_final_message",
+        )
+    if isinstance(content, list):
+        return {**message, "content": [*content[:-1], {**content[-1], "text": text + end}]}
+    return {**message, "content": text + end}
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
 
@@ -42,7 +42,7 @@ class TextProcessor:
         normalized, _ = normalize(messages, accepts=self.accepts, model=self.name)
         for message in normalized:
             if isinstance(message["content"], list):
-                message["content"] = "".join(_text_of(part) for part in message["content"])
+                message["content"] = "".join(part["text"] for part in message["content"])
         return _inputs(*self._encoder.encode(normalized, tools=tools, **template_args))
 
     def prompt(
@@ -73,12 +73,6 @@ def prompt_ids(tokenizer: Tokenizer, text: str | None, token_ids: Sequence[int] 
     if any(token_id < 0 for token_id in ids):
         raise RequestError(f"token id {min(ids)}, expected 0 or more")
     return ids
-
-
-def _text_of(part: Mapping[str, Any]) -> str:
-    if not isinstance(part.get("text"), str):
-        raise RequestError(f"a part of a message is of type {part.get('type')!r}, expected text")
-    return part["text"]
 
 
 def _inputs(ids: Sequence[int], is_reasoning: bool = False) -> ModelInputs:

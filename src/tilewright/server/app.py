@@ -45,6 +45,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         401: "The API key is missing or wrong",
         404: "There is no such model",
         413: "The body is too large",
+        415: "The body is not JSON",
         429: "Too many requests wait already",
         503: "The engine is being started",
         504: "The answer took too long",
@@ -238,6 +239,11 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
+        content_type = request.headers.get("content-type", "")
+        # Bodies of other types are not read as JSON, and every one of them would be said to be no object.
+        if error.body is not None and not isinstance(error.body, dict | list) and not _is_json(content_type):
+            message = f"the content type is {content_type[:100]!r}, expected application/json"
+            return await answer(request, ApiError(415, message))
         return await answer(request, validation_error(error.errors()))
 
     async def plain_http(request: Request, error: Exception) -> Response:
@@ -253,6 +259,11 @@ def _add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, plain_http)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def _describe(app: FastAPI) -> None:

@@ -20,6 +20,8 @@ class Ask:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # by the names of SamplingParams
     wants_prompt: bool = False  # whether the prompt's text is to be told with its end
+    # The fields of the request that the prompt and the constraint came from: errors name them.
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,13 @@ class Failed:
 
     kind: Literal["request", "engine", "unavailable"]
     message: str
+    param: str | None = None
+    code: str | None = None
 
     def error(self) -> Exception:
-        return {"request": RequestError, "engine": EngineFailure, "unavailable": EngineUnavailable}[self.kind](
-            self.message
-        )
+        if self.kind == "request":
+            return RequestError(self.message, param=self.param, code=self.code)
+        return {"engine": EngineFailure, "unavailable": EngineUnavailable}[self.kind](self.message)
 
 
 Event = Started | Chunk | Ended | Failed
