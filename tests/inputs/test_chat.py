@@ -1,5 +1,6 @@
 import base64
 import datetime
+import json
 from pathlib import Path
 
 import numpy as np
@@ -94,9 +95,33 @@ def test_arguments_as_a_string_of_json():
     parses = loop + "{{ call.function.arguments | tojson }}{% endfor %}"
     assert ChatTemplate(parses, {}).render(messages) == '{"a": 1}'
     assert call["function"]["arguments"] == '{"a":1}', "the caller's messages stay as they are"
-    broken = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
-    with pytest.raises(RequestError, match="arguments of the tool call 'f' are not JSON"):
-        ChatTemplate(parses, {}).render(broken)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"city": "Kö', {"city": "Kö"}),
+        ('{"city": "a\\\\', {"city": "a\\"}),
+        ('{"city": "a\\', {"city": "a"}),
+        ('{"city": "a\\u00', {}),
+        ('{"a": 1, "b": [1, {"c": tru', {"a": 1, "b": [1, {}]}),
+        ('{"a": 1, "b": [1, 2', {"a": 1, "b": [1, 2]}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": 1, "b":', {"a": 1}),
+        ('{"a": 1,', {"a": 1}),
+        ('{"a, }]": "x, {"', {"a, }]": "x, {"}),
+        ("{", {}),
+        ("", {}),
+        ("get_weather(", {"arguments": "get_weather("}),
+        ('{"a": 1}}', {"arguments": '{"a": 1}}'}),
+    ],
+)
+def test_arguments_that_were_cut_off(text, expected):
+    """What a call at its limit of tokens leaves goes back into the conversation."""
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    messages = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]
+    assert json.loads(ChatTemplate(source, {}).render(messages)) == expected
+    ChatTemplate((DATA / "qwen3_5.jinja").read_text(), {}).render([{"role": "user", "content": "x"}, *messages])
 
 
 def test_null_content():

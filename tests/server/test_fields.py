@@ -38,7 +38,7 @@ REFUSED = {
     "prediction": {"type": "content"}, "web_search_options": {"a": 1}, "chat_template": "{{ messages }}",
     "truncate_prompt_tokens": 5, "prompt_logprobs": 0,
     "bad_words": ["no"], "allowed_token_ids": [1], "grammar": "root ::= 'a'", "skip_special_tokens": False,
-    "include_stop_str_in_output": True, "mirostat": 2, "repeat_penalty": 1.2, "cache_salt": "a",
+    "include_stop_str_in_output": True, "dry_multiplier": 0.8, "typical_p": 0.5, "cache_salt": "a",
     "documents": [{"text": "x"}], "use_beam_search": True, "max_new_tokens": 5,
 }  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_what_means_nothing_is_taken(post, path):
     """Values that ask for nothing, and fields about other things than the answer."""
     more = {
         "user": "ada", "store": False, "service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "k",
-        "function_call": None, "functions": [], "skip_special_tokens": True, "repeat_penalty": 1.0, "mirostat": 0,
+        "function_call": None, "functions": [], "skip_special_tokens": True, "repeat_penalty": 1.2, "mirostat": 2,
         "use_beam_search": False, "bad_words": [], "top_n_sigma": -1, "verbosity": "medium", "priority": 3,
         "made_up": 1,
     }  # fmt: skip

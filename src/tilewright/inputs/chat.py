@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewright.inputs.cut_json import whole_part
 from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, check_count, check_total, open_url
 from tilewright.types import REASONING_TAGS, Messages, RequestError
 
@@ -273,11 +274,12 @@ def _fit(message: object, source: str) -> dict[str, Any]:
 
 
 def _parse_arguments(function: Mapping[str, Any]) -> object:
+    """What the model wrote as arguments. That need not be JSON: an answer at its limit of tokens is cut anywhere, and a
+    conversation goes on from it all the same."""
     try:
-        return json.loads(function["arguments"] or "{}")
-    except ValueError as error:
-        name = function.get("name")
-        raise RequestError(f"the arguments of the tool call {name!r} are not JSON: {error}") from error
+        return whole_part(function["arguments"] or "{}")
+    except ValueError:
+        return {"arguments": function["arguments"]}
 
 
 def _environment() -> jinja2.Environment:

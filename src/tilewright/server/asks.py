@@ -158,7 +158,12 @@ def _forced_call(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> Co
         raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tool_choice")
     named = choice if isinstance(choice, str) else choice.model_dump()
     return tool_constraint(
-        tool_format, tools, named, parallel=body.parallel_tool_calls, allows_reasoning=allows_reasoning
+        # Who names a function means one call of it.
+        tool_format,
+        tools,
+        named,
+        parallel=body.parallel_tool_calls and isinstance(choice, str),
+        allows_reasoning=allows_reasoning,
     )
 
 

@@ -57,12 +57,12 @@ UNSERVED: Mapping[str, Unserved] = {
     "guided_whitespace_pattern": Unserved("x-guidance within a schema sets it"),
     **dict.fromkeys(("grammar", "ebnf", "regex", "json_schema", "guided_decoding"), Unserved(_STRUCTURED)),
     **dict.fromkeys(("n_predict", "max_new_tokens"), Unserved(_TOKENS)),
-    "repeat_penalty": Unserved("repetition_penalty is the name here", (1,)),
     "use_beam_search": Unserved("answers are sampled"),
     "length_penalty": Unserved("answers are sampled", (1,)),
-    **dict.fromkeys(("typical_p", "tfs_z"), Unserved(_SAMPLER, (1,))),
+    # Ollama's names for samplers (mirostat, repeat_penalty, ...) are not here: Open WebUI sends them to every server.
+    "typical_p": Unserved(_SAMPLER, (1,)),
     **dict.fromkeys(
-        ("mirostat", "dry_multiplier", "xtc_probability", "top_n_sigma", "top_a", "dynatemp_range"),
+        ("dry_multiplier", "xtc_probability", "top_n_sigma", "top_a", "dynatemp_range"),
         Unserved(_SAMPLER, (-1,)),
     ),
 }
