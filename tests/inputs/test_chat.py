@@ -2,6 +2,7 @@ import base64
 import datetime
 import json
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -272,6 +273,32 @@ def test_parts_of_all_forms_in_order():
 def test_parts_that_cannot_be_taken(part, message):
     with pytest.raises(RequestError, match=message):
         normalize([{"role": "user", "content": [part]}], limits=Limits(max_bytes=99))
+
+
+def test_base64_in_a_url_may_be_percent_encoded():
+    data = bytes(range(256))
+    encoded = quote(base64.b64encode(data).decode(), safe="")
+    assert "%2B" in encoded and "%3D" in encoded
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+    for limits in (Limits(), Limits(max_bytes=258)):  # what 344 characters may carry
+        assert normalize([{"role": "user", "content": [part]}], limits=limits)[1][0].source == data
+    with pytest.raises(RequestError, match="the limit is 250"):
+        normalize([{"role": "user", "content": [part]}], limits=Limits(max_bytes=250))
+
+
+def test_a_url_of_frames():
+    """As vLLM takes videos: JPEG frames one by one, with commas between."""
+    frames = [b"one", b"two!", b"three"]
+    url = "data:video/jpeg;base64," + ",".join(base64.b64encode(frame).decode() for frame in frames)
+    part = {"type": "video_url", "video_url": {"url": url}, "fps": 2}
+    _, (medium,) = normalize([{"role": "user", "content": [part]}])
+    assert (medium.kind, medium.source, medium.fps) == ("video", frames, 2.0)
+    part["video_url"]["url"] += ",§"
+    with pytest.raises(RequestError, match="video 1, frame 4: the data: URL is not base64"):
+        normalize([{"role": "user", "content": [part]}])
+    with pytest.raises(RequestError, match="media are more than 11 bytes"):
+        part["video_url"]["url"] = url
+        normalize([{"role": "user", "content": [part]}], limits=Limits(max_total_bytes=11))
 
 
 def test_parts_that_are_text_by_another_name():

@@ -160,20 +160,3 @@ def test_too_little_memory_is_told(folder):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and "the recurrent state of one sequence takes" in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_a_call_that_was_cut_off_goes_back(client):
-    """At whatever token: what the server said is a history that it takes."""
-    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
-    named = {"type": "function", "function": {"name": "look"}}
-    question, num_cut = {"role": "user", "content": "Look."}, 0
-    for max_tokens in range(14, 90, 15):
-        options = {"tools": [tool], "extra": QUIET}
-        answer = ask(client, question, max_tokens=max_tokens, tool_choice=named, **options).choices[0]
-        calls = answer.message.tool_calls or []
-        num_cut += any(not call.function.arguments.endswith("}") for call in calls)
-        results = [{"role": "tool", "tool_call_id": call.id, "content": "cut off"} for call in calls]
-        said = answer.message.model_dump(exclude_none=True)
-        assert ask(client, question, said, *results, max_tokens=1, **options).usage.prompt_tokens > 0
-    assert num_cut > 0

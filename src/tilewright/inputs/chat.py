@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.inputs.cut_json import whole_part
-from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, check_count, check_total, open_url
+from tilewright.inputs.media import (
+    Fetch,
+    Limits,
+    MediaKind,
+    MediaPart,
+    check_count,
+    check_total,
+    num_frames_of_url,
+    open_frames_url,
+    open_url,
+)
 from tilewright.types import REASONING_TAGS, Messages, RequestError
 
 if TYPE_CHECKING:
@@ -156,7 +166,10 @@ def normalize(
         if kind not in accepts:
             raise RequestError(f"{name}: {model} takes {' and '.join(('text', *accepts)) if accepts else 'text alone'}")
         check_count(len(media) + 1, name, limits)
-        if is_url:
+        if is_url and kind == "video" and num_frames_of_url(source):
+            source = open_frames_url(source, name, limits)
+            total_bytes += sum(map(len, source))
+        elif is_url:
             source = open_url(source, name, limits, fetch)
         total_bytes += len(source) if isinstance(source, bytes) else 0
         check_total(total_bytes, name, limits)
