@@ -45,7 +45,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         401: "The API key is missing or wrong",
         404: "There is no such model",
         413: "The body is too large",
-        415: "The body is not JSON",
         429: "Too many requests wait already",
         503: "The engine is being started",
         504: "The answer took too long",
@@ -243,7 +242,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         # Bodies of other types are not read as JSON, and every one of them would be said to be no object.
         if error.body is not None and not isinstance(error.body, dict | list) and not _is_json(content_type):
             message = f"the content type is {content_type[:100]!r}, expected application/json"
-            return await answer(request, ApiError(415, message))
+            return await answer(request, ApiError(400, message))
         return await answer(request, validation_error(error.errors()))
 
     async def plain_http(request: Request, error: Exception) -> Response:
