@@ -76,6 +76,24 @@ def test_where_packed_weights_are_kept(environment, expected):
     assert config.resolve(environment, CPUS).cache_dir == (None if expected is None else Path(expected))
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["$(openssl rand -hex 24)", "$(date)", "${KEY}", "$KEY", "`uuidgen`", "a b", "<your key>", "changeme", "CHANGE_ME",
+     "your-api-key", "xxxx", "...", "schlüssel", "good,$(bad)"],
+)  # fmt: skip
+def test_keys_that_nobody_meant(key):
+    """The published text of an example would let everybody in."""
+    with pytest.raises(config.ConfigError, match="TILEWRIGHT_API_KEY has a key that") as caught:
+        config.resolve({"TILEWRIGHT_API_KEY": key}, CPUS)
+    assert key not in str(caught.value)
+
+
+def test_keys():
+    assert config.resolve({"TILEWRIGHT_API_KEY": "secret"}, CPUS).api_keys == ("secret",)
+    assert config.resolve({"TILEWRIGHT_API_KEY": "a1$9, k-2,"}, CPUS).api_keys == ("a1$9", "k-2")
+    assert config.resolve({"TILEWRIGHT_API_KEY": ""}, CPUS).api_keys == ()
+
+
 def test_the_key_is_not_shown():
     settings = config.resolve({"OPENAI_API_KEY": "secret"}, CPUS)
     assert settings.openai_api_key == "secret" and "secret" not in repr(settings)

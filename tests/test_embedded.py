@@ -1,5 +1,6 @@
 """Commands and the library without a model named: the embedded one, said in one line that is never on stdout."""
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from serve_process import ServerProcess
 from sources import ROOT
 from tiny_checkpoint import write_text_model, write_vision_model
 
-from tilewright import Engine, cli, config, embedded, machine
+from tilewright import Engine, cli, config, embedded, engine_flags, machine
 from tilewright.bench import probe
 from tilewright.types import RequestError
 
@@ -55,6 +56,21 @@ def test_the_library(in_place, caplog):
     (record,) = caplog.records
     assert record.levelname == "WARNING" and NOTICE in record.message
     assert record.message.endswith('Another: Engine("./Qwen3-VL-2B-Instruct")')
+
+
+def test_special_tokens_in_messages_are_text_unless_the_owner_allows_them(stand_in):
+    options = {"pack_cache": False, "max_context": 512, "max_sequences": 1}
+    question = [{"role": "user", "content": "<|end|>"}]
+    num_tokens = []
+    for more in ({}, {"allow_special_tokens": True}):
+        with Engine(stand_in, **options, **more) as engine:
+            num_tokens.append(engine.chat(question, max_tokens=1).num_prompt_tokens)
+    parser = argparse.ArgumentParser()
+    engine_flags.add_arguments(parser)
+    given = engine_flags.engine_options(parser.parse_args(["--allow-special-tokens"]))
+    assert given["allow_special_tokens"] is True
+    assert "allow_special_tokens" not in engine_flags.engine_options(parser.parse_args([]))
+    assert num_tokens[0] > num_tokens[1] > 1
 
 
 def test_it_has_its_own_name_however_it_is_found(in_place, tmp_path):

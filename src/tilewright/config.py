@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import platform
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,14 @@ ISA_LEVELS = {
     "x86_64": ("scalar", "avx2", "avx512", "avx512_bf16", "amx"),
     "aarch64": ("scalar", "neon", "neon_dotprod", "neon_bf16"),
 }
+
+# systemd's EnvironmentFile and Docker's --env-file expand nothing: the text itself would be the key.
+_UNEXPANDED = re.compile(r"\$[({A-Za-z_]|`")
+_PLACEHOLDER = re.compile(
+    r"<.*>|\[.*\]|\.{3,}|x{3,}|\*+|(change|replace)[-_]?(me|this).*|your[-_]?(secret|api)?[-_]?key.*|(api[-_]?)?key|todo|"
+    r"placeholder|secret[-_]?key",
+    re.IGNORECASE,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +72,7 @@ def resolve(
     if num_threads is None and bind_cpus:
         num_threads = len(bind_cpus)
     cache_dir = _parse_cache_dir(environment)
-    api_keys = tuple(key for text in environment.get("TILEWRIGHT_API_KEY", "").split(",") if (key := text.strip()))
+    api_keys = _parse_api_keys(environment.get("TILEWRIGHT_API_KEY", ""))
     openai_api_key = environment.get("OPENAI_API_KEY") or None
     config = Config(
         tuple(sorted(available_cpus)),
@@ -83,6 +92,25 @@ def resolve(
         cache_dir or "off",
     )
     return config
+
+
+def _parse_api_keys(text: str) -> tuple[str, ...]:
+    keys = tuple(key for part in text.split(",") if (key := part.strip()))
+    for key in keys:
+        if fault := api_key_fault(key):
+            raise ConfigError(f"TILEWRIGHT_API_KEY has a key that {fault}")
+    return keys
+
+
+def api_key_fault(key: str) -> str | None:
+    """Why a key cannot be one, without the key itself; None if it can. Whoever reads the docs knows their examples."""
+    if not key or not (key.isascii() and key.isprintable()) or " " in key:
+        return "is empty or has other characters than printable ASCII without spaces"
+    if _UNEXPANDED.search(key):
+        return "looks like the text of a shell, which was not run: put what it prints there"
+    if _PLACEHOLDER.fullmatch(key):
+        return "looks like a place for a key: put a secret there, such as openssl rand -hex 24 prints"
+    return None
 
 
 def _parse_cache_dir(environment: Mapping[str, str]) -> Path | None:

@@ -25,6 +25,7 @@ _NAMES = (
     "prefix_cache",
     "replay",
     "pack_cache",
+    "allow_special_tokens",
 )
 
 
@@ -51,6 +52,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         flag = f"--no-{name.replace('_', '-')}"
         group.add_argument(flag, dest=name, action="store_const", const=False, help=what)
+    group.add_argument(
+        "--allow-special-tokens", action="store_const", const=True,
+        help="special tokens spelled out in messages are such: whoever writes one can write as system and assistant",
+    )  # fmt: skip
 
 
 def positive(text: str) -> int:

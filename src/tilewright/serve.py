@@ -170,8 +170,9 @@ def make_settings(options: argparse.Namespace) -> ServerSettings:
     if options.allowed_host is None:
         hosts = LOOPBACK_HOSTS if options.host in LOOPBACK_HOSTS else ()
     api_keys = tuple(options.api_key or config.current().api_keys)
-    if not all(key.isascii() and key.isprintable() and key.strip() == key and key for key in api_keys):
-        raise RequestError("an API key has other characters than printable ASCII, or spaces around it")
+    for key in api_keys:
+        if fault := config.api_key_fault(key):
+            raise RequestError(f"an API key {fault}")
     return ServerSettings(
         served_name=options.name,
         api_keys=api_keys,
@@ -257,7 +258,10 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
         loop.add_signal_handler(number, end)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    if not settings.api_keys and settings.allowed_hosts == ():
+    num_keys = len(settings.api_keys)
+    if num_keys:
+        _log.info("clients must send %s", "the API key" if num_keys == 1 else f"one of {num_keys} API keys")
+    elif settings.allowed_hosts == ():
         _log.warning("anybody who can reach %s may use it: there is no API key", url)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(backend.start())

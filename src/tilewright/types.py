@@ -18,9 +18,18 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked; the message names the value and what is allowed."""
+    """A request that cannot be served as asked; the message names the value and what is allowed.
 
-    code: str | None = None  # what programs know it by, as OpenAI names it
+    `param` is the field that is wrong, where it is known, and `code` what OpenAI's clients know the fault by.
+    """
+
+    code: str | None = None
+
+    def __init__(self, message: str = "", *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
 
 
 class ContextLengthExceeded(RequestError):

@@ -288,6 +288,19 @@ def test_the_mask_wins_over_biases():
     assert completion.text == "a" * 8 and completion.finish_reason == "stop"
 
 
+def test_an_answer_does_not_run_away_in_white_space():
+    """Whatever the model's taste for it: one space at most between two signs, unless the schema says otherwise."""
+    bias = dict.fromkeys(byte_tokenizer().encode(" \n\t\r"), 100.0)
+    (completion,) = byte_answers(json_constraint(CITY), logit_bias=bias, temperature=0.0, max_tokens=60)
+    assert completion.finish_reason == "stop" and json.loads(completion.text)["city"] in ("Paris", "Rome")
+    assert re.fullmatch(r'\{ "city" : "\w+" \}', completion.text)
+    (completion,) = byte_answers(Constraint("json_schema", '{"type":"object"}'), logit_bias=bias, max_tokens=60)
+    assert "  " not in completion.text and "\n" not in completion.text
+    schema = {**CITY, "x-guidance": {"whitespace_pattern": r"[ \n]{1,20}"}}
+    (completion,) = byte_answers(json_constraint(schema), logit_bias=bias, temperature=0.0, max_tokens=200)
+    assert len(completion.text) > 80
+
+
 def test_an_end_that_is_not_wanted_yet():
     number = Constraint("regex", "[0-9]{1,9}")
     ended = byte_answers(number, n=8)

@@ -1,6 +1,8 @@
 import base64
 import datetime
+import json
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -94,9 +96,33 @@ def test_arguments_as_a_string_of_json():
     parses = loop + "{{ call.function.arguments | tojson }}{% endfor %}"
     assert ChatTemplate(parses, {}).render(messages) == '{"a": 1}'
     assert call["function"]["arguments"] == '{"a":1}', "the caller's messages stay as they are"
-    broken = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
-    with pytest.raises(RequestError, match="arguments of the tool call 'f' are not JSON"):
-        ChatTemplate(parses, {}).render(broken)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"city": "Kö', {"city": "Kö"}),
+        ('{"city": "a\\\\', {"city": "a\\"}),
+        ('{"city": "a\\', {"city": "a"}),
+        ('{"city": "a\\u00', {}),
+        ('{"a": 1, "b": [1, {"c": tru', {"a": 1, "b": [1, {}]}),
+        ('{"a": 1, "b": [1, 2', {"a": 1, "b": [1, 2]}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": 1, "b":', {"a": 1}),
+        ('{"a": 1,', {"a": 1}),
+        ('{"a, }]": "x, {"', {"a, }]": "x, {"}),
+        ("{", {}),
+        ("", {}),
+        ("get_weather(", {"arguments": "get_weather("}),
+        ('{"a": 1}}', {"arguments": '{"a": 1}}'}),
+    ],
+)
+def test_arguments_that_were_cut_off(text, expected):
+    """What a call at its limit of tokens leaves goes back into the conversation."""
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    messages = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]
+    assert json.loads(ChatTemplate(source, {}).render(messages)) == expected
+    ChatTemplate((DATA / "qwen3_5.jinja").read_text(), {}).render([{"role": "user", "content": "x"}, *messages])
 
 
 def test_null_content():
@@ -234,12 +260,51 @@ def test_parts_of_all_forms_in_order():
         ({"type": "image"}, 'a part of type image has no "image"'),
         ({"type": "video", "video": b"x", "fps": 0}, "video 1: fps is 0, expected more than 0"),
         (7, "a part of a message is a int"),
+        ({"type": "file", "file": {"file_data": "x"}}, "a part of a message is of type 'file'"),
+        ({"type": "file", "text": "x"}, "a part of a message is of type 'file'"),
+        ({"type": "thinking", "thinking": "x"}, "a part of a message is of type 'thinking'"),
+        ({"type": "text", "text": "x", "image": "y"}, "a part of a message is of type 'text'"),
+        ({"type": "text"}, "a part of type text has None"),
+        ({"text": ["x"]}, "a part of type text has \\['x'\\]"),
+        ({"type": "image", "image": b"x", "max_pixels": 50176}, "image 1: max_pixels is given"),
     ],
     ids=str,
 )  # fmt: skip
 def test_parts_that_cannot_be_taken(part, message):
     with pytest.raises(RequestError, match=message):
         normalize([{"role": "user", "content": [part]}], limits=Limits(max_bytes=99))
+
+
+def test_base64_in_a_url_may_be_percent_encoded():
+    data = bytes(range(256))
+    encoded = quote(base64.b64encode(data).decode(), safe="")
+    assert "%2B" in encoded and "%3D" in encoded
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+    for limits in (Limits(), Limits(max_bytes=258)):  # what 344 characters may carry
+        assert normalize([{"role": "user", "content": [part]}], limits=limits)[1][0].source == data
+    with pytest.raises(RequestError, match="the limit is 250"):
+        normalize([{"role": "user", "content": [part]}], limits=Limits(max_bytes=250))
+
+
+def test_a_url_of_frames():
+    """As vLLM takes videos: JPEG frames one by one, with commas between."""
+    frames = [b"one", b"two!", b"three"]
+    url = "data:video/jpeg;base64," + ",".join(base64.b64encode(frame).decode() for frame in frames)
+    part = {"type": "video_url", "video_url": {"url": url}, "fps": 2}
+    _, (medium,) = normalize([{"role": "user", "content": [part]}])
+    assert (medium.kind, medium.source, medium.fps) == ("video", frames, 2.0)
+    part["video_url"]["url"] += ",§"
+    with pytest.raises(RequestError, match="video 1, frame 4: the data: URL is not base64"):
+        normalize([{"role": "user", "content": [part]}])
+    with pytest.raises(RequestError, match="media are more than 11 bytes"):
+        part["video_url"]["url"] = url
+        normalize([{"role": "user", "content": [part]}], limits=Limits(max_total_bytes=11))
+
+
+def test_parts_that_are_text_by_another_name():
+    parts = [{"text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "refusal", "refusal": "no"}]
+    normalized, _ = normalize([{"role": "assistant", "content": parts}])
+    assert normalized[0]["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "no"}]
 
 
 def test_too_many_and_unwanted_items():

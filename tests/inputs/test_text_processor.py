@@ -49,7 +49,7 @@ def test_media_are_refused_in_the_models_name(processor):
             processor.chat([{"role": "user", "content": [part]}])
     with pytest.raises(RequestError, match="video 1: SmolLM2 takes text alone"):
         processor.prompt("x", videos=[b"x"])
-    with pytest.raises(RequestError, match="a part of a message is of type 'refusal', expected text"):
-        processor.chat([{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}])
+    with pytest.raises(RequestError, match="a part of a message is of type 'file', expected text"):
+        processor.chat([{"role": "user", "content": [{"type": "file", "file": {"file_data": "x"}}]}])
     with pytest.raises(RequestError, match="SmolLM2 has no chat template"):
         TextProcessor("SmolLM2", processor.tokenizer, None).chat([{"role": "user", "content": "x"}])

@@ -1,4 +1,5 @@
 import io
+import re
 
 import numpy as np
 import pytest
@@ -6,7 +7,9 @@ import torch
 from clips import all_frames, damages, moving_picture, rotated, write_clip
 from PIL import Image
 
+from tilewright.inputs.isolated import IsolatedOpener
 from tilewright.inputs.media import Limits, MediaPart
+from tilewright.inputs.opener import InProcessOpener
 from tilewright.inputs.video import open_video
 from tilewright.types import RequestError
 
@@ -109,6 +112,59 @@ def test_an_animated_gif():
     video = opened(buffer.getvalue())
     assert (video.num_frames, video.height, video.width) == (6, 48, 64) and video.fps == pytest.approx(10)
     assert len(list(video.frames([0, 5]))) == 2
+
+
+def animation(form, duration, num_frames=6, **options):
+    frames = [Image.fromarray(moving_picture(index * 20)) for index in range(num_frames)]
+    buffer = io.BytesIO()
+    options |= {"save_all": True, "append_images": frames[1:], "duration": duration}
+    frames[0].save(buffer, form, **options, **({"lossless": True} if form == "WEBP" else {}))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("isolates", [False, True])
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
+@pytest.mark.parametrize("duration", [0, 50, 200])
+def test_animations_of_all_forms(form, duration, isolates):
+    """A delay of 0 is taken as 0.1 s, as browsers take it."""
+    opener = IsolatedOpener() if isolates else InProcessOpener()
+    try:
+        video = opener.open_video(MediaPart("video", "video 1", animation(form, duration)), Limits())
+        assert (video.num_frames, video.height, video.width) == (6, 48, 64)
+        assert video.fps == pytest.approx(1000 / (duration or 100))
+        frames = list(video.frames([0, 2, 2, 5]))
+    finally:
+        opener.close()
+    for frame, index in zip(frames, [0, 2, 2, 5], strict=True):
+        off = np.abs(frame.astype(int) - moving_picture(index * 20)).mean()
+        assert off == 0 if form != "GIF" else off < 12  # 256 colours
+
+
+def test_a_gif_that_says_its_delays_are_0():
+    data = re.sub(rb"(\x21\xf9\x04.)..", rb"\1\0\0", animation("GIF", 100), flags=re.DOTALL)
+    video = opened(data)
+    assert video.num_frames == 6 and video.fps == pytest.approx(10) and len(list(video.frames(range(6)))) == 6
+
+
+@pytest.mark.parametrize("form", ["WEBP", "PNG"])
+def test_an_animation_with_delays_of_its_own(form):
+    video = opened(animation(form, [100, 1000, 100, 500, 100, 200]))
+    assert video.times_s == pytest.approx((0, 0.1, 1.1, 1.2, 1.7, 1.8)) and video.fps == pytest.approx(3)
+    with pytest.raises(RequestError, match="limit is 1"):
+        open_video(MediaPart("video", "video 1", animation(form, 1000)), Limits(max_duration_s=1))
+    with pytest.raises(RequestError, match="video 1"):
+        data = animation(form, 100)
+        list(opened(data[: len(data) // 2]).frames([0, 5]))
+
+
+def test_an_apng_whose_first_picture_is_not_part_of_it():
+    video = opened(animation("PNG", 100, default_image=True))
+    assert video.num_frames == 5
+    assert np.array_equal(next(iter(video.frames([0]))), moving_picture(20))
+
+
+def test_a_still_picture_is_one_frame():
+    assert opened(animation("PNG", 100, num_frames=1)).num_frames == 1
 
 
 def test_frames_given_as_they_are():

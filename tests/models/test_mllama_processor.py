@@ -184,6 +184,11 @@ def test_a_known_picture_is_not_decoded(processor, monkeypatch):
     assert len(made) == 2
 
 
+def test_placeholders_in_the_text_of_a_message_are_text(processor):
+    inputs = processor.chat(messages(["<|image|>", 0, "What is <|image|>?"]))
+    assert inputs.token_ids.count(processor.image_token_id) == len(inputs.media) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

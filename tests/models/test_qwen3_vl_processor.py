@@ -323,6 +323,16 @@ def test_placeholders_in_token_ids(processor):
     assert [medium.spans for medium in actual.media] == [medium.spans for medium in expected.media]
 
 
+def test_placeholders_in_the_text_of_a_message_are_text(processor):
+    """They neither ask for a picture nor take the place of one that is given."""
+    text = {"type": "text", "text": "<|vision_start|><|image_pad|><|vision_end|><|video_pad|> Hi"}
+    picture = {"type": "image", "image": PICTURES[0]}
+    inputs = processor.chat([{"role": "user", "content": [text, picture]}])
+    (medium,) = inputs.media
+    assert inputs.token_ids.count(IMAGE) == medium.spans[0].length and inputs.token_ids.count(VIDEO) == 0
+    assert text["text"] in processor.tokenizer.decode(inputs.token_ids, skip_special_tokens=False)
+
+
 @pytest.mark.parametrize(
     "ids,images,videos,message",
     [

@@ -169,6 +169,15 @@ def test_a_forced_tool_call(client, choice, is_stream):
         assert document["colour"] in ("red", "blue") and isinstance(document["is_large"], bool)
 
 
+def test_a_named_function_is_called_once(client):
+    """However many calls the model would go on with."""
+    named = {"type": "function", "function": {"name": "stop_work"}}
+    options = {"tools": [TOOL, OTHER_TOOL], "max_tokens": 300, "extra_body": THINKING_OFF}
+    for seed in range(4):
+        (call,) = ask(client, tool_choice=named, seed=seed, **options).choices[0].message.tool_calls
+        assert call.function.name == "stop_work"
+
+
 def test_tool_results_go_back(client):
     call = {"id": "call_1", "type": "function", "function": {"name": "lay_tile", "arguments": '{"colour": "red"}'}}
     messages = [

@@ -127,6 +127,8 @@ def test_a_request_has_a_few_connections_at_once():
         ({"type": "video", "video": [DATA_URL, "U/missing"]},
          "video 1, frame 2: http://u:PORT/missing: the server answered 404"),
         ({"type": "video", "video": [DATA_URL] * 5}, "video 1: 5 frames, the limit is 4"),
+        ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,YQ,YQ,YQ,YQ,YQ"}},
+         "video 1: 5 frames, the limit is 4"),
         (picture("data:image/png;base64," + "A" * 140), "image 2: 105 bytes or more, the limit is 100"),
         (picture("data:image/png"), "image 2: the data: URL has no comma"),
         (picture("http://u/" + "x" * 9000), "image 2: the URL has 9009 characters, the limit is 8192"),

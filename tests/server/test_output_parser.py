@@ -163,6 +163,25 @@ def test_nothing_of_a_call_that_was_cut_off_leaks(tool_format, template):
         assert [name for name, _ in answer.calls] == ["get_weather"] * len(answer.calls)
 
 
+@pytest.mark.parametrize("tool_format", [HERMES, XML, LLAMA])
+def test_nothing_of_a_further_call_that_was_cut_off_is_content(tool_format):
+    """Wherever the answer ends: beside calls, half a tag or half a name is no text that anybody wrote."""
+    calls = {
+        HERMES: ['<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>', "\n"],
+        XML: [
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>",
+            "\n",
+        ],
+        LLAMA: ['{"name": "get_weather", "parameters": {"city": "Köln"}}', "; "],
+    }
+    call, between = calls[tool_format]
+    for end in range(len(call), 2 * len(call) + len(between)):
+        answer = parse((call + between + call)[:end], tool_format)
+        assert answer.content == "" and answer.calls[0] == ["get_weather", '{"city": "Köln"}']
+        assert {name for name, _ in answer.calls} == {"get_weather"}
+    assert parse(f"{call}\nso <b", HERMES if tool_format == LLAMA else tool_format).content.endswith("so <b")
+
+
 def test_thoughts():
     def said(text, **options):
         answer = parse(text, None, **options)

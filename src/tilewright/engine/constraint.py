@@ -41,7 +41,8 @@ class Grammar:
 
     def _break(self, error: str) -> RequestError:
         self.is_broken = True
-        return RequestError(f"{name_of(self._constraint)} cannot be followed any further: {error}")
+        message = f"{name_of(self._constraint)} cannot be followed any further: {error}"
+        return RequestError(message, param="constraint")
 
 
 class ConstraintCompiler:
@@ -74,10 +75,11 @@ class ConstraintCompiler:
                 return known
             refusal = self._refusal(constraint)
         if refusal is not None:
-            raise RequestError(refusal)
+            raise RequestError(refusal, param="constraint")
         try:
             grammar = self._compile(constraint, opens_reasoning)
         except RequestError as error:
+            error.param = "constraint"
             with self._grammars_lock:
                 self._refusals[_digest(constraint)] = time.monotonic(), str(error)
                 if len(self._refusals) > MAX_REFUSALS:

@@ -59,6 +59,8 @@ class Engine:
     progress        whether loading shows a bar
     media_limits    what pictures, videos and sounds may measure; None: `tilewright.inputs.media.Limits()`
     isolate_media   whether they are decoded by processes of their own: for media that strangers send
+    allow_special_tokens  whether special tokens spelled out in messages are such; else they are plain text, and no
+                    message can end its turn or begin another's. Prompts of `generate` are raw and may always have them
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Engine:
         progress: bool = False,
         media_limits: MediaLimits | None = None,
         isolate_media: bool = False,
+        allow_special_tokens: bool = False,
     ) -> None:
         _require_supported(tp=tp, quantize=quantize, device=device)
         if model is None:
@@ -94,6 +97,7 @@ class Engine:
             progress=progress,
             media_limits=media_limits,
             opener=self._opener,
+            allow_special_tokens=allow_special_tokens,
         )
         self.limits = limits = Limits(
             max_context=_fit_context(self.loaded, max_context),

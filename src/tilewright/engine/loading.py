@@ -50,6 +50,7 @@ def load_model(
     progress: bool = False,
     media_limits: Limits | None = None,
     opener: Opener | None = None,
+    allow_special_tokens: bool = False,
 ) -> LoadedModel:
     """The model in a folder, a GGUF file or behind a hub id, its weights packed, with its processor and tokenizer.
 
@@ -76,7 +77,9 @@ def load_model(
     )
     tokenizer = _tokenizer(checkpoint)
     sources = tokenizer.chat_template
-    template = ChatTemplate(sources, tokenizer.special_tokens) if sources else None
+    template = None
+    if sources:
+        template = ChatTemplate(sources, tokenizer.special_tokens, allow_special_tokens=allow_special_tokens)
     processor: Processor
     if family.make_processor is None:
         processor = TextProcessor(own_name, tokenizer, template)

@@ -11,13 +11,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart, check_count, check_total, open_url
+from tilewright.inputs.cut_json import whole_part
+from tilewright.inputs.media import (
+    Fetch,
+    Limits,
+    MediaKind,
+    MediaPart,
+    check_count,
+    check_total,
+    num_frames_of_url,
+    open_frames_url,
+    open_url,
+)
 from tilewright.model_files import CheckpointError, read_json
 from tilewright.types import REASONING_TAGS, Messages, RequestError
 
 if TYPE_CHECKING:
     import jinja2
 
+# Of qwen_vl_utils' parts: sizes and times that each picture or video would have for itself.
+_UNSERVED_KEYS = (
+    "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes", "min_frames",
+    "max_frames", "video_start", "video_end",
+)  # fmt: skip
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -27,30 +43,45 @@ class ChatTemplate:
     `source` is the template, or templates by name: "tool_use" is taken when tools are given, else "default".
     """
 
-    def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        *,
+        allow_special_tokens: bool = False,  # whether those in the text of messages are such, and not plain text
+    ) -> None:
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
         if not self.sources:
             raise ValueError("a chat template needs a source")
         self.special_tokens = dict(special_tokens)
+        self.allow_special_tokens = allow_special_tokens
 
     def render(
         self, messages: Messages, *, tools: Sequence[object] | None = None, add_generation_prompt: bool = True,
         **template_args: object,
     ) -> str:  # fmt: skip
         """The prompt's text. An error the template raises is a `RequestError` with its message."""
-        from jinja2.exceptions import TemplateError
+        given = self.given(messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_args)
+        return self.run(given)
 
-        name = self._choose(bool(tools))
-        source = self.sources[name]
-        context = {
-            **self.special_tokens,
+    def given(
+        self, messages: Messages, *, tools: Sequence[object] | None = None, **template_args: object
+    ) -> dict[str, Any]:
+        """What a request gives the template, by the names it uses: JSON's types alone, fitted to it."""
+        source = self.sources[self._choose(bool(tools))]
+        return {
             **{key: plain(value) for key, value in template_args.items()},
             "messages": [_fit(message, source) for message in messages],
             "tools": plain(list(tools)) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
         }
+
+    def run(self, given: Mapping[str, Any]) -> str:
+        """The text that the template makes of what `given` gave, up to where the model answers unless that says no."""
+        from jinja2.exceptions import TemplateError
+
+        name = self._choose(bool(given["tools"]))
         try:
-            return self._compiled[name].render(context)
+            return self._compiled[name].render({**self.special_tokens, "add_generation_prompt": True, **given})
         except TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error.message or error}") from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
@@ -128,13 +159,18 @@ def normalize(
             raise RequestError(f"a part of a message is a {type(part).__name__}, expected an object with a type")
         found = source_of(part)
         if found is None:
-            return plain(part)
+            return {"type": "text", "text": _text_of(part)}
         kind, source, is_url = found
         name = f"{kind} {1 + sum(medium.kind == kind for medium in media)}"
+        if unserved := [key for key in _UNSERVED_KEYS if part.get(key) is not None]:
+            raise RequestError(f"{name}: {unserved[0]} is given: media are prepared as the checkpoint says")
         if kind not in accepts:
             raise RequestError(f"{name}: {model} takes {' and '.join(('text', *accepts)) if accepts else 'text alone'}")
         check_count(len(media) + 1, name, limits)
-        if is_url:
+        if is_url and kind == "video" and num_frames_of_url(source):
+            source = open_frames_url(source, name, limits)
+            total_bytes += sum(map(len, source))
+        elif is_url:
             source = open_url(source, name, limits, fetch)
         total_bytes += len(source) if isinstance(source, bytes) else 0
         check_total(total_bytes, name, limits)
@@ -158,6 +194,17 @@ def normalize(
             raise RequestError(f"content is a {type(content).__name__}, expected text or a list of parts")
         normalized.append(rest)
     return normalized, media
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    """The text of a part that is no medium; RequestError for one of another type, which templates would pass over."""
+    kind = part.get("type", "text")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in ("text", "refusal") or any(key in part for key in ("image", "video", "audio", "image_url", "file")):
+        raise RequestError(f"a part of a message is of type {kind!r:.60}, expected text, a picture, a video or a sound")
+    if not isinstance(text, str):
+        raise RequestError(f"a part of type {kind} has {text!r:.60}, expected text")
+    return text
 
 
 def has_media(messages: Messages) -> bool:
@@ -241,11 +288,12 @@ def _fit(message: object, source: str) -> dict[str, Any]:
 
 
 def _parse_arguments(function: Mapping[str, Any]) -> object:
+    """What the model wrote as arguments. That need not be JSON: an answer at its limit of tokens is cut anywhere, and a
+    conversation goes on from it all the same."""
     try:
-        return json.loads(function["arguments"] or "{}")
-    except ValueError as error:
-        name = function.get("name")
-        raise RequestError(f"the arguments of the tool call {name!r} are not JSON: {error}") from error
+        return whole_part(function["arguments"] or "{}")
+    except ValueError:
+        return {"arguments": function["arguments"]}
 
 
 def _environment() -> jinja2.Environment:

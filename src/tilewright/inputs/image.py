@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +60,20 @@ def read_picture(data: bytes, name: str, limits: Limits) -> PictureFile:
         return pixels
 
     return PictureFile(height, width, decode)
+
+
+def animation_frames(data: bytes, name: str, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    """The frames of an animated picture at rising indices, [H, W, 3] uint8 each."""
+    image = _open(data, name)
+    # A PNG may have a picture of its own for those who show no animations, which Pillow counts as a frame.
+    first = int(getattr(image, "default_image", False))
+
+    def frame(index: int) -> np.ndarray:
+        image.seek(first + index)
+        return _to_rgb(image)
+
+    for index in indices:
+        yield _decode(partial(frame, index), name)
 
 
 def open_picture(

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 from tilewright.types import RequestError
 
 MediaKind = Literal["image", "video", "audio"]
+_JPEG_FRAMES = "data:video/jpeg;base64,"
 Fetch = Callable[[str], bytes]  # an http(s) URL -> what lies there; the caller's, with the caller's checks of addresses
 
 
@@ -57,8 +58,8 @@ def check_data_url(url: str, name: str, limits: Limits) -> int:
     comma = url.find(",")
     if comma < 0:
         raise RequestError(f"{name}: the data: URL has no comma")
-    # Four characters of base64 carry three bytes; percent-encoding only shrinks.
-    num_characters = len(url) - comma - 1
+    # Four characters of base64 carry three bytes; percent-encoding is three characters for one.
+    num_characters = len(url) - comma - 1 - 2 * url.count("%", comma)
     size_bytes = num_characters // 4 * 3 if _is_base64(url, comma) else num_characters
     _check_size(size_bytes, name, limits)
     return size_bytes
@@ -74,11 +75,27 @@ def _decode_data_url(url: str, name: str, limits: Limits) -> bytes:
     body = url[comma + 1 :]
     if not _is_base64(url, comma):
         return check_bytes(unquote_to_bytes(body), name, limits)
+    return check_bytes(_decode_base64(body, name), name, limits)
+
+
+def _decode_base64(text: str, name: str) -> bytes:
     try:
-        data = base64.b64decode("".join(body.split()), validate=True)
+        return base64.b64decode("".join((unquote(text) if "%" in text else text).split()), validate=True)
     except ValueError as error:
         raise RequestError(f"{name}: the data: URL is not base64: {error}") from error
-    return check_bytes(data, name, limits)
+
+
+def num_frames_of_url(url: str) -> int:
+    """How many frames a URL carries one by one, as vLLM takes them: data:video/jpeg;base64,FRAME,FRAME,...; 0: none."""
+    return url.count(",") if url[: len(_JPEG_FRAMES)].lower() == _JPEG_FRAMES else 0
+
+
+def open_frames_url(url: str, name: str, limits: Limits) -> list[bytes]:
+    """The encoded frames of a URL that carries some."""
+    check_data_url(url, name, limits)
+    frames = url[len(_JPEG_FRAMES) :].split(",")
+    names = [f"{name}, frame {index + 1}" for index in range(len(frames))]
+    return [check_bytes(_decode_base64(frame, one), one, limits) for frame, one in zip(frames, names, strict=True)]
 
 
 def read_source(part: MediaPart, limits: Limits, fetch: Fetch | None = None) -> Any:

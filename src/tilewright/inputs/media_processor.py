@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
+from tilewright.inputs.chat import ChatTemplate, normalize
+from tilewright.inputs.chat_ids import ChatEncoder
 from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.processor import prompt_ids
@@ -39,6 +40,7 @@ class MediaProcessor(ABC):
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self._encoder = None if template is None else ChatEncoder(template, tokenizer)
         self.limits = limits or Limits()
         self.dtype = dtype
         self.opener = opener or InProcessOpener()
@@ -54,12 +56,12 @@ class MediaProcessor(ABC):
         **template_args: Any,
     ) -> ModelInputs:
         """The inputs of a conversation, up to where the model answers."""
-        if self.template is None:
+        if self._encoder is None:
             raise RequestError("the model has no chat template: give it a prompt instead")
         normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=self.accepts)
-        text = self.template.render(normalized, tools=tools, **template_args)
-        inputs = self._inputs(self.tokenizer.encode(text, budget=budget), parts, fetch, is_known)
-        return dataclasses.replace(inputs, opens_reasoning=opens_reasoning(text))
+        ids, opens_reasoning = self._encoder.encode(normalized, tools=tools, budget=budget, **template_args)
+        inputs = self._inputs(ids, parts, fetch, is_known)
+        return dataclasses.replace(inputs, opens_reasoning=opens_reasoning)
 
     def prompt(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
 
 import numpy as np
 
-from tilewright.inputs.chat import ChatTemplate, normalize, opens_reasoning
+from tilewright.inputs.chat import ChatTemplate, normalize
+from tilewright.inputs.chat_ids import ChatEncoder
 from tilewright.inputs.media import Fetch, MediaKind
 from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ class TextProcessor:
         self.name = name
         self.tokenizer = tokenizer
         self.template = template
+        self._encoder = None if template is None else ChatEncoder(template, tokenizer)
 
     def chat(
         self,
@@ -37,14 +39,13 @@ class TextProcessor:
         **template_args: Any,
     ) -> ModelInputs:
         """The inputs of a conversation, up to where the model answers."""
-        if self.template is None:
+        if self._encoder is None:
             raise RequestError(f"{self.name} has no chat template: give it a prompt instead")
         normalized, _ = normalize(messages, accepts=self.accepts, model=self.name)
         for message in normalized:
             if isinstance(message["content"], list):
-                message["content"] = "".join(_text_of(part) for part in message["content"])
-        text = self.template.render(normalized, tools=tools, **template_args)
-        return _inputs(self.tokenizer.encode(text, budget=budget), opens_reasoning(text))
+                message["content"] = "".join(part["text"] for part in message["content"])
+        return _inputs(*self._encoder.encode(normalized, tools=tools, budget=budget, **template_args))
 
     def prompt(
         self,
@@ -77,12 +78,6 @@ def prompt_ids(
     if any(token_id < 0 for token_id in ids):
         raise RequestError(f"token id {min(ids)}, expected 0 or more")
     return ids
-
-
-def _text_of(part: Mapping[str, Any]) -> str:
-    if not isinstance(part.get("text"), str):
-        raise RequestError(f"a part of a message is of type {part.get('type')!r}, expected text")
-    return part["text"]
 
 
 def _inputs(ids: Sequence[int], is_reasoning: bool = False) -> ModelInputs:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # What templates may name. Lists (additional_special_tokens) are no names.
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Characters counted in one go, which takes 0.1 s at most. A cut in mid-word adds a few tokens to the 500 of a piece.
 PIECE_CHARACTERS = 1 << 16
@@ -51,6 +52,7 @@ class Tokenizer:
         self.bos_token_id = None if bos_token is None else backend.token_to_id(bos_token)
         added = backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
+        self.added_tokens = {token.content: token.special for token in added.values()}  # text -> whether special
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._bytes_of: dict[int, bytes] = {}
@@ -117,12 +119,32 @@ class Tokenizer:
         With a `budget`, a text that is far too long is refused before its ids take time and memory; one that is a few
         tokens too long is not.
         """
-        # A lone surrogate has no UTF-8 form; JSON bodies can carry one.
-        text = text.encode("utf-8", "replace").decode() if not _is_unicode(text) else text
+        return _ids(self._backend, self._within(text, budget), add_special_tokens)
+
+    def encode_marked(self, text: str, mark: str, *, budget: TextBudget | None = None) -> list[int]:
+        """Ids of a text in which added tokens have a mark before them; without it they are text like any other."""
+        import tokenizers
+
+        # The parts are shared, not copied: 0.2 ms for Qwen3's tokenizer.
+        backend = tokenizers.Tokenizer(self._backend.model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if getattr(self._backend, part) is not None:
+                setattr(backend, part, getattr(self._backend, part))
+        original = {}
+        for token_id, token in sorted(self._backend.get_added_tokens_decoder().items()):
+            flags = {name: getattr(token, name) for name in _ADDED_TOKEN_FLAGS}
+            backend.add_tokens([tokenizers.AddedToken(mark + token.content, **flags)])
+            original[backend.token_to_id(mark + token.content)] = token_id
+        ids = _ids(backend, self._within(text, budget))
+        return [original.get(token_id, token_id) for token_id in ids]
+
+    def _within(self, text: str, budget: TextBudget | None) -> str:
+        """The text as Unicode; ContextLengthExceeded if it is far longer than the budget allows."""
+        text = _as_unicode(text)
         if budget is not None:
             budget.limits.check_text(text)
             self._check_count(text, budget)
-        return self._ids(text, add_special_tokens)
+        return text
 
     def _check_count(self, text: str, budget: TextBudget) -> None:
         """ContextLengthExceeded once pieces of the text have more tokens than the context, by a margin.
@@ -134,17 +156,13 @@ class Tokenizer:
             return
         for end in range(PIECE_CHARACTERS, len(text) + PIECE_CHARACTERS, PIECE_CHARACTERS):
             budget.check_cancelled()
-            num_tokens += len(self._ids(text[end - PIECE_CHARACTERS : end], False))
+            num_tokens += len(_ids(self._backend, text[end - PIECE_CHARACTERS : end]))
             if num_tokens > _COUNT_MARGIN * max_context:
                 raise ContextLengthExceeded(
                     f"the prompt has {len(text)} characters, of which the first {min(end, len(text))} have about "
                     f"{num_tokens} tokens; the limit is {max_context}, the context"
                 )
         budget.check_cancelled()
-
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Of all ways to encode, those of batches alone let other threads have the interpreter meanwhile.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids."""
@@ -259,12 +277,18 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_TABLE: dict[str, int] = {}
 
 
-def _is_unicode(text: str) -> bool:
+def _ids(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    # Of all ways to encode, those of batches alone let other threads have the interpreter meanwhile.
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _as_unicode(text: str) -> str:
+    """The text with ? for lone surrogates, which have no UTF-8 form; JSON bodies can carry one."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return text.encode("utf-8", "replace").decode()
+    return text
 
 
 def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
@@ -285,8 +309,8 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, added: object) -> None:
     for token_id, fields in sorted((int(token_id), fields) for token_id, fields in dict(added or {}).items()):  # type: ignore[call-overload]
         if token_id in known:
             continue
-        names = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        backend.add_tokens([AddedToken(fields["content"], **{name: fields[name] for name in names if name in fields})])
+        flags = {name: fields[name] for name in _ADDED_TOKEN_FLAGS if name in fields}
+        backend.add_tokens([AddedToken(fields["content"], **flags)])
         if (actual := backend.token_to_id(fields["content"])) != token_id:
             raise CheckpointError(
                 f"tokenizer_config.json gives {fields['content']!r} the id {token_id}, tokenizer.json {actual}"

@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tilewright.inputs.animation import frame_delays_s
 from tilewright.inputs.container import opened_container
-from tilewright.inputs.image import ReadPicture, array_to_rgb, open_picture, read_picture
+from tilewright.inputs.image import ReadPicture, animation_frames, array_to_rgb, open_picture, read_picture
 from tilewright.inputs.media import Fetch, Limits, MediaPart, check_duration, check_pixels, read_source
 from tilewright.types import RequestError
 
@@ -83,6 +85,8 @@ class Video:
 
 def read_video(data: bytes, name: str, limits: Limits) -> VideoFile:
     """The video that the bytes hold, decoded in this process when its frames are asked for."""
+    if (delays_s := frame_delays_s(data)) is not None:
+        return _read_animation(data, name, limits, delays_s)
     with _opened(data, name, limits) as (container, stream):
         check_pixels(stream.codec_context.height, stream.codec_context.width, name, limits)
         if stream.duration is not None and stream.time_base is not None:
@@ -110,6 +114,28 @@ def read_video(data: bytes, name: str, limits: Limits) -> VideoFile:
             yield from _decode(container, stream, name, packets, [shown[index] for index in indices], (height, width))
 
     return VideoFile(len(shown), fps, height, width, frames, times_s if _rate_varies(times_s, fps) else None)
+
+
+def _read_animation(data: bytes, name: str, limits: Limits, delays_s: Sequence[float]) -> VideoFile:
+    if len(delays_s) > MAX_FILE_FRAMES:
+        raise RequestError(f"{name}: more than {MAX_FILE_FRAMES} frames, which is the limit of a file")
+    duration_s = sum(delays_s)
+    check_duration(duration_s, name, limits)
+    fps = len(delays_s) / duration_s
+    check_rate(fps, name)
+    first = read_picture(data, name, limits)
+    times_s = tuple(accumulate(delays_s[:-1], initial=0.0))
+
+    def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
+        for pixels in animation_frames(data, name, indices):
+            if pixels.shape[:2] != (first.height, first.width):
+                raise RequestError(
+                    f"{name}: a frame is {pixels.shape[1]} x {pixels.shape[0]}, its header says otherwise"
+                )
+            yield pixels
+
+    varies = _rate_varies(times_s, fps)
+    return VideoFile(len(delays_s), fps, first.height, first.width, frames, times_s if varies else None)
 
 
 def open_video(

@@ -256,6 +256,11 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
+        content_type = request.headers.get("content-type", "")
+        # Bodies of other types are not read as JSON, and every one of them would be said to be no object.
+        if error.body is not None and not isinstance(error.body, dict | list) and not _is_json(content_type):
+            message = f"the content type is {content_type[:100]!r}, expected application/json"
+            return await answer(request, ApiError(400, message))
         return await answer(request, validation_error(error.errors()))
 
     async def plain_http(request: Request, error: Exception) -> Response:
@@ -271,6 +276,11 @@ def _add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, plain_http)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def _describe(app: FastAPI) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 from tilewright.server.backend import Ask, ModelInfo
 from tilewright.server.bodies import ChatBody, CompletionBody, SamplingBody
 from tilewright.server.errors import ApiError
-from tilewright.server.output import check_tools, thinks, tool_constraint, tool_format_of
+from tilewright.server.fields import check_fields
+from tilewright.server.output import ToolFormat, check_tools, thinks, tool_constraint, tool_format_of
 from tilewright.types import Constraint, RequestError, SamplingParams
 
 # Names the template gets from elsewhere, or that mean something to the processor.
 _RESERVED_ARGUMENTS = {
-    "messages", "tools", "fetch", "is_known", "budget", "add_generation_prompt", "self",
+    "messages", "tools", "fetch", "is_known", "budget", "add_generation_prompt", "continue_final_message", "self",
     *SamplingParams.__dataclass_fields__,
 }  # fmt: skip
 _SAMPLING = (
@@ -26,6 +27,7 @@ _SAMPLING = (
 
 def chat_ask(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> Ask:
     """What the engine is asked by a chat request, whose messages have their media brought in."""
+    check_fields(body.model_extra, is_chat=True)
     if body.modalities is not None and set(body.modalities) != {"text"}:
         raise ApiError(400, f"modalities is {body.modalities}, expected text alone", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:
@@ -34,22 +36,31 @@ def chat_ask(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: Model
     sampling["max_tokens"] = body.max_completion_tokens or body.max_tokens
     sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     check_tools(body.plain_tools)
+    _check_history(body, messages, model)
     template_args = _template_args(body)
     # Thoughts come before what is bound, unless they were turned off: then the prompt holds empty ones already.
     allows_reasoning = (
         model.template is not None and thinks(model.template) and template_args.get("enable_thinking") is not False
     )
-    sampling["constraint"] = _chat_constraint(body, model, allows_reasoning)
+    bound_by, sampling["constraint"] = _bound(
+        {
+            "tools": _forced_call(body, model, allows_reasoning),
+            "response_format": _response_format(body, allows_reasoning),
+            **_structured_outputs(body, allows_reasoning),
+        }
+    )
     return Ask(
         messages=messages,
         tools=body.tools_in_use or None,
         template_args=template_args,
         sampling={name: value for name, value in sampling.items() if value is not None},
+        names={"prompt": "messages", "constraint": bound_by},
     )
 
 
 def completion_asks(body: CompletionBody) -> list[Ask]:
     """What the engine is asked by a completion request: one Ask per prompt."""
+    check_fields(body.model_extra)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: the model does not fill in the middle", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -61,14 +72,15 @@ def completion_asks(body: CompletionBody) -> list[Ask]:
     sampling["max_tokens"] = max(1, body.max_tokens)
     sampling["logprobs"] = body.logprobs
     sampling["prompt_logprobs"] = body.logprobs if body.echo else None
-    sampling["constraint"] = _structured_outputs(body, allows_reasoning=False)
-    chosen = {name: value for name, value in sampling.items() if value is not None}
-    return [
-        Ask(text=one, sampling=chosen, wants_prompt=body.echo)
-        if isinstance(one, str)
-        else Ask(token_ids=one, sampling=chosen, wants_prompt=body.echo)
-        for one in body.prompts
-    ]
+    bound_by, sampling["constraint"] = _bound(
+        {"response_format": _response_format(body, allows_reasoning=False), **_structured_outputs(body, False)}
+    )
+    more: dict[str, Any] = {
+        "sampling": {name: value for name, value in sampling.items() if value is not None},
+        "wants_prompt": body.echo,
+        "names": {"prompt": "prompt", "constraint": bound_by},
+    }
+    return [Ask(text=one, **more) if isinstance(one, str) else Ask(token_ids=one, **more) for one in body.prompts]
 
 
 def _sampling(body: SamplingBody) -> dict[str, Any]:
@@ -101,23 +113,37 @@ def _template_args(body: ChatBody) -> dict[str, Any]:
     if body.reasoning_effort is not None:
         given.setdefault("reasoning_effort", body.reasoning_effort)
         given.setdefault("enable_thinking", body.reasoning_effort != "none")
+    if body.enable_thinking is not None:
+        given["enable_thinking"] = body.enable_thinking
+    if not body.add_generation_prompt:
+        given["add_generation_prompt"] = False
+    if body.continue_final_message:
+        if "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt are both true, expected one of them"
+            raise ApiError(400, message, param="add_generation_prompt")
+        given["continue_final_message"] = True
     return given
 
 
-def _chat_constraint(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> Constraint | None:
-    """The one constraint a chat request asks for: a forced tool call, a response format, or structured outputs."""
-    found = [
-        constraint
-        for constraint in (
-            _forced_call(body, model, allows_reasoning),
-            _response_format(body, allows_reasoning),
-            _structured_outputs(body, allows_reasoning),
-        )
-        if constraint is not None
-    ]
+def _bound(asked: Mapping[str, Constraint | None]) -> tuple[str, Constraint | None]:
+    """The one constraint that is asked for and the field that asks, of all that can."""
+    found = [(name, constraint) for name, constraint in asked.items() if constraint is not None]
     if len(found) > 1:
-        raise ApiError(400, "more than one of tool_choice, response_format and structured_outputs binds the answer")
-    return found[0] if found else None
+        names = " and ".join(name for name, _ in found)
+        raise ApiError(400, f"{names} bind the answer, expected one of them", param=found[1][0])
+    return found[0] if found else ("constraint", None)
+
+
+def _check_history(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> None:
+    """ApiError for tools and calls that the model would never see, since its template leaves them out."""
+    if body.tools_in_use and _tool_format(model) is None:
+        raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tools")
+    if any(message.get("tool_calls") for message in messages) and "tool_calls" not in (model.template or ""):
+        raise ApiError(400, f"{model.name} has no form for tool_calls in its chat template", param="messages")
+
+
+def _tool_format(model: ModelInfo) -> ToolFormat | None:
+    return None if model.template is None else tool_format_of(model.template)
 
 
 def _forced_call(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> Constraint | None:
@@ -127,16 +153,21 @@ def _forced_call(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> Co
     tools = body.plain_tools
     if not tools:
         raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
-    tool_format = None if model.template is None else tool_format_of(model.template)
+    tool_format = _tool_format(model)
     if tool_format is None:
         raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tool_choice")
     named = choice if isinstance(choice, str) else choice.model_dump()
     return tool_constraint(
-        tool_format, tools, named, parallel=body.parallel_tool_calls, allows_reasoning=allows_reasoning
+        # Who names a function means one call of it.
+        tool_format,
+        tools,
+        named,
+        parallel=body.parallel_tool_calls and isinstance(choice, str),
+        allows_reasoning=allows_reasoning,
     )
 
 
-def _response_format(body: ChatBody, allows_reasoning: bool) -> Constraint | None:
+def _response_format(body: SamplingBody, allows_reasoning: bool) -> Constraint | None:
     asked = body.response_format
     if asked is None or asked.type == "text":
         return None
@@ -147,20 +178,31 @@ def _response_format(body: ChatBody, allows_reasoning: bool) -> Constraint | Non
     return Constraint("json_schema", json.dumps(asked.json_schema.json_schema), allows_reasoning)
 
 
-def _structured_outputs(body: SamplingBody, allows_reasoning: bool) -> Constraint | None:
+def _structured_outputs(body: SamplingBody, allows_reasoning: bool) -> dict[str, Constraint | None]:
+    """By the name of the field that asks: structured_outputs, or one of those it replaces."""
     asked = body.structured_outputs
-    if asked is None:
-        return None
-    given = {name: value for name, value in vars(asked).items() if value is not None}
-    if len(given) != 1:
-        names = ", ".join(given) or "none"
-        raise RequestError(f"structured_outputs has {names}, expected one of json, regex, choice and grammar")
-    if asked.json_schema is not None:
-        return Constraint("json_schema", json.dumps(asked.json_schema), allows_reasoning)
-    if asked.regex is not None:
-        return Constraint("regex", asked.regex, allows_reasoning)
-    if asked.choice is not None:
-        if not asked.choice or "" in asked.choice:
-            raise RequestError("structured_outputs.choice is empty or has an empty text")
-        return Constraint("regex", "|".join(re.escape(text) for text in asked.choice), allows_reasoning)
-    return Constraint("lark", asked.grammar or "", allows_reasoning)
+    found: dict[str, Constraint | None] = {}
+    if asked is not None:
+        given = {name: value for name, value in vars(asked).items() if value is not None}
+        if len(given) != 1:
+            names = ", ".join(given) or "none"
+            raise RequestError(f"structured_outputs has {names}, expected one of json, regex, choice and grammar")
+        ((kind, value),) = given.items()
+        found["structured_outputs"] = _structured(kind, value, "structured_outputs.choice", allows_reasoning)
+    for kind in ("json", "regex", "choice", "grammar"):
+        name = f"guided_{kind}"
+        if (value := getattr(body, name)) is not None:
+            found[name] = _structured(kind, value, name, allows_reasoning)
+    return found
+
+
+def _structured(kind: str, value: Any, name: str, allows_reasoning: bool) -> Constraint:
+    if kind in ("json", "json_schema"):
+        return Constraint("json_schema", value if isinstance(value, str) else json.dumps(value), allows_reasoning)
+    if kind == "regex":
+        return Constraint("regex", value, allows_reasoning)
+    if kind == "choice":
+        if not value or "" in value:
+            raise RequestError(f"{name} is empty or has an empty text", param=name.split(".")[0])
+        return Constraint("regex", "|".join(re.escape(text) for text in value), allows_reasoning)
+    return Constraint("lark", value, allows_reasoning)

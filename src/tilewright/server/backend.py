@@ -21,6 +21,8 @@ class Ask:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # by the names of SamplingParams
     wants_prompt: bool = False  # whether the prompt's text is to be told with its end
+    # The fields of the request that the prompt and the constraint came from: errors name them.
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,12 @@ class Failed:
 
     kind: Literal["request", "engine", "unavailable"]
     message: str
-    code: str | None = None  # a RequestError's
+    param: str | None = None
+    code: str | None = None
 
     def error(self) -> Exception:
         if self.kind == "request":
-            error = RequestError(self.message)
-            error.code = self.code
-            return error
+            return RequestError(self.message, param=self.param, code=self.code)
         return {"engine": EngineFailure, "unavailable": EngineUnavailable}[self.kind](self.message)
 
 

@@ -1,6 +1,7 @@
 """The bodies of requests, by OpenAI's names, with what other servers of open models added where it is common.
 
-Fields that are not listed are ignored: clients send many that mean nothing here.
+Of fields that are not listed, `fields` refuses those that would change an answer; the others are ignored: clients send
+many that mean nothing here.
 """
 
 from __future__ import annotations
@@ -114,7 +115,12 @@ class SamplingBody(AskingBody):
     stop_token_ids: TokenIds | None = Field(default=None, max_length=MAX_STOPS)
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(default=None, description="structured_outputs.json, as older vLLM")
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
 
 
 class ChatBody(SamplingBody):
@@ -126,10 +132,16 @@ class ChatBody(SamplingBody):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: Annotated[bool, _null_means(True)] = True
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(default=None, description='"none": answers without thinking')
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="for the model's chat template, such as enable_thinking"
+    )
+    enable_thinking: bool | None = Field(default=None, description="short for the same in chat_template_kwargs")
+    add_generation_prompt: Annotated[bool, _null_means(True)] = Field(
+        default=True, description="false: the prompt ends with the last message"
+    )
+    continue_final_message: Annotated[bool, _null_means(False)] = Field(
+        default=False, description="true: the answer goes on with the last message, which is the assistant's"
     )
     modalities: Texts | None = None
 

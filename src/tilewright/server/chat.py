@@ -10,6 +10,7 @@ from typing import Any
 from tilewright.server.backend import Chunk, Ended, ModelInfo, SpelledLogprob, Started
 from tilewright.server.bodies import ChatBody
 from tilewright.server.chunk_writer import ChunkWriter
+from tilewright.server.fields import check_message
 from tilewright.server.output import OutputParser, Piece, ToolCallDelta, thinks, tool_format_of
 from tilewright.types import RequestError
 
@@ -164,12 +165,16 @@ def plain_messages(body: ChatBody) -> list[dict[str, Any]]:
     """The messages as the engine takes them; RequestError for a role that means nothing."""
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     for number, message in enumerate(messages, 1):
+        check_message(message, f"messages[{number - 1}]")
         if message["role"] == "developer":  # the newer name
             message["role"] = "system"
         if message["role"] not in ("system", "user", "assistant", "tool"):
             raise RequestError(
-                f"message {number}: its role is {message['role'][:40]!r}, expected system, user, assistant or tool"
+                f"message {number}: its role is {message['role'][:40]!r}, expected system, user, assistant or tool",
+                param="messages",
             )
+        if message.get("refusal") and not message.get("content"):  # what the model said instead
+            message["content"] = message.pop("refusal")
     return messages
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tilewright.server.asks import chat_ask, completion_asks
@@ -14,7 +14,9 @@ from tilewright.server.backend import Ask, ModelInfo
 from tilewright.server.bodies import AskingBody, ChatBody, CompletionBody, ResponsesBody
 from tilewright.server.chat import ChatWriter, plain_messages
 from tilewright.server.completions import CompletionWriter
+from tilewright.server.fields import check_fields
 from tilewright.server.responses import History, ResponsesWriter, chat_body
+from tilewright.types import RequestError
 
 if TYPE_CHECKING:
     from tilewright.server.respond import Writer
@@ -46,12 +48,19 @@ class Prepared(NamedTuple):
     writer: Writer
 
 
-async def prepare_chat(body: ChatBody, context: Context) -> Prepared:
-    messages = plain_messages(body)
-    if (limits := context.model.text_limits) is not None:  # before anything is fetched, or sent to the engine
-        limits.check_chat(messages, body.plain_tools, body.chat_template_kwargs)
-    messages = await context.gate.bring(messages, context.hold)
-    return Prepared([chat_ask(body, messages, context.model)], ChatWriter(body, context.model))
+async def prepare_chat(body: ChatBody, context: Context, field: str = "messages") -> Prepared:
+    """`field` is where the request has its messages."""
+    try:
+        messages = plain_messages(body)
+        if (limits := context.model.text_limits) is not None:  # before anything is fetched, or sent to the engine
+            limits.check_chat(messages, body.plain_tools, body.chat_template_kwargs)
+        messages = await context.gate.bring(messages, context.hold)
+    except RequestError as error:
+        error.param = error.param or field
+        raise
+    ask = chat_ask(body, messages, context.model)
+    ask = replace(ask, names={**ask.names, "prompt": field})
+    return Prepared([ask], ChatWriter(body, context.model))
 
 
 async def prepare_completion(body: CompletionBody, context: Context) -> Prepared:
@@ -63,9 +72,10 @@ async def prepare_completion(body: CompletionBody, context: Context) -> Prepared
 
 
 async def prepare_response(body: ResponsesBody, context: Context) -> Prepared:
+    check_fields(body.model_extra)
     request = context.history.resolve(body.model_dump(exclude_unset=True))
     chat = ChatBody.model_validate(chat_body(request))
-    asks, _ = await prepare_chat(chat, context)
+    asks, _ = await prepare_chat(chat, context, field="input")
     return Prepared(asks, ResponsesWriter(request, chat, context.model, context.history))
 
 

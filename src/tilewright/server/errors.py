@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tilewright.server.backend import EngineFailure, EngineUnavailable
+from tilewright.server.bodies import ChatBody, CompletionBody, ResponsesBody
 from tilewright.types import RequestError
 
 RETRY_AFTER_S = 5  # while an engine is being started
@@ -41,6 +42,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+_FIELDS = frozenset(name for body in (ChatBody, CompletionBody, ResponsesBody) for name in body.model_fields)
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The ApiError that tells of what went wrong with a request."""
     if isinstance(error, ApiError):
@@ -48,7 +52,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ValidationError):
         return validation_error(error.errors())
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), code=error.code)
+        return ApiError(400, str(error), param=param_of(error), code=error.code)
     if isinstance(error, EngineUnavailable):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return ApiError(503, str(error), kind="server_error", code="engine_unavailable", headers=headers)
@@ -58,12 +62,42 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server ran into an error of its own", kind="server_error", code="internal_error")
 
 
+def param_of(error: RequestError) -> str | None:
+    """The field that is wrong: what the error says, or the name its message begins with, as most do."""
+    if error.param is not None:
+        return error.param
+    name = re.match(r"\w*", str(error))
+    return name[0] if name and name[0] in _FIELDS else None
+
+
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first thing Pydantic found wrong with a body, by name. It lists every member of a union that did not fit."""
-    first = errors[0]
+    """The thing Pydantic found wrong with a body, by name."""
+    first = _most_telling(errors)
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return ApiError(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}")
+    if first["type"] == "missing" and tuple(first["loc"]) == ("body",):
+        return ApiError(400, "the body is empty, expected a JSON object")
     path = [str(name) for name in first["loc"] if name != "body" and not _TYPE_NAME.fullmatch(str(name))]
     name = ".".join(path)
     given = first.get("input")
     shown = f" is {given!r:.60}" if isinstance(given, str | int | float | bool) else ""
     message = f"{name}{shown}: {first['msg']}" if name else f"the body: {first['msg']}"
     return ApiError(400, message, param=path[0] if path else None)
+
+
+def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of what is wrong with the first field: Pydantic lists every member of a union that did not fit.
+
+    A value that has the type of one of them and breaks its limit says more than the types it has not, and of those the
+    one that was followed deepest.
+    """
+
+    def is_other_type(error: Mapping[str, Any]) -> bool:
+        return error["type"].endswith("_type")
+
+    def field_of(error: Mapping[str, Any]) -> object:
+        return next((name for name in error["loc"] if name != "body"), None)
+
+    of_first = [error for error in errors if field_of(error) == field_of(errors[0])]
+    return min(of_first, key=lambda error: (is_other_type(error), -len(error["loc"])))

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.inputs.chat import source_of
-from tilewright.inputs.media import Limits, MediaKind, check_bytes, check_count, check_data_url, check_total
+from tilewright.inputs.media import (
+    Limits,
+    MediaKind,
+    check_bytes,
+    check_count,
+    check_data_url,
+    check_total,
+    num_frames_of_url,
+)
 from tilewright.server.fetch import MAX_CONNECTIONS, Fetcher, FetchError
 from tilewright.server.files import FileError, FolderReader
 from tilewright.types import RequestError
@@ -119,11 +127,10 @@ class _Needs:
         name = f"{kind} {self._num_items[kind]}"
         check_count(self._num_items.total(), name, self._limits)
         if isinstance(source, str):
+            self._count_frames(num_frames_of_url(source) if kind == "video" else 0, name)
             self._add_source(source, name, must_be_url)
         elif isinstance(source, list):
-            self._num_frames += len(source)
-            if self._num_frames > self._limits.max_frames:
-                raise RequestError(f"{name}: {self._num_frames} frames, the limit is {self._limits.max_frames}")
+            self._count_frames(len(source), name)
             for index, frame in enumerate(source):
                 if isinstance(frame, str):
                     self._add_source(frame, f"{name}, frame {index + 1}", must_be_url)
@@ -142,6 +149,11 @@ class _Needs:
             raise RequestError(f"{name}: the URL begins with {source[:20]!r}, expected data:, http:, https: or file:")
         self.names.setdefault(source, name)
         self._uses[source] += 1
+
+    def _count_frames(self, num_frames: int, name: str) -> None:
+        self._num_frames += num_frames
+        if self._num_frames > self._limits.max_frames:
+            raise RequestError(f"{name}: {self._num_frames} frames, the limit is {self._limits.max_frames}")
 
     def _count(self, num_bytes: int, name: str) -> None:
         self._total_bytes += num_bytes

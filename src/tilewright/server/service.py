@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tilewright.server.backend import Ask, Chunk, Ended, Event, Failed, ModelInfo, SpelledLogprob, Started
+from tilewright.server.errors import param_of
 from tilewright.types import Completion, Delta, RequestError, TokenLogprob
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class EngineService:
         try:
             handle = self._submit(ask)
         except Exception as error:
-            self._emit(request_id, failure(error))
+            self._emit(request_id, failure(error, ask))
             return
         self._handles[request_id] = handle
         read_limit = None if self._limits is None else self._limits[0]
@@ -56,7 +57,7 @@ class EngineService:
 
         def on_end(error: BaseException | None) -> None:
             self._handles.pop(request_id, None)
-            self._emit(request_id, events.end() if error is None else failure(error))
+            self._emit(request_id, events.end() if error is None else failure(error, ask))
 
         handle.subscribe(on_delta, on_end)
 
@@ -139,9 +140,11 @@ class _Events:
         return SpelledLogprob(spell(item.token_id), item.logprob, top)
 
 
-def failure(error: BaseException) -> Failed:
+def failure(error: BaseException, ask: Ask) -> Failed:
     """What to tell of an error. One that is no fault of the request goes to the log, and its inside to nobody else."""
     if isinstance(error, RequestError):
-        return Failed("request", str(error), error.code)
+        # What no field is to blame for lies with the prompt: its media, its placeholders, its length.
+        param = param_of(error) or "prompt"
+        return Failed("request", str(error), ask.names.get(param, param), error.code)
     _log.error("a request failed", exc_info=error)
     return Failed("engine", "the engine could not compute this request; the server's log has the reason")

@@ -98,6 +98,22 @@ class Cursor:
             self.take(len(rest))
         return is_whole
 
+    def drop_cut(self, ends: Ends) -> Steps[None]:
+        """Drops what the text ends with if that is the beginning of a tag and nothing else."""
+        while (yield from self.peek()):
+            length = len(self._text) - self._position
+            if ends.num_undecided(self._text, self._position) != length:
+                return
+            if self._is_ended:
+                self.take(length)
+                return
+            yield
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the text has ended, and all of it is read."""
+        return self._is_ended and self._position == len(self._text)
+
     def take_all(self, characters: str) -> Steps[str]:
         """The run of these characters that comes next, perhaps empty."""
         run: list[str] = []

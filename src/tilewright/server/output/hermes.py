@@ -28,11 +28,12 @@ class HermesFormat(ToolFormat):
             call = JsonCall(text, output, names=None)
             yield from call.read()
             if not call.has_begun:
-                output.content(text.kept())
+                output.content_unless_cut(text)
                 continue
             yield from text.take_space()
             yield from text.take_markup(_CLOSING)
             yield from text.take_space()
+            yield from text.drop_cut(_ENDS)
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> list[str]:
         before, after = literal(f"{_OPENING}\n"), literal(f"\n{_CLOSING}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.server.output.cursor import SPACE, Cursor, Ends, Steps
+from tilewright.server.output.cursor import Cursor, Ends, Steps
 from tilewright.server.output.format import ToolFormat
 from tilewright.server.output.grammar import Tool, any_call, calls, json_calls
 from tilewright.server.output.json_call import JsonCall
@@ -38,8 +38,7 @@ class LlamaFormat(ToolFormat):
             call = JsonCall(text, output, names=tools)
             yield from call.read()
             if not call.has_begun:
-                kept = text.kept()
-                output.content(kept.lstrip(SPACE) if has_called else kept)
+                output.content_unless_cut(text)
                 yield from text.read_until(Ends(), output.content)
                 return
             has_called = True

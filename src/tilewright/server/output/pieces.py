@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from tilewright.server.output.cursor import SPACE, HeldEnd
+from tilewright.server.output.cursor import SPACE, Cursor, HeldEnd
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,14 @@ class Output:
         """More of the answer's text."""
         if text := self._content.push(text):
             self._pieces.append(Piece(content=text))
+
+    def content_unless_cut(self, text: Cursor) -> None:
+        """What the text kept, which was no call: content, or nothing if it is a further call that the end cut off."""
+        kept = text.kept()
+        if self.num_calls == 0:
+            self.content(kept)
+        elif not text.is_exhausted:
+            self.content(kept.lstrip(SPACE))
 
     def reasoning(self, text: str) -> None:
         """More of the thoughts."""

@@ -38,7 +38,7 @@ class QwenXmlFormat(ToolFormat):
                 yield from text.take_space()
             name = yield from _read_name(text)
             if name is None or (tag == _FUNCTION and name not in tools):
-                output.content(text.kept())
+                output.content_unless_cut(text)
                 continue
             text.forget()
             output.begin_call(name)
@@ -46,6 +46,7 @@ class QwenXmlFormat(ToolFormat):
             yield from text.take_space()
             yield from text.take_markup(_CLOSING)
             yield from text.take_space()
+            yield from text.drop_cut(_ENDS)
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> list[str]:
         before, after = literal(f"{_OPENING}\n"), literal(f"\n{_CLOSING}")
@@ -58,7 +59,7 @@ class QwenXmlFormat(ToolFormat):
 def _read_name(text: Cursor) -> Steps[str | None]:
     """The name in <function=NAME>; None if it is none."""
     parts: list[str] = []
-    if not (yield from text.take_if(_FUNCTION)) or (yield from text.read_until(_NAME_ENDS, parts.append)) != ">":
+    if not (yield from text.take_markup(_FUNCTION)) or (yield from text.read_until(_NAME_ENDS, parts.append)) != ">":
         return None
     text.take(1)
     name = "".join(parts)

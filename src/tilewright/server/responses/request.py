@@ -16,7 +16,8 @@ MAX_METADATA_VALUE_CHARACTERS = 512
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user",
     "seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "min_tokens", "ignore_eos", "stop_token_ids", "structured_outputs", "chat_template_kwargs",
+    "min_tokens", "ignore_eos", "stop_token_ids", "structured_outputs", "chat_template_kwargs", "enable_thinking",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 # What would change the answer, and is not there.
 _REFUSED = {

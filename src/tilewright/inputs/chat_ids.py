@@ -1,0 +1,177 @@
+"""The ids of a conversation, in which special tokens are the template's alone: text that spells one stays text.
+
+A template makes one string of its own words and the request's, and a tokenizer cannot tell whose `<|im_end|>` it sees.
+So the request's strings go into the template with a stand-in for every character that could begin such a token, and
+come back after it. A stand-in is one character for one, so that what a template measures, cuts and trims is as it would
+be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from tilewright.inputs.chat import ChatTemplate, opens_reasoning
+from tilewright.inputs.text_limits import TextBudget
+from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.types import Messages, RequestError
+
+# Who may write the tags of thoughts and tool calls, which are tokens but not special ones: what the model said comes
+# back with them, and who writes the system's message may show the model how. In a user's text and a tool's result they
+# would forge a tool's result, or end it.
+_ROLES_WITH_TAGS = ("assistant", "system", "developer")
+_PRIVATE_USE = "[\U000f0000-\U000ffffd\U00100000-\U0010fffd]"
+
+
+class ChatEncoder:
+    """Encodes conversations by a template and a tokenizer."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens
+        special = {token for token, is_special in added.items() if is_special}
+        # Of the others, those that mean something to the template; a vocabulary may also have added words and spaces.
+        source = "".join(template.sources.values())
+        tags = {token for token in added if token[0] in "<[" and token in source} - special
+        self._first_characters = sorted({token[0] for token in special | tags})
+        self._special = _beginnings_of(special)
+        self._special_and_tags = _beginnings_of(special | tags)
+        self._added = _any_of(added)
+
+    def encode(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[object] | None = None,
+        continue_final_message: bool = False,
+        budget: TextBudget | None = None,
+        **template_args: object,
+    ) -> tuple[list[int], bool]:
+        """The ids, up to where the model answers, and whether it begins within its thoughts there.
+
+        With `continue_final_message` that is at the end of the last message, which is the assistant's.
+        """
+        if continue_final_message:
+            template_args["add_generation_prompt"] = False
+        try:
+            given = self._template.given(messages, tools=tools, **template_args)
+            mark, end, *characters = _unused(given, 2 + len(self._first_characters))
+            if continue_final_message:
+                given["messages"].append(_ending_in(end, given["messages"].pop()))
+            stand_ins = dict(zip(self._first_characters, characters, strict=True))
+            return self._encode(given, stand_ins, mark, end if continue_final_message else None, budget)
+        except RecursionError:
+            raise RequestError("the messages are nested too deeply") from None
+
+    def _encode(
+        self,
+        given: Mapping[str, Any],
+        stand_ins: Mapping[str, str],
+        mark: str,
+        end: str | None,
+        budget: TextBudget | None,
+    ) -> tuple[list[int], bool]:
+        if self._template.allow_special_tokens:
+            text = self._run(given, end)
+            return self._tokenizer.encode(text, budget=budget), opens_reasoning(text)
+        originals = {ord(stand_in): character for character, stand_in in stand_ins.items()}
+        marked = self._run(self._stand_in(given, stand_ins), end)
+        text = marked.translate(originals)
+        if text == marked or self._added_in(text) == self._added_in(marked):
+            ids = self._tokenizer.encode(text, budget=budget)
+        else:
+            own_marked = self._added.sub(lambda match: mark + match[0], marked)
+            ids = self._tokenizer.encode_marked(own_marked.translate(originals), mark, budget=budget)
+        return ids, opens_reasoning(text)
+
+    def _run(self, given: Mapping[str, Any], end: str | None) -> str:
+        """The template's text, up to the end of the last message if that has one."""
+        text = self._template.run(given)
+        if end is not None and text.count(end) != 1:
+            message = "continue_final_message is true, but the chat template does not write the last message as it is"
+            raise RequestError(message, param="continue_final_message")
+        return text if end is None else text[: text.index(end)]
+
+    def _stand_in(self, given: Mapping[str, Any], stand_ins: Mapping[str, str]) -> dict[str, Any]:
+        """What is given to the template, with stand-ins."""
+        rest = {name: value for name, value in given.items() if name != "messages"}
+        messages = [
+            _replace(
+                message, self._special if message["role"] in _ROLES_WITH_TAGS else self._special_and_tags, stand_ins
+            )
+            for message in given["messages"]
+        ]
+        return {**_replace(rest, self._special, stand_ins), "messages": messages}
+
+    def _added_in(self, text: str) -> list[tuple[int, int]]:
+        return [match.span() for match in self._added.finditer(text)]
+
+
+def _ending_in(end: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with a character after its last word, by which that is found in the prompt."""
+    content = message.get("content")
+    last = content[-1] if isinstance(content, list) and content else content
+    text = last.get("text") if isinstance(last, dict) else last
+    if message["role"] != "assistant" or message.get("tool_calls") or not isinstance(text, str):
+        raise RequestError(
+            f"continue_final_message is true and the last message the {message['role']}'s, expected the assistant's, "
+            "with text and without tool calls",
+            param="continue_final_message",
+        )
+    if isinstance(content, list):
+        return {**message, "content": [*content[:-1], {**content[-1], "text": text + end}]}
+    return {**message, "content": text + end}
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """The first of the tokens, the longest where several begin together, as tokenizers find them."""
+    ordered = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+def _beginnings_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Characters that begin one of the tokens, or may once a template has put strings together.
+
+    A whole tag that is none of the tokens is left alone: templates look for <think> in what the model said.
+    """
+    signs = "".join(sorted({token[0] for token in tokens if not token[0].isalnum() and not token[0].isspace()}))
+    ways = [f"[{re.escape(signs)}](?!/?\\w+>)"] if signs else []
+    ways += [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in sorted(tokens)]
+    return re.compile("|".join(ways) or r"(?!)")
+
+
+def _replace(value: Any, beginnings: re.Pattern[str], stand_ins: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        return beginnings.sub(lambda match: stand_ins[match[0]], value)
+    if isinstance(value, dict):
+        return {
+            _replace(key, beginnings, stand_ins): _replace(item, beginnings, stand_ins) for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_replace(item, beginnings, stand_ins) for item in value]
+    return value
+
+
+def _unused(value: Any, count: int) -> list[str]:
+    """Characters for private use that the value's strings do not use themselves."""
+    used = {character for text in _strings(value) for character in re.findall(_PRIVATE_USE, text)}
+    characters = map(chr, chain(range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)))
+    unused = list(islice((character for character in characters if character not in used), count))
+    if len(unused) < count:
+        raise RequestError(f"the messages have {len(used)} different characters for private use, which leaves too few")
+    return unused
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
