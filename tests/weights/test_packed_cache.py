@@ -243,6 +243,14 @@ def test_another_layout_is_not_used(start, tmp_path, monkeypatch):
     assert not report.from_cache and entries(tmp_path) == {report.cache_path.name}
 
 
+def test_levels_that_read_other_layouts_have_entries_of_their_own(start, tmp_path, monkeypatch):
+    start()
+    monkeypatch.setattr(cache, "packed_layout", lambda: "tiles of another level")
+    assert not start()[1].from_cache
+    monkeypatch.undo()
+    assert start()[1].from_cache  # the first one was left in place
+
+
 def test_the_entries_used_last_stay(tmp_path, make_checkpoint):
     def start(number: int):
         path = tmp_path / str(number)

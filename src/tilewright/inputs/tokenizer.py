@@ -119,7 +119,7 @@ class Tokenizer:
         With a `budget`, a text that is far too long is refused before its ids take time and memory; one that is a few
         tokens too long is not.
         """
-        return _ids(self._backend, self._within(text, budget), add_special_tokens)
+        return self._ids(self._within(text, budget), add_special_tokens)
 
     def encode_marked(self, text: str, mark: str, *, budget: TextBudget | None = None) -> list[int]:
         """Ids of a text in which added tokens have a mark before them; without it they are text like any other."""
@@ -135,7 +135,7 @@ class Tokenizer:
             flags = {name: getattr(token, name) for name in _ADDED_TOKEN_FLAGS}
             backend.add_tokens([tokenizers.AddedToken(mark + token.content, **flags)])
             original[backend.token_to_id(mark + token.content)] = token_id
-        ids = _ids(backend, self._within(text, budget))
+        ids = _encode(backend, self._within(text, budget), False)
         return [original.get(token_id, token_id) for token_id in ids]
 
     def _within(self, text: str, budget: TextBudget | None) -> str:
@@ -156,13 +156,16 @@ class Tokenizer:
             return
         for end in range(PIECE_CHARACTERS, len(text) + PIECE_CHARACTERS, PIECE_CHARACTERS):
             budget.check_cancelled()
-            num_tokens += len(_ids(self._backend, text[end - PIECE_CHARACTERS : end]))
+            num_tokens += len(self._ids(text[end - PIECE_CHARACTERS : end], False))
             if num_tokens > _COUNT_MARGIN * max_context:
                 raise ContextLengthExceeded(
                     f"the prompt has {len(text)} characters, of which the first {min(end, len(text))} have about "
                     f"{num_tokens} tokens; the limit is {max_context}, the context"
                 )
         budget.check_cancelled()
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        return _encode(self._backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids."""
@@ -277,7 +280,7 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_TABLE: dict[str, int] = {}
 
 
-def _ids(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     # Of all ways to encode, those of batches alone let other threads have the interpreter meanwhile.
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 

@@ -41,6 +41,11 @@ class PackedWeight:
         return weight
 
 
+def packed_layout() -> str:
+    """The name of the layout that the ISA level in use reads packed weights in."""
+    return kernels.packed_layout()
+
+
 def pack_weight(
     weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, dtype: torch.dtype | None = None
 ) -> PackedWeight:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from tilewright.model_files import CheckpointError
+from tilewright.ops.linear import packed_layout
 from tilewright.weights.checksums import BLOCK_BYTES, ChecksummedData, ChecksummedWriter
 from tilewright.weights.mapped import MappedFile
 from tilewright.weights.spec import Weight
@@ -70,7 +71,7 @@ class PackedCache:
         """`checkpoint` is where it lies, `fingerprint` its state, `recipe` what else the values depend on."""
         self._folder = folder
         self._weights = weights
-        self._key = _key(fingerprint, recipe, *(weight.recipe for weight in weights))
+        self._key = _key(fingerprint, recipe, packed_layout(), *(weight.recipe for weight in weights))
         # Two parts to find by what took this one's place: same checkpoint, other state of it.
         self._checkpoint = hashlib.sha256(os.fsencode(checkpoint.resolve())).hexdigest()[:16]
         self._state = _key(fingerprint)[:16]
@@ -207,7 +208,7 @@ def _compare(data: ChecksummedData, blocks: Iterable[int]) -> None:
 
 
 def _key(*parts: str) -> str:
-    """A name for all that the bytes of an entry depend on: the layout of packed weights, and `parts`."""
+    """A name for what the bytes of an entry depend on: the version of this format, and `parts`."""
     return hashlib.sha256("\n".join([str(LAYOUT_VERSION), *parts]).encode()).hexdigest()
 
 
