@@ -101,10 +101,12 @@ inline Vec min(Vec a, Vec b) { return {vbslq_f32(vcltq_f32(a.v, b.v), a.v, b.v)}
 inline Vec fma(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
 inline Vec round(Vec a) { return {vrndnq_f32(a.v)}; }
 
-// a * (lane kLane of b) + c: a broadcast would be an instruction of its own, on the pipes that multiply.
+// a * (lane kLane of b) + c: a broadcast would be an instruction of its own, on the pipes that multiply. As assembly,
+// because gcc 12 copies sums from register to register around its own form of it: 18 moves for 64 of these.
 template <int kLane>
 inline Vec fma_lane(Vec a, Vec b, Vec c) {
-  return {vfmaq_laneq_f32(c.v, a.v, b.v, kLane)};
+  __asm__("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(c.v) : "w"(a.v), "w"(b.v), "i"(kLane));
+  return c;
 }
 
 inline Vec scale_by_power_of_2(Vec a, Vec n) {
