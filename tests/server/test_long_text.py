@@ -108,9 +108,14 @@ def _ask(client, text):
 
 def test_the_code_survives_the_way_from_the_engine():
     from tilewright.server import wire
+    from tilewright.server.backend import Ask
     from tilewright.server.errors import as_api_error
     from tilewright.server.service import failure
 
-    event = wire.event_from_json(json.loads(json.dumps(wire.event_to_json(failure(ContextLengthExceeded("long"))))))
-    assert as_api_error(event.error()).code == "context_length_exceeded"
-    assert as_api_error(wire.event_from_json(wire.event_to_json(failure(RequestError("x")))).error()).code is None
+    def told(error):
+        event = wire.event_to_json(failure(error, Ask(text="", names={"prompt": "input"})))
+        return as_api_error(wire.event_from_json(json.loads(json.dumps(event))).error())
+
+    too_long = told(ContextLengthExceeded("long"))
+    assert (too_long.code, too_long.param) == ("context_length_exceeded", "input")
+    assert told(RequestError("x")).code is None
