@@ -116,7 +116,7 @@ def test_a_folder_called_none_is_a_folder(left_out, tmp_path, monkeypatch, capsy
 
 
 def test_bench(in_place, monkeypatch, capsys):
-    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 18.0, 1.5, 2.0))
+    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 18.0, 1.5, 2.0, "float32"))
     monkeypatch.setattr(machine, "measure", lambda: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
     assert cli.main(["bench", "picture", "--size", "32x32", "--rounds", "1", *FLAGS]) == 0
     captured = capsys.readouterr()

@@ -146,13 +146,17 @@ def test_who_leaves_holds_nothing(server, client):
     ("message", "words"),
     [
         ({"role": "system", "content": [image(40, 56, 1), text("x")]}, "System message cannot contain images"),
-        (user(text("see <|image_pad|>")), "placeholders"),
         (user(text("x" * 2000)), "the context holds 1024"),
     ],
 )
 def test_what_is_refused(client, message, words):
     with pytest.raises(openai.BadRequestError, match=words):
         ask(client, message, user(text("x")))
+
+
+def test_a_placeholder_in_the_text_of_a_message_is_text(client):
+    placeholder, word = (ask(client, user(text(f"see {it}"))).usage.prompt_tokens for it in ("<|image_pad|>", "x"))
+    assert placeholder > word  # its letters, not one token that a picture would have to stand for
 
 
 def test_too_little_memory_is_told(folder):
