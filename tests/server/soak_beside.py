@@ -175,9 +175,9 @@ def told(name: str, streams: Streams) -> str:
 
 
 def main() -> int:
-    from serve_process import ServerProcess
     tests = Path(__file__).parents[1]
     sys.path += [str(tests), str(tests / "models")]  # as pytest has them
+    from serve_process import ServerProcess
     from tiny_checkpoint import write_vision_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
