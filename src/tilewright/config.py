@@ -104,10 +104,10 @@ def _parse_api_keys(text: str) -> tuple[str, ...]:
 
 def api_key_fault(key: str) -> str | None:
     """Why a key cannot be one, without the key itself; None if it can. Whoever reads the docs knows their examples."""
-    if not key or not (key.isascii() and key.isprintable()) or " " in key:
-        return "is empty or has other characters than printable ASCII without spaces"
     if _UNEXPANDED.search(key):
         return "looks like the text of a shell, which was not run: put what it prints there"
+    if not key or not (key.isascii() and key.isprintable()) or " " in key:
+        return "is empty or has other characters than printable ASCII without spaces"
     if _PLACEHOLDER.fullmatch(key):
         return "looks like a place for a key: put a secret there, such as openssl rand -hex 24 prints"
     return None
