@@ -59,8 +59,7 @@ class Scheduler:
             limit = "the context" if self.max_context == self.limits.max_context else "the memory for keys and values"
             raise ContextLengthExceeded(
                 f"the prompt has {num_prompt_tokens} tokens, expected at most {self.max_context - 1}: "
-                f"{limit} holds {self.max_context}, and the answer needs at least one",
-                code="context_length_exceeded",
+                f"{limit} holds {self.max_context}, and the answer needs at least one"
             )
 
     def add(self, sequences: Iterable[Sequence]) -> None:
