@@ -112,7 +112,7 @@ def main() -> None:
             "median": {name: statistics.median(row[name] for row in rounds) for name in rounds[0]},
             "rounds": rounds,
             "memory": memory_bytes(),
-            "stats": {"feature_bytes": engine.stats().feature_bytes, "num_scene_pages": engine.stats().num_scene_pages},
+            "stats": {"feature_bytes": engine.stats().feature_bytes, "num_cross_pages": engine.stats().num_cross_pages},
             "machine": {key: value for key, value in described.items() if key != "kernels"},
         }
     print(json.dumps(document, indent=1))

@@ -22,7 +22,7 @@ from shapes import biases_of
 from tokenizers import processors
 
 from tilewright.models.registry import family_of
-from tilewright.weights.spec import walk
+from tilewright.weights.spec import iter_weights
 
 SPECIAL = ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
 BILLION = {
@@ -74,7 +74,7 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ 
 def shapes_of(config: dict) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint by its name, biases included."""
     model = family_of(config).build(config, biases_of(config))
-    return {source.name: source.shape for weight in walk(model) for source in weight.sources}
+    return {source.name: source.shape for weight in iter_weights(model) for source in weight.sources}
 
 
 def chosen_value(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:

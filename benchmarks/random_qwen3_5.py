@@ -17,7 +17,7 @@ import torch
 from random_checkpoint import byte_tokenizer, write_tensors
 
 from tilewright.models.registry import family_of
-from tilewright.weights.spec import walk
+from tilewright.weights.spec import iter_weights
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 FIRST_SPECIAL = 248_044
@@ -43,7 +43,7 @@ def shapes_of(config: dict[str, Any], mtp: bool) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model by its name."""
     asked = {"mtp.fc.weight": ()} if mtp else {}
     model = family_of(config).build(config, asked)
-    return {source.name: source.shape for weight in walk(model) for source in weight.sources}
+    return {source.name: source.shape for weight in iter_weights(model) for source in weight.sources}
 
 
 def chosen_value(name: str, shape: tuple[int, ...]) -> torch.Tensor | None:

@@ -126,12 +126,12 @@ def run_thread_server(options):
     import uvicorn
 
     from tilewright import Engine
-    from tilewright.server.app import Desk, create_app
-    from tilewright.server.local import LocalBackend
+    from tilewright.server.app import ApiHandler, create_app
+    from tilewright.server.link.local import LocalBackend
     from tilewright.server.settings import ServerSettings
 
     async def serve(engine):
-        app = create_app(Desk(ServerSettings(), LocalBackend(engine)))
+        app = create_app(ApiHandler(ServerSettings(), LocalBackend(engine)))
         listener = socket.create_server(("127.0.0.1", options.port))
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
         await uvicorn.Server(config).serve(sockets=[listener])

@@ -27,14 +27,14 @@ import torch
 from tilewright.bench.probe import probe
 from tilewright.engine.assembly import PAGE_SIZE, build_core
 from tilewright.engine.costs import Costs, costs_of
-from tilewright.engine.scheduler import Limits
+from tilewright.engine.scheduler import StepLimits
 from tilewright.models.registry import family_of
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.native import kernels
 from tilewright.types import Medium, ModelInputs, SamplingParams, Span
-from tilewright.weights.spec import Experts, Linear, PatchEmbedding, PatchWeights, Plain, Weight, walk
+from tilewright.weights.spec import Experts, Linear, PatchEmbedding, PatchWeights, Unpacked, Weight, iter_weights
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10**6, ignore_eos=True)
 
@@ -66,7 +66,7 @@ def packed(n: int, k: int, gated: bool, bias: bool, block: torch.Tensor) -> Pack
 
 def random_value(weight: Weight, block: torch.Tensor) -> Any:
     sources = weight.sources
-    if isinstance(weight, Plain):
+    if isinstance(weight, Unpacked):
         value = torch.empty(sources[0].shape, dtype=torch.float32 if weight.in_fp32 else torch.bfloat16)
         fill(value, block)
         return value + 1 if value.dim() == 1 else value
@@ -93,7 +93,7 @@ def random_value(weight: Weight, block: torch.Tensor) -> Any:
 
 def biases_of(config: dict) -> dict[str, tuple[int, ...]]:
     """A name and shape beside each weight's: families that look in a checkpoint for a bias find one there."""
-    weights = walk(family_of(config).build(config, {}))
+    weights = iter_weights(family_of(config).build(config, {}))
     sources = [source for weight in weights for source in weight.sources if source.name.endswith(".weight")]
     return {source.name.removesuffix("weight") + "bias": source.shape[:1] for source in sources}
 
@@ -101,7 +101,7 @@ def biases_of(config: dict) -> dict[str, tuple[int, ...]]:
 def make_model(config: dict) -> Any:
     model = family_of(config).build(config, biases_of(config))
     block = (torch.randn(1 << 22) * 0.02).bfloat16()
-    for weight in walk(model):
+    for weight in iter_weights(model):
         weight.restore(random_value(weight, block))
     return model
 
@@ -109,16 +109,16 @@ def make_model(config: dict) -> Any:
 class Bench:
     def __init__(self, model: Any, max_sequences: int, max_context: int) -> None:
         self.model = model
-        limits = Limits(max_context=max_context)
+        limits = StepLimits(max_context=max_context)
         num_pages = -(-max_context // PAGE_SIZE) * max_sequences
         self.core = build_core(
             model,
             torch.bfloat16,
             limits,
             num_pages,
-            num_scene_pages=self.pages_per_picture * (max_sequences + 1),
+            num_cross_pages=self.pages_per_picture * (max_sequences + 1),
             num_state_slots=2 * max_sequences,  # half of them for those that run
-            make_decoder=NoText,
+            make_token_decoder=NoText,
             prefix_cache=False,
         )
         self.core.scheduler.features.max_bytes = 1 << 40  # none is to be encoded again in a round
@@ -160,7 +160,7 @@ class Bench:
     def forget(self) -> None:
         """Drops all that is kept of pictures."""
         self.core.scheduler.features.clear()
-        self.core.scheduler.scenes.clear()
+        self.core.scheduler.cross_cache.clear()
 
     def encode(self, medium: Medium) -> float:
         begin = perf_counter()

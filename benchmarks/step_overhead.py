@@ -20,8 +20,8 @@ import torch
 
 from tilewright.engine.assembly import build_core
 from tilewright.engine.costs import Costs
-from tilewright.engine.limits import Limits
 from tilewright.engine.loop import EngineLoop
+from tilewright.engine.step_limits import StepLimits
 from tilewright.models.protocol import KvSpec
 from tilewright.ops.native import kernels
 from tilewright.types import ModelInputs, SamplingParams
@@ -66,9 +66,9 @@ class PlainDecoder:
 
 def make_loop(model, num_sequences, num_steps):
     max_context = PROMPT_TOKENS + num_steps + WARM_UP_STEPS + num_sequences + 200
-    limits = Limits(max_context=max_context, max_sequences=num_sequences)
+    limits = StepLimits(max_context=max_context, max_sequences=num_sequences)
     num_pages = num_sequences * (max_context // 64 + 2)
-    core = build_core(model, torch.float32, limits, num_pages, make_decoder=PlainDecoder, speculate=4)
+    core = build_core(model, torch.float32, limits, num_pages, make_token_decoder=PlainDecoder, speculate=4)
     costs = Costs(*(1000,) * 7)
     return EngineLoop(core, costs=costs, threaded=False)
 

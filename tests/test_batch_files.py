@@ -17,8 +17,8 @@ from tilewright.batch.index import IdIndex
 from tilewright.batch.paths import PathGate
 from tilewright.batch.requests import Request, RequestFile, parse
 from tilewright.batch.results import ResultFile, Results, record
-from tilewright.batch.work import Crew, Tally
-from tilewright.server.backend import Chunk, Ended, ModelInfo, Started
+from tilewright.batch.work import BatchWorkers, Tally
+from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Started
 from tilewright.types import RequestError, Timings
 
 URLS = ["/v1/chat/completions", "/v1/completions"]
@@ -277,7 +277,7 @@ def test_it_is_synced_now_and_then(tmp_path, monkeypatch):
 
 
 class KeepingGate:
-    async def bring(self, messages, hold):
+    async def resolve(self, messages, hold):
         return messages
 
 
@@ -293,10 +293,10 @@ class KeepingGate:
 )
 def test_paths_become_urls(part, expected):
     message = {"role": "user", "content": [{"type": "text", "text": "c.png"}, part]}
-    (brought,) = asyncio.run(PathGate(KeepingGate(), Path("/in")).bring([message], hold=print))
+    (resolved,) = asyncio.run(PathGate(KeepingGate(), Path("/in")).bring([message], hold=print))
     kind = "video" if "video" in part else "image"
     rest = {"fps": 2} if "fps" in part else {}
-    assert brought["content"] == [
+    assert resolved["content"] == [
         message["content"][0],
         {**rest, "type": f"{kind}_url", f"{kind}_url": {"url": expected}},
     ]
@@ -341,7 +341,7 @@ class SlowBackend:
 
         def answer():
             self.running.discard(request)
-            for event in (Started(3, False), Chunk(0, "fine", 2, "stop"), Ended(3, 0, 2, Timings(0, 0, 0))):
+            for event in (Started(3, False), AnswerDelta(0, "fine", 2, "stop"), Ended(3, 0, 2, Timings(0, 0, 0))):
                 listener(event)
 
         timer = asyncio.get_running_loop().call_later(0.001, answer)
@@ -355,7 +355,7 @@ def wanted(number):
 def test_as_many_as_wanted_are_under_way():
     async def main():
         backend, tally, lines = SlowBackend(), Tally(), []
-        crew = Crew(backend, backend.model, KeepingGate(), lines.append, tally)
+        crew = BatchWorkers(backend, backend.model, KeepingGate(), lines.append, tally)
         await crew.work((wanted(number) for number in range(40)), 7)
         return backend, tally, lines
 
@@ -373,7 +373,7 @@ def test_where_it_cannot_write_it_stops_and_frees_what_is_under_way():
 
     async def main():
         backend, tally = SlowBackend(), Tally()
-        crew = Crew(backend, backend.model, KeepingGate(), fail, tally)
+        crew = BatchWorkers(backend, backend.model, KeepingGate(), fail, tally)
         with pytest.raises(RequestError, match="the disk is full"):
             await crew.work((wanted(number) for number in range(1000)), 7)
         return backend, tally, asyncio.all_tasks()
@@ -386,7 +386,9 @@ def test_where_it_cannot_write_it_stops_and_frees_what_is_under_way():
 def test_requests_that_fail_at_once_let_others_run():
     async def main():
         backend, seen = SlowBackend(), []
-        crew = Crew(backend, backend.model, KeepingGate(), lambda line: seen.append(asyncio.current_task()), Tally())
+        crew = BatchWorkers(
+            backend, backend.model, KeepingGate(), lambda line: seen.append(asyncio.current_task()), Tally()
+        )
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(crew.work((wanted(1) for _ in range(10**5)), 2), 0.02)
         return seen

@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
 from tilewright import Engine, cli, engine_flags
-from tilewright.chat import Conversation, converse, speeds
+from tilewright.terminal_chat import Conversation, converse, speeds
 from tilewright.types import Completion, Timings
 
 FLAGS = ["--no-pack-cache", "--max-tokens", "8", "--max-context", "512", "--temperature", "0"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 from tiny_checkpoint import write_vision_model
 
-from tilewright.inputs.media import Limits
+from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.video import read_video
 from tilewright.ops.native import kernels
 from training.tiny_vl import askers, evaluate, messages
@@ -102,7 +102,7 @@ def test_clips_lose_nothing_on_their_way(size, fps):
     clip = [picture(seed, size) for seed in range(6)]
     noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     clip[3] = Image.fromarray(noise)
-    video = read_video(messages.mp4(tuple(clip), fps), "video 1", Limits())
+    video = read_video(messages.mp4(tuple(clip), fps), "video 1", MediaLimits())
     assert video.num_frames == 6 and video.fps == pytest.approx(fps) and video.times_s is None
     decoded = np.stack(list(video.frames(range(6))))
     assert np.array_equal(decoded, messages.frames(tuple(clip)))

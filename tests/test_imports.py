@@ -11,7 +11,7 @@ LEVELS = [
     ["__main__"],
     ["cli"],
     ["demo"],
-    ["batch", "bench", "chat", "pack_cache", "serve"],
+    ["batch", "bench", "terminal_chat", "pack_cache", "serve"],
     ["server"],
     ["machine", "engine_flags"],
     ["engine", "diffusion"],
@@ -20,6 +20,7 @@ LEVELS = [
     ["weights", "parallel", "inputs", "embedded"],
     ["ops"],
     ["_kernels"],
+    ["host_memory"],
     ["types", "config", "cpu_name", "event_loop", "model_files"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
@@ -28,7 +29,7 @@ LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 FREE_OF_TORCH = [
     "cli",
     "batch",
-    "chat",
+    "terminal_chat",
     "pack_cache",
     "demo",
     "serve",
@@ -36,6 +37,7 @@ FREE_OF_TORCH = [
     "embedded",
     "config",
     "cpu_name",
+    "host_memory",
     "types",
     "server",
 ]

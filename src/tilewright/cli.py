@@ -48,7 +48,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from tilewright import chat
+    from tilewright import terminal_chat as chat
 
     chat.add_arguments(commands)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright import chat, config, embedded, engine_flags
+from tilewright import config, embedded, engine_flags
+from tilewright import terminal_chat as chat
 from tilewright.types import Completion, RequestError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tilewright import __version__, config
 from tilewright.cpu_name import cpu_name
-from tilewright.engine.memory import available_bytes, total_bytes
+from tilewright.host_memory import available_bytes, total_bytes
 from tilewright.ops.native import kernels
 
 CPUINFO = Path("/proc/cpuinfo")

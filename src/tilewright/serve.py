@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright import config, embedded, engine_flags
-from tilewright.engine.memory import parse_bytes
 from tilewright.event_loop import run_loop
+from tilewright.host_memory import parse_bytes
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
-    from tilewright.server.remote import RemoteBackend
+    from tilewright.server.link.remote import RemoteBackend
     from tilewright.server.settings import ServerSettings
 
 HOST = "127.0.0.1"
@@ -128,7 +128,7 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
     from tilewright.server import log_lines
-    from tilewright.server.remote import RemoteBackend
+    from tilewright.server.link.remote import RemoteBackend
 
     is_json = options.log_format == "json" or (options.log_format is None and not sys.stderr.isatty())
     log_lines.configure(is_json, _log_level(options))
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
 
 def make_settings(options: argparse.Namespace) -> ServerSettings:
     """The ServerSettings of the flags and the environment."""
-    from tilewright.server.media import MediaPolicy
+    from tilewright.server.media.gate import MediaPolicy
     from tilewright.server.settings import LOOPBACK_HOSTS, MEDIA_LIMITS, ServerSettings
 
     changes = {
@@ -232,25 +232,25 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
     """Serves until a signal says to end, then finishes what is being answered."""
     import uvicorn
 
-    from tilewright.server.app import Desk, create_app
+    from tilewright.server.app import ApiHandler, create_app
     from tilewright.server.connections import server_config
-    from tilewright.server.remote import EngineRefused
+    from tilewright.server.link.remote import EngineRefused
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield  # ours do the same, and end the engine too
 
-    desk = Desk(settings, backend)
-    # uvicorn cancels what is left; a little later than the desk ends it, which tells clients.
+    handler = ApiHandler(settings, backend)
+    # uvicorn cancels what is left; a little later than the handler ends it, which tells clients.
     options = {"timeout_graceful_shutdown": round(drain_s + CUT_S)}
-    server = Server(server_config(create_app(desk), settings, desk.metrics, **options))
+    server = Server(server_config(create_app(handler), settings, handler.metrics, **options))
     loop = asyncio.get_running_loop()
 
     def end() -> None:
         server.force_exit = server.should_exit  # told twice, it ends at once
         if not server.should_exit:
-            loop.call_later(drain_s, desk.cut)
+            loop.call_later(drain_s, handler.cut)
         server.should_exit = True
         _log.info("ending: finishing what is being answered")
 
@@ -269,7 +269,7 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
-            _log.info("%s is ready: a page to talk to it at %s/, it answers at %s/v1", desk.model.name, url, url)
+            _log.info("%s is ready: a page to talk to it at %s/, it answers at %s/v1", handler.model.name, url, url)
         await serving
     except EngineRefused as error:
         server.should_exit = True
@@ -277,6 +277,6 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
         raise RequestError(str(error)) from error
     finally:
         starting.cancel()
-        await desk.gate.close()
+        await handler.gate.close()
         await backend.close()
     return 0

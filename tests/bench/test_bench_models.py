@@ -126,8 +126,10 @@ def test_a_model_that_looks_at_pictures(run, tmp_path):
     assert counted.cross_linear_flops_per_token == 2 * 2 * (2 * query + mlp)
     assert counted.cross_flops_per_pair == 2 * 4 * 96
     states = 34 * 2 * 2 * 48 * 4  # two tiles of 17, two layers, keys and values of two heads of 24
-    assert states <= counted.looking_bytes(34) - counted.cross_bytes_per_step < 1.4 * states  # padded to whole tiles
-    assert counted.looking_bytes(0) == 0 and counted.decode_bytes(9, 34) > counted.decode_bytes(9)
+    assert (
+        states <= counted.cross_attention_bytes(34) - counted.cross_bytes_per_step < 1.4 * states
+    )  # padded to whole tiles
+    assert counted.cross_attention_bytes(0) == 0 and counted.decode_bytes(9, 34) > counted.decode_bytes(9)
 
 
 def test_shares_are_of_the_probe_between():

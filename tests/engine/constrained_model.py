@@ -14,15 +14,15 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from tilewright.engine.constraint import ConstraintCompiler
+from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.core import EngineCore
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.limits import Limits
-from tilewright.engine.pages import PagePool
-from tilewright.engine.prefix_cache import PrefixCache
+from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
+from tilewright.engine.kv.pages import PagePool
+from tilewright.engine.kv.prefix_cache import PrefixCache
+from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.speculate import Speculator
+from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -95,16 +95,16 @@ def make_core(
     **limits: int,
 ) -> EngineCore:
     pool = PagePool(num_pages, page_size)
-    features = FeatureCache(1 << 20)
-    speculator = Speculator(num_drafts) if num_drafts else None
-    scheduler = Scheduler(pool, PrefixCache(pool), features, Limits(max_context=4000, **limits), speculator)
+    features = EncoderCache(1 << 20)
+    speculator = PromptLookupDrafter(num_drafts) if num_drafts else None
+    scheduler = Scheduler(pool, PrefixCache(pool), features, StepLimits(max_context=4000, **limits), speculator)
     ids = {token_id for character in favour for token_id in tokenizer.encode(character)}
     runner = RandomRunner(size, dict.fromkeys([*ids, *tokenizer.stop_token_ids], favoured), scale)
     return EngineCore(
         runner,
         scheduler,
         Sampler(),
-        make_decoder=tokenizer.stream,
+        make_token_decoder=tokenizer.stream,
         vocabulary_size=size,
         eos_token_ids=tokenizer.stop_token_ids,
         constraints=compiler_of(tokenizer, size),

@@ -1,7 +1,7 @@
 """A "language model" without arithmetic: each slot of its KV cache holds a hash of all the slots before it.
 
 It reads them through the pages of the sequence, so a wrong page, a stale one, a wrong border of a chunk or a draft that
-was not taken back changes every token after it; and what tokens look at through the pages of scenes. `answer` is the
+was not taken back changes every token after it; and what tokens look at through the pages of groups. `answer` is the
 same without pages, batches, caches and drafts.
 """
 
@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from tilewright.engine.core import EngineCore
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.limits import Limits
-from tilewright.engine.pages import PagePool
-from tilewright.engine.prefix_cache import PrefixCache
+from tilewright.engine.cross.cache import CrossCache
+from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
+from tilewright.engine.kv.pages import PagePool
+from tilewright.engine.kv.prefix_cache import PrefixCache
+from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.engine.sampler import Sampler, uniform
-from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence
-from tilewright.engine.speculate import Speculator
+from tilewright.engine.step_limits import StepLimits
 from tilewright.ops import sample as ops
 from tilewright.types import Medium, ModelInputs, SamplingParams, Span
 
@@ -84,11 +84,11 @@ def loud(check):
 class MockRunner:
     """Checks what it is given, as well as computing it."""
 
-    def __init__(self, pool: PagePool, features: FeatureCache, scenes: SceneCache, limits: Limits) -> None:
+    def __init__(self, pool: PagePool, features: EncoderCache, cross_cache: CrossCache, limits: StepLimits) -> None:
         self.pool = pool
         self.features = features
-        self.scenes = scenes
-        self.states = np.full((scenes.num_pages, scenes.page_size), NOT_WRITTEN, np.int64)
+        self.cross_cache = cross_cache
+        self.states = np.full((cross_cache.num_pages, cross_cache.page_size), NOT_WRITTEN, np.int64)
         self.limits = limits
         self.values = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
         self.tokens = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
@@ -101,7 +101,7 @@ class MockRunner:
         assert step.chunks and step.num_tokens <= self.limits.max_tokens_per_step
         assert len({chunk.sequence for chunk in step.chunks}) == len(step.chunks) <= self.limits.max_sequences
         self.encode(step.encode)
-        self._fill(step.scenes)
+        self._fill(step.cross_groups)
         logits = [row for chunk in step.chunks for row in self._compute(chunk)]
         assert len(logits) == step.num_logits
         return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, VOCABULARY_SIZE)
@@ -116,15 +116,15 @@ class MockRunner:
             self.features.put(medium.key, features_of(medium.key, medium.num_states or medium.num_features))
             self.num_encoded += 1
 
-    def _fill(self, scenes):
-        assert len({scene.key for scene in scenes}) == len(scenes)
-        for scene in scenes:
-            assert not self.scenes.is_filled(scene.key)
-            for medium in scene.media:
+    def _fill(self, groups):
+        assert len({group.key for group in groups}) == len(groups)
+        for group in groups:
+            assert not self.cross_cache.is_filled(group.key)
+            for medium in group.media:
                 assert len(self.features.get(medium.key)) == medium.num_states
-            states = np.concatenate([states_of(medium.key, medium.num_states) for medium in scene.media])
-            self.states.reshape(-1)[self.scenes.slots(scene.key, scene.num_states)] = states
-            self.scenes.fill(scene.key)
+            states = np.concatenate([states_of(medium.key, medium.num_states) for medium in group.media])
+            self.states.reshape(-1)[self.cross_cache.slots(group.key, group.num_states)] = states
+            self.cross_cache.fill(group.key)
 
     def _compute(self, chunk):
         sequence, size = chunk.sequence, self.pool.page_size
@@ -141,10 +141,10 @@ class MockRunner:
                 features[run.start + index] = self.features.get(run.medium.key)[run.first_feature + index]
         positions = sequence.positions(chunk.start, chunk.stop)
         seen = {}
-        for sight in sequence.sights(chunk.start, chunk.stop):
-            states = self.states[self.scenes.pages(sight.scene.key)].reshape(-1)[: sight.num_states]
-            assert NOT_WRITTEN not in states and len(states) == sight.num_states
-            seen.update(dict.fromkeys(range(sight.start, sight.stop), states))
+        for cross_span in sequence.cross_spans(chunk.start, chunk.stop):
+            states = self.states[self.cross_cache.pages(cross_span.group.key)].reshape(-1)[: cross_span.num_states]
+            assert NOT_WRITTEN not in states and len(states) == cross_span.num_states
+            seen.update(dict.fromkeys(range(cross_span.start, cross_span.stop), states))
         for index, token_id in enumerate(chunk.token_ids):
             position = chunk.start + index
             page = sequence.pages[position // size]
@@ -170,31 +170,31 @@ def make_core(
     num_pages=64,
     page_size=4,
     *,
-    num_scene_pages=64,
+    num_cross_pages=64,
     prefix_cache=True,
     num_drafts=0,
     max_feature_bytes=1 << 20,
     max_context=10_000,
-    make_decoder=LetterDecoder,
+    make_token_decoder=LetterDecoder,
     **limits,
 ) -> EngineCore:
     pool = PagePool(num_pages, page_size)
-    features = FeatureCache(max_feature_bytes)
-    scenes = SceneCache(num_scene_pages, page_size)
-    all_limits = Limits(max_context=max_context, **limits)
+    features = EncoderCache(max_feature_bytes)
+    cross_cache = CrossCache(num_cross_pages, page_size)
+    all_limits = StepLimits(max_context=max_context, **limits)
     scheduler = Scheduler(
         pool,
         PrefixCache(pool, enabled=prefix_cache),
         features,
         all_limits,
-        Speculator(num_drafts) if num_drafts else None,
-        scenes,
+        PromptLookupDrafter(num_drafts) if num_drafts else None,
+        cross_cache,
     )
     return EngineCore(
-        MockRunner(pool, features, scenes, all_limits),
+        MockRunner(pool, features, cross_cache, all_limits),
         scheduler,
         Sampler(),
-        make_decoder=make_decoder,
+        make_token_decoder=make_token_decoder,
         vocabulary_size=VOCABULARY_SIZE,
         eos_token_ids=[EOS],
     )

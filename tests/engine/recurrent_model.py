@@ -13,17 +13,17 @@ import torch
 from mock_model import EOS, VOCABULARY_SIZE, LetterDecoder, _choose, logits_of
 
 from tilewright.engine.core import EngineCore
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.limits import Limits
-from tilewright.engine.pages import PagePool
-from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.runner import Runner
+from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
+from tilewright.engine.kv.pages import PagePool
+from tilewright.engine.kv.prefix_cache import PrefixCache
+from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.runner import ModelRunner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence
-from tilewright.engine.speculate import Speculator
-from tilewright.engine.state_buffers import StateBuffers
-from tilewright.engine.state_cache import StateCache
+from tilewright.engine.state.buffers import StateBuffers
+from tilewright.engine.state.cache import StateCache
+from tilewright.engine.step_limits import StepLimits
 from tilewright.models.protocol import StateSpec
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -142,27 +142,27 @@ def make_core(
     max_context=10_000,
     vocabulary_size=VOCABULARY_SIZE,
     num_axes=3,
-    make_decoder=LetterDecoder,
+    make_token_decoder=LetterDecoder,
     eos_token_ids=(EOS,),
     constraints=None,
     **limits,
 ) -> EngineCore:
-    all_limits = Limits(max_context=max_context, **limits)
+    all_limits = StepLimits(max_context=max_context, **limits)
     pool = PagePool(num_pages, page_size)
     beginnings = PrefixCache(pool, enabled=prefix_cache, one_of_each=True)
-    features = FeatureCache(1 << 20)
+    features = EncoderCache(1 << 20)
     model = RecurrentModel(vocabulary_size, num_axes)
     buffers = StateBuffers(SPEC, num_slots, torch.float32, all_limits)
     for layer in (*buffers.conv_states, *buffers.delta_states):
         layer.fill_(float("nan"))
     pages = Pages(num_pages, page_size, num_axes)
-    speculator = Speculator(num_drafts) if num_drafts else None
+    speculator = PromptLookupDrafter(num_drafts) if num_drafts else None
     states = StateCache(num_slots, beginnings)
     return EngineCore(
-        Runner(model, [pages], features, all_limits, states=buffers, replay=False),
+        ModelRunner(model, [pages], features, all_limits, states=buffers, replay=False),
         Scheduler(pool, beginnings, features, all_limits, speculator, states=states),
         Sampler(),
-        make_decoder=make_decoder,
+        make_token_decoder=make_token_decoder,
         vocabulary_size=vocabulary_size,
         eos_token_ids=eos_token_ids,
         constraints=constraints,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from mock_model import VOCABULARY_SIZE, answer, make_core, media_inputs, run_all, text_inputs
 
-from tilewright.engine.scene import scenes_of
+from tilewright.engine.cross.group import cross_groups_of
 from tilewright.types import RequestError, SamplingParams
 
 # Of a page each where pages are of 4 tokens, so that pages are alike that come after others.
@@ -47,7 +47,7 @@ def cores(draw):
     return {
         "num_pages": draw(st.sampled_from([8, 10, 16, 40])),
         "page_size": draw(st.sampled_from([1, 4, 5])),
-        "num_scene_pages": draw(st.sampled_from([4, 10, 40])),
+        "num_cross_pages": draw(st.sampled_from([4, 10, 40])),
         "prefix_cache": draw(st.booleans()),
         "num_drafts": draw(st.sampled_from([0, 1, 4])),
         "max_feature_bytes": draw(st.sampled_from([0, 60, 10_000])),
@@ -68,6 +68,7 @@ requests = st.tuples(prompts(), sampling, st.integers(0, 12), st.none() | st.int
 def test_every_answer_is_the_one_alone(options, requests):
     core = make_core(**options)
     scheduler = core.scheduler
+    max_states = scheduler.cross_cache.num_states
     sequences = {}
     deltas = []
     for number in range(5000):
@@ -76,8 +77,8 @@ def test_every_answer_is_the_one_alone(options, requests):
                 if len(inputs.token_ids) >= scheduler.max_context:
                     with pytest.raises(RequestError, match=str(scheduler.max_context)):
                         core.add(str(name), inputs, params)
-                elif any(scene.num_states > scheduler.scenes.num_states for scene in scenes_of(inputs.media)):
-                    with pytest.raises(RequestError, match=f"at most {scheduler.scenes.num_states}"):
+                elif any(group.num_states > max_states for group in cross_groups_of(inputs.media)):
+                    with pytest.raises(RequestError, match=f"at most {max_states}"):
                         core.add(str(name), inputs, params)
                 else:
                     sequences[name] = core.add(str(name), inputs, params)
@@ -102,8 +103,8 @@ def test_every_answer_is_the_one_alone(options, requests):
             assert reasons[-1] == sequence.finish_reason and not any(reasons[:-1])
     assert scheduler.pool.num_used == 0 and not any(scheduler.pool._references)
     assert not scheduler.features._pins
-    scheduler.scenes.clear()
-    assert sorted(scheduler.scenes._free) == list(range(scheduler.scenes.num_pages))
+    scheduler.cross_cache.clear()
+    assert sorted(scheduler.cross_cache._free) == list(range(scheduler.cross_cache.num_pages))
     assert scheduler.features.size_bytes <= scheduler.features.max_bytes
 
 
@@ -119,13 +120,13 @@ def test_the_mock_is_read_through_its_pages():
     assert all(0 <= token_id < VOCABULARY_SIZE for token_id in sequence.output_token_ids)
 
 
-def test_the_mock_looks_through_the_pages_of_scenes():
+def test_the_mock_looks_through_the_pages_of_groups():
     inputs = media_inputs([1, (b"p" * 16, 6), 2])
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     core = make_core()
     (sequence,) = core.add("a", inputs, params)
     core.step()
-    core.runner.states[core.scheduler.scenes.pages(sequence.scenes[0].key)[1], 1] += 1
+    core.runner.states[core.scheduler.cross_cache.pages(sequence.cross_groups[0].key)[1], 1] += 1
     run_all(core)
     assert sequence.output_token_ids != answer(inputs, params)
 

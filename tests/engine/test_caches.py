@@ -4,10 +4,10 @@ import pytest
 import torch
 from mock_model import answer, make_core, media_inputs, run_all, text_inputs
 
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.pages import PagePool
-from tilewright.engine.scene import scenes_of
-from tilewright.engine.scene_cache import SceneCache
+from tilewright.engine.cross.cache import CrossCache
+from tilewright.engine.cross.group import cross_groups_of
+from tilewright.engine.kv.pages import PagePool
+from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -118,15 +118,15 @@ class TestPrefixCache:
         assert sequence.num_cached_tokens == 0 and core.scheduler.prefix_cache.num_tokens_looked_up == 0
 
 
-def scene(key, num_states):
-    (made,) = scenes_of(media_inputs([(key * 16, num_states)]).media)
+def group(key, num_states):
+    (made,) = cross_groups_of(media_inputs([(key * 16, num_states)]).media)
     return made
 
 
 class TestSceneCache:
     def test_the_least_recently_used_is_given_up_whole(self):
-        cache = SceneCache(6, 4)
-        made = {key: scene(key, 8) for key in (b"a", b"b", b"c", b"d")}
+        cache = CrossCache(6, 4)
+        made = {key: group(key, 8) for key in (b"a", b"b", b"c", b"d")}
         for key in (b"a", b"b", b"c"):
             assert cache.pin(made[key])
             cache.fill(made[key].key)
@@ -137,8 +137,8 @@ class TestSceneCache:
         assert [cache.is_filled(made[key].key) for key in (b"a", b"b", b"c", b"d")] == [True, False, True, False]
 
     def test_what_is_pinned_stays(self):
-        cache = SceneCache(3, 4)
-        first, second = scene(b"a", 8), scene(b"b", 8)
+        cache = CrossCache(3, 4)
+        first, second = group(b"a", 8), group(b"b", 8)
         assert cache.pin(first) and cache.pin(first)
         cache.fill(first.key)
         assert not cache.pin(second)
@@ -150,42 +150,42 @@ class TestSceneCache:
         assert (cache.num_lookups, cache.num_hits, cache.hit_rate) == (3, 1, 1 / 3)
 
     def test_what_was_never_filled_is_not_kept(self):
-        cache = SceneCache(2, 4)
-        made = scene(b"a", 8)
+        cache = CrossCache(2, 4)
+        made = group(b"a", 8)
         cache.pin(made)
         cache.unpin(made.key)
         assert not cache.is_filled(made.key) and len(cache._free) == 2
 
     def test_slots_go_through_the_pages(self):
-        cache = SceneCache(5, 4)
-        made = scene(b"a", 10)
+        cache = CrossCache(5, 4)
+        made = group(b"a", 10)
         cache.pin(made)
         pages = cache.pages(made.key).tolist()
         assert cache.slots(made.key, 10).tolist() == [4 * pages[i // 4] + i % 4 for i in range(10)]
 
     def test_what_is_not_there(self):
         with pytest.raises(KeyError):
-            SceneCache(2, 4).pages(b"a")
+            CrossCache(2, 4).pages(b"a")
 
 
 class TestScene:
     def test_a_token_sees_the_pictures_of_its_run_up_to_itself(self):
         parts = [1, (b"a" * 16, 3), (b"b" * 16, 4), 2, 3, (b"c" * 16, 5), 4]
-        first, second = scenes_of(media_inputs(parts).media)
-        assert [(item.start, item.stop, item.num_states) for item in first.sights(0, 99)] == [(1, 2, 3), (2, 5, 7)]
-        assert [(item.start, item.stop, item.num_states) for item in first.sights(3, 4)] == [(3, 4, 7)]
-        assert [(item.start, item.stop, item.num_states) for item in second.sights(0, 99)] == [(5, 99, 5)]
-        assert not list(first.sights(5, 99)) and not list(second.sights(0, 5))
+        first, second = cross_groups_of(media_inputs(parts).media)
+        assert [(item.start, item.stop, item.num_states) for item in first.cross_spans(0, 99)] == [(1, 2, 3), (2, 5, 7)]
+        assert [(item.start, item.stop, item.num_states) for item in first.cross_spans(3, 4)] == [(3, 4, 7)]
+        assert [(item.start, item.stop, item.num_states) for item in second.cross_spans(0, 99)] == [(5, 99, 5)]
+        assert not list(first.cross_spans(5, 99)) and not list(second.cross_spans(0, 5))
 
     def test_the_key_goes_by_content_and_order(self):
         pairs = [(b"a", b"b"), (b"b", b"a"), (b"a", b"b")]
-        keys = [scenes_of(media_inputs([(a * 16, 3), (b * 16, 3)]).media)[0].key for a, b in pairs]
+        keys = [cross_groups_of(media_inputs([(a * 16, 3), (b * 16, 3)]).media)[0].key for a, b in pairs]
         assert keys[0] == keys[2] != keys[1]
 
 
 class TestFeatureCache:
     def test_bounded_least_recently_used_first(self):
-        cache = FeatureCache(3 * 40)
+        cache = EncoderCache(3 * 40)
         for key in (b"a", b"b", b"c"):
             cache.put(key, torch.zeros(10, 1))
         assert cache.get(b"a").shape == (10, 1)
@@ -196,7 +196,7 @@ class TestFeatureCache:
         assert cache.size_bytes == 100
 
     def test_what_is_pinned_stays(self):
-        cache = FeatureCache(50)
+        cache = EncoderCache(50)
         cache.pin(b"a")
         cache.pin(b"a")
         cache.put(b"a", torch.zeros(20, 1))
@@ -209,7 +209,7 @@ class TestFeatureCache:
         assert not cache.has(b"a") and cache.size_bytes == 0
 
     def test_hits(self):
-        cache = FeatureCache(1000)
+        cache = EncoderCache(1000)
         cache.pin(b"a")
         cache.pin(b"a")  # about to be put by the first
         cache.put(b"a", torch.zeros(1, 1))
@@ -219,4 +219,4 @@ class TestFeatureCache:
 
     def test_what_is_not_there(self):
         with pytest.raises(KeyError):
-            FeatureCache(10).get(b"a")
+            EncoderCache(10).get(b"a")

@@ -28,9 +28,9 @@ from constrained_model import (
 from hypothesis import given, settings
 from tokenizers import decoders, models
 
-from tilewright.engine import constraint as constraint_module
-from tilewright.engine.constraint import ConstraintCompiler
-from tilewright.engine.constraint_trial import Trial
+from tilewright.engine.constraint import compiler as constraint_module
+from tilewright.engine.constraint.compiler import ConstraintCompiler
+from tilewright.engine.constraint.sandbox import CompileSandbox
 from tilewright.engine.loop import EngineLoop
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Constraint, RequestError, SamplingParams
@@ -457,8 +457,8 @@ def test_what_was_refused_is_not_tried_again_at_once(monkeypatch):
     good, bad = json_constraint({"type": "integer"}), json_constraint({"type": "strin"})
     assert not compiler.knows(good) and not compiler.knows(bad)
     compiler.compile(good)
-    tried, run = [], Trial.run
-    monkeypatch.setattr(Trial, "run", lambda self, grammar: (tried.append(grammar), run(self, grammar)))
+    tried, run = [], CompileSandbox.run
+    monkeypatch.setattr(CompileSandbox, "run", lambda self, grammar: (tried.append(grammar), run(self, grammar)))
     for _ in range(3):
         with pytest.raises(RequestError, match="Invalid type: strin"):
             compiler.compile(bad)

@@ -81,7 +81,7 @@ def test_a_stop_string_that_only_the_end_completes():
     pieces = [chr(96 + token_id) for token_id in range(24)]
     prompt, params = text_inputs([1, 2, 3]), {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
     last = pieces[answer(prompt, SamplingParams(**params))[-1]]
-    core = make_core(make_decoder=lambda: PieceDecoder(pieces))
+    core = make_core(make_token_decoder=lambda: PieceDecoder(pieces))
     (sequence,) = core.add("a", prompt, SamplingParams(**params, stop=(last,)))
     results = run_all(core)
     completion = core.completion(sequence)

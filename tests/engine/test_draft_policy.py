@@ -2,8 +2,8 @@
 
 import pytest
 
-from tilewright.engine.draft_policy import FIRST_PAUSE_STEPS, LONGEST_PAUSE_STEPS, TRIAL_STEPS, DraftPolicy
-from tilewright.engine.durations import ENOUGH, KEPT, Durations
+from tilewright.engine.draft.durations import ENOUGH, KEPT, Durations
+from tilewright.engine.draft.policy import FIRST_PAUSE_STEPS, LONGEST_PAUSE_STEPS, TRIAL_STEPS, DraftPolicy
 
 
 class World:
@@ -95,7 +95,7 @@ def test_drafts_that_become_right_are_found_out():
     chosen = world.run(1200)
     assert all(chosen[-300:])
     world.rate = 0.0  # and the next pause is a short one again
-    assert None in world.run(120) and world.policy._crowds[1].next_pause == 2 * FIRST_PAUSE_STEPS
+    assert None in world.run(120) and world.policy._trials[1].next_pause == 2 * FIRST_PAUSE_STEPS
 
 
 def test_a_trial_waits_for_a_sequence_that_was_read():
@@ -104,10 +104,10 @@ def test_a_trial_waits_for_a_sequence_that_was_read():
     world = World(policy, rate=0.0)
     while world.step() is not None:
         pass
-    next_pause = policy._crowds[1].next_pause
+    next_pause = policy._trials[1].next_pause
     world.run(FIRST_PAUSE_STEPS - 1)
     assert [world.step(num_read=0) for _ in range(500)] == [0] * 500
-    assert policy._crowds[1].num_good == 0 and policy._crowds[1].next_pause == next_pause
+    assert policy._trials[1].num_good == 0 and policy._trials[1].next_pause == next_pause
     assert world.run(TRIAL_STEPS) == [1] * TRIAL_STEPS
 
 

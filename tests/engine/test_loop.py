@@ -124,7 +124,7 @@ def test_a_medium_that_cannot_be_read_any_more_fails_its_request_alone():
     assert loop.stats().num_pages_used == 0 and not loop.core.scheduler.features._pins
 
 
-def test_a_scene_that_cannot_be_filled_gives_its_pages_back():
+def test_a_group_that_cannot_be_filled_gives_its_pages_back():
     loop = EngineLoop(make_core(max_tokens_per_step=100), threaded=False)
     inputs = media_inputs([1, (b"k" * 16, 5), 2])
 
@@ -139,9 +139,9 @@ def test_a_scene_that_cannot_be_filled_gives_its_pages_back():
     with pytest.raises(EngineError, match="the file is gone"):
         handles[0].result(TIMEOUT_S)
     assert list(handles[1].result()[0].token_ids) == answer(other, params())
-    scenes = loop.core.scheduler.scenes
-    assert loop.stats().num_scene_pages_used == 0 and not loop.core.scheduler.features._pins
-    assert len(scenes._free) == scenes.num_pages - 3  # what is still kept of the other
+    cross_cache = loop.core.scheduler.cross_cache
+    assert loop.stats().num_cross_pages_used == 0 and not loop.core.scheduler.features._pins
+    assert len(cross_cache._free) == cross_cache.num_pages - 3  # what is still kept of the other
 
 
 def test_a_step_that_cannot_be_scheduled_fails_all():

@@ -3,7 +3,7 @@ import itertools
 import pytest
 from mock_model import NOT_WRITTEN, answer, make_core, media_inputs, run_all, text_inputs
 
-from tilewright.engine.limits import Limits
+from tilewright.engine.step_limits import StepLimits
 from tilewright.types import RequestError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -218,12 +218,12 @@ class TestScenes:
         core.add("b", media_inputs([3, (KEY, 5), 2]), GREEDY)
         step = core.scheduler.schedule()
         assert [medium.key for medium in step.encode] == [KEY, b"l" * 16]
-        assert [scene.num_states for scene in step.scenes] == [5, 8]
-        scenes = core.scheduler.scenes
-        assert (scenes.num_lookups, scenes.num_hits, scenes.num_pages_used) == (3, 1, 2 + 2)
+        assert [group.num_states for group in step.cross_groups] == [5, 8]
+        cross_cache = core.scheduler.cross_cache
+        assert (cross_cache.num_lookups, cross_cache.num_hits, cross_cache.num_pages_used) == (3, 1, 2 + 2)
 
-    def test_a_chunk_ends_before_a_scene_that_has_no_place(self):
-        core = make_core(num_scene_pages=2)
+    def test_a_chunk_ends_before_a_group_that_has_no_place(self):
+        core = make_core(num_cross_pages=2)
         inputs = media_inputs([1, (KEY, 5), 2, 3, (b"l" * 16, 5), 4, (KEY, 5), 5])
         (sequence,) = core.add("a", inputs, GREEDY)
         run_all(core)
@@ -263,10 +263,10 @@ class TestScenes:
         run_all(core)
         assert sequence.finish_reason == "abort"
         assert other.output_token_ids == answer(other.inputs, other.params)
-        assert core.scheduler.scenes.num_pages_used == 0
+        assert core.scheduler.cross_cache.num_pages_used == 0
 
-    def test_those_behind_a_scene_without_a_place_wait_for_it(self):
-        core = make_core(num_scene_pages=2)
+    def test_those_behind_a_group_without_a_place_wait_for_it(self):
+        core = make_core(num_cross_pages=2)
         sequences = [core.add(str(i), media_inputs([1, (bytes([i]) * 16, 7), 2]), greedy(6))[0] for i in range(3)]
         text = core.add("text", prompt(4), greedy(3))[0]
         run_all(core)
@@ -276,9 +276,9 @@ class TestScenes:
         assert text.finished_s < sequences[1].finished_s
 
     @pytest.mark.parametrize("is_shared", [False, True])
-    def test_small_scenes_do_not_keep_a_large_one_out(self, is_shared):
+    def test_small_groups_do_not_keep_a_large_one_out(self, is_shared):
         """As many new ones as there are places, or ever another question about pictures that are there."""
-        core = make_core(num_scene_pages=4, max_sequences=8)  # pages of 4 states
+        core = make_core(num_cross_pages=4, max_sequences=8)  # pages of 4 states
         names = itertools.count()
 
         def add_small():
@@ -315,7 +315,7 @@ class TestScenes:
             assert sequence.output_token_ids == answer(inputs, GREEDY)
             assert core.runner.num_encoded == num_encoded
             if sequence.num_cached_tokens:
-                core.scheduler.scenes.clear()
+                core.scheduler.cross_cache.clear()
         assert sequence.num_cached_tokens == 12
 
     def test_one_that_comes_back_without_its_picture_waits_until_it_is_encoded_again(self):
@@ -327,7 +327,7 @@ class TestScenes:
             core.step()
         for sequence in reversed(sequences):
             core.scheduler._preempt(sequence)
-        core.scheduler.scenes.clear()
+        core.scheduler.cross_cache.clear()
         core.scheduler.features.clear()
         core.runner.states[:] = NOT_WRITTEN
         run_all(core)
@@ -362,4 +362,4 @@ def test_drafts_never_pass_max_tokens_or_the_context():
 @pytest.mark.parametrize("limits", [{"max_context": 0}, {"max_context": 9, "max_tokens_per_step": 3}])
 def test_limits_are_checked(limits):
     with pytest.raises(ValueError, match="is "):
-        Limits(**limits)
+        StepLimits(**limits)

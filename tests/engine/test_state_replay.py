@@ -7,7 +7,7 @@ import torch
 from mock_model import run_all, text_inputs
 
 from tilewright.engine.assembly import build_core
-from tilewright.engine.limits import Limits
+from tilewright.engine.step_limits import StepLimits
 from tilewright.models.protocol import KvSpec, StateSpec
 from tilewright.ops.conv import causal_conv
 from tilewright.ops.embedding import embedding
@@ -74,10 +74,10 @@ def make_core(model, *, replay=True, prefix_cache=True, drafts=0, num_pages=64, 
     core = build_core(
         model,
         torch.float32,
-        Limits(max_context=512, **limits),
+        StepLimits(max_context=512, **limits),
         num_pages,
         num_state_slots=num_slots,
-        make_decoder=NoText,
+        make_token_decoder=NoText,
         page_size=32,
         speculate=drafts,
         prefix_cache=prefix_cache,

@@ -11,10 +11,10 @@ from mock_model import media_inputs, run_all, text_inputs
 from recurrent_model import answer, check_nothing_is_held, make_core
 from test_answers import sampling
 
-from tilewright.engine.constraint import ConstraintCompiler
+from tilewright.engine.constraint.compiler import ConstraintCompiler
+from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
 from tilewright.engine.loop import EngineLoop
-from tilewright.engine.speculate import Speculator
-from tilewright.engine.state_cache import OPENING_TOKENS
+from tilewright.engine.state.cache import OPENING_TOKENS
 from tilewright.types import Constraint, RequestError, SamplingParams
 
 
@@ -293,7 +293,7 @@ class TestDrafts:
             core.step()
         states = core.scheduler.states  # all stand at snapshots, and have a slot of their own besides
         assert all(sequence.num_computed_tokens == 4 for sequence in sequences) and states.num_free == 0
-        core.scheduler.speculator = Speculator(2)
+        core.scheduler.speculator = PromptLookupDrafter(2)
         assert all(chunk.num_drafts == 0 for chunk in core.scheduler.schedule().chunks)
         for sequence in sequences:
             core.scheduler._preempt(sequence)
@@ -332,7 +332,7 @@ class TestDrafts:
                 num_slots=num_slots,
                 vocabulary_size=size,
                 num_axes=1,
-                make_decoder=tokenizer.stream,
+                make_token_decoder=tokenizer.stream,
                 eos_token_ids=tokenizer.stop_token_ids,
                 constraints=ConstraintCompiler(tokenizer, size),
             )

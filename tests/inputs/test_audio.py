@@ -8,12 +8,12 @@ from clips import damages, write_clip
 from sounds import read_wav, wav, write_sound
 
 from tilewright.inputs.audio import open_audio
-from tilewright.inputs.media import Limits, MediaPart
+from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.types import RequestError
 
 
 def opened(source, rate=16000, **limits):
-    return open_audio(MediaPart("audio", "audio 1", source), Limits(**limits), rate)
+    return open_audio(MediaPart("audio", "audio 1", source), MediaLimits(**limits), rate)
 
 
 def tone(num_samples, rate, hertz=440.0, channels=1):

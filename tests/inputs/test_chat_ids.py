@@ -7,8 +7,8 @@ from checkpoint_files import DATA, llama_metadata, smollm2_metadata, write_qwen3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.inputs.chat import ChatTemplate
 from tilewright.inputs.chat_ids import ChatEncoder
+from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import RequestError
 

@@ -15,13 +15,13 @@ from clips import write_clip
 from PIL import Image
 from sounds import wav, write_sound
 
-from tilewright.inputs.isolated import IsolatedOpener, MediaFault
-from tilewright.inputs.media import Limits, MediaPart
+from tilewright.inputs.isolation.opener import IsolatedOpener, MediaFault
+from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.types import RequestError
 
 NUM_CASES = {"png": 2000, "jpeg": 2000, "webp": 1500, "gif": 1500, "mp4": 1500, "wav": 1500}
 SLICE = 500
-LIMITS = Limits(max_pixels=2**18, max_duration_s=60, max_decode_s=10)
+LIMITS = MediaLimits(max_pixels=2**18, max_duration_s=60, max_decode_s=10)
 MAX_GROWTH_BYTES = 6 * 2**20
 
 

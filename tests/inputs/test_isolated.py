@@ -18,11 +18,12 @@ from clips import write_clip
 from PIL import Image
 from sounds import wav
 
-from tilewright.inputs import decoder_pool, seccomp
-from tilewright.inputs.decoder_pool import DecoderProcess
-from tilewright.inputs.decoder_wire import WireError, pack, receive
-from tilewright.inputs.isolated import IsolatedOpener, MediaFault
-from tilewright.inputs.media import Limits, MediaPart
+from tilewright.inputs.isolation import pool as decoder_pool
+from tilewright.inputs.isolation import seccomp
+from tilewright.inputs.isolation.opener import IsolatedOpener, MediaFault
+from tilewright.inputs.isolation.pool import DecoderProcess
+from tilewright.inputs.isolation.wire import WireError, pack, receive
+from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.inputs.opener import InProcessOpener
 from tilewright.types import RequestError
 
@@ -88,8 +89,8 @@ def turned():
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures_are_as_if_decoded_here(opener, name):
     data = PICTURES[name]()
-    here = InProcessOpener().open_picture(picture_part(data), Limits())
-    there = opener.open_picture(picture_part(data), Limits())
+    here = InProcessOpener().open_picture(picture_part(data), MediaLimits())
+    there = opener.open_picture(picture_part(data), MediaLimits())
     assert dataclasses.replace(there, decode=here.decode) == here
     pixels = there.decode()
     assert np.array_equal(pixels, here.decode()) and pixels.flags.writeable and pixels.flags.c_contiguous
@@ -103,7 +104,7 @@ def test_videos_are_as_if_decoded_here(opener, clip, tmp_path):
     gif = encode(noise(), "GIF", save_all=True, append_images=others, duration=100)
     for data in (even, uneven, gif):
         part = MediaPart("video", "video 1", data)
-        here, there = InProcessOpener().open_video(part, Limits()), opener.open_video(part, Limits())
+        here, there = InProcessOpener().open_video(part, MediaLimits()), opener.open_video(part, MediaLimits())
         assert dataclasses.replace(there, frames=here.frames) == here
         last = here.num_frames - 1
         for indices in ([0], [0, 1, last], list(range(last + 1)), [0, 0, last]):
@@ -113,17 +114,17 @@ def test_videos_are_as_if_decoded_here(opener, clip, tmp_path):
 
 def test_lists_of_pictures_are_decoded_there_too(opener):
     part = MediaPart("video", "video 1", [encode(noise()), encode(noise(), "BMP"), np.asarray(noise())], 2.0)
-    here, there = InProcessOpener().open_video(part, Limits()), opener.open_video(part, Limits())
+    here, there = InProcessOpener().open_video(part, MediaLimits()), opener.open_video(part, MediaLimits())
     assert there.digest == here.digest
     assert np.array_equal(np.stack(list(there.frames([0, 1, 2]))), np.stack(list(here.frames([0, 1, 2]))))
     with pytest.raises(RequestError, match=r"^video 1, frame 2: not a picture"):
-        opener.open_video(MediaPart("video", "video 1", [encode(noise()), b"no picture"]), Limits())
+        opener.open_video(MediaPart("video", "video 1", [encode(noise()), b"no picture"]), MediaLimits())
 
 
 def test_sounds_are_as_if_decoded_here(opener):
     part = MediaPart("audio", "audio 1", wav(np.sin(np.arange(12_000) / 7)[:, None], 12_000))
     for rate in (12_000, 16_000):
-        here, there = (each.open_audio(part, Limits(), rate) for each in (InProcessOpener(), opener))
+        here, there = (each.open_audio(part, MediaLimits(), rate) for each in (InProcessOpener(), opener))
         assert dataclasses.replace(there, decode=here.decode) == here
         assert np.array_equal(there.decode(), here.decode())
 
@@ -145,7 +146,7 @@ def test_errors_are_those_of_decoding_here(opener, data, limits, message):
     before = processes(opener)
     for each in (opener, InProcessOpener()):
         with pytest.raises(RequestError, match=f"^{message}") as caught:
-            each.open_picture(picture_part(data), Limits(**limits)).decode()
+            each.open_picture(picture_part(data), MediaLimits(**limits)).decode()
         assert not isinstance(caught.value, MediaFault)
     assert processes(opener) == before, "a refused file costs no process"
 
@@ -154,7 +155,7 @@ def test_nothing_is_decoded_until_it_is_asked_for(opener):
     """The header is read; the pixels behind it, which are broken, are not."""
     data = bytearray(encode(noise()))
     data[data.index(b"IDAT") + 30] ^= 255
-    picture = opener.open_picture(picture_part(bytes(data)), Limits())
+    picture = opener.open_picture(picture_part(bytes(data)), MediaLimits())
     assert (picture.height, picture.width) == (60, 80)
     with pytest.raises(RequestError, match="image 3: cannot be decoded"):
         picture.decode()
@@ -162,8 +163,11 @@ def test_nothing_is_decoded_until_it_is_asked_for(opener):
 
 def test_arrays_and_open_pictures_stay_here(opener):
     opener = IsolatedOpener()
-    assert opener.open_picture(picture_part(noise()), Limits()).decode().shape == (60, 80, 3)
-    assert opener.open_video(MediaPart("video", "video 1", np.zeros((3, 8, 8, 3), np.uint8)), Limits()).num_frames == 3
+    assert opener.open_picture(picture_part(noise()), MediaLimits()).decode().shape == (60, 80, 3)
+    assert (
+        opener.open_video(MediaPart("video", "video 1", np.zeros((3, 8, 8, 3), np.uint8)), MediaLimits()).num_frames
+        == 3
+    )
     assert processes(opener) == []
 
 
@@ -171,19 +175,19 @@ def test_a_process_is_kept_for_the_next_item():
     opener = IsolatedOpener(max_items_per_process=3)
     data, seen = encode(noise()), []
     for _ in range(7):
-        opener.open_picture(picture_part(data), Limits()).decode()
+        opener.open_picture(picture_part(data), MediaLimits()).decode()
         seen.append(processes(opener)[-1])
     assert len(set(seen)) == 3 and seen[0] == seen[1] and seen[2] != seen[1], "three items each, then another"
     opener.close()
     assert not any(is_running(pid) for pid in seen)
     with pytest.raises(RuntimeError, match="closed"):
-        opener.open_picture(picture_part(data), Limits())
+        opener.open_picture(picture_part(data), MediaLimits())
 
 
 START_TAKEN_OVER = """
 import sys; sys.path[:] = sys.argv[4:]
 import ctypes, fcntl, os, resource, signal, socket, threading, time
-import tilewright.inputs.decoder_main as m
+import tilewright.inputs.isolation.main as m
 from tilewright.types import RequestError
 real = m.read_picture
 def attack(data, name, limits):
@@ -224,12 +228,12 @@ def attack(code):
 )
 def test_what_brings_a_decoder_down_costs_the_request_alone(taken_over, code, message):
     good = picture_part(encode(noise()))
-    taken_over.open_picture(good, Limits()).decode()
+    taken_over.open_picture(good, MediaLimits()).decode()
     (before,) = processes(taken_over)
     with pytest.raises(MediaFault, match=f"^image 3: cannot be decoded: ({message})"):
-        taken_over.open_picture(attack(code), Limits(max_decode_s=0.5))
+        taken_over.open_picture(attack(code), MediaLimits(max_decode_s=0.5))
     assert not is_running(before)
-    assert taken_over.open_picture(good, Limits()).decode().shape == (60, 80, 3)
+    assert taken_over.open_picture(good, MediaLimits()).decode().shape == (60, 80, 3)
     assert before not in processes(taken_over)
 
 
@@ -265,7 +269,7 @@ def test_a_process_that_is_taken_over_can_reach_nothing(taken_over):
             "except (OSError, RuntimeError, ValueError): said = 'no'\nelse: said = 'done'\nraise RequestError(said)"
         )
         with pytest.raises(RequestError) as caught:
-            taken_over.open_picture(attack(f"try: {code}\n{outcome}"), Limits())
+            taken_over.open_picture(attack(f"try: {code}\n{outcome}"), MediaLimits())
         assert str(caught.value) == "image 3: no", code
 
 
@@ -286,7 +290,7 @@ def test_a_process_knows_nothing_of_ours(taken_over, monkeypatch):
     with open(os.devnull) as ours:
         os.set_inheritable(ours.fileno(), True)
         with pytest.raises(RequestError) as caught:
-            taken_over.open_picture(attack(code), Limits())
+            taken_over.open_picture(attack(code), MediaLimits())
     assert str(caught.value) == f"image 3: {(['LC_ALL', 'OPENBLAS_NUM_THREADS'], 5, [0, 0])!r}"
     (pid,) = processes(taken_over)
     assert os.getsid(pid) == pid
@@ -338,7 +342,7 @@ link.recv(1)
 def test_nonsense_from_a_process_harms_nothing(monkeypatch, name):
     opener = speaking(monkeypatch, NONSENSE[name])
     with pytest.raises(MediaFault, match=r"^image 3: cannot be decoded: "):
-        opener.open_picture(picture_part(encode(noise())), Limits(max_decode_s=2.0))
+        opener.open_picture(picture_part(encode(noise())), MediaLimits(max_decode_s=2.0))
     opener.close()
 
 
@@ -354,7 +358,7 @@ def test_nonsense_from_a_process_harms_nothing(monkeypatch, name):
 def test_sizes_are_checked_here_too(monkeypatch, described, message):
     opener = speaking(monkeypatch, reply(described))
     with pytest.raises(RequestError, match=message):
-        opener.open_picture(picture_part(encode(noise())), Limits())
+        opener.open_picture(picture_part(encode(noise())), MediaLimits())
     opener.close()
 
 
@@ -362,7 +366,7 @@ def test_sizes_are_checked_here_too(monkeypatch, described, message):
 def test_less_or_more_pixels_than_there_are(monkeypatch, decoded):
     opener = speaking(monkeypatch, reply({"height": 2, "width": 2}), reply(decoded))
     with pytest.raises(MediaFault):
-        opener.open_picture(picture_part(encode(noise())), Limits()).decode()
+        opener.open_picture(picture_part(encode(noise())), MediaLimits()).decode()
     opener.close()
 
 
@@ -384,7 +388,7 @@ def test_nonsense_about_a_video(monkeypatch, described, times):
     known = {"num_frames": 3, "fps": 2.0, "height": 8, "width": 8, **described}
     opener = speaking(monkeypatch, reply(known, times))
     with pytest.raises(RequestError, match=r"^video 1: "):
-        opener.open_video(MediaPart("video", "video 1", b"anything"), Limits())
+        opener.open_video(MediaPart("video", "video 1", b"anything"), MediaLimits())
     opener.close()
 
 
@@ -400,7 +404,7 @@ for reply in {[pack({"missing": []}), reply({"height": 500, "width": 500}), repl
     monkeypatch.setattr(decoder_pool, "_START", script)
     opener = IsolatedOpener()
     with pytest.raises(MediaFault, match="it cut the shared memory short"):
-        opener.open_picture(picture_part(encode(noise())), Limits()).decode()
+        opener.open_picture(picture_part(encode(noise())), MediaLimits()).decode()
     opener.close()
 
 
@@ -408,7 +412,7 @@ def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):
-        IsolatedOpener().open_picture(picture_part(encode(noise())), Limits())
+        IsolatedOpener().open_picture(picture_part(encode(noise())), MediaLimits())
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -416,7 +420,7 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_request(monkeypatch):
     monkeypatch.setattr(decoder_pool, "_START", "import sys; sys.exit(7)")
     opener = IsolatedOpener()
     with pytest.raises(RuntimeError, match=r"did not start: .* ended with status 7"):
-        opener.open_picture(picture_part(encode(noise())), Limits())
+        opener.open_picture(picture_part(encode(noise())), MediaLimits())
     opener.close()
 
 
@@ -439,7 +443,7 @@ def test_real_memory_limits():
     opener = IsolatedOpener(memory_bytes=2**25)
     data = encode(Image.new("RGB", (5000, 4000)))
     with pytest.raises(MediaFault, match="image 3: cannot be decoded: it takes more memory than decoding may use"):
-        opener.open_picture(picture_part(data), Limits()).decode()
+        opener.open_picture(picture_part(data), MediaLimits()).decode()
     opener.close()
 
 
@@ -452,17 +456,17 @@ def test_an_item_has_so_much_time_from_its_opening_on(taken_over):
         time.sleep(0.4)
         found = m.PictureFile(2, 2, decode)
     """
-    taken_over.open_picture(picture_part(encode(noise())), Limits())  # it has started
-    picture = taken_over.open_picture(attack(code), Limits(max_decode_s=0.6))
+    taken_over.open_picture(picture_part(encode(noise())), MediaLimits())  # it has started
+    picture = taken_over.open_picture(attack(code), MediaLimits(max_decode_s=0.6))
     with pytest.raises(MediaFault, match=r"image 3: cannot be decoded: it took more than 0\.6 seconds"):
         picture.decode()
-    picture = taken_over.open_picture(attack(code), Limits(max_decode_s=20))
+    picture = taken_over.open_picture(attack(code), MediaLimits(max_decode_s=20))
     for _ in range(2):
         assert picture.decode().shape == (2, 2, 3)
 
 
 def test_frames_that_nobody_wants_any_more(opener, clip):
-    video = opener.open_video(MediaPart("video", "video 1", clip), Limits())
+    video = opener.open_video(MediaPart("video", "video 1", clip), MediaLimits())
     frames = video.frames(list(range(40)))
     first = next(frames)
     frames.close()
@@ -477,8 +481,8 @@ def test_threads_do_not_wait_for_each_other(clip):
     def work():
         try:
             for _ in range(5):
-                assert np.array_equal(opener.open_picture(picture_part(data), Limits()).decode(), expected)
-                video = opener.open_video(MediaPart("video", "video 1", clip), Limits())
+                assert np.array_equal(opener.open_picture(picture_part(data), MediaLimits()).decode(), expected)
+                video = opener.open_video(MediaPart("video", "video 1", clip), MediaLimits())
                 assert len(list(video.frames([0, 20, 39]))) == 3
         except BaseException as error:
             failures.append(error)
@@ -497,7 +501,7 @@ def test_closing_ends_what_is_under_way(taken_over):
 
     def work():
         try:
-            taken_over.open_picture(attack("time.sleep(100)"), Limits())
+            taken_over.open_picture(attack("time.sleep(100)"), MediaLimits())
         except RequestError as error:
             caught.append(str(error))
 
@@ -514,11 +518,11 @@ def test_processes_end_with_the_one_that_started_them():
     code = """
 import io, os, signal
 from PIL import Image
-from tilewright.inputs.isolated import IsolatedOpener
-from tilewright.inputs.media import Limits, MediaPart
+from tilewright.inputs.isolation.opener import IsolatedOpener
+from tilewright.inputs.media import MediaLimits, MediaPart
 opener, buffer = IsolatedOpener(), io.BytesIO()
 Image.new("RGB", (8, 8)).save(buffer, "PNG")
-opener.open_picture(MediaPart("image", "image 1", buffer.getvalue()), Limits())
+opener.open_picture(MediaPart("image", "image 1", buffer.getvalue()), MediaLimits())
 print(opener.pool._idle[0].pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -532,7 +536,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_process_imports_no_torch():
-    code = "import sys; import tilewright.inputs.decoder_main as m; m.import_all(); print(sorted(sys.modules))"
+    code = "import sys; import tilewright.inputs.isolation.main as m; m.import_all(); print(sorted(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = set(json.loads(result.stdout.replace("'", '"')))
     wrong = {name for name in names if name.split(".")[0] in ("torch", "tokenizers", "jinja2", "transformers")}

@@ -8,7 +8,7 @@ from clips import damages
 from PIL import Image, ImageOps
 
 from tilewright.inputs.image import open_picture
-from tilewright.inputs.media import Limits, MediaPart
+from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.types import RequestError
 
 
@@ -24,7 +24,7 @@ def encode(image: Image.Image, format: str, **options) -> bytes:
 
 
 def opened(source, **limits):
-    return open_picture(MediaPart("image", "image 2", source), Limits(**limits))
+    return open_picture(MediaPart("image", "image 2", source), MediaLimits(**limits))
 
 
 def decoded(source) -> np.ndarray:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.inputs import confine, seccomp
+from tilewright.inputs.isolation import confine, seccomp
 
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.ENOSYS  # of the kernel's seccomp.h
 MACHINES = ("x86_64", "aarch64")

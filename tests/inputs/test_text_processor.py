@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from checkpoint_files import smollm2_metadata
 
-from tilewright.inputs.chat import ChatTemplate
+from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import RequestError

@@ -7,15 +7,15 @@ import torch
 from clips import all_frames, damages, moving_picture, rotated, write_clip
 from PIL import Image
 
-from tilewright.inputs.isolated import IsolatedOpener
-from tilewright.inputs.media import Limits, MediaPart
+from tilewright.inputs.isolation.opener import IsolatedOpener
+from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.inputs.opener import InProcessOpener
 from tilewright.inputs.video import open_video
 from tilewright.types import RequestError
 
 
 def opened(source, fps=None, **limits):
-    return open_video(MediaPart("video", "video 1", source, fps), Limits(**limits))
+    return open_video(MediaPart("video", "video 1", source, fps), MediaLimits(**limits))
 
 
 CLIPS = {
@@ -129,7 +129,7 @@ def test_animations_of_all_forms(form, duration, isolates):
     """A delay of 0 is taken as 0.1 s, as browsers take it."""
     opener = IsolatedOpener() if isolates else InProcessOpener()
     try:
-        video = opener.open_video(MediaPart("video", "video 1", animation(form, duration)), Limits())
+        video = opener.open_video(MediaPart("video", "video 1", animation(form, duration)), MediaLimits())
         assert (video.num_frames, video.height, video.width) == (6, 48, 64)
         assert video.fps == pytest.approx(1000 / (duration or 100))
         frames = list(video.frames([0, 2, 2, 5]))
@@ -151,7 +151,7 @@ def test_an_animation_with_delays_of_its_own(form):
     video = opened(animation(form, [100, 1000, 100, 500, 100, 200]))
     assert video.times_s == pytest.approx((0, 0.1, 1.1, 1.2, 1.7, 1.8)) and video.fps == pytest.approx(3)
     with pytest.raises(RequestError, match="limit is 1"):
-        open_video(MediaPart("video", "video 1", animation(form, 1000)), Limits(max_duration_s=1))
+        open_video(MediaPart("video", "video 1", animation(form, 1000)), MediaLimits(max_duration_s=1))
     with pytest.raises(RequestError, match="video 1"):
         data = animation(form, 100)
         list(opened(data[: len(data) // 2]).frames([0, 5]))

@@ -5,11 +5,11 @@ import tiny
 import tiny_qwen3_5
 import torch
 
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.limits import Limits
-from tilewright.engine.runner import Runner
-from tilewright.engine.scene_cache import SceneCache
-from tilewright.inputs.chat import ChatTemplate
+from tilewright.engine.cross.cache import CrossCache
+from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.runner import ModelRunner
+from tilewright.engine.step_limits import StepLimits
+from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.registry import family_of
 from tilewright.ops.kv_cache import KvCache
@@ -62,7 +62,7 @@ def models(networks):
 
 @pytest.fixture
 def make_runner():
-    """A Runner over fresh pages of 32 tokens."""
+    """A ModelRunner over fresh pages of 32 tokens."""
 
     def make(model, *, num_pages=64, replay=False, dtype=torch.float32):
         def caches(spec):
@@ -70,11 +70,11 @@ def make_runner():
                 KvCache.empty(num_pages, 32, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)
             ]
 
-        limits = Limits(max_context=32 * num_pages, max_tokens_per_step=2048, max_sequences=16)
+        limits = StepLimits(max_context=32 * num_pages, max_tokens_per_step=2048, max_sequences=16)
         cross = {}
         if model.cross_spec:
-            cross = {"scenes": SceneCache(num_pages, 32), "cross_caches": caches(model.cross_spec)}
-        return Runner(model, caches(model.kv_spec), FeatureCache(1 << 30), limits, replay=replay, **cross)
+            cross = {"cross_cache": CrossCache(num_pages, 32), "cross_caches": caches(model.cross_spec)}
+        return ModelRunner(model, caches(model.kv_spec), EncoderCache(1 << 30), limits, replay=replay, **cross)
 
     return make
 

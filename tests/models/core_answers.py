@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilewright.engine.assembly import build_core
-from tilewright.engine.limits import Limits
+from tilewright.engine.step_limits import StepLimits
 
 
 class NoText:
@@ -24,16 +24,16 @@ class CoreAnswers:
         *,
         page_size,
         num_pages=64,
-        num_scene_pages=64,
+        num_cross_pages=64,
         num_state_slots=80,
         tokens_per_step=1024,
-        encode_patches=Limits.max_encode_patches,
+        encode_patches=StepLimits.max_encode_patches,
         prefix_cache=False,
         drafts=0,
-        make_decoder=NoText,
+        make_token_decoder=NoText,
         **options,
     ):
-        limits = Limits(
+        limits = StepLimits(
             max_context=512,
             max_tokens_per_step=tokens_per_step,
             max_sequences=min(16, tokens_per_step),
@@ -44,9 +44,9 @@ class CoreAnswers:
             dtype,
             limits,
             num_pages,
-            num_scene_pages=num_scene_pages,
+            num_cross_pages=num_cross_pages,
             num_state_slots=num_state_slots,
-            make_decoder=make_decoder,
+            make_token_decoder=make_token_decoder,
             page_size=page_size,
             speculate=drafts,
             prefix_cache=prefix_cache,
@@ -75,5 +75,5 @@ class CoreAnswers:
             self.core.step()
             assert not self.core.failures, self.core.failures
             self.num_steps += 1
-        assert self.scheduler.pool.num_used == self.scheduler.scenes.num_pages_used == 0
+        assert self.scheduler.pool.num_used == self.scheduler.cross_cache.num_pages_used == 0
         assert self.scheduler.states is None or self.scheduler.states.num_used == 0

@@ -88,12 +88,12 @@ def test_answers_do_not_depend_on_how_they_are_computed(case, alone, how):
         "a picture at a time": Answers(model, dtype, encode_patches=80),
     }
     if model.cross_spec:
-        ways["one scene at a time"] = Answers(model, dtype, num_scene_pages=3)
+        ways["one group at a time"] = Answers(model, dtype, num_cross_pages=3)
     if model.state_spec:
         ways["few states"] = Answers(model, dtype, num_state_slots=5, drafts=2, prefix_cache=True)
         ways["chunks of a page"] = Answers(model, dtype, tokens_per_step=4 * CHUNK_SIZE)
     if is_exact_however(model, dtype):
-        small = {"num_pages": 9, "num_scene_pages": 5, "num_state_slots": 9}
+        small = {"num_pages": 9, "num_cross_pages": 5, "num_state_slots": 9}
         ways |= {
             "chunks of 7": Answers(model, dtype, tokens_per_step=7),
             "chunks of 32": Answers(model, dtype, tokens_per_step=32),
@@ -121,13 +121,13 @@ def test_answers_do_not_depend_on_what_is_cached(case, alone):
     prefix = answers.scheduler.prefix_cache
     assert prefix.num_tokens_hit > 0
     if any(inputs.media for inputs in prompts):
-        features, scenes = answers.scheduler.features, answers.scheduler.scenes
-        prefix.pool.clear()  # the pictures' tokens are computed again, from features or scenes that are still there
-        hits = features.num_hits + scenes.num_hits
+        features, cross_cache = answers.scheduler.features, answers.scheduler.cross_cache
+        prefix.pool.clear()  # the pictures' tokens are computed again, from features or groups that are still there
+        hits = features.num_hits + cross_cache.num_hits
         assert answers.to(prompts, GREEDY) == alone["greedy"]
-        assert features.num_hits + scenes.num_hits > hits
+        assert features.num_hits + cross_cache.num_hits > hits
         prefix.pool.clear()
-        scenes.clear()  # and scenes from features
+        cross_cache.clear()  # and groups from features
         num_lookups, num_hits = features.num_lookups, features.num_hits
         assert answers.to(prompts, GREEDY) == alone["greedy"]
         assert features.num_lookups - num_lookups == features.num_hits - num_hits > 0

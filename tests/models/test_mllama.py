@@ -17,7 +17,7 @@ from tilewright.ops import reference
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
-from tilewright.weights.spec import walk
+from tilewright.weights.spec import iter_weights
 
 PROMPT = tiny.cross_prompt([(1, 2), 6, (2, 2), (1, 1), 9], 7)
 
@@ -208,7 +208,7 @@ def test_the_real_model_has_exactly_our_weights():
             k: tuple(v.shape) for k, v in transformers.MllamaForConditionalGeneration(config).state_dict().items()
         }
     model = FAMILIES["mllama"].build(config.to_dict(), theirs)
-    ours = {source.name: source.shape for weight in walk(model) for source in weight.sources}
+    ours = {source.name: source.shape for weight in iter_weights(model) for source in weight.sources}
     assert ours == {model_name(name): shape for name, shape in theirs.items()}
     assert model.kv_spec.num_layers == 32 and model.cross_spec.num_layers == 8
     assert model.cross_spec.max_states == 6404

@@ -57,7 +57,7 @@ def test_a_second_question_encodes_nothing(engine, encoded):
     engine.chat(follow_up, max_tokens=8)
     engine.chat(about("Another beginning: ", one), max_tokens=4)
     assert len(encoded) == 1
-    assert engine.stats().scene_hit_rate == 0.75
+    assert engine.stats().cross_hit_rate == 0.75
     engine.chat(about(one, picture(2), "Both?"), max_tokens=4)  # the first one's features are still there
     assert len(encoded) == 2
 
@@ -72,7 +72,7 @@ def test_what_is_kept_of_a_picture_spares_reading_it(engine, encoded, monkeypatc
     assert engine.chat(about(one, "What is it?"), max_tokens=8).token_ids == first
     assert len(read) == len(encoded) == 1
     scheduler.features.clear()
-    scheduler.scenes.clear()
+    scheduler.cross_cache.clear()
     assert engine.chat(about(one, "What is it?"), max_tokens=8).token_ids == first
     assert len(read) == len(encoded) == 2
 
@@ -97,7 +97,7 @@ def test_steps_that_look_at_a_picture_read_more(engine, monkeypatch):
 def test_pictures_and_text_at_once(engine):
     prompts = [about(picture(1), "a"), about("b"), about(picture(2, 60, 10), picture(3), "c"), about("d", picture(1))]
     alone = [engine.chat(prompt, max_tokens=10).token_ids for prompt in prompts]
-    engine.loop.core.scheduler.scenes.clear()
+    engine.loop.core.scheduler.cross_cache.clear()
     engine.loop.core.scheduler.prefix_cache.pool.clear()
     together = engine.chat(prompts, max_tokens=10)
     assert [answer.token_ids for answer in together] == alone
@@ -107,18 +107,18 @@ def test_pictures_and_text_at_once(engine):
 
 def test_what_is_looked_at_is_held_while_it_runs(engine):
     stats = engine.stats()
-    assert stats.num_scene_pages > 0 and stats.num_scene_pages_used == 0
+    assert stats.num_cross_pages > 0 and stats.num_cross_pages_used == 0
     stream = engine.stream(about(picture(1), "go on"), max_tokens=300, ignore_eos=True)
     next(stream)
-    assert engine.stats().num_scene_pages_used == 1  # two tiles of 17 states
+    assert engine.stats().num_cross_pages_used == 1  # two tiles of 17 states
     stream.close()
     engine.chat(about("wait"), max_tokens=1)
-    assert engine.stats().num_scene_pages_used == 0
+    assert engine.stats().num_cross_pages_used == 0
 
 
 def test_a_picture_that_cannot_be_encoded_hurts_no_other(engine, monkeypatch):
     expected = engine.chat(about(picture(5), "good"), max_tokens=8).token_ids
-    engine.loop.core.scheduler.scenes.clear()
+    engine.loop.core.scheduler.cross_cache.clear()
     engine.loop.core.scheduler.features.clear()
     engine.loop.core.scheduler.prefix_cache.pool.clear()
     encode = engine.loaded.model.encode
@@ -132,15 +132,15 @@ def test_a_picture_that_cannot_be_encoded_hurts_no_other(engine, monkeypatch):
     monkeypatch.setattr(engine.loaded.model, "encode", failing)
     with pytest.raises(EngineError, match="fell over"):
         engine.chat(about(picture(6), "bad"), max_tokens=8)
-    scenes, features = engine.loop.core.scheduler.scenes, engine.loop.core.scheduler.features
-    assert not scenes._pins and not features._pins and len(scenes._free) == scenes.num_pages
+    cross_cache, features = engine.loop.core.scheduler.cross_cache, engine.loop.core.scheduler.features
+    assert not cross_cache._pins and not features._pins and len(cross_cache._free) == cross_cache.num_pages
     assert engine.chat(about(picture(5), "good"), max_tokens=8).token_ids == expected
 
 
 def test_too_little_memory_for_many_is_waited_for(folder):
     """Pages for one picture of four tiles, and eight requests with one each."""
     with tilewright.Engine(folder, dtype="float32", kv_memory="700KB", max_context=256, pack_cache=False) as engine:
-        assert engine.stats().num_scene_pages == 2
+        assert engine.stats().num_cross_pages == 2
         pictures = [picture(seed, 32, 32) for seed in range(8)]
         alone = [engine.chat(about(one, "x"), max_tokens=6).token_ids for one in pictures]
         engine.loop.core.scheduler.prefix_cache.pool.clear()

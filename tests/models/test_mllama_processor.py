@@ -17,8 +17,8 @@ from transformers.models.mllama.image_processing_pil_mllama import (
 )
 from transformers.models.mllama.processing_mllama import MllamaProcessor as Oracle
 
-from tilewright.engine.scene import scenes_of
-from tilewright.inputs.media import Limits
+from tilewright.engine.cross.group import cross_groups_of
+from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.mllama.preprocessing import Preprocessing, fit, read_preprocessing
 from tilewright.models.mllama.processor import MllamaProcessor
@@ -76,13 +76,15 @@ def pictures_of(chat):
 def seen_tiles(inputs, max_tiles=4):
     """What each token sees, as transformers writes it: [T, pictures, tiles]."""
     mask = np.zeros((len(inputs.token_ids), len(inputs.media), max_tiles), np.int64)
-    for scene in scenes_of(inputs.media):
-        for sight in scene.sights(0, len(inputs.token_ids)):
+    for group in cross_groups_of(inputs.media):
+        for cross_span in group.cross_spans(0, len(inputs.token_ids)):
             num_states = 0
-            for medium in scene.media:
+            for medium in group.media:
                 num_states += medium.num_states
-                if num_states <= sight.num_states:
-                    mask[sight.start : sight.stop, inputs.media.index(medium), : medium.num_states // ROWS] = 1
+                if num_states <= cross_span.num_states:
+                    mask[
+                        cross_span.start : cross_span.stop, inputs.media.index(medium), : medium.num_states // ROWS
+                    ] = 1
     return mask
 
 
@@ -208,7 +210,7 @@ def test_mistakes_are_named(processor, arguments, words):
 
 def test_limits_hold(folder, config):
     tokenizer = Tokenizer.from_folder(folder)
-    strict = MllamaProcessor(config, folder, tokenizer, None, Limits(max_pixels=500))
+    strict = MllamaProcessor(config, folder, tokenizer, None, MediaLimits(max_pixels=500))
     with pytest.raises(RequestError, match="image 1"):
         strict.prompt("<|image|>", images=[PICTURES[1]])
     with pytest.raises(RequestError, match="no chat template"):

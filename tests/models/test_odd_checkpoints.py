@@ -15,7 +15,7 @@ from tilewright.models.tied_head import config_as_stored
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
-from tilewright.weights.spec import walk
+from tilewright.weights.spec import iter_weights
 
 PROMPT = tiny.text_prompt(75, 1)
 # Three axes, for models that see.
@@ -171,6 +171,6 @@ def test_heads_of_a_vision_tower_may_be_of_another_width(networks, tmp_path):
     config = open_checkpoint(folder).config
     vision = {**config["vision_config"], "head_dim": 32}
     model = family_of(config).build({**config, "vision_config": vision}, {})
-    shapes = {source.name: source.shape for weight in walk(model.vision) for source in weight.sources}
+    shapes = {source.name: source.shape for weight in iter_weights(model.vision) for source in weight.sources}
     assert shapes["model.visual.blocks.0.attn.qkv.weight"] == (3 * 3 * 32, 72)
     assert shapes["model.visual.blocks.0.attn.proj.weight"] == (72, 3 * 32)

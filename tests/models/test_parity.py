@@ -38,15 +38,15 @@ def logits_of(runner, prompts, chunk_size=10**9, dtype=torch.float32):
             for run in chunk.sequence.features_in(chunk.start, chunk.stop)
             if not runner.features.has(run.medium.key)
         ]
-        scenes = {}
+        groups = {}
         for chunk in chunks:
-            for scene in chunk.sequence.scenes_in(chunk.start, chunk.stop):
-                if not runner.scenes.is_filled(scene.key) and scene.key not in scenes:
-                    assert runner.scenes.pin(scene)
-                    scenes[scene.key] = scene
-        encode += [medium for scene in scenes.values() for medium in scene.media]
+            for group in chunk.sequence.cross_groups_in(chunk.start, chunk.stop):
+                if not runner.cross_cache.is_filled(group.key) and group.key not in groups:
+                    assert runner.cross_cache.pin(group)
+                    groups[group.key] = group
+        encode += [medium for group in groups.values() for medium in group.media]
         media = list({medium.key: medium for medium in encode}.values())
-        logits = runner.run(Step(chunks, media, list(scenes.values()))).clone()
+        logits = runner.run(Step(chunks, media, list(groups.values()))).clone()
         for chunk, part in zip(chunks, logits.split([chunk.num_logits for chunk in chunks]), strict=True):
             assert chunk.num_logits == chunk.num_tokens
             rows[sequences.index(chunk.sequence)].append(part)

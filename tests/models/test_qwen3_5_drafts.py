@@ -21,10 +21,10 @@ from test_parity import relative
 from test_qwen3_5_mtp import draft_all
 
 import tilewright
-from tilewright.engine import read_tokens
 from tilewright.engine.costs import costs_of
-from tilewright.engine.draft_policy import DraftPolicy
-from tilewright.engine.speculate import Speculator
+from tilewright.engine.draft import coverage as read_tokens
+from tilewright.engine.draft.policy import DraftPolicy
+from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
 from tilewright.ops.kv_cache import kv_store
 from tilewright.types import Constraint, ModelInputs, SamplingParams
 
@@ -181,8 +181,8 @@ def spy_on_passes(drafts):
     """A list that the logits of each pass of the predictor are put into, where there are any."""
     found, run = [], drafts._run
 
-    def keep(readings, media):
-        logits, states = run(readings, media)
+    def keep(draft_inputs, media):
+        logits, states = run(draft_inputs, media)
         if len(logits):
             found.append(logits.clone())
         return logits, states
@@ -217,11 +217,11 @@ def test_prompts_alone_are_read_while_drafting_pauses(load_foreseen, networks, m
     inputs = extended(inputs, [*answer, *inputs.token_ids])
     paused, expected = Answers(model, torch.float32, drafts=3), Answers(model, torch.float32).to([inputs], GREEDY)
     paused.drafter.policy = Always(None)
-    readings, draft = [], paused.core.runner.draft
-    monkeypatch.setattr(paused.core.runner, "draft", lambda items: readings.extend(items) or draft(items))
+    draft_inputs, draft = [], paused.core.runner.draft
+    monkeypatch.setattr(paused.core.runner, "draft", lambda items: draft_inputs.extend(items) or draft(items))
     assert paused.to([inputs], GREEDY) == expected
-    assert sum(item.num_tokens for item in readings) == len(inputs.token_ids)
-    assert not any(item.num_drafts for item in readings) and not paused.core.runner.keeps_hidden
+    assert sum(item.num_tokens for item in draft_inputs) == len(inputs.token_ids)
+    assert not any(item.num_drafts for item in draft_inputs) and not paused.core.runner.keeps_hidden
     assert paused.drafter.num_proposed == paused.drafter.lookup.num_proposed > 0
     # Off and on again in the middle: a few tokens that nobody read have no keys, which is nobody's answer.
     changing = Answers(model, torch.float32, drafts=3)
@@ -294,7 +294,7 @@ def test_a_model_whose_drafts_are_wrong_stops_drafting(models_with_wrong_drafts,
     params = dataclasses.replace(GREEDY, max_tokens=300)
     answers = Answers(model, torch.float32, drafts=4)
     answers.drafter.policy = DraftPolicy(4, 32, 12)
-    answers.drafter.lookup = Speculator(1)
+    answers.drafter.lookup = PromptLookupDrafter(1)
     answers.drafter.lookup.propose = lambda sequence, max_drafts: []
     answers.drafter.clock = Clock(answers.core.runner)
     assert answers.to(prompts[:1], params) == Answers(model, torch.float32).to(prompts[:1], params)
@@ -314,9 +314,9 @@ class Clock:
             self.now_s += 0.010 + 0.001 * step.num_tokens
             return run(step)
 
-        def timed_pass(readings, media):
+        def timed_pass(draft_inputs, media):
             self.now_s += 0.003
-            return run_pass(readings, media)
+            return run_pass(draft_inputs, media)
 
         runner.run, runner._drafts._run = timed_run, timed_pass
 

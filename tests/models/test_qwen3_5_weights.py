@@ -16,7 +16,7 @@ from tilewright.models.qwen3_5.model import FAMILIES
 from tilewright.models.registry import family_of
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.checkpoint import CheckpointError
-from tilewright.weights.spec import walk
+from tilewright.weights.spec import iter_weights
 
 REAL_CONFIGS = Path(__file__).parents[1] / "data" / "qwen3_5_configs.json"
 BILLIONS = {"0.8B": 0.87, "2B": 2.2, "4B": 4.5, "9B": 9.4, "27B": 27.4, "35B-A3B": 35.1}
@@ -24,7 +24,7 @@ PROMPT = tiny.text_prompt(30, 7)
 
 
 def sources_of(model):
-    return {source.name: source.shape for weight in walk(model) for source in weight.sources}
+    return {source.name: source.shape for weight in iter_weights(model) for source in weight.sources}
 
 
 def num_parameters(model):

@@ -11,7 +11,7 @@ from checkpoint_files import write_qwen3_vl_folder
 from clips import write_clip
 from PIL import Image
 
-from tilewright.inputs.media import Limits
+from tilewright.inputs.media import MediaLimits
 from tilewright.models.qwen3_vl.preprocessing import (
     group_times,
     num_sampled_frames,
@@ -358,7 +358,7 @@ def test_other_errors(processor, config, folder):
         processor.prompt()
     with pytest.raises(RequestError, match="audio 1: the model takes text and image and video"):
         processor.chat([{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]}])
-    bare = Qwen3VlProcessor(config, folder, processor.tokenizer, None, Limits(max_items=1, max_frames=3))
+    bare = Qwen3VlProcessor(config, folder, processor.tokenizer, None, MediaLimits(max_items=1, max_frames=3))
     with pytest.raises(RequestError, match="no chat template"):
         bare.chat([{"role": "user", "content": "x"}])
     with pytest.raises(RequestError, match="image 2: the request has more than 1"):

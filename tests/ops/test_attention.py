@@ -166,7 +166,7 @@ def test_paged_cross_attention(isa, dtype):
 
 
 def test_spans_that_see_parts_of_the_same_keys(isa, dtype):
-    """As tokens of pictures side by side do: each sees as many keys of one scene's pages as its place says."""
+    """As tokens of pictures side by side do: each sees as many keys of one group's pages as its place says."""
     pool = Pool([300, 70], 64, 2, 64, dtype)
     q, lengths = rand(48, 4, 64, dtype=dtype), torch.tensor([90, 300, 70, 65], dtype=torch.int32)
     table, starts = pool.table[[0, 0, 1, 0]], starts_of([1, 40, 6, 1])
@@ -175,8 +175,8 @@ def test_spans_that_see_parts_of_the_same_keys(isa, dtype):
     keys, values = (tensor.nan_to_num(0.0) for tensor in pool.cache.read())
     twin = reference.paged_attention(q, keys, values, 64, table, starts, lengths, causal=False)
     assert_attention(out, twin, pool.values[0])
-    for part, scene, length in ((slice(0, 1), 0, 90), (slice(1, 41), 0, 300), (slice(41, 47), 1, 70)):
-        alone = reference.attention(q[part], pool.keys[scene][:length], pool.values[scene][:length])
+    for part, group, length in ((slice(0, 1), 0, 90), (slice(1, 41), 0, 300), (slice(41, 47), 1, 70)):
+        alone = reference.attention(q[part], pool.keys[group][:length], pool.values[group][:length])
         assert_attention(out[part], alone, pool.values[0])
 
 

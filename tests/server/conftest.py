@@ -13,10 +13,10 @@ from tiny_checkpoint import write_chat_model, write_vision_model
 
 from tilewright.engine.engine import Engine
 from tilewright.ops.native import kernels
-from tilewright.server.app import Desk, create_app
-from tilewright.server.backend import Chunk, Ended, ModelInfo, Started
+from tilewright.server.app import ApiHandler, create_app
 from tilewright.server.connections import server_config
-from tilewright.server.local import LocalBackend
+from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Started
+from tilewright.server.link.local import LocalBackend
 from tilewright.server.settings import ServerSettings
 from tilewright.types import Timings
 
@@ -30,11 +30,11 @@ def one_thread():
 
 
 class Running:
-    """A server that runs: its address, its Desk, and clients for it."""
+    """A server that runs: its address, its ApiHandler, and clients for it."""
 
-    def __init__(self, url: str, desk: Desk, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, url: str, handler: ApiHandler, loop: asyncio.AbstractEventLoop) -> None:
         self.url = url
-        self.desk = desk
+        self.handler = handler
         self.loop = loop
 
     def client(self, **options) -> openai.OpenAI:
@@ -51,14 +51,14 @@ def serving(make_backend: Callable, settings: ServerSettings | None = None, port
     server: list[uvicorn.Server] = []
 
     async def main() -> None:
-        desk = Desk(settings or ServerSettings(), make_backend())
+        handler = ApiHandler(settings or ServerSettings(), make_backend())
         listener = socket.create_server(("127.0.0.1", port))
-        server.append(uvicorn.Server(server_config(create_app(desk), desk.settings, desk.metrics)))
+        server.append(uvicorn.Server(server_config(create_app(handler), handler.settings, handler.metrics)))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        started.append(Running(url, desk, asyncio.get_running_loop()))
+        started.append(Running(url, handler, asyncio.get_running_loop()))
         ready.set()
         await server[0].serve(sockets=[listener])
-        await desk.gate.close()
+        await handler.gate.close()
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
@@ -130,9 +130,9 @@ class ScriptedBackend:
         self.asked.append(ask)
         loop = asyncio.get_running_loop()
         events = [Started(3, self.opens_reasoning)]
-        events += [Chunk(0, piece, 1) for piece in self.pieces[: 1 if self.holds_back else None]]
+        events += [AnswerDelta(0, piece, 1) for piece in self.pieces[: 1 if self.holds_back else None]]
         if not self.holds_back:
-            events += [Chunk(0, "", 1, "stop"), Ended(3, 0, len(self.pieces) + 1, Timings(0.0, 0.1, 0.2))]
+            events += [AnswerDelta(0, "", 1, "stop"), Ended(3, 0, len(self.pieces) + 1, Timings(0.0, 0.1, 0.2))]
         for event in events:
             loop.call_soon(listener, event)
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import ScriptedBackend
 from PIL import Image
 
-from tilewright.server.backend import Chunk, Ended, Started
+from tilewright.server.link.backend import AnswerDelta, Ended, Started
 from tilewright.types import Timings
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -124,11 +124,11 @@ class HeldBackend(ScriptedBackend):
             raise self.error
         self.asked.append(ask)
         loop = asyncio.get_running_loop()
-        for event in (Started(3, self.opens_reasoning), Chunk(0, self.pieces[0], 1)):
+        for event in (Started(3, self.opens_reasoning), AnswerDelta(0, self.pieces[0], 1)):
             loop.call_soon(listener, event)
-        rest = [Chunk(0, piece, 1) for piece in self.pieces[1:]]
+        rest = [AnswerDelta(0, piece, 1) for piece in self.pieces[1:]]
         rest += [
-            Chunk(0, "", 1, "stop"),
+            AnswerDelta(0, "", 1, "stop"),
             Ended(3, 0, len(self.pieces) + 1, Timings(0.0, 0.1, 0.2), bandwidth_share=0.4),
         ]
         self._rests.append((loop, listener, rest))

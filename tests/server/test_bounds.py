@@ -7,9 +7,11 @@ import pytest
 from sources import ROOT
 
 from tilewright import serve
-from tilewright.engine.constraint_source import MAX_SOURCE_BYTES
+from tilewright.engine.constraint.source import MAX_SOURCE_BYTES
 from tilewright.inputs.text_limits import MAX_MESSAGES, MAX_VALUES
-from tilewright.server import bodies, connections, fetch, guard, media
+from tilewright.server import bodies, connections, guard
+from tilewright.server.media import fetch
+from tilewright.server.media import gate as media
 from tilewright.server.output.tools import MAX_TOOLS
 from tilewright.server.responses.history import MAX_HISTORY_BYTES
 from tilewright.server.settings import MEDIA_LIMITS, ServerSettings

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sources import ROOT
 
 from tilewright.engine.stats import Stats
+from tilewright.server.link.service import EngineService
 from tilewright.server.metrics import Metrics
-from tilewright.server.service import EngineService
 
 NAME = re.compile(r"tilewright_\w+")
 # Of what is exposed, what the dashboard leaves out on purpose: nothing.

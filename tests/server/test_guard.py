@@ -15,7 +15,7 @@ import urllib.request
 import openai
 import pytest
 
-from tilewright.server.backend import EngineUnavailable
+from tilewright.server.link.backend import EngineUnavailable
 from tilewright.server.settings import ServerSettings
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -198,26 +198,26 @@ def test_who_leaves_while_media_are_fetched_frees_their_place(scripted, monkeypa
     running, _ = scripted()
     is_cancelled = threading.Event()
 
-    async def bring(messages, hold):
+    async def resolve(messages, hold):
         try:
             await asyncio.sleep(60)
         finally:
             is_cancelled.set()
 
-    monkeypatch.setattr(running.desk.gate, "bring", bring)
+    monkeypatch.setattr(running.handler.gate, "resolve", resolve)
     with pytest.raises(openai.APITimeoutError):
         running.client(timeout=0.3).chat.completions.create(model="", **BODY)
     assert is_cancelled.wait(20)
-    wait_until(lambda: running.desk._admission.num_answers == 0)
+    wait_until(lambda: running.handler._admission.num_answers == 0)
 
 
 def test_what_is_fetched_counts_as_held(scripted, monkeypatch):
     running, _ = scripted(settings=ServerSettings(max_held_bytes=5000))
 
-    async def bring(messages, hold):
+    async def resolve(messages, hold):
         hold(6000)
 
-    monkeypatch.setattr(running.desk.gate, "bring", bring)
+    monkeypatch.setattr(running.handler.gate, "resolve", resolve)
     with pytest.raises(openai.RateLimitError, match="the limit is 5000"):
         running.client().chat.completions.create(model="", **BODY)
 
@@ -337,5 +337,5 @@ def test_lines_tell_the_method_and_addresses_that_do_not_exist(scripted, caplog)
         wait_until(lambda: len(caplog.records) == 3)
     told = [(record.fields["method"], record.fields["path"]) for record in caplog.records]
     assert told == [("GET", "/v1/modles"), ("PUT", "/wp-login.php"), ("GET", "/" + "x" * 199)]
-    figures = running.desk.metrics.text(None, 0).decode()
+    figures = running.handler.metrics.text(None, 0).decode()
     assert 'path="other",status="404"' in figures and "modles" not in figures

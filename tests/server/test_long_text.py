@@ -96,7 +96,7 @@ def test_a_long_prompt_keeps_no_short_one_waiting(chat_engine, chat_server, monk
     assert began.wait(30)
     assert _ask(client, "short").choices
     left.join(30)
-    wait_until(lambda: chat_server.desk._admission.num_answers == 0)
+    wait_until(lambda: chat_server.handler._admission.num_answers == 0)
     may_go_on.set()
     wait_until(lambda: chat_engine.stats().num_preparing == 0)
     assert len(pieces) == 1
@@ -107,13 +107,13 @@ def _ask(client, text):
 
 
 def test_the_code_survives_the_way_from_the_engine():
-    from tilewright.server import wire
-    from tilewright.server.backend import Ask
     from tilewright.server.errors import as_api_error
-    from tilewright.server.service import failure
+    from tilewright.server.link import wire
+    from tilewright.server.link.backend import EngineRequest
+    from tilewright.server.link.service import failure
 
     def told(error):
-        event = wire.event_to_json(failure(error, Ask(text="", names={"prompt": "input"})))
+        event = wire.event_to_json(failure(error, EngineRequest(text="", names={"prompt": "input"})))
         return as_api_error(wire.event_from_json(json.loads(json.dumps(event))).error())
 
     too_long = told(ContextLengthExceeded("long"))

@@ -8,8 +8,8 @@ import pytest
 from media_origin import Names, ok, redirect, serving
 
 import tilewright
-from tilewright.server import addresses
-from tilewright.server.fetch import Fetcher, FetchError
+from tilewright.server.media import addresses
+from tilewright.server.media.fetch import Fetcher, FetchError
 from tilewright.types import RequestError
 
 NAMES = {

@@ -4,11 +4,11 @@ import base64
 import pytest
 from media_origin import Names, ok, serving
 
-from tilewright.inputs.chat import normalize
-from tilewright.inputs.media import Limits
-from tilewright.server import addresses
-from tilewright.server.fetch import Fetcher
-from tilewright.server.media import MediaGate, MediaPolicy
+from tilewright.inputs.chat_template import normalize
+from tilewright.inputs.media import MediaLimits
+from tilewright.server.media import addresses
+from tilewright.server.media.fetch import Fetcher
+from tilewright.server.media.gate import MediaGate, MediaPolicy
 from tilewright.types import RequestError
 
 DATA_URL = "data:image/png;base64," + base64.b64encode(b"inline").decode()
@@ -31,13 +31,13 @@ def bring(content, answers=None, **policy):
             parts = [_with_port(part, f"http://u:{origin.port}") for part in content]
             messages = [{"role": "system", "content": "Look."}, {"role": "user", "content": parts, "name": "me"}]
             try:
-                brought = await gate.bring(messages)
+                resolved = await gate.resolve(messages)
             except RequestError as error:
                 return str(error), origin
             finally:
                 await gate.close()
-            assert brought[0] == messages[0] and brought[1].keys() == messages[1].keys()
-            return brought[1]["content"], origin
+            assert resolved[0] == messages[0] and resolved[1].keys() == messages[1].keys()
+            return resolved[1]["content"], origin
 
     return asyncio.run(run())
 
@@ -72,9 +72,9 @@ def test_every_form_of_part(tmp_path):
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
         "a bare text",
     ]
-    brought, origin = bring(content, answers, folders=(tmp_path,))
-    assert brought == [
-        content[0] | {"text": brought[0]["text"]},
+    resolved, origin = bring(content, answers, folders=(tmp_path,))
+    assert resolved == [
+        content[0] | {"text": resolved[0]["text"]},
         {"type": "image", "image": b"a", "cache_control": {"type": "ephemeral"}},
         {"type": "image", "image": b"b"},
         {"type": "video", "video": b"c", "fps": 2},
@@ -88,14 +88,14 @@ def test_every_form_of_part(tmp_path):
     ]
     assert sorted(origin.paths) == [f"/{name}" for name in "abcdefg"]
     # The engine takes it, though it reads no files and fetches nothing.
-    _, media = normalize([{"role": "user", "content": brought}], limits=Limits(allow_paths=False))
+    _, media = normalize([{"role": "user", "content": resolved}], limits=MediaLimits(allow_paths=False))
     assert [medium.name for medium in media][:3] == ["image 1", "image 2", "video 1"]
 
 
 def test_a_url_that_comes_twice_is_fetched_once():
     content = [picture("U/a"), {"type": "image", "image": "U/a"}, {"type": "video", "video": ["U/a", "U/b", "U/a"]}]
-    brought, origin = bring(content, {"/a": ok(b"a"), "/b": ok(b"b")})
-    assert [part[part["type"]] for part in brought] == [b"a", b"a", [b"a", b"b", b"a"]]
+    resolved, origin = bring(content, {"/a": ok(b"a"), "/b": ok(b"b")})
+    assert [part[part["type"]] for part in resolved] == [b"a", b"a", [b"a", b"b", b"a"]]
     assert sorted(origin.paths) == ["/a", "/b"]
 
 
@@ -105,8 +105,8 @@ def test_a_request_has_a_few_connections_at_once():
         writer.write(ok(b"x"))
 
     content = [picture(f"U/{index}") for index in range(24)]
-    brought, origin = bring(content, {f"/{index}": slowly for index in range(24)})
-    assert len(brought) == 24 and 2 <= origin.most_open <= 8
+    resolved, origin = bring(content, {f"/{index}": slowly for index in range(24)})
+    assert len(resolved) == 24 and 2 <= origin.most_open <= 8
 
 
 @pytest.mark.parametrize(
@@ -138,19 +138,19 @@ def test_a_request_has_a_few_connections_at_once():
 def test_errors_name_the_item(part, message):
     missing = b"HTTP/1.1 404 Not here\r\nContent-Length: 6\r\n\r\nsecret"
     answers = {"/a": ok(b"a"), "/missing": missing, "/empty": ok(b""), "/large": ok(b"x" * 101)}
-    error, origin = bring([picture("U/a"), part], answers, limits=Limits(max_bytes=100, max_frames=4))
+    error, origin = bring([picture("U/a"), part], answers, limits=MediaLimits(max_bytes=100, max_frames=4))
     assert error == message.replace("PORT", str(origin.port))
 
 
 def test_too_many_items_are_not_fetched():
-    error, origin = bring([picture(f"U/{index}") for index in range(4)], limits=Limits(max_items=3))
+    error, origin = bring([picture(f"U/{index}") for index in range(4)], limits=MediaLimits(max_items=3))
     assert error == "image 4: the request has more than 3 pictures, videos and sounds" and origin.requests == []
 
 
 def test_all_items_together():
     """Each use of a source counts: each is a copy for the engine."""
     answers = {"/a": ok(b"x" * 60), "/b": ok(b"x" * 60)}
-    limits = Limits(max_bytes=100, max_total_bytes=119)
+    limits = MediaLimits(max_bytes=100, max_total_bytes=119)
     for content in (
         [picture("U/a"), picture("U/b")],
         [picture("U/a")] * 2,
@@ -158,7 +158,7 @@ def test_all_items_together():
     ):
         error, _ = bring(content, answers, limits=limits)
         assert error.endswith(": the request's media are more than 119 bytes, the limit")
-    assert len(bring([picture("U/a"), picture("U/b")], answers, limits=Limits(max_total_bytes=120))[0]) == 2
+    assert len(bring([picture("U/a"), picture("U/b")], answers, limits=MediaLimits(max_total_bytes=120))[0]) == 2
 
 
 def test_the_rest_is_given_up_when_one_fails():
@@ -186,7 +186,7 @@ def test_whoever_asked_may_leave():
             fetcher = Fetcher(max_redirects=3, timeout_s=10, allow_private=False, resolve=Names({"u": [["127.0.0.1"]]}))
             gate = MediaGate(MediaPolicy(), fetcher)
             message = {"role": "user", "content": [picture(f"http://u:{origin.port}/a")]}
-            task = asyncio.create_task(gate.bring([message]))
+            task = asyncio.create_task(gate.resolve([message]))
             while not origin.requests:
                 await asyncio.sleep(0.01)
             task.cancel()
@@ -206,7 +206,7 @@ def test_messages_of_other_forms_pass_as_they_are():
     async def run():
         gate = MediaGate(MediaPolicy())
         try:
-            return await gate.bring(messages)
+            return await gate.resolve(messages)
         finally:
             await gate.close()
 

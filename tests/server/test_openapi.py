@@ -8,11 +8,11 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
 from tilewright.engine.engine import Engine
-from tilewright.server.app import Desk, create_app
-from tilewright.server.local import LocalBackend
+from tilewright.server.app import ApiHandler, create_app
+from tilewright.server.link.local import LocalBackend
 from tilewright.server.settings import ServerSettings
 
-schema = schemathesis.openapi.from_dict(create_app(Desk(ServerSettings(), ScriptedBackend())).openapi())
+schema = schemathesis.openapi.from_dict(create_app(ApiHandler(ServerSettings(), ScriptedBackend())).openapi())
 schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 
 

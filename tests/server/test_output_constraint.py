@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from output_answers import FORMATS, HERMES, LLAMA, TOOLS, XML, parse, tool
 
-from tilewright.engine.constraint import ConstraintCompiler
+from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.server.output import check_tools, tool_constraint
 from tilewright.server.output.llama import LlamaFormat

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from output_answers import FORMATS, HERMES, LLAMA, TOOLS, XML, Answer, parse
 
-from tilewright.inputs.chat import ChatTemplate
+from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.server.output import OutputParser, thinks, tool_format_of
 
 CALLS = [

@@ -11,9 +11,9 @@ from page_browser import answers, hand_over, png, send, until, until_kept, wait_
 from PIL import Image
 
 from tilewright import embedded
-from tilewright.inputs.media import Limits
-from tilewright.server.backend import EngineFailure, EngineUnavailable, ModelInfo
-from tilewright.server.media import MediaPolicy
+from tilewright.inputs.media import MediaLimits
+from tilewright.server.link.backend import EngineFailure, EngineUnavailable, ModelInfo
+from tilewright.server.media.gate import MediaPolicy
 from tilewright.server.settings import ServerSettings
 
 REFUSED = "Failed to load resource"  # what Chromium's console says of a request that was answered with an error
@@ -236,7 +236,7 @@ def test_another_tab_sees_what_changed(scripted, visits):
 
 
 def test_a_picture_over_the_limit_is_sent_smaller_and_that_is_told(scripted, visits):
-    limits = Limits(max_pixels=100 * 100, allow_paths=False)
+    limits = MediaLimits(max_pixels=100 * 100, allow_paths=False)
     running, backend = scripted(settings=ServerSettings(media=MediaPolicy(limits)), accepts=("image",))
     page = visits.open(running.url)
     hand_over(page, "drop", png(400, 200))

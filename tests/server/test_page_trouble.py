@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from page_browser import answers, hand_over, kept, png, send, until, until_kept, wait_until_done
 
-from tilewright.server import remote
-from tilewright.server.backend import EngineUnavailable
+from tilewright.server.link import remote
+from tilewright.server.link.backend import EngineUnavailable
 from tilewright.server.settings import ServerSettings
 
 REFUSED = "Failed to load resource"

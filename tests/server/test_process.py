@@ -13,7 +13,7 @@ from serve_process import ServerProcess
 from tiny_checkpoint import write_chat_model
 
 from tilewright import cli
-from tilewright.server.remote import RemoteBackend
+from tilewright.server.link.remote import RemoteBackend
 
 QUESTION = [{"role": "user", "content": "What is a tile?"}]
 LONG = {"model": "", "messages": QUESTION, "max_tokens": 3000, "temperature": 0, "extra_body": {"ignore_eos": True}}

@@ -6,8 +6,8 @@ import subprocess
 import pytest
 from tiny_checkpoint import write_text_model
 
-from tilewright.server.backend import Ask, EngineUnavailable
-from tilewright.server.remote import EngineRefused, RemoteBackend
+from tilewright.server.link.backend import EngineRequest, EngineUnavailable
+from tilewright.server.link.remote import EngineRefused, RemoteBackend
 from tilewright.types import RequestError
 
 
@@ -35,14 +35,14 @@ def test_it_goes_on_trying_once_it_was_there(tmp_path, monkeypatch):
             deep = {}
             for _ in range(5000):
                 deep = {"in": deep}
-            backend.submit(Ask(text="x", template_args=deep), lambda event: None)
+            backend.submit(EngineRequest(text="x", template_args=deep), lambda event: None)
         working = subprocess.Popen
         monkeypatch.setattr(subprocess, "Popen", no_more_files)
         backend._process.kill()
         while backend.num_restarts < 1:
             await asyncio.sleep(0.01)
         with pytest.raises(EngineUnavailable):
-            backend.submit(Ask(text="x"), lambda event: None)
+            backend.submit(EngineRequest(text="x"), lambda event: None)
         await asyncio.sleep(0.6)  # one try that fails
         monkeypatch.setattr(subprocess, "Popen", working)
         while not backend.is_ready:

@@ -5,9 +5,9 @@ from conftest import serving
 
 from tilewright.engine.engine import Engine
 from tilewright.engine.stats import Reads
-from tilewright.server.backend import Ended
-from tilewright.server.chat import timings
-from tilewright.server.local import LocalBackend
+from tilewright.server.chat_completions import timings
+from tilewright.server.link.backend import Ended
+from tilewright.server.link.local import LocalBackend
 from tilewright.types import Timings
 
 READ_LIMIT = 20e9

@@ -5,8 +5,8 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.server import wire
-from tilewright.server.backend import Ask, Chunk, Ended, Failed, SpelledLogprob, Started
+from tilewright.server.link import wire
+from tilewright.server.link.backend import AnswerDelta, Ended, EngineRequest, Failed, SpelledLogprob, Started
 from tilewright.types import Constraint, Timings
 
 texts = st.text(st.characters(codec=None), max_size=20)  # lone surrogates too: JSON from clients may have them
@@ -23,7 +23,7 @@ spelled = st.builds(
 events = st.one_of(
     st.builds(Started, st.integers(0), st.booleans()),
     st.builds(
-        Chunk,
+        AnswerDelta,
         st.integers(0, 9),
         texts,
         st.integers(0),
@@ -66,9 +66,11 @@ def test_events(sent):
 def test_asks():
     sampling = {"max_tokens": 3, "logit_bias": {5: 1.5}, "constraint": Constraint("regex", "a+", True)}
     messages = [{"role": "user", "content": [{"type": "image", "image": b"\x00\xff"}, {"type": "text", "text": "?"}]}]
-    ask = Ask(messages=messages, template_args={"enable_thinking": False}, sampling=sampling, wants_prompt=True)
-    assert wire.ask_from_json(through({"ask": wire.ask_to_json(ask)})["ask"]) == ask
-    bare = Ask(token_ids=[1, 2])
+    ask = EngineRequest(
+        messages=messages, template_args={"enable_thinking": False}, sampling=sampling, wants_prompt=True
+    )
+    assert wire.request_from_json(through({"request": wire.request_to_json(ask)})["request"]) == ask
+    bare = EngineRequest(token_ids=[1, 2])
     assert dataclasses.asdict(
-        wire.ask_from_json(through({"ask": wire.ask_to_json(bare)})["ask"])
+        wire.request_from_json(through({"request": wire.request_to_json(bare)})["request"])
     ) == dataclasses.asdict(bare)

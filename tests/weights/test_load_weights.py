@@ -12,7 +12,7 @@ import tilewright.ops.linear as linear_ops
 from tilewright.ops.linear import pack_weight
 from tilewright.weights.checkpoint import CheckpointError
 from tilewright.weights.load import _is_finite, load
-from tilewright.weights.spec import Linear, PatchEmbedding, Plain
+from tilewright.weights.spec import Linear, PatchEmbedding, Unpacked
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -85,7 +85,7 @@ def test_a_linear_scaled_by_the_tanh_of_a_gate(make_checkpoint, source_dtype, bi
 def test_plain_tensors_are_copies(make_checkpoint, source_dtype, dtype, shape):
     tensor = random(*shape, dtype=source_dtype)
     checkpoint = make_checkpoint({"table": tensor})
-    weight = Plain("table", *shape)
+    weight = Unpacked("table", *shape)
     load([weight], checkpoint, dtype=dtype)
     assert weight.value.dtype == dtype and torch.equal(weight.value, tensor.float().to(dtype))
     # Memory of its own, not the file's: changing one leaves the other.
@@ -110,7 +110,7 @@ def test_a_shared_weight_is_loaded_once(make_checkpoint):
 
 def test_names_go_through_the_rule(make_checkpoint):
     checkpoint = make_checkpoint({"model.norm.weight": random(4), "rotary.inv_freq": random(3)})
-    norm = Plain("norm.weight", 4)
+    norm = Unpacked("norm.weight", 4)
 
     def rename(name: str) -> str | None:
         return None if name.endswith("inv_freq") else name.removeprefix("model.")
@@ -123,7 +123,7 @@ def test_names_go_through_the_rule(make_checkpoint):
 
 def test_one_error_lists_all_that_differs(make_checkpoint):
     tensors = {"shape.weight": random(8, 4), "extra": random(2), "ids": torch.arange(3), "fine": random(5)}
-    model = [Linear([("shape", 9)], 4), Plain("ids", 3), Plain("gone", 7, 7), Plain("fine", 5)]
+    model = [Linear([("shape", 9)], 4), Unpacked("ids", 3), Unpacked("gone", 7, 7), Unpacked("fine", 5)]
     with pytest.raises(CheckpointError) as error:
         load(model, make_checkpoint(tensors), dtype=torch.float32)
     message = str(error.value)
@@ -140,7 +140,7 @@ def test_one_error_lists_all_that_differs(make_checkpoint):
 
 
 def test_long_lists_are_cut(make_checkpoint):
-    model = [Plain(f"t{i}", 1) for i in range(300)]
+    model = [Unpacked(f"t{i}", 1) for i in range(300)]
     with pytest.raises(CheckpointError, match=re.escape("300 tensors missing")) as error:
         load(model, make_checkpoint({"unused": random(2)}), dtype=torch.float32)
     assert "and 280 more" in str(error.value) and str(error.value).count("\n") < 30
@@ -152,7 +152,7 @@ def test_only_kernel_dtypes(make_checkpoint):
 
 
 def test_progress_is_quiet_without_a_terminal(make_checkpoint, capfd):
-    load([Plain("t", 3)], make_checkpoint({"t": random(3)}), dtype=torch.float32, progress=True)
+    load([Unpacked("t", 3)], make_checkpoint({"t": random(3)}), dtype=torch.float32, progress=True)
     assert capfd.readouterr() == ("", "")
 
 
@@ -162,7 +162,7 @@ from pathlib import Path
 import torch
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import _is_finite, load
-from tilewright.weights.spec import Linear, Plain
+from tilewright.weights.spec import Linear, Unpacked
 
 def status_bytes(key):
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -176,12 +176,12 @@ model = [Linear([("embed", 40000)], 1024)]
 for i in range(16):
     model.append(Linear([(f"{i}.q", 1024), (f"{i}.k", 512), (f"{i}.v", 512)], 1024))
     model.append(Linear([(f"{i}.gate", 2048), (f"{i}.up", 2048)], 1024, gated=True))
-    model.append(Plain(f"{i}.table", 2048, 1024))
+    model.append(Unpacked(f"{i}.table", 2048, 1024))
 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
 before = status_bytes("VmRSS")
 load(model, checkpoint, dtype=getattr(torch, sys.argv[2]))
 weight_bytes = sum(
-    v.numel() * v.element_size() for v in (w.value if isinstance(w, Plain) else w.value.data for w in model))
+    v.numel() * v.element_size() for v in (w.value if isinstance(w, Unpacked) else w.value.data for w in model))
 print(weight_bytes, status_bytes("VmHWM") - before)
 """
 
@@ -231,7 +231,7 @@ def test_nan_is_refused_by_the_name_of_its_tensor(make_checkpoint, monkeypatch, 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
 def test_infinity_is_a_warning(make_checkpoint, caplog, value):
-    weight = Plain("mask", 4, 4096)
+    weight = Unpacked("mask", 4, 4096)
     mask = torch.zeros(4, 4096)
     mask[1:, 2:] = value
     load([weight], make_checkpoint({"mask": mask}), dtype=torch.float32)

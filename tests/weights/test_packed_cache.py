@@ -18,7 +18,7 @@ from tilewright.weights import cache, checksums, entry_check, values
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
 from tilewright.weights.mapped import MappedFile
-from tilewright.weights.spec import Linear, PatchEmbedding, Plain, Weight
+from tilewright.weights.spec import Linear, PatchEmbedding, Unpacked, Weight
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -41,8 +41,8 @@ TENSORS = {
 def make_model() -> list[Weight]:
     return [
         Linear([("embed", 300)], 2048),
-        Plain("norm", 64),
-        Plain("scalar"),
+        Unpacked("norm", 64),
+        Unpacked("scalar"),
         Linear([("q", 64)], 32, bias=True),
         Linear([("gate", 48), ("up", 48)], 32, gated=True),
         PatchEmbedding("proj", (32, 3, 2, 4, 4)),
@@ -255,7 +255,7 @@ def test_the_entries_used_last_stay(tmp_path, make_checkpoint):
     def start(number: int):
         path = tmp_path / str(number)
         checkpoint = open_checkpoint(path) if path.exists() else make_checkpoint({"t": random(8)}, str(number))
-        return load([Plain("t", 8)], checkpoint, dtype=torch.float32, cache_dir=tmp_path / "cache")
+        return load([Unpacked("t", 8)], checkpoint, dtype=torch.float32, cache_dir=tmp_path / "cache")
 
     reports = [start(number) for number in range(cache.MAX_ENTRIES)]
     for age_s, report in enumerate(reversed(reports)):
@@ -330,9 +330,9 @@ def test_values_of_any_nesting(tmp_path):
 
 
 def test_recipes_are_made_of_plain_settings():
-    weight = Plain("t", 8)
+    weight = Unpacked("t", 8)
     weight.rule = lambda tensor: tensor
-    with pytest.raises(TypeError, match=r"Plain\.rule is .*expected numbers, strings or tuples"):
+    with pytest.raises(TypeError, match=r"Unpacked\.rule is .*expected numbers, strings or tuples"):
         _ = weight.recipe
 
 

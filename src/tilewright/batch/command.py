@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright import engine_flags
-from tilewright.engine.memory import parse_bytes
-from tilewright.inputs.media import Limits
+from tilewright.host_memory import parse_bytes
+from tilewright.inputs.media import MediaLimits
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from tilewright.batch.results import Results
     from tilewright.batch.work import Tally
     from tilewright.engine.engine import Engine
-    from tilewright.server.backend import ModelInfo
+    from tilewright.server.link.backend import ModelInfo
 
 # The user's own, as the library's are; paths are read before the engine sees them.
-MEDIA_LIMITS = Limits(allow_paths=False)
+MEDIA_LIMITS = MediaLimits(allow_paths=False)
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -132,9 +132,9 @@ async def _answer_all(
     from tilewright.batch.ending import Ending
     from tilewright.batch.paths import PathGate
     from tilewright.batch.progress import Progress
-    from tilewright.batch.work import Crew
-    from tilewright.server.local import LocalBackend
-    from tilewright.server.media import MediaGate, MediaPolicy
+    from tilewright.batch.work import BatchWorkers
+    from tilewright.server.link.local import LocalBackend
+    from tilewright.server.media.gate import MediaGate, MediaPolicy
 
     backend = LocalBackend(engine)
     own_name = backend.model.name
@@ -143,7 +143,7 @@ async def _answer_all(
     # Whoever runs this may read the machine's files anyway.
     policy = MediaPolicy(MEDIA_LIMITS, allow_private_addresses=options.allow_private_urls, folders=(Path("/"),))
     gate = MediaGate(policy)
-    crew = Crew(backend, model, PathGate(gate, requests.path.parent), results.append, tally)
+    crew = BatchWorkers(backend, model, PathGate(gate, requests.path.parent), results.append, tally)
     concurrency = min(options.concurrency or 2 * model.max_sequences, len(requests) - requests.num_done)
     progress = Progress(tally, len(requests), engine.stats, is_quiet=options.quiet)
     working = asyncio.create_task(crew.work(requests.left(), concurrency))

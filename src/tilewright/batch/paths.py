@@ -20,8 +20,8 @@ class PathGate:
         self._gate = gate
         self._folder = folder
 
-    async def bring(self, messages: list[dict[str, Any]], hold: Hold) -> list[dict[str, Any]]:
-        return await self._gate.bring([self._in_message(message) for message in messages], hold)
+    async def resolve(self, messages: list[dict[str, Any]], hold: Hold) -> list[dict[str, Any]]:
+        return await self._gate.resolve([self._in_message(message) for message in messages], hold)
 
     def _in_message(self, message: dict[str, Any]) -> dict[str, Any]:
         content = message.get("content")

@@ -43,7 +43,7 @@ class ResultFile:
     """Lines in a file that one process at a time appends to.
 
     A process that is killed leaves what it wrote with the system, the last line torn at worst. A power cut may take, or
-    blank out, what came after the last sync. Reading the file back mends both.
+    blank out, what came after the last sync. DraftInput the file back mends both.
     """
 
     def __init__(self, path: Path) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 from tilewright.batch.requests import Request
 from tilewright.batch.results import record
 from tilewright.server.answers import Answer
-from tilewright.server.backend import Backend, Chunk, Ended, ModelInfo, Started
 from tilewright.server.endpoints import ENDPOINTS, Context, Gate
 from tilewright.server.errors import as_api_error
+from tilewright.server.link.backend import AnswerDelta, Backend, Ended, ModelInfo, Started
 from tilewright.server.responses import History
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Tally:
         return self.num_answered + self.num_failed
 
 
-class Crew:
+class BatchWorkers:
     """Answers requests and hands on each line of the output as it is ready."""
 
     def __init__(
@@ -77,13 +77,13 @@ class Crew:
     async def _result(self, request: Request) -> Mapping[str, Any]:
         endpoint = ENDPOINTS[request.url]
         body = endpoint.body.model_validate(request.body)
-        asks, writer = await endpoint.prepare(body, self._context)
-        answer = Answer(self._backend, asks)
+        requests, writer = await endpoint.prepare(body, self._context)
+        answer = Answer(self._backend, requests)
         num_left = answer.num_prompts
         try:
             while num_left:
                 prompt_index, event = await answer.next()
-                assert isinstance(event, Started | Chunk | Ended), "nobody tells it of clients"
+                assert isinstance(event, Started | AnswerDelta | Ended), "nobody tells it of clients"
                 for _ in writer.add(prompt_index, event):
                     pass
                 if isinstance(event, Ended):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tilewright.engine_flags import positive
 
 if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help answers at once
-    from tilewright.bench.report import Limits, Result
+    from tilewright.bench.report import MachineLimits, Result
     from tilewright.bench.row import Row
 
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(kernels.num_threads())
     load = common.load_average()
     measured = machine.measure()
-    limits = report.Limits(measured.read_gb_s, measured.bf16_tflops)
+    limits = report.MachineLimits(measured.read_gb_s, measured.bf16_tflops)
     results = _measure(rows, options.rounds, limits)
     torch_dtypes = torch_dtype.by_product()
     print(report.as_table(results, limits, torch_dtypes))
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(result.times is None for result in results) else 0
 
 
-def _measure(rows: "list[Row]", rounds: int, limits: "Limits") -> "list[Result]":
+def _measure(rows: "list[Row]", rounds: int, limits: "MachineLimits") -> "list[Result]":
     from tqdm import tqdm
 
     from tilewright.bench.report import Result

@@ -16,7 +16,7 @@ FAILED = "FAILED CHECK"
 
 
 @dataclass(frozen=True)
-class Limits:
+class MachineLimits:
     """The machine at its best, as measured in the same run."""
 
     read_gb_s: float
@@ -77,7 +77,7 @@ def means(results: Sequence[Result]) -> list[Mean]:
     ]
 
 
-def as_table(results: Sequence[Result], limits: Limits, torch_dtypes: Mapping[str, str]) -> str:
+def as_table(results: Sequence[Result], limits: MachineLimits, torch_dtypes: Mapping[str, str]) -> str:
     """The rows for people to read, the means of the groups below them; `torch_dtypes` by kind of product."""
     head = ("kernel", "shape", "ours us", "torch us", "x torch", "GB/s", "TFLOP/s", "of limit")
     lines = [head, *(_cells(result) for result in results)]
@@ -140,7 +140,7 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def write_plot(path: Path, results: Sequence[Result], limits: Limits) -> None:
+def write_plot(path: Path, results: Sequence[Result], limits: MachineLimits) -> None:
     """A roofline: speed over arithmetic intensity, ours and torch's, under what the machine allows."""
     from matplotlib.figure import Figure  # only here: a benchmark without a picture does not need it
 

@@ -6,22 +6,22 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from tilewright.engine.constraint import ConstraintCompiler
+from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.core import EngineCore
-from tilewright.engine.detokenizer import Decoder
-from tilewright.engine.draft_policy import DraftPolicy
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.limits import Limits
-from tilewright.engine.mtp_drafter import MtpDrafter
-from tilewright.engine.pages import PagePool
-from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.runner import Runner
+from tilewright.engine.cross.cache import CrossCache
+from tilewright.engine.detokenizer import TokenDecoder
+from tilewright.engine.draft.policy import DraftPolicy
+from tilewright.engine.draft.predictor import PredictorDrafter
+from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
+from tilewright.engine.kv.pages import PagePool
+from tilewright.engine.kv.prefix_cache import PrefixCache
+from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.runner import ModelRunner
 from tilewright.engine.sampler import Sampler
-from tilewright.engine.scene_cache import SceneCache
 from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.speculate import Speculator
-from tilewright.engine.state_buffers import StateBuffers
-from tilewright.engine.state_cache import StateCache
+from tilewright.engine.state.buffers import StateBuffers
+from tilewright.engine.state.cache import StateCache
+from tilewright.engine.step_limits import StepLimits
 from tilewright.models.protocol import KvSpec, Model
 from tilewright.ops.kv_cache import KvCache
 
@@ -32,12 +32,12 @@ FEATURE_CACHE_BYTES = 512 << 20
 def build_core(
     model: Model,
     dtype: torch.dtype,
-    limits: Limits,
+    limits: StepLimits,
     num_pages: int,
     *,
-    num_scene_pages: int = 0,
+    num_cross_pages: int = 0,
     num_state_slots: int = 0,
-    make_decoder: Callable[[], Decoder],
+    make_token_decoder: Callable[[], TokenDecoder],
     eos_token_ids: Collection[int] = (),
     constraints: ConstraintCompiler | None = None,
     page_size: int = PAGE_SIZE,
@@ -47,14 +47,14 @@ def build_core(
 ) -> EngineCore:
     """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`.
 
-    A model with cross-attention has `num_scene_pages` more, for those of encoder states, one with recurrent layers
+    A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with recurrent layers
     `num_state_slots` states. `speculate` tokens at most are guessed ahead, by its predictor if it has one.
     """
-    scenes, cross_caches = None, []
+    cross_cache, cross_caches = None, []
     if model.cross_spec is not None:
-        scenes = SceneCache(num_scene_pages, page_size)
-        cross_caches = _caches(model.cross_spec, num_scene_pages, page_size, dtype)
-    features = FeatureCache(FEATURE_CACHE_BYTES)
+        cross_cache = CrossCache(num_cross_pages, page_size)
+        cross_caches = _caches(model.cross_spec, num_cross_pages, page_size, dtype)
+    features = EncoderCache(FEATURE_CACHE_BYTES)
     pool = PagePool(num_pages, page_size)
     # Those who branch off where no state was kept compute pages again that are there.
     beginnings = PrefixCache(pool, enabled=prefix_cache, one_of_each=model.state_spec is not None)
@@ -62,27 +62,27 @@ def build_core(
     if model.state_spec is not None:
         states = StateCache(num_state_slots, beginnings)
         buffers = StateBuffers(model.state_spec, num_state_slots, dtype, limits)
-    runner = Runner(
+    runner = ModelRunner(
         model,
         _caches(model.kv_spec, num_pages, page_size, dtype),
         features,
         limits,
-        scenes=scenes,
+        cross_cache=cross_cache,
         cross_caches=cross_caches,
         states=buffers,
         predictor=model.predictor if speculate else None,
         replay=replay,
     )
-    lookup = Speculator(speculate, model.vocab_size) if speculate else None
+    lookup = PromptLookupDrafter(speculate, model.vocab_size) if speculate else None
     drafter = None
     if lookup is not None and runner.predictor is not None:
         max_in_all = states.max_drafts if states else limits.max_draft_rows
-        drafter = MtpDrafter(runner, DraftPolicy(speculate, limits.max_draft_rows, max_in_all), lookup, page_size)
+        drafter = PredictorDrafter(runner, DraftPolicy(speculate, limits.max_draft_rows, max_in_all), lookup, page_size)
     return EngineCore(
         runner,
-        Scheduler(pool, beginnings, features, limits, drafter or lookup, scenes, states),
+        Scheduler(pool, beginnings, features, limits, drafter or lookup, cross_cache, states),
         Sampler(),
-        make_decoder=make_decoder,
+        make_token_decoder=make_token_decoder,
         vocabulary_size=model.vocab_size,
         num_embeddings=model.decoder.config.num_embeddings,
         eos_token_ids=eos_token_ids,

@@ -9,25 +9,26 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from tilewright.engine.constraint import ConstraintCompiler, Grammar
-from tilewright.engine.detokenizer import Decoder, Detokenizer
-from tilewright.engine.mtp_drafter import MtpDrafter
+from tilewright.engine.constraint.compiler import ConstraintCompiler, Grammar
+from tilewright.engine.detokenizer import Detokenizer, TokenDecoder
+from tilewright.engine.draft.predictor import PredictorDrafter
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.separation import Separator
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.step import Event, Sampled, Step
+from tilewright.engine.step_bisection import StepBisector
 from tilewright.types import Completion, Delta, Medium, ModelInputs, RequestError, SamplingParams
 
 _log = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """Computes a step.
 
-    Encodes step.encode into the feature cache, fills the pages of step.scenes from it, writes keys and values of the
-    chunks' tokens, drafts included, into the pages of their sequences, the states that are kept into their slots, and
-    returns the logits rows they ask for, in order: fp32 [step.num_logits, V]. A step without chunks is only encoded.
+    Encodes step.encode into the encoder cache, fills the pages of step.cross_groups from it, writes keys and values of
+    the chunks' tokens, drafts included, into the pages of their sequences, the states that are kept into their slots,
+    and returns the logits rows they ask for, in order: fp32 [step.num_logits, V]. A step without chunks is only
+    encoded.
     """
 
     def run(self, step: Step) -> Tensor: ...
@@ -40,21 +41,21 @@ class EngineCore:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         scheduler: Scheduler,
         sampler: Sampler,
         *,
-        make_decoder: Callable[[], Decoder],
+        make_token_decoder: Callable[[], TokenDecoder],
         vocabulary_size: int,
         num_embeddings: int | None = None,
         eos_token_ids: Collection[int] = (),
         constraints: ConstraintCompiler | None = None,
-        drafter: MtpDrafter | None = None,
+        drafter: PredictorDrafter | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.sampler = sampler
-        self.make_decoder = make_decoder
+        self.make_token_decoder = make_token_decoder
         self.vocabulary_size = vocabulary_size
         self.num_embeddings = num_embeddings or vocabulary_size  # tokens that may be read, if never written
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -106,7 +107,7 @@ class EngineCore:
         sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s, grammar)
         stop = params.stop if grammar is None else ()  # the form of a constrained answer says where it ends
         for sequence in sequences:
-            self._detokenizers[sequence] = Detokenizer(self.make_decoder(), stop, params.min_tokens)
+            self._detokenizers[sequence] = Detokenizer(self.make_token_decoder(), stop, params.min_tokens)
         self.scheduler.add(sequences)
         return sequences
 
@@ -123,7 +124,7 @@ class EngineCore:
         try:
             sampled = self._compute(step)
         except Exception as error:
-            separator = Separator(self._compute, self.runner.encode, self.scheduler)
+            separator = StepBisector(self._compute, self.runner.encode, self.scheduler)
             computed, sampled = separator.rescue(step, error)
         else:
             computed = step
@@ -159,7 +160,7 @@ class EngineCore:
             return []
         return self.sampler.sample(self.runner.run(step), step)
 
-    def _draft(self, drafter: MtpDrafter, step: Step) -> None:
+    def _draft(self, drafter: PredictorDrafter, step: Step) -> None:
         try:
             drafter.draft(step, self.scheduler.find_room)
         except Exception:  # answers do not depend on it

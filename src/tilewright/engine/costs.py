@@ -10,7 +10,7 @@ from tilewright.layers.decoder import Decoder, DecoderLayer
 from tilewright.layers.moe import SparseMlp
 from tilewright.models.protocol import Model
 from tilewright.ops.linear import PackedWeight
-from tilewright.weights.spec import Linear, walk
+from tilewright.weights.spec import Linear, iter_weights
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Costs:
     def decode_bytes(self, context: int, num_states: int = 0) -> int:
         """What a step of one sequence reads that has `context` tokens and looks at `num_states` encoder states."""
         own = context * self.kv_bytes_per_token + self.state_bytes_per_sequence
-        return self.weight_bytes_per_step + own + self.looking_bytes(num_states)
+        return self.weight_bytes_per_step + own + self.cross_attention_bytes(num_states)
 
-    def looking_bytes(self, num_states: int) -> int:
+    def cross_attention_bytes(self, num_states: int) -> int:
         """What a step reads besides whose sequences look at `num_states` encoder states in all."""
         return self.cross_bytes_per_step + num_states * self.cross_bytes_per_state if num_states else 0
 
@@ -71,14 +71,14 @@ class Costs:
         experts = min(self.expert_bytes, num_tokens * self.expert_bytes_per_token)
         dense = self.weight_bytes_per_step - self.expert_bytes_per_token
         own = num_keys * self.kv_bytes_per_token + num_sequences * self.state_bytes_per_sequence
-        return dense + experts + own + self.looking_bytes(num_states)
+        return dense + experts + own + self.cross_attention_bytes(num_states)
 
     def step_flops(self, num_tokens: int, num_logits: int, num_pairs: int) -> int:
         """What a step multiplies and adds, with `num_pairs` of a query and a key; looking comes on top."""
         linears = num_tokens * self.linear_flops_per_token + num_logits * self.head_flops
         return linears + num_pairs * self.attention_flops_per_pair
 
-    def looking_flops(self, num_tokens: int, num_pairs: int) -> int:
+    def cross_attention_flops(self, num_tokens: int, num_pairs: int) -> int:
         """What tokens that look at pictures multiply and add besides, with `num_pairs` of a query and a state."""
         return num_tokens * self.cross_linear_flops_per_token + num_pairs * self.cross_flops_per_pair
 
@@ -155,7 +155,7 @@ def _weights_of_a_token(layer: DecoderLayer) -> Iterator[tuple[int, int]]:
 
 
 def _linears(part: object, *, but: Linear | None = None) -> Iterator[tuple[int, int]]:
-    for weight in walk(part):
+    for weight in iter_weights(part):
         if isinstance(weight, Linear) and weight is not but:
             yield _size_bytes(weight.value), weight.value.n * weight.value.k
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """Text of a growing list of tokens; keeps back bytes that are no whole character yet."""
 
     def push(self, token_ids: list[int]) -> str: ...
@@ -20,7 +20,7 @@ class Detokenizer:
     out. The first min_tokens - 1 tokens end nothing, and no stop string begins in their text.
     """
 
-    def __init__(self, decoder: Decoder, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(self, decoder: TokenDecoder, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         self._decoder = decoder
         self._stop = stop
         self._num_unchecked = min_tokens - 1

@@ -13,18 +13,18 @@ from typing import Any
 
 from tilewright import embedded
 from tilewright.engine.assembly import PAGE_SIZE, build_core
-from tilewright.engine.constraint import ConstraintCompiler
+from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.costs import costs_of
+from tilewright.engine.cross.group import group_key
 from tilewright.engine.handle import Handle
-from tilewright.engine.limits import Limits
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
-from tilewright.engine.memory import SLOTS_PER_SEQUENCE, kv_bytes, num_kv_pages, num_scene_pages, num_state_slots
-from tilewright.engine.scene import scene_key
+from tilewright.engine.memory import SLOTS_PER_SEQUENCE, kv_bytes, num_cross_pages, num_kv_pages, num_state_slots
 from tilewright.engine.stats import Stats
-from tilewright.inputs.chat import has_media
-from tilewright.inputs.isolated import IsolatedOpener
-from tilewright.inputs.media import Limits as MediaLimits
+from tilewright.engine.step_limits import StepLimits
+from tilewright.inputs.chat_template import has_media
+from tilewright.inputs.isolation.opener import IsolatedOpener
+from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.text_limits import TextBudget, TextLimits
 from tilewright.inputs.tokenizer import PIECE_CHARACTERS
@@ -57,7 +57,7 @@ class Engine:
     replay          whether small steps are recorded and replayed natively; False runs them op by op, with equal results
     pack_cache      whether packed weights are kept on disk for the next start
     progress        whether loading shows a bar
-    media_limits    what pictures, videos and sounds may measure; None: `tilewright.inputs.media.Limits()`
+    media_limits    what pictures, videos and sounds may measure; None: `tilewright.inputs.media.StepLimits()`
     isolate_media   whether they are decoded by processes of their own: for media that strangers send
     allow_special_tokens  whether special tokens spelled out in messages are such; else they are plain text, and no
                     message can end its turn or begin another's. Prompts of `generate` are raw and may always have them
@@ -74,7 +74,7 @@ class Engine:
         max_context: int | None = None,
         device: str = "cpu",
         max_sequences: int = 64,
-        max_tokens_per_step: int = Limits.max_tokens_per_step,
+        max_tokens_per_step: int = StepLimits.max_tokens_per_step,
         speculate: int = 4,
         prefix_cache: bool = True,
         replay: bool = True,
@@ -99,29 +99,29 @@ class Engine:
             opener=self._opener,
             allow_special_tokens=allow_special_tokens,
         )
-        self.limits = limits = Limits(
+        self.limits = limits = StepLimits(
             max_context=_fit_context(self.loaded, max_context),
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
         )
         # Pictures that running sequences see, or one request brings side by side: more need not be kept at once.
         max_media = max(max_sequences, (media_limits or MediaLimits()).max_items)
-        num_pages, for_scenes, num_slots = _num_pages(self.loaded, limits, max_media, kv_memory)
+        num_pages, for_cross, num_slots = _num_pages(self.loaded, limits, max_media, kv_memory)
         core = build_core(
             self.loaded.model,
             self.loaded.dtype,
             limits,
             num_pages,
-            num_scene_pages=for_scenes,
+            num_cross_pages=for_cross,
             num_state_slots=num_slots,
-            make_decoder=self.loaded.tokenizer.stream,
+            make_token_decoder=self.loaded.tokenizer.stream,
             eos_token_ids=self.loaded.tokenizer.stop_token_ids,
             constraints=ConstraintCompiler(self.loaded.tokenizer, self.loaded.model.vocab_size),
             speculate=speculate,
             prefix_cache=prefix_cache,
             replay=replay,
         )
-        self._features, self._scenes = core.scheduler.features, core.scheduler.scenes
+        self._features, self._cross_cache = core.scheduler.features, core.scheduler.cross_cache
         costs = costs_of(self.loaded.model, self.loaded.dtype.itemsize)
         self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
         self._entry_check = _start_check(self.loaded, self.loop)
@@ -257,7 +257,7 @@ class Engine:
 
     def _is_known(self, media_key: bytes) -> bool:
         """Whether a medium need not be read: its features are kept, or what is made of them where it is alone."""
-        return self._features.has(media_key) or self._scenes.is_filled(scene_key([media_key]))
+        return self._features.has(media_key) or self._cross_cache.is_filled(group_key([media_key]))
 
     def _submit(
         self,
@@ -307,16 +307,16 @@ def _fit_context(loaded: LoadedModel, max_context: int | None) -> int:
 
 
 def _num_pages(
-    loaded: LoadedModel, limits: Limits, max_media: int, kv_memory: int | str | None
+    loaded: LoadedModel, limits: StepLimits, max_media: int, kv_memory: int | str | None
 ) -> tuple[int, int, int]:
     """Pages for keys and values of tokens and of encoder states, slots for recurrent states: as fit the memory."""
     itemsize, size_bytes = loaded.dtype.itemsize, kv_bytes(kv_memory)
-    cross, for_scenes = loaded.model.cross_spec, 0
+    cross, for_cross = loaded.model.cross_spec, 0
     if cross is not None:
-        scene_page_bytes = cross.bytes_per_token(itemsize) * PAGE_SIZE
+        cross_page_bytes = cross.bytes_per_token(itemsize) * PAGE_SIZE
         pages_per_medium = -(-cross.max_states // PAGE_SIZE)
-        for_scenes = num_scene_pages(scene_page_bytes, pages_per_medium, max_media, size_bytes)
-        size_bytes -= for_scenes * scene_page_bytes
+        for_cross = num_cross_pages(cross_page_bytes, pages_per_medium, max_media, size_bytes)
+        size_bytes -= for_cross * cross_page_bytes
     most_pages = -(-limits.max_context // PAGE_SIZE) * limits.max_sequences
     page_bytes = loaded.model.kv_spec.bytes_per_token(itemsize) * PAGE_SIZE
     states, num_slots = loaded.model.state_spec, 0
@@ -325,7 +325,7 @@ def _num_pages(
         most_slots = SLOTS_PER_SEQUENCE * limits.max_sequences + limits.max_rows_with_drafts
         num_slots = num_state_slots(slot_bytes, page_bytes, most_slots, size_bytes)
         size_bytes -= num_slots * slot_bytes
-    return num_kv_pages(page_bytes, most_pages, size_bytes), for_scenes, num_slots
+    return num_kv_pages(page_bytes, most_pages, size_bytes), for_cross, num_slots
 
 
 def _per_prompt(name: str, items: Sequence[Any], num_prompts: int) -> Sequence[Any]:

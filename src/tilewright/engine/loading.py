@@ -12,8 +12,8 @@ import torch
 
 from tilewright import config as settings
 from tilewright import embedded
-from tilewright.inputs.chat import ChatTemplate
-from tilewright.inputs.media import Limits
+from tilewright.inputs.chat_template import ChatTemplate
+from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def load_model(
     drafting: bool = True,
     pack_cache: bool = True,
     progress: bool = False,
-    media_limits: Limits | None = None,
+    media_limits: MediaLimits | None = None,
     opener: Opener | None = None,
     allow_special_tokens: bool = False,
 ) -> LoadedModel:

@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from tilewright.engine.constraint import Grammar
+from tilewright.engine.constraint.compiler import Grammar
 from tilewright.engine.core import EngineCore
 from tilewright.engine.costs import Costs, DraftCosts
 from tilewright.engine.handle import Handle
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.stats import Stats, StepCount, StepCounter
-from tilewright.engine.step import Chunk, Reading
+from tilewright.engine.step import Chunk, DraftInput
 from tilewright.types import Completion, Delta, ModelInputs, RequestError, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -136,9 +136,9 @@ class EngineLoop:
             prefix_hit_rate=scheduler.prefix_cache.hit_rate,
             feature_hit_rate=scheduler.features.hit_rate,
             feature_bytes=scheduler.features.size_bytes,
-            num_scene_pages=scheduler.scenes.num_pages,
-            num_scene_pages_used=scheduler.scenes.num_pages_used,
-            scene_hit_rate=scheduler.scenes.hit_rate,
+            num_cross_pages=scheduler.cross_cache.num_pages,
+            num_cross_pages_used=scheduler.cross_cache.num_pages_used,
+            cross_hit_rate=scheduler.cross_cache.hit_rate,
             num_state_slots=states.num_slots if states else 0,
             num_state_slots_used=states.num_used if states else 0,
             num_state_snapshots=states.num_snapshots if states else 0,
@@ -278,8 +278,8 @@ class EngineLoop:
         if self._costs and chunks:  # none in a step that only encodes
             read_bytes, flops = _read_and_computed(self._costs, chunks, len(results))
         drafter = self.core.drafter
-        if drafter and drafter.readings and self._costs and self._costs.draft:
-            drafted_bytes, drafted_flops = _read_and_drafted(self._costs.draft, drafter.readings)
+        if drafter and drafter.draft_inputs and self._costs and self._costs.draft:
+            drafted_bytes, drafted_flops = _read_and_drafted(self._costs.draft, drafter.draft_inputs)
             read_bytes, flops = read_bytes + drafted_bytes, flops + drafted_flops
         count = StepCount(
             ended_s=time.perf_counter(),
@@ -300,7 +300,7 @@ class EngineLoop:
         # These have sequences with their media, which nobody else may need any more.
         self.core.step_under_way = None
         if drafter:
-            drafter.readings = []
+            drafter.draft_inputs = []
 
 
 def forget_frames(error: BaseException) -> None:
@@ -317,22 +317,26 @@ def _read_and_computed(costs: Costs, chunks: Items[Chunk], num_logits: int) -> t
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     # A query sees the keys before it and itself; a chunk's queries are its last tokens.
     num_pairs = sum(chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2 for chunk in chunks)
-    looking = [chunk for chunk in chunks if chunk.sequence.scenes]
-    sights = [sight for chunk in looking for sight in chunk.sequence.sights(chunk.start, chunk.stop)]
-    num_looking = sum(sight.stop - sight.start for sight in sights)
-    num_looks = sum((sight.stop - sight.start) * sight.num_states for sight in sights)
-    num_states = sum(sight.num_states for sight in sights)
+    looking = [chunk for chunk in chunks if chunk.sequence.cross_groups]
+    cross_spans = [
+        cross_span for chunk in looking for cross_span in chunk.sequence.cross_spans(chunk.start, chunk.stop)
+    ]
+    num_looking = sum(cross_span.stop - cross_span.start for cross_span in cross_spans)
+    num_looks = sum((cross_span.stop - cross_span.start) * cross_span.num_states for cross_span in cross_spans)
+    num_states = sum(cross_span.num_states for cross_span in cross_spans)
     read_bytes = costs.step_bytes(num_tokens, sum(chunk.stop for chunk in chunks), len(chunks), num_states)
-    return read_bytes, costs.step_flops(num_tokens, num_logits, num_pairs) + costs.looking_flops(num_looking, num_looks)
+    return read_bytes, costs.step_flops(num_tokens, num_logits, num_pairs) + costs.cross_attention_flops(
+        num_looking, num_looks
+    )
 
 
-def _read_and_drafted(costs: DraftCosts, readings: Items[Reading]) -> tuple[int, int]:
+def _read_and_drafted(costs: DraftCosts, draft_inputs: Items[DraftInput]) -> tuple[int, int]:
     """Bytes that the predictor read after a step, and what it multiplied and added: one pass over all, then drafts."""
-    most_drafts = max(item.num_drafts for item in readings)
-    num_drafts = sum(item.num_drafts for item in readings)
-    num_more = sum(max(0, item.num_drafts - 1) for item in readings)
-    num_keys = sum(item.stop * max(1, item.num_drafts) for item in readings)
-    first_pairs = sum(item.num_tokens * (item.start + item.stop + 1) // 2 for item in readings)
-    num_pairs = first_pairs + num_keys - sum(item.stop for item in readings)
+    most_drafts = max(item.num_drafts for item in draft_inputs)
+    num_drafts = sum(item.num_drafts for item in draft_inputs)
+    num_more = sum(max(0, item.num_drafts - 1) for item in draft_inputs)
+    num_keys = sum(item.stop * max(1, item.num_drafts) for item in draft_inputs)
+    first_pairs = sum(item.num_tokens * (item.start + item.stop + 1) // 2 for item in draft_inputs)
+    num_pairs = first_pairs + num_keys - sum(item.stop for item in draft_inputs)
     read_bytes = costs.read(max(1, most_drafts), most_drafts, num_drafts, num_keys)
-    return read_bytes, costs.computed(sum(item.num_tokens for item in readings) + num_more, num_drafts, num_pairs)
+    return read_bytes, costs.computed(sum(item.num_tokens for item in draft_inputs) + num_more, num_drafts, num_pairs)

@@ -1,4 +1,4 @@
-"""Runs a step: encodes its media, fills its scenes, lays its chunks out as a batch, and gives the logits."""
+"""Runs a step: encodes its media, fills its groups, lays its chunks out as a batch, and gives the logits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from tilewright.engine.cross_buffers import CrossBuffers
-from tilewright.engine.draft_runner import DraftRunner
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.limits import Limits
-from tilewright.engine.recordings import MAX_RECORDED_TOKENS, Recordings
-from tilewright.engine.scene import Scene
-from tilewright.engine.scene_cache import SceneCache
-from tilewright.engine.state_buffers import StateBuffers
-from tilewright.engine.step import Chunk, Reading, Step, last_rows
+from tilewright.engine.cross.buffers import CrossBuffers
+from tilewright.engine.cross.cache import CrossCache
+from tilewright.engine.cross.group import CrossGroup
+from tilewright.engine.draft.runner import DraftRunner
+from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS, RecordedSteps
+from tilewright.engine.state.buffers import StateBuffers
+from tilewright.engine.step import Chunk, DraftInput, Step, last_rows
 from tilewright.engine.step_buffers import StepBuffers, media_runs
+from tilewright.engine.step_limits import StepLimits
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.models.protocol import Model, Predictor
 from tilewright.ops.kv_cache import KvCache
@@ -24,10 +24,10 @@ from tilewright.ops.plan import Arena
 from tilewright.types import Medium
 
 
-class Runner:
+class ModelRunner:
     """The model with its pages of keys and values. `replay`: small steps are recorded once per shape and replayed.
 
-    A model with cross-attention has a second set of caches, with the pages of `scenes`; one with recurrent
+    A model with cross-attention has a second set of caches, with the pages of `cross_cache`; one with recurrent
     layers has `states`. With a `predictor`, `draft` tells what may follow; while `keeps_hidden`, steps leave it all the
     hidden states it reads.
     """
@@ -36,10 +36,10 @@ class Runner:
         self,
         model: Model,
         kv_caches: Items[KvCache],
-        features: FeatureCache,
-        limits: Limits,
+        features: EncoderCache,
+        limits: StepLimits,
         *,
-        scenes: SceneCache | None = None,
+        cross_cache: CrossCache | None = None,
         cross_caches: Items[KvCache] = (),
         states: StateBuffers | None = None,
         predictor: Predictor | None = None,
@@ -48,15 +48,15 @@ class Runner:
         self.model = model
         self.kv_caches = kv_caches
         self.features = features
-        self.scenes = scenes
+        self.cross_cache = cross_cache
         self.cross_caches = cross_caches
         self.states = states
         self.replay = replay
         page_size, num_pages = kv_caches[0].page_size, kv_caches[0].num_pages
         self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages)
-        self._cross = CrossBuffers(limits.max_tokens_per_step, scenes, cross_caches) if scenes else None
+        self._cross = CrossBuffers(limits.max_tokens_per_step, cross_cache, cross_caches) if cross_cache else None
         self._arena = Arena()
-        self._recorded: Recordings[tuple[Tensor, Tensor | None]] = Recordings(self._arena)
+        self._recorded: RecordedSteps[tuple[Tensor, Tensor | None]] = RecordedSteps(self._arena)
         self.predictor = predictor
         self.keeps_hidden = False
         self._hidden: Tensor | None = None  # of the last step's tokens, until the arena is used again
@@ -69,8 +69,8 @@ class Runner:
         """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
         if step.encode:
             self.encode(step.encode)
-        if step.scenes:
-            self._fill(step.scenes)
+        if step.cross_groups:
+            self._fill(step.cross_groups)
         self._buffers.fill(step.chunks)
         if self.states:
             self.states.fill(step.chunks)
@@ -90,10 +90,10 @@ class Runner:
             logits, self._hidden = self._forward(self._batch(num_tokens, num_sequences, logit_rows, media))
         return logits
 
-    def draft(self, readings: Items[Reading]) -> list[list[int]]:
+    def draft(self, draft_inputs: Items[DraftInput]) -> list[list[int]]:
         """What the predictor thinks follows, as many tokens as each reading asks for, of the step that was run last."""
         assert self._drafts is not None and self._hidden is not None, "the last step kept no hidden states"
-        drafts = self._drafts.draft(self._hidden, readings)
+        drafts = self._drafts.draft(self._hidden, draft_inputs)
         self._hidden = None  # their memory is the drafts' now
         return drafts
 
@@ -112,17 +112,17 @@ class Runner:
             for medium, features in zip(media, self.model.encode(media), strict=True):
                 self.features.put(medium.key, features)
 
-    def _fill(self, scenes: Items[Scene]) -> None:
-        """Writes the keys and values of scenes whose media are encoded to their pages."""
-        if not scenes or self.scenes is None:
+    def _fill(self, groups: Items[CrossGroup]) -> None:
+        """Writes the keys and values of groups whose media are encoded to their pages."""
+        if not groups or self.cross_cache is None:
             return
         with self._arena.use():
-            for scene in scenes:
-                slots = torch.from_numpy(self.scenes.slots(scene.key, scene.num_states))
-                sizes = [medium.num_states for medium in scene.media]
-                for medium, places in zip(scene.media, slots.split(sizes), strict=True):
+            for group in groups:
+                slots = torch.from_numpy(self.cross_cache.slots(group.key, group.num_states))
+                sizes = [medium.num_states for medium in group.media]
+                for medium, places in zip(group.media, slots.split(sizes), strict=True):
                     self.model.decoder.store_states(self.features.get(medium.key), places, self.cross_caches)
-                self.scenes.fill(scene.key)
+                self.cross_cache.fill(group.key)
 
     def _batch(self, num_tokens: int, num_sequences: int, logit_rows: Tensor | None, media: Items[MediaRun]) -> Batch:
         cross = self._cross.batch(num_tokens) if self._cross else None

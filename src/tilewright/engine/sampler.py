@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.engine.masks import Masks
-from tilewright.engine.occurrences import Occurrences
+from tilewright.engine.constraint.masks import Masks
+from tilewright.engine.draft.prompt_lookup import num_accepted_drafts
 from tilewright.engine.sequence import Sequence
-from tilewright.engine.speculate import num_right_drafts
 from tilewright.engine.step import NO_TOKEN, Chunk, Sampled, Step, last_rows
+from tilewright.engine.token_counts import TokenCounts
 from tilewright.ops import sample as ops
 from tilewright.types import SamplingParams, TokenLogprob
 
@@ -41,7 +41,7 @@ class Sampler:
     """Draws the next tokens. What is drawn for a sequence depends on its own logits, seed and position alone."""
 
     def __init__(self) -> None:
-        self._occurrences: WeakKeyDictionary[Sequence, Occurrences] = WeakKeyDictionary()
+        self._occurrences: WeakKeyDictionary[Sequence, TokenCounts] = WeakKeyDictionary()
         self._masks = Masks()
         self._rows: dict[int, _Rows] = {}  # by their number
         # Of the last step: the same sequences draw in the next one, as a rule.
@@ -61,7 +61,7 @@ class Sampler:
             rows = drawn[first : first + chunk.num_sampled]
             first += chunk.num_sampled
             if chunk.num_drafts:
-                del rows[1 + num_right_drafts(chunk.sequence.draft_token_ids, rows) :]
+                del rows[1 + num_accepted_drafts(chunk.sequence.draft_token_ids, rows) :]
             token_ids.append(rows)
         if not keep_raw:
             return [Sampled(ids) for ids in token_ids]
@@ -113,7 +113,7 @@ class Sampler:
             sequence, params = chunk.sequence, chunk.sequence.params
             if _is_penalized(params):
                 if sequence not in self._occurrences:
-                    self._occurrences[sequence] = Occurrences(sequence, vocabulary_size)
+                    self._occurrences[sequence] = TokenCounts(sequence, vocabulary_size)
                 seen += self._occurrences[sequence].rows(sequence)
             else:
                 seen += [nothing] * chunk.num_sampled

@@ -7,16 +7,16 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.limits import Limits
-from tilewright.engine.media_supply import MediaSupply
-from tilewright.engine.pages import PagePool
-from tilewright.engine.prefix_cache import PrefixCache
-from tilewright.engine.scene_cache import SceneCache
+from tilewright.engine.cross.cache import CrossCache
+from tilewright.engine.draft.prompt_lookup import Drafter
+from tilewright.engine.kv.pages import PagePool
+from tilewright.engine.kv.prefix_cache import PrefixCache
+from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.media.supply import MediaScheduler
 from tilewright.engine.sequence import Sequence, Status
-from tilewright.engine.speculate import Drafter
-from tilewright.engine.state_cache import StateCache
+from tilewright.engine.state.cache import StateCache
 from tilewright.engine.step import NO_TOKEN, Chunk, Event, Sampled, Step
+from tilewright.engine.step_limits import StepLimits
 from tilewright.types import ContextLengthExceeded, FinishReason, Medium, RequestError
 
 
@@ -27,10 +27,10 @@ class Scheduler:
         self,
         pool: PagePool,
         prefix_cache: PrefixCache,
-        features: FeatureCache,
-        limits: Limits,
+        features: EncoderCache,
+        limits: StepLimits,
         speculator: Drafter | None = None,
-        scenes: SceneCache | None = None,
+        cross_cache: CrossCache | None = None,
         states: StateCache | None = None,
     ) -> None:
         self.pool = pool
@@ -38,8 +38,8 @@ class Scheduler:
         self.features = features
         self.limits = limits
         self.speculator = speculator
-        self.scenes = scenes or SceneCache(0, pool.page_size)  # none, for models without cross-attention
-        self._media = MediaSupply(features, self.scenes, limits)
+        self.cross_cache = cross_cache or CrossCache(0, pool.page_size)  # none, for models without cross-attention
+        self._media = MediaScheduler(features, self.cross_cache, limits)
         self.states = states  # None for models without recurrent layers
         self.max_context = min(limits.max_context, pool.num_tokens)
         self.waiting: list[Sequence] = []
@@ -66,15 +66,16 @@ class Scheduler:
         """Queues the sequences of a request; RequestError if they could never be answered."""
         for sequence in sequences:
             self.check(sequence.num_prompt_tokens)
-            self._check_scenes(sequence)
+            self._check_cross_groups(sequence)
             bisect.insort(self.waiting, sequence, key=_arrival)
 
-    def _check_scenes(self, sequence: Sequence) -> None:
-        for scene in sequence.scenes:
-            if scene.num_states > self.scenes.num_states:
+    def _check_cross_groups(self, sequence: Sequence) -> None:
+        for group in sequence.cross_groups:
+            if group.num_states > self.cross_cache.num_states:
                 raise RequestError(
-                    f"{len(scene.media)} images side by side are {scene.num_states} encoder states, expected at most "
-                    f"{self.scenes.num_states}, for which there is memory: put text between them, or raise kv_memory"
+                    f"{len(group.media)} images side by side are {group.num_states} encoder states, expected at most "
+                    f"{self.cross_cache.num_states}, for which there is memory: put text between them, or raise "
+                    "kv_memory"
                 )
 
     def abort(self, request_id: str) -> list[Sequence]:
@@ -163,7 +164,7 @@ class Scheduler:
         self.prefix_cache.store(sequence)
         if self.states:
             self.states.settle(sequence)
-        if sequence.pinned_keys or sequence.pinned_scenes:
+        if sequence.pinned_keys or sequence.pinned_groups:
             self._media.unpin_read(sequence)
         if not result.token_ids:
             return None
@@ -237,10 +238,10 @@ class Scheduler:
         return num_drafts
 
     def _can_decode(self, sequence: Sequence) -> bool:
-        """Whether a sequence decodes. Not while the scene it came back to has its pages, but nothing in them yet."""
+        """Whether a sequence decodes. Not while the group it came back to has its pages, but nothing in them yet."""
         if not sequence.is_decoding:
             return False
-        return not sequence.scenes or self.scenes.is_filled(sequence.scenes[-1].key)
+        return not sequence.cross_groups or self.cross_cache.is_filled(sequence.cross_groups[-1].key)
 
     def _draft(self, sequence: Sequence, max_drafts: int) -> bool:
         """Gives a sequence its drafts; whether they are tokens that its grammar forces, so that they are right."""

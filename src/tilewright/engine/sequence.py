@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tilewright.engine.constraint import Grammar
-from tilewright.engine.constraint_matcher import Matcher
-from tilewright.engine.scene import Scene, Sight, scenes_of
+from tilewright.engine.constraint.compiler import Grammar
+from tilewright.engine.constraint.matcher import Matcher
+from tilewright.engine.cross.group import CrossGroup, CrossSpan, cross_groups_of
 from tilewright.engine.stats import Reads
 from tilewright.types import FinishReason, Medium, ModelInputs, SamplingParams, Timings, TokenLogprob
 
@@ -93,8 +93,8 @@ class Sequence:
         self.num_stored_pages = 0  # the first of `pages`, which the prefix cache has seen
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.pinned_keys: list[bytes] = []  # of media that are being read
-        self.scenes: list[Scene] = scenes_of(inputs.media) if leader is None else leader.scenes
-        self.pinned_scenes: list[Scene] = []  # those that tokens under way see
+        self.cross_groups: list[CrossGroup] = cross_groups_of(inputs.media) if leader is None else leader.cross_groups
+        self.pinned_groups: list[CrossGroup] = []  # those that tokens under way see
         self.state_slots: StateSlots | None = None  # while it runs, in models with recurrent layers
         self.branch_border = 0  # how many of its tokens had matching pages when it was admitted last
         self.last_snapshot: bytes | None = None  # of the states after its prompt; the next one takes its place
@@ -165,7 +165,7 @@ class Sequence:
         """Whether all that is left to compute is the token sampled last, and what it sees has pages."""
         num_tokens = len(self.token_ids)
         is_last = num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens == 1
-        return is_last and (not self.scenes or self.scenes[-1] in self.pinned_scenes)
+        return is_last and (not self.cross_groups or self.cross_groups[-1] in self.pinned_groups)
 
     @property
     def is_finished(self) -> bool:
@@ -219,13 +219,15 @@ class Sequence:
             runs.append(FeatureRun(run.medium, run.first_feature + first - run.start, first, last - first))
         return runs
 
-    def scenes_in(self, start: int, stop: int) -> list[Scene]:
-        """The scenes that some of tokens start .. stop see, in order."""
-        return [scene for scene in self.scenes if scene.start < stop and start < scene.stop]
+    def cross_groups_in(self, start: int, stop: int) -> list[CrossGroup]:
+        """The groups that some of tokens start .. stop see, in order."""
+        return [group for group in self.cross_groups if group.start < stop and start < group.stop]
 
-    def sights(self, start: int, stop: int) -> list[Sight]:
+    def cross_spans(self, start: int, stop: int) -> list[CrossSpan]:
         """What tokens start .. stop see, in order; those that see nothing are left out."""
-        return [sight for scene in self.scenes_in(start, stop) for sight in scene.sights(start, stop)]
+        return [
+            cross_span for group in self.cross_groups_in(start, stop) for cross_span in group.cross_spans(start, stop)
+        ]
 
     def timings(self) -> Timings:
         """Seconds since it was submitted; what has not happened yet counts as now."""

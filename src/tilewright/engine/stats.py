@@ -22,9 +22,9 @@ class Stats:
     prefix_hit_rate: float
     feature_hit_rate: float
     feature_bytes: int
-    num_scene_pages: int  # for encoder states that tokens attend to; 0 in models without cross-attention
-    num_scene_pages_used: int
-    scene_hit_rate: float
+    num_cross_pages: int  # for encoder states that tokens attend to; 0 in models without cross-attention
+    num_cross_pages_used: int
+    cross_hit_rate: float
     num_state_slots: int  # for states of recurrent layers; 0 in models without them
     num_state_slots_used: int
     num_state_snapshots: int  # states that later prompts may go on from

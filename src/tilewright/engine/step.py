@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tilewright.engine.scene import Scene
+from tilewright.engine.cross.group import CrossGroup
 from tilewright.engine.sequence import Sequence
 from tilewright.types import FinishReason, Medium, TokenLogprob
 
@@ -57,7 +57,7 @@ def last_rows(sizes: Iterable[int], counts: Iterable[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DraftInput:
     """Computed tokens start .. stop of a sequence as a multi-token predictor reads them, and the drafts it makes."""
 
     sequence: Sequence
@@ -74,11 +74,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Step:
-    """Chunks to compute in one batch, the media that must be encoded before, and the scenes made of such."""
+    """Chunks to compute in one batch, the media to encode before, and the cross-attention groups to fill before."""
 
     chunks: list[Chunk] = field(default_factory=list)
     encode: list[Medium] = field(default_factory=list)  # distinct, not in the feature cache
-    scenes: list[Scene] = field(default_factory=list)  # distinct, with pages that are not filled yet
+    cross_groups: list[CrossGroup] = field(default_factory=list)  # distinct, with pages that are not filled yet
 
     @property
     def num_tokens(self) -> int:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.engine.feature_cache import FeatureCache
-from tilewright.engine.limits import Limits
-from tilewright.engine.step import Chunk, Reading
+from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.step import Chunk, DraftInput
+from tilewright.engine.step_limits import StepLimits
 from tilewright.layers.batch import Batch, CrossBatch, MediaRun, StateBatch
 from tilewright.models.protocol import Model
 from tilewright.ops.kv_cache import KvCache
@@ -19,7 +19,7 @@ from tilewright.ops.kv_cache import KvCache
 class StepBuffers:
     """The inputs of every step, at fixed places: a recorded step reads them again. Filled through numpy."""
 
-    def __init__(self, num_axes: int, limits: Limits, page_size: int, num_pages: int) -> None:
+    def __init__(self, num_axes: int, limits: StepLimits, page_size: int, num_pages: int) -> None:
         self.page_size = page_size
         max_tokens, max_sequences = limits.max_tokens_per_step, limits.max_sequences
         pages_per_sequence = min(num_pages, -(-limits.max_context // page_size))
@@ -39,7 +39,7 @@ class StepBuffers:
         self._numbers = np.arange(max_tokens)
         self._pages: list[list[int]] = [[] for _ in range(max_sequences)]  # what rows of the block table begin with
 
-    def fill(self, chunks: Items[Chunk | Reading]) -> None:
+    def fill(self, chunks: Items[Chunk | DraftInput]) -> None:
         num_sequences = len(chunks)
         token_ids: list[int] = []
         for index, chunk in enumerate(chunks):
@@ -92,7 +92,7 @@ class StepBuffers:
 
 
 def media_runs(
-    model: Model, features: FeatureCache, chunks: Items[Chunk | Reading], *, ahead: int = 0
+    model: Model, features: EncoderCache, chunks: Items[Chunk | DraftInput], *, ahead: int = 0
 ) -> list[MediaRun]:
     """The features that stand in for tokens of the chunks, as views of what the encoder made.
 

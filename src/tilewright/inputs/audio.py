@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tilewright.inputs.container import opened_container
-from tilewright.inputs.media import Fetch, Limits, MediaPart, check_duration, read_source
+from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, read_source
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class SoundFile:
 
 
 # The encoded bytes, the item's name for errors, the limits, the rate wanted.
-ReadSound = Callable[[bytes, str, Limits, int], SoundFile]
+ReadSound = Callable[[bytes, str, MediaLimits, int], SoundFile]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sound:
     decode: Callable[[], np.ndarray]
 
 
-def read_sound(data: bytes, name: str, limits: Limits, sample_rate: int) -> SoundFile:
+def read_sound(data: bytes, name: str, limits: MediaLimits, sample_rate: int) -> SoundFile:
     """The sound that the bytes hold, decoded in this process when it is asked for."""
     with _opened(data, name) as (container, stream):
         if stream.duration is not None and stream.time_base is not None:
@@ -59,7 +59,7 @@ def read_sound(data: bytes, name: str, limits: Limits, sample_rate: int) -> Soun
 
 
 def open_audio(
-    part: MediaPart, limits: Limits, sample_rate: int, fetch: Fetch | None = None, read: ReadSound = read_sound
+    part: MediaPart, limits: MediaLimits, sample_rate: int, fetch: Fetch | None = None, read: ReadSound = read_sound
 ) -> Sound:
     """The sound of a part: bytes, a file, or an array of floats at the rate wanted. Encoded ones are left to `read`."""
     source = read_source(part, limits, fetch)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from tilewright.inputs.chat import ChatTemplate, opens_reasoning
+from tilewright.inputs.chat_template import ChatTemplate, opens_reasoning
 from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Messages, RequestError

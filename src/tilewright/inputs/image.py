@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.inputs.media import Fetch, Limits, MediaPart, check_pixels, read_source
+from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_pixels, read_source
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ class PictureFile:
     decode: Callable[[], np.ndarray]
 
 
-ReadPicture = Callable[[bytes, str, Limits], PictureFile]  # the encoded bytes, the item's name for errors, the limits
+ReadPicture = Callable[
+    [bytes, str, MediaLimits], PictureFile
+]  # the encoded bytes, the item's name for errors, the limits
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Picture:
     decode: Callable[[], np.ndarray]
 
 
-def read_picture(data: bytes, name: str, limits: Limits) -> PictureFile:
+def read_picture(data: bytes, name: str, limits: MediaLimits) -> PictureFile:
     """The picture that the bytes hold, decoded in this process when it is asked for."""
     image = _open(data, name)
     check_pixels(image.height, image.width, name, limits)
@@ -77,7 +79,7 @@ def animation_frames(data: bytes, name: str, indices: Sequence[int]) -> Iterator
 
 
 def open_picture(
-    part: MediaPart, limits: Limits, fetch: Fetch | None = None, read: ReadPicture = read_picture
+    part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None, read: ReadPicture = read_picture
 ) -> Picture:
     """The picture of a part: bytes, a file, a PIL image, an array or a tensor. Encoded ones are left to `read`."""
     from PIL import Image

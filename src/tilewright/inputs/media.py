@@ -18,7 +18,7 @@ Fetch = Callable[[str], bytes]  # an http(s) URL -> what lies there; the caller'
 
 
 @dataclass(frozen=True)
-class Limits:
+class MediaLimits:
     """What a request may bring. Sizes are known and checked before anything is decoded."""
 
     max_bytes: int = 128 * 2**20  # of one item, as it arrives
@@ -41,7 +41,7 @@ class MediaPart:
     fps: float | None = None  # of a video given as frames
 
 
-def open_url(url: str, name: str, limits: Limits, fetch: Fetch | None) -> bytes:
+def open_url(url: str, name: str, limits: MediaLimits, fetch: Fetch | None) -> bytes:
     """The bytes of a data: URL, or of an http(s) one through the caller's `fetch`."""
     scheme = url.split(":", 1)[0].lower() if ":" in url[:16] else ""
     if scheme == "data":
@@ -53,7 +53,7 @@ def open_url(url: str, name: str, limits: Limits, fetch: Fetch | None) -> bytes:
     raise RequestError(f"{name}: the URL begins with {url[:20]!r}, expected data:, http: or https:")
 
 
-def check_data_url(url: str, name: str, limits: Limits) -> int:
+def check_data_url(url: str, name: str, limits: MediaLimits) -> int:
     """How many bytes a data: URL may hold at most, known before a decoder makes a copy; RequestError if too many."""
     comma = url.find(",")
     if comma < 0:
@@ -69,7 +69,7 @@ def _is_base64(url: str, comma: int) -> bool:
     return url[max(comma - len(";base64"), 0) : comma].lower() == ";base64"
 
 
-def _decode_data_url(url: str, name: str, limits: Limits) -> bytes:
+def _decode_data_url(url: str, name: str, limits: MediaLimits) -> bytes:
     check_data_url(url, name, limits)
     comma = url.find(",")
     body = url[comma + 1 :]
@@ -90,7 +90,7 @@ def num_frames_of_url(url: str) -> int:
     return url.count(",") if url[: len(_JPEG_FRAMES)].lower() == _JPEG_FRAMES else 0
 
 
-def open_frames_url(url: str, name: str, limits: Limits) -> list[bytes]:
+def open_frames_url(url: str, name: str, limits: MediaLimits) -> list[bytes]:
     """The encoded frames of a URL that carries some."""
     check_data_url(url, name, limits)
     frames = url[len(_JPEG_FRAMES) :].split(",")
@@ -98,7 +98,7 @@ def open_frames_url(url: str, name: str, limits: Limits) -> list[bytes]:
     return [check_bytes(_decode_base64(frame, one), one, limits) for frame, one in zip(frames, names, strict=True)]
 
 
-def read_source(part: MediaPart, limits: Limits, fetch: Fetch | None = None) -> Any:
+def read_source(part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Any:
     """The part's source with paths, URLs and bytes-like objects turned into bytes; pictures and arrays as they are."""
     source = part.source
     if isinstance(source, str) and source[:5].lower() in ("data:", "http:", "https"):
@@ -110,7 +110,7 @@ def read_source(part: MediaPart, limits: Limits, fetch: Fetch | None = None) -> 
     return source
 
 
-def _read_file(path: Path, name: str, limits: Limits) -> bytes:
+def _read_file(path: Path, name: str, limits: MediaLimits) -> bytes:
     if not limits.allow_paths:
         raise RequestError(f"{name}: files are not read here: pass a data: URL")
     try:
@@ -123,7 +123,7 @@ def _read_file(path: Path, name: str, limits: Limits) -> bytes:
         raise RequestError(f"{name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def check_bytes(data: bytes, name: str, limits: Limits) -> bytes:
+def check_bytes(data: bytes, name: str, limits: MediaLimits) -> bytes:
     """The bytes, if they are not too many and there are any."""
     if not data:
         raise RequestError(f"{name}: it is empty")
@@ -131,24 +131,24 @@ def check_bytes(data: bytes, name: str, limits: Limits) -> bytes:
     return data
 
 
-def _check_size(size_bytes: int, name: str, limits: Limits) -> None:
+def _check_size(size_bytes: int, name: str, limits: MediaLimits) -> None:
     if size_bytes > limits.max_bytes:
         raise RequestError(f"{name}: {size_bytes} bytes or more, the limit is {limits.max_bytes}")
 
 
-def check_count(num_items: int, name: str, limits: Limits) -> None:
+def check_count(num_items: int, name: str, limits: MediaLimits) -> None:
     """Refuses the item with which a request has too many."""
     if num_items > limits.max_items:
         raise RequestError(f"{name}: the request has more than {limits.max_items} pictures, videos and sounds")
 
 
-def check_total(size_bytes: int, name: str, limits: Limits) -> None:
+def check_total(size_bytes: int, name: str, limits: MediaLimits) -> None:
     """Refuses the item with which a request's media become too many bytes."""
     if size_bytes > limits.max_total_bytes:
         raise RequestError(f"{name}: the request's media are more than {limits.max_total_bytes} bytes, the limit")
 
 
-def check_pixels(height: int, width: int, name: str, limits: Limits) -> None:
+def check_pixels(height: int, width: int, name: str, limits: MediaLimits) -> None:
     """Refuses sizes past the limit, before any pixel is decoded."""
     if height < 1 or width < 1:
         raise RequestError(f"{name}: its size is {width} x {height}, expected at least 1 x 1")
@@ -157,7 +157,7 @@ def check_pixels(height: int, width: int, name: str, limits: Limits) -> None:
         raise RequestError(f"{name}: {pixels}, the limit is {limits.max_pixels}")
 
 
-def check_duration(duration_s: float, name: str, limits: Limits) -> None:
+def check_duration(duration_s: float, name: str, limits: MediaLimits) -> None:
     """Refuses videos and sounds that last too long."""
     if not duration_s <= limits.max_duration_s:  # NaN fails too
         raise RequestError(f"{name}: {duration_s:.1f} seconds, the limit is {limits.max_duration_s:g}")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tilewright.inputs.chat import ChatTemplate, normalize
 from tilewright.inputs.chat_ids import ChatEncoder
-from tilewright.inputs.media import Fetch, Limits, MediaKind, MediaPart
+from tilewright.inputs.chat_template import ChatTemplate, normalize
+from tilewright.inputs.media import Fetch, MediaKind, MediaLimits, MediaPart
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.processor import prompt_ids
 from tilewright.inputs.text_limits import TextBudget
@@ -34,14 +34,14 @@ class MediaProcessor(ABC):
         self,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        limits: Limits | None,
+        limits: MediaLimits | None,
         dtype: torch.dtype,
         opener: Opener | None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self._encoder = None if template is None else ChatEncoder(template, tokenizer)
-        self.limits = limits or Limits()
+        self.limits = limits or MediaLimits()
         self.dtype = dtype
         self.opener = opener or InProcessOpener()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.inputs.chat import ChatTemplate, normalize
 from tilewright.inputs.chat_ids import ChatEncoder
+from tilewright.inputs.chat_template import ChatTemplate, normalize
 from tilewright.inputs.media import Fetch, MediaKind
 from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer

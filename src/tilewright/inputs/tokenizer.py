@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.inputs.chat import read_templates
+from tilewright.inputs.chat_template import read_templates
 from tilewright.model_files import CheckpointError, read_json, read_optional_json
 from tilewright.types import ContextLengthExceeded
 

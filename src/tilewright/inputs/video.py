@@ -14,7 +14,7 @@ import numpy as np
 from tilewright.inputs.animation import frame_delays_s
 from tilewright.inputs.container import opened_container
 from tilewright.inputs.image import ReadPicture, animation_frames, array_to_rgb, open_picture, read_picture
-from tilewright.inputs.media import Fetch, Limits, MediaPart, check_duration, check_pixels, read_source
+from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, check_pixels, read_source
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class VideoFile:
     times_s: tuple[float, ...] | None  # of every frame, where the rate varies
 
 
-ReadVideo = Callable[[bytes, str, Limits], VideoFile]  # the encoded bytes, the item's name for errors, the limits
+ReadVideo = Callable[[bytes, str, MediaLimits], VideoFile]  # the encoded bytes, the item's name for errors, the limits
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Video:
         return Sampled(tuple(nearest.tolist()), tuple((times[nearest] - times[0]).tolist()))
 
 
-def read_video(data: bytes, name: str, limits: Limits) -> VideoFile:
+def read_video(data: bytes, name: str, limits: MediaLimits) -> VideoFile:
     """The video that the bytes hold, decoded in this process when its frames are asked for."""
     if (delays_s := frame_delays_s(data)) is not None:
         return _read_animation(data, name, limits, delays_s)
@@ -116,7 +116,7 @@ def read_video(data: bytes, name: str, limits: Limits) -> VideoFile:
     return VideoFile(len(shown), fps, height, width, frames, times_s if _rate_varies(times_s, fps) else None)
 
 
-def _read_animation(data: bytes, name: str, limits: Limits, delays_s: Sequence[float]) -> VideoFile:
+def _read_animation(data: bytes, name: str, limits: MediaLimits, delays_s: Sequence[float]) -> VideoFile:
     if len(delays_s) > MAX_FILE_FRAMES:
         raise RequestError(f"{name}: more than {MAX_FILE_FRAMES} frames, which is the limit of a file")
     duration_s = sum(delays_s)
@@ -140,7 +140,7 @@ def _read_animation(data: bytes, name: str, limits: Limits, delays_s: Sequence[f
 
 def open_video(
     part: MediaPart,
-    limits: Limits,
+    limits: MediaLimits,
     fetch: Fetch | None = None,
     read: ReadVideo = read_video,
     read_frame: ReadPicture = read_picture,
@@ -164,7 +164,7 @@ def open_video(
     raise RequestError(f"{part.name}: it is a {type(source).__name__}, expected {expected}")
 
 
-def _from_array(source: Any, part: MediaPart, limits: Limits) -> Video:
+def _from_array(source: Any, part: MediaPart, limits: MediaLimits) -> Video:
     array = np.asarray(source.detach().cpu() if hasattr(source, "detach") else source)
     if array.ndim != 4 or 0 in array.shape:
         raise RequestError(f"{part.name}: its shape is {list(array.shape)}, expected [frames, H, W, 3]")
@@ -180,7 +180,7 @@ def _from_array(source: Any, part: MediaPart, limits: Limits) -> Video:
     )
 
 
-def _from_pictures(part: MediaPart, limits: Limits, fetch: Fetch | None, read_frame: ReadPicture) -> Video:
+def _from_pictures(part: MediaPart, limits: MediaLimits, fetch: Fetch | None, read_frame: ReadPicture) -> Video:
     if not part.source:
         raise RequestError(f"{part.name}: it has no frames")
     fps = part.fps or DEFAULT_FPS
@@ -239,7 +239,7 @@ def _rate_varies(times_s: Sequence[float], fps: float) -> bool:
 
 
 @contextmanager
-def _opened(data: bytes, name: str, limits: Limits) -> Iterator[tuple[Any, Any]]:
+def _opened(data: bytes, name: str, limits: MediaLimits) -> Iterator[tuple[Any, Any]]:
     with opened_container(data, name, _CONTAINERS) as container:
         if not container.streams.video:
             raise RequestError(f"{name}: the file has no video in it")
@@ -252,7 +252,7 @@ def _opened(data: bytes, name: str, limits: Limits) -> Iterator[tuple[Any, Any]]
         yield container, stream
 
 
-def _upright_size(data: bytes, name: str, limits: Limits) -> tuple[int, int]:
+def _upright_size(data: bytes, name: str, limits: MediaLimits) -> tuple[int, int]:
     """Height and width of the first frame as it is shown."""
     with _opened(data, name, limits) as (container, stream):
         for frame in container.decode(stream):

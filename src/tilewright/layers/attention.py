@@ -12,7 +12,7 @@ from tilewright.ops.attention import paged_attention
 from tilewright.ops.kv_cache import kv_store
 from tilewright.ops.linear import linear
 from tilewright.ops.rope import qk_norm_rope, rope_qk
-from tilewright.weights.spec import Linear, Plain
+from tilewright.weights.spec import Linear, Unpacked
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Attention:
         self.qkv = Linear(parts, config.width, bias=config.qkv_bias)
         self.output = Linear([(f"{name}.o_proj", config.width)], query_width, bias=config.output_bias)
         if config.qk_norm:
-            self.q_norm = Plain(f"{name}.q_norm.weight", config.head_width)
-            self.k_norm = Plain(f"{name}.k_norm.weight", config.head_width)
+            self.q_norm = Unpacked(f"{name}.q_norm.weight", config.head_width)
+            self.k_norm = Unpacked(f"{name}.k_norm.weight", config.head_width)
 
     def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         config = self.config

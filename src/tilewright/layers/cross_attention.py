@@ -12,7 +12,7 @@ from tilewright.ops.embedding import embedding, scatter_rows
 from tilewright.ops.kv_cache import KvCache, kv_store
 from tilewright.ops.linear import linear
 from tilewright.ops.norm import rms_norm
-from tilewright.weights.spec import Linear, Plain
+from tilewright.weights.spec import Linear, Unpacked
 
 
 class CrossAttention:
@@ -25,8 +25,8 @@ class CrossAttention:
         self.query = Linear([(f"{name}.q_proj", query_width)], config.width)
         self.key_value = Linear([(f"{name}.k_proj", kv_width), (f"{name}.v_proj", kv_width)], config.width)
         self.output = Linear([(f"{name}.o_proj", config.width)], query_width, tanh_scale=gate)
-        self.q_norm = Plain(f"{name}.q_norm.weight", config.head_width)
-        self.k_norm = Plain(f"{name}.k_norm.weight", config.head_width)
+        self.q_norm = Unpacked(f"{name}.q_norm.weight", config.head_width)
+        self.k_norm = Unpacked(f"{name}.k_norm.weight", config.head_width)
 
     def __call__(self, h_RD: Tensor, cross: CrossBatch) -> Tensor:
         config = self.config
@@ -56,9 +56,9 @@ class CrossLayer:
     ) -> None:
         """`layer` counts cross-attention layers alone."""
         self.eps = config.eps
-        self.attention_norm = Plain(f"{name}.input_layernorm.weight", config.width)
+        self.attention_norm = Unpacked(f"{name}.input_layernorm.weight", config.width)
         self.attention = CrossAttention(f"{name}.cross_attn", config, layer, f"{name}.cross_attn_attn_gate")
-        self.mlp_norm = Plain(f"{name}.post_attention_layernorm.weight", config.width)
+        self.mlp_norm = Unpacked(f"{name}.post_attention_layernorm.weight", config.width)
         self.mlp = GatedMlp(
             f"{name}.mlp",
             config.width,

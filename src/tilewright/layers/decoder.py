@@ -20,7 +20,7 @@ from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.linear import PackedWeight, linear
 from tilewright.ops.norm import rms_norm
 from tilewright.ops.plan import empty, scope
-from tilewright.weights.spec import Linear, Plain, Weight
+from tilewright.weights.spec import Linear, Unpacked, Weight
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class DecoderLayer:
 
     def __init__(self, name: str, config: DecoderConfig, layer: int, own: int) -> None:
         self.eps, self.plus_one = config.eps, config.norm_plus_one
-        self.attention_norm = Plain(f"{name}.input_layernorm.weight", config.width)
+        self.attention_norm = Unpacked(f"{name}.input_layernorm.weight", config.width)
         self.attention: Attention | GatedDeltaNet
         if config.delta is not None and layer in config.delta_layers:
             self.attention = GatedDeltaNet(f"{name}.linear_attn", config.delta, own)
         else:
             self.attention = Attention(f"{name}.self_attn", config.attention_of(layer), own)
-        self.mlp_norm = Plain(f"{name}.post_attention_layernorm.weight", config.width)
+        self.mlp_norm = Unpacked(f"{name}.post_attention_layernorm.weight", config.width)
         self.mlp: GatedMlp | SparseMlp
         if config.moe is not None and config.moe.is_sparse(layer):
             self.mlp = SparseMlp(f"{name}.mlp", config.width, config.moe)
@@ -88,7 +88,7 @@ class DecoderLayer:
         self.mlp(x_TD, self._normed(x_TD, self.mlp_norm))
         return x_TD
 
-    def _normed(self, x_TD: Tensor, weight: Plain) -> Tensor:
+    def _normed(self, x_TD: Tensor, weight: Unpacked) -> Tensor:
         return rms_norm(x_TD, weight.value, self.eps, weight_plus_one=self.plus_one)
 
 
@@ -123,10 +123,10 @@ class Decoder:
             self.head = Linear([(f"{name}.embed_tokens", config.vocab_size)], config.width)
             self.embed_tokens = self.head
         else:
-            self.embed_tokens = Plain(f"{name}.embed_tokens.weight", config.num_embeddings, config.width)
+            self.embed_tokens = Unpacked(f"{name}.embed_tokens.weight", config.num_embeddings, config.width)
             self.head = Linear([("lm_head", config.vocab_size)], config.width)
         self.layers = [_layer(f"{name}.layers.{i}", config, i) for i in range(config.num_layers)]
-        self.norm = Plain(f"{name}.norm.weight", config.width)
+        self.norm = Unpacked(f"{name}.norm.weight", config.width)
         self.rope = Rope(config.rope)
 
     def store_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:

@@ -16,7 +16,7 @@ from tilewright.ops.gated_delta import delta_gates, gated_delta_rule, split_proj
 from tilewright.ops.linear import linear
 from tilewright.ops.norm import rms_norm
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.spec import ConvTaps, Linear, Plain
+from tilewright.weights.spec import ConvTaps, Linear, Unpacked
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class GatedDeltaNet:
         self.projections = Linear([(f"{name}.{part}", rows) for part, rows in parts], config.width)
         self.conv = ConvTaps(f"{name}.conv1d", config.num_channels, config.num_taps)
         # Decays of a whole answer hang on these: fp32 as released, exact where a checkpoint has bf16.
-        self.a_log = Plain(f"{name}.A_log", heads, in_fp32=True)
-        self.dt_bias = Plain(f"{name}.dt_bias", heads, in_fp32=True)
-        self.norm = Plain(f"{name}.norm.weight", config.value_width, in_fp32=True)
+        self.a_log = Unpacked(f"{name}.A_log", heads, in_fp32=True)
+        self.dt_bias = Unpacked(f"{name}.dt_bias", heads, in_fp32=True)
+        self.norm = Unpacked(f"{name}.norm.weight", config.value_width, in_fp32=True)
         self.output = Linear([(f"{name}.out_proj", config.width)], values)
 
     def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tilewright.server.backend import Abort, Ask, Backend, Chunk, Ended, Event, Failed, Started
+from tilewright.server.link.backend import Abort, AnswerDelta, Backend, Ended, EngineRequest, Event, Failed, Started
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Quiet:
     """Nothing has come for a while; a proxy in between may think the connection dead."""
 
 
-Happening = Started | Chunk | Ended | Gone | TimedOut | Cut | Quiet
+AnswerEvent = Started | AnswerDelta | Ended | Gone | TimedOut | Cut | Quiet
 
 
 class Answer:
     """What happens to the prompts of one request, in order; for one reader, who aborts it when done."""
 
-    def __init__(self, backend: Backend, asks: Sequence[Ask]) -> None:
-        self._events: asyncio.Queue[tuple[int, Event | Happening]] = asyncio.Queue()  # bounded by what is answered
+    def __init__(self, backend: Backend, requests: Sequence[EngineRequest]) -> None:
+        self._events: asyncio.Queue[tuple[int, Event | AnswerEvent]] = asyncio.Queue()  # bounded by what is answered
         self._aborts: list[Abort] = []
-        self.num_prompts = len(asks)
+        self.num_prompts = len(requests)
         try:
-            for prompt_index, ask in enumerate(asks):
-                self._aborts.append(backend.submit(ask, partial(self._put, prompt_index)))
+            for prompt_index, request in enumerate(requests):
+                self._aborts.append(backend.submit(request, partial(self._put, prompt_index)))
         except BaseException:
             self.abort()
             raise
@@ -51,7 +51,7 @@ class Answer:
         """Adds what did not come from the engine."""
         self._put(0, happening)
 
-    async def next(self) -> tuple[int, Happening]:
+    async def next(self) -> tuple[int, AnswerEvent]:
         """The number of a prompt and what happened to it; raises what went wrong."""
         prompt_index, event = await self._events.get()
         if isinstance(event, Failed):
@@ -63,5 +63,5 @@ class Answer:
         for abort in self._aborts:
             abort()
 
-    def _put(self, prompt_index: int, event: Event | Happening) -> None:
+    def _put(self, prompt_index: int, event: Event | AnswerEvent) -> None:
         self._events.put_nowait((prompt_index, event))

@@ -16,14 +16,14 @@ from starlette.exceptions import HTTPException
 from tilewright import __version__
 from tilewright.server.admission import Admission
 from tilewright.server.answers import Answer, Cut
-from tilewright.server.backend import Backend, EngineFailure, EngineUnavailable, ModelInfo
-from tilewright.server.bodies import AskingBody, ChatBody, CompletionBody, ResponsesBody
-from tilewright.server.endpoints import ENDPOINTS, Context, Prepared
+from tilewright.server.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
+from tilewright.server.endpoints import ENDPOINTS, Context, PreparedRequest
 from tilewright.server.errors import ApiError, as_api_error, validation_error
 from tilewright.server.guard import BodyError, Guard
-from tilewright.server.held import Share
 from tilewright.server.json_text import JsonResponse
-from tilewright.server.media import MediaGate
+from tilewright.server.link.backend import Backend, EngineFailure, EngineUnavailable, ModelInfo
+from tilewright.server.media.gate import MediaGate
+from tilewright.server.memory_budget import MemoryReservation
 from tilewright.server.metrics import Metrics
 from tilewright.server.page_files import page_response
 from tilewright.server.request_log import RequestLog
@@ -52,7 +52,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Desk:
+class ApiHandler:
     """Takes requests in: from a checked body to a response that is being written."""
 
     def __init__(self, settings: ServerSettings, backend: Backend) -> None:
@@ -79,7 +79,7 @@ class Desk:
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
-    async def answer(self, body: AskingBody, request: Request) -> Response:
+    async def answer(self, body: GenerationBody, request: Request) -> Response:
         """The response to a request at one of the ENDPOINTS, which is being computed from here on."""
         model = self.check_model(body.model)
         log: RequestLog = request.state.log
@@ -88,8 +88,8 @@ class Desk:
         began_s = asyncio.get_running_loop().time()
         slot = self._admission.enter(body.num_answers, model.max_sequences)
         try:
-            asks, writer = await self._prepare(body, model, request)
-            answer = Answer(self.backend, asks)
+            requests, writer = await self._prepare(body, model, request)
+            answer = Answer(self.backend, requests)
             self._answers.add(answer)
 
             def leave() -> None:
@@ -115,10 +115,10 @@ class Desk:
         for answer in self._answers:
             answer.tell(Cut())
 
-    async def _prepare(self, body: AskingBody, model: ModelInfo, request: Request) -> Prepared:
+    async def _prepare(self, body: GenerationBody, model: ModelInfo, request: Request) -> PreparedRequest:
         """The request made ready: its media fetched, as long as the client waits and time is left."""
-        share: Share = request.state.share
-        context = Context(model, self.gate, self._history, share.add)
+        reservation: MemoryReservation = request.state.reservation
+        context = Context(model, self.gate, self._history, reservation.add)
         preparing = asyncio.ensure_future(ENDPOINTS[request.url.path].prepare(body, context))
         leaving = asyncio.ensure_future(disconnected(request.receive))
         ending = asyncio.ensure_future(self._is_cut.wait())
@@ -134,7 +134,7 @@ class Desk:
             for task in (leaving, ending, preparing):
                 task.cancel()
 
-    def _log_content(self, body: AskingBody, log: RequestLog) -> None:
+    def _log_content(self, body: GenerationBody, log: RequestLog) -> None:
         if self.settings.logs_content:
             text = body.model_dump_json(exclude_unset=True)
             log.fields["content"] = (
@@ -162,7 +162,7 @@ class Desk:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-def create_app(desk: Desk) -> Guard:
+def create_app(handler: ApiHandler) -> Guard:
     """The ASGI application."""
     app = FastAPI(
         title="Tilewright",
@@ -173,38 +173,38 @@ def create_app(desk: Desk) -> Guard:
         # Newer versions can send what requests hold elsewhere, if the environment says so; older ones ignore this.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    _add_routes(app, desk)
+    _add_routes(app, handler)
     _add_error_handlers(app)
     _describe(app)
-    return Guard(app, desk.settings, desk.metrics)
+    return Guard(app, handler.settings, handler.metrics)
 
 
-def _add_routes(app: FastAPI, desk: Desk) -> None:
+def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The answer to a conversation, as one object or, with `stream`, as events."""
-        return await desk.answer(body, request)
+        return await handler.answer(body, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         """What follows a prompt: a text, token ids, or several of them."""
-        return await desk.answer(body, request)
+        return await handler.answer(body, request)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """The answer to a conversation by the newer interface."""
-        return await desk.answer(body, request)
+        return await handler.answer(body, request)
 
     @app.get("/v1/models")
     async def models() -> Response:
         """The model this server has."""
-        return JsonResponse({"object": "list", "data": [_model_object(desk)]})
+        return JsonResponse({"object": "list", "data": [_model_object(handler)]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """One model."""
-        desk.check_model(name)
-        return JsonResponse(_model_object(desk))
+        handler.check_model(name)
+        return JsonResponse(_model_object(handler))
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     @app.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
@@ -215,12 +215,12 @@ def _add_routes(app: FastAPI, desk: Desk) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 when a request would be answered now, 503 otherwise."""
-        return await desk.health()
+        return await handler.health()
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Figures in Prometheus' form."""
-        return await desk.metrics_text()
+        return await handler.metrics_text()
 
     @app.get("/version")
     async def version() -> Response:
@@ -228,17 +228,17 @@ def _add_routes(app: FastAPI, desk: Desk) -> None:
         return JsonResponse({"version": __version__})
 
 
-def _model_object(desk: Desk) -> dict[str, Any]:
-    model, limits = desk.model, desk.settings.media.limits
+def _model_object(handler: ApiHandler) -> dict[str, Any]:
+    model, limits = handler.model, handler.settings.media.limits
     return {
         "id": model.name,
         "object": "model",
-        "created": desk.started_s,
+        "created": handler.started_s,
         "owned_by": "tilewright",
         "max_model_len": model.max_context,
         "input_modalities": ["text", *model.accepts],
         "limits": {
-            "max_body_bytes": desk.settings.max_body_bytes,
+            "max_body_bytes": handler.settings.max_body_bytes,
             "max_media_bytes": limits.max_bytes,
             "max_media_total_bytes": limits.max_total_bytes,
             "max_media": limits.max_items,

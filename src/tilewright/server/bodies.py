@@ -85,7 +85,7 @@ class NamedToolChoice(Body):
     function: FunctionName
 
 
-class AskingBody(Body):
+class GenerationBody(Body):
     """What every request for an answer has."""
 
     model: str | None = Field(default=None, description="as /v1/models tells; may be left out")
@@ -97,7 +97,7 @@ class AskingBody(Body):
         raise NotImplementedError
 
 
-class SamplingBody(AskingBody):
+class SamplingBody(GenerationBody):
     """What chat and plain completions have in common."""
 
     stream_options: StreamOptions | None = None
@@ -186,7 +186,7 @@ class CompletionBody(SamplingBody):
         return (self.n or 1) * len(self.prompts)
 
 
-class ResponsesBody(AskingBody):
+class ResponsesBody(GenerationBody):
     """A request of the Responses interface: `responses/request.py` makes a ChatBody of it, which is checked in turn."""
 
     input: str | Objects

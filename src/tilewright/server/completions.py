@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewright.server.backend import Chunk, Ended, ModelInfo, SpelledLogprob, Started
 from tilewright.server.bodies import CompletionBody
-from tilewright.server.chat import finite, usage
+from tilewright.server.chat_completions import finite, usage
 from tilewright.server.chunk_writer import ChunkWriter
+from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, SpelledLogprob, Started
 
 
 @dataclass
@@ -41,14 +41,14 @@ class CompletionWriter(ChunkWriter):
         self._choices: dict[int, _Choice] = {}
         self._ended: dict[int, Ended] = {}
 
-    def add(self, prompt_index: int, event: Started | Chunk | Ended) -> Iterator[dict[str, Any]]:
+    def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[dict[str, Any]]:
         """The chunks that an event makes; for who does not stream, they are thrown away."""
         if isinstance(event, Ended):
             self._ended[prompt_index] = event
             if self._body.echo:
                 for index in self._indices_of(prompt_index):
                     yield self._chunk([self._whole(index)], **self.no_usage)
-        elif isinstance(event, Chunk):
+        elif isinstance(event, AnswerDelta):
             index = prompt_index * self._n + event.index
             choice = self._choices.setdefault(index, _Choice())
             choice.texts.append(event.text)

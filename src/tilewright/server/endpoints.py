@@ -1,4 +1,4 @@
-"""The addresses that answer: the body each takes, what it asks of the engine, and who writes its answer.
+"""The addresses that answer: the body each takes, what it requests of the engine, and who writes its answer.
 
 `app` serves them over HTTP, `tilewright batch` from a file.
 """
@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from tilewright.server.asks import chat_ask, completion_asks
-from tilewright.server.backend import Ask, ModelInfo
-from tilewright.server.bodies import AskingBody, ChatBody, CompletionBody, ResponsesBody
-from tilewright.server.chat import ChatWriter, plain_messages
+from tilewright.server.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
+from tilewright.server.chat_completions import ChatWriter, plain_messages
 from tilewright.server.completions import CompletionWriter
+from tilewright.server.engine_requests import chat_request, completion_requests
 from tilewright.server.fields import check_fields
+from tilewright.server.link.backend import EngineRequest, ModelInfo
 from tilewright.server.responses import History, ResponsesWriter, chat_body
 from tilewright.types import RequestError
 
@@ -28,7 +28,7 @@ Hold = Callable[[int], None]
 class Gate(Protocol):
     """Brings media in: `media.MediaGate`, or one in front of it."""
 
-    async def bring(self, messages: list[dict[str, Any]], hold: Hold) -> list[dict[str, Any]]: ...
+    async def resolve(self, messages: list[dict[str, Any]], hold: Hold) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -41,48 +41,48 @@ class Context:
     hold: Hold = lambda num_bytes: None  # told of bytes of media before they are kept, and may refuse
 
 
-class Prepared(NamedTuple):
+class PreparedRequest(NamedTuple):
     """A request that can be answered."""
 
-    asks: list[Ask]
+    requests: list[EngineRequest]
     writer: Writer
 
 
-async def prepare_chat(body: ChatBody, context: Context, field: str = "messages") -> Prepared:
+async def prepare_chat(body: ChatBody, context: Context, field: str = "messages") -> PreparedRequest:
     """`field` is where the request has its messages."""
     try:
         messages = plain_messages(body)
         if (limits := context.model.text_limits) is not None:  # before anything is fetched, or sent to the engine
             limits.check_chat(messages, body.plain_tools, body.chat_template_kwargs)
-        messages = await context.gate.bring(messages, context.hold)
+        messages = await context.gate.resolve(messages, context.hold)
     except RequestError as error:
         error.param = error.param or field
         raise
-    ask = chat_ask(body, messages, context.model)
-    ask = replace(ask, names={**ask.names, "prompt": field})
-    return Prepared([ask], ChatWriter(body, context.model))
+    request = chat_request(body, messages, context.model)
+    request = replace(request, names={**request.names, "prompt": field})
+    return PreparedRequest([request], ChatWriter(body, context.model))
 
 
-async def prepare_completion(body: CompletionBody, context: Context) -> Prepared:
-    asks = completion_asks(body)
+async def prepare_completion(body: CompletionBody, context: Context) -> PreparedRequest:
+    requests = completion_requests(body)
     if (limits := context.model.text_limits) is not None:
-        for ask in asks:
-            limits.check_prompt(ask.text, ask.token_ids)
-    return Prepared(asks, CompletionWriter(body, context.model))
+        for request in requests:
+            limits.check_prompt(request.text, request.token_ids)
+    return PreparedRequest(requests, CompletionWriter(body, context.model))
 
 
-async def prepare_response(body: ResponsesBody, context: Context) -> Prepared:
+async def prepare_response(body: ResponsesBody, context: Context) -> PreparedRequest:
     check_fields(body.model_extra)
     request = context.history.resolve(body.model_dump(exclude_unset=True))
     chat = ChatBody.model_validate(chat_body(request))
-    asks, _ = await prepare_chat(chat, context, field="input")
-    return Prepared(asks, ResponsesWriter(request, chat, context.model, context.history))
+    requests, _ = await prepare_chat(chat, context, field="input")
+    return PreparedRequest(requests, ResponsesWriter(request, chat, context.model, context.history))
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    body: type[AskingBody]
-    prepare: Callable[[Any, Context], Awaitable[Prepared]]
+    body: type[GenerationBody]
+    prepare: Callable[[Any, Context], Awaitable[PreparedRequest]]
 
 
 ENDPOINTS = {

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tilewright.server.backend import EngineFailure, EngineUnavailable
 from tilewright.server.bodies import ChatBody, CompletionBody, ResponsesBody
+from tilewright.server.link.backend import EngineFailure, EngineUnavailable
 from tilewright.types import RequestError
 
 RETRY_AFTER_S = 5  # while an engine is being started

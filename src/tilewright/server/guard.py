@@ -18,8 +18,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tilewright.server.errors import ApiError, as_api_error
-from tilewright.server.held import HeldBytes, Share
 from tilewright.server.json_text import JsonResponse
+from tilewright.server.memory_budget import MemoryBudget, MemoryReservation
 from tilewright.server.metrics import Metrics
 from tilewright.server.page_files import PAGE_FILES
 from tilewright.server.request_log import RequestLog
@@ -53,7 +53,7 @@ class Guard:
         # Those that exist; others are counted together.
         self._paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
         self._open_paths = {*_OPEN_PATHS, *PAGE_FILES}  # the page asks for the key itself
-        self._held = HeldBytes(settings.max_held_bytes)
+        self._held = MemoryBudget(settings.max_held_bytes)
         # Digests have one length, so that comparing them takes one time whatever was sent.
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
@@ -79,8 +79,8 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        share = scope["state"]["share"] = Share(self._held)
-        body = _Body(receive, self._settings, share)
+        reservation = scope["state"]["reservation"] = MemoryReservation(self._held)
+        body = _Body(receive, self._settings, reservation)
         try:
             self._check(scope, headers)
             # What a GET would be answered with; uvicorn, which has a scope of its own, leaves the body out.
@@ -98,7 +98,7 @@ class Guard:
             if log.outcome == "ok":
                 log.fail(as_api_error(error), error)
         finally:
-            share.release()
+            reservation.release()
             log.close(status)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
@@ -137,10 +137,10 @@ class BodyError(HTTPException):
 class _Body:
     """A request's body as it comes, as long as it is neither too long nor too slow, and all of them fit the memory."""
 
-    def __init__(self, receive: Receive, settings: ServerSettings, share: Share) -> None:
+    def __init__(self, receive: Receive, settings: ServerSettings, reservation: MemoryReservation) -> None:
         self._receive = receive
         self._settings = settings
-        self._share = share
+        self._reservation = reservation
         self._size_bytes = 0
         self._num_values = 0
         self._is_complete = False
@@ -155,7 +155,7 @@ class _Body:
         self._num_values += sum(map(data.count, (b",", b"[", b"{")))
         self._is_complete = not message.get("more_body", False)
         try:
-            self._share.add(len(data))
+            self._reservation.add(len(data))
             if self._num_values > MAX_BODY_VALUES:
                 what = f"the body has {self._num_values} commas and brackets or more"
                 raise _too_large(f"{what}, the limit is {MAX_BODY_VALUES}", "body_has_too_many_values")

@@ -14,7 +14,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tilewright.server.backend import Ended
+from tilewright.server.link.backend import Ended
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -27,19 +27,47 @@ _ENGINE_GAUGES = (
     ("num_pages", "kv_pages", "Pages for keys and values."),
     ("num_pages_used", "kv_pages_used", "Pages that running answers hold."),
     ("feature_bytes", "feature_cache_bytes", "Features of pictures and videos that are kept."),
-    ("num_scene_pages", "scene_pages", "Pages for encoder states that tokens attend to; 0: the model has none."),
-    ("num_scene_pages_used", "scene_pages_used", "Pages of encoder states that running answers attend to."),
+    (
+        "num_cross_pages",
+        "cross_attention_pages",
+        "Pages for encoder states that tokens attend to; 0: the model has none.",
+    ),
+    ("num_cross_pages_used", "cross_attention_pages_used", "Pages of encoder states that running answers attend to."),
     ("num_state_slots", "state_slots", "Slots for states of recurrent layers; 0: the model has none."),
     ("num_state_slots_used", "state_slots_used", "Slots that running answers and their drafts hold."),
     ("num_state_snapshots", "state_snapshots", "States kept at ends of pages, for prompts that begin alike."),
-    ("prefix_hit_rate", "prefix_cache_hit_ratio", "Share of prompt tokens found in the prefix cache, since the start."),
-    ("feature_hit_rate", "feature_cache_hit_ratio", "Share of media whose features were kept, since the start."),
-    ("scene_hit_rate", "scene_cache_hit_ratio", "Share of looks at pictures whose keys and values were kept."),
-    ("state_hit_rate", "state_cache_hit_ratio", "Share of admitted answers that found a state to go on from."),
+    (
+        "prefix_hit_rate",
+        "prefix_cache_hit_ratio",
+        "Share of prompt tokens found in the prefix cache, since the start.",
+    ),
+    (
+        "feature_hit_rate",
+        "feature_cache_hit_ratio",
+        "Share of media whose features were kept, since the start.",
+    ),
+    (
+        "cross_hit_rate",
+        "cross_attention_hit_ratio",
+        "Share of looks at pictures whose keys and values were kept.",
+    ),
+    (
+        "state_hit_rate",
+        "state_cache_hit_ratio",
+        "Share of admitted answers that found a state to go on from.",
+    ),
     ("prompt_tokens_per_s", "prompt_tokens_per_second", "Prompt tokens computed, over the last 10 s."),
     ("output_tokens_per_s", "output_tokens_per_second", "Tokens generated, over the last 10 s."),
-    ("read_share", "bandwidth_ratio", "Share of the machine's read bandwidth reached in the steps of the last 10 s."),
-    ("gemm_share", "gemm_ratio", "Share of the machine's bf16 GEMM peak reached in the steps of the last 10 s."),
+    (
+        "read_share",
+        "bandwidth_ratio",
+        "Share of the machine's read bandwidth reached in the steps of the last 10 s.",
+    ),
+    (
+        "gemm_share",
+        "gemm_ratio",
+        "Share of the machine's bf16 GEMM peak reached in the steps of the last 10 s.",
+    ),
     ("read_limit_bytes_per_s", "bandwidth_bytes_per_second", "The machine's read bandwidth, measured at the start."),
     ("gemm_limit_flops_per_s", "gemm_flops_per_second", "The machine's bf16 GEMM peak, measured at the start."),
 )

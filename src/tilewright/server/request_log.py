@@ -6,8 +6,8 @@ import logging
 import time
 from typing import Any
 
-from tilewright.server.backend import Chunk, Ended, Started
 from tilewright.server.errors import ApiError
+from tilewright.server.link.backend import AnswerDelta, Ended, Started
 from tilewright.server.metrics import Metrics
 
 _QUIET_PATHS = ("/health", "/metrics", "/")  # asked every few seconds by those who watch; the page has many files
@@ -30,9 +30,9 @@ class RequestLog:
     def has_started(self) -> bool:
         return self._last_token_s is not None
 
-    def see(self, event: Started | Chunk | Ended) -> None:
+    def see(self, event: Started | AnswerDelta | Ended) -> None:
         """Counts an event of the engine."""
-        if isinstance(event, Chunk):
+        if isinstance(event, AnswerDelta):
             self._see_tokens(event.num_tokens)
         elif isinstance(event, Ended):
             self._metrics.count_tokens(event)

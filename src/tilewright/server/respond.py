@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tilewright.server.answers import Answer, Cut, Gone, Quiet, TimedOut
-from tilewright.server.backend import Chunk, Ended, Started
 from tilewright.server.errors import ApiError, as_api_error
 from tilewright.server.json_text import JsonResponse, to_json
+from tilewright.server.link.backend import AnswerDelta, Ended, Started
 from tilewright.server.request_log import RequestLog
 
 # Reading a long prompt takes minutes on a small machine; proxies commonly give up on a silent connection after 60 s.
@@ -31,7 +31,7 @@ class Writer(Protocol):
 
     names_events: bool  # whether a chunk's "type" is sent as the name of its event, and no [DONE] at the end
 
-    def add(self, prompt_index: int, event: Started | Chunk | Ended) -> Iterator[Mapping[str, Any]]: ...
+    def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[Mapping[str, Any]]: ...
 
     def closing_chunks(self) -> Iterator[Mapping[str, Any]]: ...
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tilewright.inputs.media import Limits
-from tilewright.server.media import MediaPolicy
+from tilewright.inputs.media import MediaLimits
+from tilewright.server.media.gate import MediaPolicy
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 # Smaller than what the library takes from its own user: these come from strangers, and many at once.
-MEDIA_LIMITS = Limits(
+MEDIA_LIMITS = MediaLimits(
     max_bytes=64 * 2**20, max_total_bytes=128 * 2**20, max_duration_s=600.0, max_items=32, allow_paths=False
 )
 

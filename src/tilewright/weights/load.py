@@ -18,7 +18,7 @@ from tilewright.weights.cache import PackedCache
 from tilewright.weights.checkpoint import Checkpoint, CheckpointError
 from tilewright.weights.checksums import ChecksummedData
 from tilewright.weights.quantized import WHAT_TO_DO, quantized_format
-from tilewright.weights.spec import Weight, walk
+from tilewright.weights.spec import Weight, iter_weights
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def load(
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
     start_s = time.perf_counter()
-    weights = list(walk(model))
+    weights = list(iter_weights(model))
     stored_names, ignored = _stored_names(checkpoint, rename)
     _check(weights, checkpoint, stored_names)
     names = {stored_names[source.name] for weight in weights for source in weight.sources}

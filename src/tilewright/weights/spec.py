@@ -1,8 +1,8 @@
 """What a model needs from a checkpoint: each weight says which tensors it is made of and how they are laid out.
 
-Layers hold `Weight`s as attributes; `weights.load` finds them (`walk`), checks all their sources against the checkpoint
-at once, and fills `value` one weight at a time, from blocks of rows where it can, so that no more than the packed model
-and one tensor are in memory.
+Layers hold `Weight`s as attributes; `weights.load` finds them (`iter_weights`), checks all their sources against the
+checkpoint at once, and fills `value` one weight at a time, from blocks of rows where it can, so that no more than the
+packed model and one tensor are in memory.
 A weight shared by two layers (a tied head) is one object, and is loaded once.
 """
 
@@ -105,7 +105,7 @@ class _InMemory:
         return self.tensor[begin:end]
 
 
-class Plain(Weight[Tensor]):
+class Unpacked(Weight[Tensor]):
     """A tensor as it is: norms, position tables, an embedding table that is not tied.
 
     `in_fp32`: in fp32 whatever the model is in, for the few values that steer many.
@@ -265,7 +265,7 @@ class Experts(Weight[PackedExperts]):
         return weight.t().contiguous() if self.stored is ExpertFormat.stacked_transposed else weight
 
 
-def walk(part: object) -> Iterator[Weight]:
+def iter_weights(part: object) -> Iterator[Weight]:
     """Every weight of a model, once each, in the order in which its layers name them."""
     seen: set[int] = set()
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.inputs.chat import ChatTemplate
-from tilewright.inputs.media import Fetch, Limits, MediaPart, content_key
+from tilewright.inputs.chat_template import ChatTemplate
+from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, content_key
 from tilewright.inputs.media_processor import IsKnown, MediaProcessor
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.text_limits import TextBudget
@@ -31,7 +31,7 @@ class MllamaProcessor(MediaProcessor):
         folder: str | Path | None,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        limits: Limits | None = None,
+        limits: MediaLimits | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         opener: Opener | None = None,

@@ -19,7 +19,7 @@ from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer
 from tilewright.ops.linear import linear
 from tilewright.ops.norm import rms_norm
 from tilewright.ops.plan import empty, scope
-from tilewright.weights.spec import Linear, Plain
+from tilewright.weights.spec import Linear, Unpacked
 
 PREFIX = "mtp"
 
@@ -33,11 +33,11 @@ class MultiTokenPredictor:
     def __init__(self, config: DecoderConfig, kv_layer: int) -> None:
         self.config = config
         width = config.width
-        self.embedding_norm = Plain(f"{PREFIX}.pre_fc_norm_embedding.weight", width)
-        self.hidden_norm = Plain(f"{PREFIX}.pre_fc_norm_hidden.weight", width)
+        self.embedding_norm = Unpacked(f"{PREFIX}.pre_fc_norm_embedding.weight", width)
+        self.hidden_norm = Unpacked(f"{PREFIX}.pre_fc_norm_hidden.weight", width)
         self.projection = Linear([(f"{PREFIX}.fc", width)], 2 * width)
         self.layer = DecoderLayer(f"{PREFIX}.layers.0", config, 0, kv_layer)
-        self.norm = Plain(f"{PREFIX}.norm.weight", width)
+        self.norm = Unpacked(f"{PREFIX}.norm.weight", width)
 
     def __call__(
         self,
@@ -64,5 +64,5 @@ class MultiTokenPredictor:
             self._normed(self.layer(x_TD, batch, cos, sin, rows), self.norm, out)
         return out
 
-    def _normed(self, x_TD: Tensor, weight: Plain, out: Tensor) -> Tensor:
+    def _normed(self, x_TD: Tensor, weight: Unpacked, out: Tensor) -> Tensor:
         return rms_norm(x_TD, weight.value, self.config.eps, weight_plus_one=self.config.norm_plus_one, out=out)

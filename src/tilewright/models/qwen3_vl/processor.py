@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.inputs.chat import ChatTemplate
-from tilewright.inputs.media import Fetch, Limits, MediaPart, content_key
+from tilewright.inputs.chat_template import ChatTemplate
+from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, content_key
 from tilewright.inputs.media_processor import IsKnown, MediaProcessor
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ from tilewright.models.qwen3_vl.preprocessing import (
     sample_indices,
     video_size,
 )
-from tilewright.models.qwen3_vl.prompt import Patches, Placeholders, Prepared, place
+from tilewright.models.qwen3_vl.prompt import Patches, Placeholders, PreparedMedium, place
 from tilewright.ops import image as image_ops
 from tilewright.types import ModelInputs, RequestError
 
@@ -36,7 +36,7 @@ class Qwen3VlProcessor(MediaProcessor):
         folder: str | Path | None,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        limits: Limits | None = None,
+        limits: MediaLimits | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         opener: Opener | None = None,
@@ -62,12 +62,12 @@ class Qwen3VlProcessor(MediaProcessor):
         media = [self._prepare(part, fetch, is_known) for part in parts]
         return place(ids, media, self.placeholders, self.image.merge_size, self.tokenizer.encode)
 
-    def _prepare(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> Prepared:
+    def _prepare(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> PreparedMedium:
         if part.kind == "image":
             return self._prepare_picture(part, fetch, is_known)
         return self._prepare_video(part, fetch, is_known)
 
-    def _prepare_picture(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> Prepared:
+    def _prepare_picture(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> PreparedMedium:
         settings = self.image
         picture = self.opener.open_picture(part, self.limits, fetch)
         height, width = picture_size(picture.height, picture.width, settings, part.name)
@@ -84,9 +84,9 @@ class Qwen3VlProcessor(MediaProcessor):
         if is_known is None or not is_known(key):
             patches.decode()
         grid = (1, height // settings.patch_size, width // settings.patch_size)
-        return Prepared(part.name, "image", key, grid, (), patches.load)
+        return PreparedMedium(part.name, "image", key, grid, (), patches.load)
 
-    def _prepare_video(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> Prepared:
+    def _prepare_video(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> PreparedMedium:
         settings = self.video
         video = self.opener.open_video(part, self.limits, fetch)
         num_sampled = num_sampled_frames(video.num_frames, video.fps, settings)
@@ -109,4 +109,4 @@ class Qwen3VlProcessor(MediaProcessor):
             patches.decode()
         times_s = group_times(sampled.times_s, settings.temporal_patch_size)
         grid = (len(times_s), height // settings.patch_size, width // settings.patch_size)
-        return Prepared(part.name, "video", key, grid, tuple(times_s), patches.load)
+        return PreparedMedium(part.name, "video", key, grid, tuple(times_s), patches.load)

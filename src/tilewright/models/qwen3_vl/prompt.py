@@ -27,7 +27,7 @@ class Placeholders:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedMedium:
     """A medium with its size and key, before it has a place in a prompt."""
 
     name: str  # for errors: "image 2"
@@ -78,7 +78,7 @@ class Patches:
 
 def place(
     ids: Sequence[int],
-    media: Sequence[Prepared],
+    media: Sequence[PreparedMedium],
     placeholders: Placeholders,
     merge_size: int,
     encode: Callable[[str], list[int]],
@@ -122,7 +122,7 @@ def place(
     return prompt.build()
 
 
-def _check_run(medium: Prepared, start: int, length: int, allowed: set[int]) -> None:
+def _check_run(medium: PreparedMedium, start: int, length: int, allowed: set[int]) -> None:
     if length not in allowed:
         expected = " or ".join(str(count) for count in sorted(allowed))
         raise RequestError(f"{medium.name}: {length} placeholders from token {start} on, expected {expected}")
@@ -140,7 +140,7 @@ class _Prompt:
         self._ids: list[int] = []
         self._positions: list[np.ndarray] = []
         self._next_position = 0
-        self._spans: dict[int, tuple[Prepared, list[Span]]] = {}  # by identity: a picture may come twice
+        self._spans: dict[int, tuple[PreparedMedium, list[Span]]] = {}  # by identity: a picture may come twice
 
     def add_text(self, ids: Sequence[int]) -> None:
         self._ids += ids
@@ -148,11 +148,11 @@ class _Prompt:
         self._positions.append(np.broadcast_to(positions, (3, len(ids))))
         self._next_position += len(ids)
 
-    def group_length(self, medium: Prepared) -> int:
+    def group_length(self, medium: PreparedMedium) -> int:
         """How many features a picture, or a group of a video's frames, has."""
         return medium.grid[1] * medium.grid[2] // self._merge_size**2
 
-    def add_group(self, token_id: int, medium: Prepared) -> None:
+    def add_group(self, token_id: int, medium: PreparedMedium) -> None:
         rows, columns = (side // self._merge_size for side in medium.grid[1:])
         span = Span(len(self._ids), rows * columns)
         self._spans.setdefault(id(medium), (medium, []))[1].append(span)

@@ -20,7 +20,7 @@ from tilewright.ops.linear import linear
 from tilewright.ops.plan import empty, scope
 from tilewright.ops.rope import rope_qk, rope_table, vision_axes
 from tilewright.types import Medium, UnsupportedConfig
-from tilewright.weights.spec import Linear, PatchEmbedding, Plain
+from tilewright.weights.spec import Linear, PatchEmbedding, Unpacked
 
 EPS = 1e-6
 ROPE_THETA = 10000.0
@@ -137,7 +137,7 @@ class VisionTower:
         self.patch_embedding = PatchEmbedding(
             f"{name}.patch_embed.proj", (config.width, channels, frames, patch, patch)
         )
-        self.positions = Plain(f"{name}.pos_embed.weight", config.positions_per_side**2, config.width)
+        self.positions = Unpacked(f"{name}.pos_embed.weight", config.positions_per_side**2, config.width)
         self.blocks = [VisionBlock(f"{name}.blocks.{i}", config) for i in range(config.depth)]
         self.merger = PatchMerger(f"{name}.merger", config, norm_merged=False)
         self.deepstack_mergers = [

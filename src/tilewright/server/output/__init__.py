@@ -5,7 +5,7 @@ from tilewright.server.output.detect import tool_format_of
 from tilewright.server.output.format import ToolFormat
 from tilewright.server.output.parser import OutputParser
 from tilewright.server.output.pieces import Piece, ToolCallDelta
-from tilewright.server.output.thoughts import thinks
+from tilewright.server.output.reasoning import thinks
 from tilewright.server.output.tools import check_tools
 
 __all__ = [

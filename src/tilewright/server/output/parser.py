@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tilewright.server.output.cursor import Cursor, Ends, Steps
 from tilewright.server.output.format import ToolFormat
 from tilewright.server.output.pieces import Output, Piece
-from tilewright.server.output.thoughts import read_thoughts
+from tilewright.server.output.reasoning import read_thoughts
 from tilewright.server.output.tools import parameters_by_name
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tilewright.server.backend import Chunk, Ended, ModelInfo, Started
 from tilewright.server.bodies import ChatBody
-from tilewright.server.chat import output_parser, usage
+from tilewright.server.chat_completions import output_parser, usage
 from tilewright.server.errors import ApiError
+from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Started
 from tilewright.server.output import OutputParser
 from tilewright.server.responses.builder import ResponseBuilder
 from tilewright.server.responses.history import History
@@ -28,12 +28,12 @@ class ResponsesWriter:
         self._parser: OutputParser | None = None
         self._is_cut = False  # by the limit of its tokens
 
-    def add(self, prompt_index: int, event: Started | Chunk | Ended) -> Iterator[dict[str, Any]]:
+    def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[dict[str, Any]]:
         """The events that one of the engine's makes."""
         if isinstance(event, Started):
             self._parser = output_parser(self._chat, self._model, event.opens_reasoning)
             yield from self._builder.begin()
-        elif isinstance(event, Chunk):
+        elif isinstance(event, AnswerDelta):
             assert self._parser is not None, "a chunk came before its start"
             yield from self._builder.add(self._parser.push(event.text))
             if event.finish_reason is not None:

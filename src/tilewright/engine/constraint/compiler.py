@@ -1,0 +1,125 @@
+"""From the constraint of a request to a grammar its answers are held to: compiled once, kept for the next request."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from collections import OrderedDict
+
+import llguidance
+
+from tilewright.engine.constraint.grammar import COMPILE_STACK_BYTES, GrammarError, build, on_deep_stack
+from tilewright.engine.constraint.matcher import Matcher
+from tilewright.engine.constraint.sandbox import CompileSandbox
+from tilewright.engine.constraint.source import grammar_of, name_of, with_thoughts
+from tilewright.engine.constraint.vocabulary import Vocabulary
+from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.types import Constraint, RequestError
+
+MAX_GRAMMARS = 32
+MAX_REFUSALS = 1024
+REFUSAL_S = 60.0  # what is sent again within gets the same answer at once; later a machine may have more time for it
+# Of a schema within a grammar, as one of tools is: where it stands in there would tell its author nothing.
+_SCHEMA_ERROR = re.compile(r"failed to compile JSON schema: (.*)")
+
+
+class Grammar:
+    """A compiled constraint. What matchers find out about it serves all of them: they share the lexer's states."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, constraint: Constraint) -> None:
+        self.is_broken = False  # a matcher has hit a limit, perhaps one of what they share
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._constraint = constraint
+
+    def start(self) -> Matcher:
+        """A matcher for one answer, at its beginning."""
+        names_token_ids = self._constraint.kind == "lark"
+        return Matcher(self._matcher.deep_copy(), self._vocabulary, self._break, names_token_ids=names_token_ids)
+
+    def _break(self, error: str) -> RequestError:
+        self.is_broken = True
+        message = f"{name_of(self._constraint)} cannot be followed any further: {error}"
+        return RequestError(message, param="constraint")
+
+
+class ConstraintCompiler:
+    """Compiles constraints, for any thread. The vocabulary is laid out for it when the first one comes."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary_size = vocabulary_size
+        self._vocabulary: tuple[Vocabulary, CompileSandbox] | None = None
+        self._vocabulary_lock = threading.Lock()
+        self._grammars: OrderedDict[tuple[Constraint, bool], Grammar] = OrderedDict()
+        # When and why, by digest: a source may have a megabyte.
+        self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        self._grammars_lock = threading.Lock()
+
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether `compile` answers at once."""
+        with self._grammars_lock:
+            known = [self._grammars.get((constraint, opens)) for opens in {False, constraint.allows_reasoning}]
+            is_compiled = all(grammar is not None and not grammar.is_broken for grammar in known)
+            return is_compiled or self._refusal(constraint) is not None
+
+    def compile(self, constraint: Constraint, *, opens_reasoning: bool = False) -> Grammar:
+        """The grammar of a constraint; RequestError that says what is wrong with it."""
+        key = constraint, opens_reasoning and constraint.allows_reasoning
+        with self._grammars_lock:
+            known = self._grammars.get(key)
+            if known is not None and not known.is_broken:
+                self._grammars.move_to_end(key)
+                return known
+            refusal = self._refusal(constraint)
+        if refusal is not None:
+            raise RequestError(refusal, param="constraint")
+        try:
+            grammar = self._compile(constraint, opens_reasoning)
+        except RequestError as error:
+            error.param = "constraint"
+            with self._grammars_lock:
+                self._refusals[_digest(constraint)] = time.monotonic(), str(error)
+                if len(self._refusals) > MAX_REFUSALS:
+                    self._refusals.popitem(last=False)
+            raise
+        with self._grammars_lock:
+            self._grammars[key] = grammar
+            self._grammars.move_to_end(key)
+            if len(self._grammars) > MAX_GRAMMARS:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def _refusal(self, constraint: Constraint) -> str | None:
+        """Why it was refused a moment ago."""
+        refused_s, reason = self._refusals.get(_digest(constraint), (0.0, None))
+        return reason if time.monotonic() - refused_s < REFUSAL_S else None
+
+    def _compile(self, constraint: Constraint, opens_reasoning: bool) -> Grammar:
+        source = grammar_of(constraint)
+        vocabulary, trial = self._made_vocabulary()
+        try:
+            trial.run(source)
+            matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, source), COMPILE_STACK_BYTES)
+            if constraint.allows_reasoning:
+                # The answer alone was compiled too: what is wrong with it would only show after the thoughts.
+                longer = with_thoughts(source, opens_reasoning=opens_reasoning)
+                matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, longer), COMPILE_STACK_BYTES)
+        except GrammarError as error:
+            within = _SCHEMA_ERROR.search(str(error)) if constraint.kind == "lark" else None
+            raise RequestError(f"{name_of(constraint)} cannot be used: {within[1] if within else error}") from None
+        return Grammar(matcher, vocabulary, constraint)
+
+    def _made_vocabulary(self) -> tuple[Vocabulary, CompileSandbox]:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                made = Vocabulary(self._tokenizer, self._vocabulary_size)
+                self._vocabulary = made, CompileSandbox(made.num_tokens, made.special_tokens, made.stop_token_ids)
+            return self._vocabulary
+
+
+def _digest(constraint: Constraint) -> bytes:
+    fields = (constraint.kind, constraint.source, constraint.allows_reasoning, constraint.subject)
+    return hashlib.blake2b(repr(fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()

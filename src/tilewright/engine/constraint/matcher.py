@@ -1,0 +1,107 @@
+"""How far one answer has come in its grammar, and which tokens may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import llguidance
+import numpy as np
+from torch import Tensor
+
+from tilewright.engine.constraint.grammar import error_of
+from tilewright.engine.constraint.vocabulary import Vocabulary
+from tilewright.types import RequestError
+
+
+class Matcher:
+    """Holds one answer to its grammar. For one thread at a time.
+
+    Where a text may be cut into tokens in several ways and the grammar forces it, only the tokenizer's own way is
+    allowed: the model reads what it was trained on.
+    """
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: Vocabulary,
+        fail: Callable[[str], RequestError],
+        *,
+        names_token_ids: bool,
+    ) -> None:
+        self.num_words = vocabulary.num_words
+        self.error: RequestError | None = None  # a limit was hit, and nothing below means anything any more
+        self._matcher = matcher
+        # A grammar that names tokens by their ids may name some that the vocabulary has only rows for.
+        self._known = vocabulary.known if names_token_ids else None
+        self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
+        self._fail = fail
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can be added any more."""
+        return self._matcher.is_stopped()
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether what there is fits as a whole: the answer may end here."""
+        return self._matcher.is_accepting()
+
+    def advance(self, token_id: int) -> None:
+        """Takes the token that was drawn: one that the mask allowed, and none that ends the answer."""
+        self._matcher.consume_token(token_id)
+        self._check()
+
+    def forced_token_ids(self) -> list[int]:
+        """The tokens that come next in any case, none if there is a choice."""
+        forced = self._matcher.compute_ff_tokens()
+        self._check()
+        return forced
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """How many of the first of these tokens may come next."""
+        inner = [] if self.is_complete else list(token_ids)
+        for index, token_id in enumerate(inner):
+            if token_id in self._stop_token_ids:
+                inner = inner[:index]
+                break
+        count = self._matcher.validate_tokens(inner) if inner else 0
+        self._check()
+        return count
+
+    def fill(self, words: Tensor, first: int, drafts: Sequence[int], unwanted: Sequence[Collection[int]]) -> None:
+        """Writes the mask of the next token, then of the one after each draft, into rows of words from `first` on.
+
+        words are int32 [N, num_words], as `ops.sample.mask` reads them. Tokens in unwanted[i] are left out of mask i
+        where that leaves any.
+        """
+        row_bytes = 4 * self.num_words
+        address = words.data_ptr() + first * row_bytes
+        for index, banned in enumerate(unwanted):
+            self._matcher.unsafe_compute_mask_ptr(address + index * row_bytes, row_bytes)
+            if self._known is not None:
+                words.numpy()[first + index] &= self._known
+            if banned:
+                _remove(words.numpy()[first + index], banned)
+            if index < len(drafts):
+                self._matcher.consume_token(drafts[index])
+        if drafts:
+            self._matcher.rollback(len(drafts))
+        self._check()
+
+    def raise_error(self) -> None:
+        """Raises `error`, if there is one: the grammar has become too costly to follow."""
+        if self.error is not None:
+            raise self.error
+
+    def _check(self) -> None:
+        if self.error is None and (error := error_of(self._matcher)) is not None:
+            self.error = self._fail(error)
+
+
+def _remove(words: np.ndarray, token_ids: Collection[int]) -> None:
+    kept = words.view(np.uint32).copy()
+    for token_id in token_ids:
+        if token_id // 32 < len(kept):
+            kept[token_id // 32] &= np.uint32(0xFFFF_FFFF ^ 1 << token_id % 32)
+    if kept.any():
+        words.view(np.uint32)[:] = kept

@@ -1,0 +1,102 @@
+"""Where the keys and values of groups lie: pages of their own, kept by content."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilewright.engine.cross.group import CrossGroup
+
+
+@dataclass
+class _Entry:
+    pages: np.ndarray  # int32
+    is_filled: bool = False
+
+
+class CrossCache:
+    """num_pages pages of page_size states, handed out a group at a time, least recently used given up first.
+
+    A group that a running sequence sees is pinned and keeps its pages. One that was pinned but never filled gives them
+    back with its last pin.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_pages_used = 0  # of pinned groups: those nobody else can have now
+        self.num_lookups = 0
+        self.num_hits = 0
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self._pins: Counter[bytes] = Counter()
+
+    @property
+    def num_states(self) -> int:
+        """As many as the largest group may have."""
+        return self.num_pages * self.page_size
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / max(1, self.num_lookups)
+
+    def is_filled(self, key: bytes) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_filled
+
+    def pages(self, key: bytes) -> np.ndarray:
+        """The pages of a group, int32; KeyError if it has none."""
+        self._entries.move_to_end(key)
+        return self._entries[key].pages
+
+    def slots(self, key: bytes, num_states: int) -> np.ndarray:
+        """Where each of its states goes, int64: page * page_size + place."""
+        place = np.arange(num_states)
+        return self.pages(key)[place // self.page_size].astype(np.int64) * self.page_size + place % self.page_size
+
+    def pin(self, group: CrossGroup) -> bool:
+        """Whether the group has pages, from now until `unpin`. Not if too many others are pinned."""
+        key, needed = group.key, -(-group.num_states // self.page_size)
+        is_known = key in self._entries
+        if not is_known:
+            if not self._make_room(needed):
+                return False
+            self._entries[key] = _Entry(np.array([self._free.pop() for _ in range(needed)], np.int32))
+        self.num_lookups += 1
+        self.num_hits += is_known
+        self._pins[key] += 1
+        if self._pins[key] == 1:
+            self.num_pages_used += needed
+        return True
+
+    def fill(self, key: bytes) -> None:
+        """Notes that the keys and values are written."""
+        self._entries[key].is_filled = True
+
+    def unpin(self, key: bytes) -> None:
+        self._pins[key] -= 1
+        if self._pins[key] <= 0:
+            del self._pins[key]
+            self.num_pages_used -= len(self._entries[key].pages)
+            if not self._entries[key].is_filled:
+                self._drop(key)
+
+    def clear(self) -> None:
+        """Drops everything that is not pinned."""
+        for key in [key for key in self._entries if key not in self._pins]:
+            self._drop(key)
+
+    def _make_room(self, num_pages: int) -> bool:
+        unpinned = [key for key in self._entries if key not in self._pins]
+        if len(self._free) + sum(len(self._entries[key].pages) for key in unpinned) < num_pages:
+            return False
+        for key in unpinned:
+            if len(self._free) >= num_pages:
+                break
+            self._drop(key)
+        return True
+
+    def _drop(self, key: bytes) -> None:
+        self._free.extend(self._entries.pop(key).pages.tolist())

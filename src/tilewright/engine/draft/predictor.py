@@ -1,0 +1,153 @@
+"""Drafts by the checkpoint's multi-token predictor, which reads what each step computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import compress
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from tilewright.engine.draft.coverage import PredictorCoverage
+from tilewright.engine.draft.prompt_lookup import Drafter
+from tilewright.engine.sequence import Sequence, Status
+from tilewright.engine.step import DraftInput, Step
+
+
+class Policy(Protocol):
+    """How many drafts to make, learnt from what they gave and what they took (engine/draft/policy.py)."""
+
+    def choose(self, num_sequences: int, num_read: int) -> int | None: ...
+
+    def record(self, num_proposed: int, num_right: int) -> None: ...
+
+    def time_step(self, num_rows: int, took_s: float) -> None: ...
+
+    def time_pass(self, num_sequences: int, took_s: float) -> None: ...
+
+
+class DraftingRunner(Protocol):
+    """What computes drafts from the hidden states of the step it ran last (engine/runner.py)."""
+
+    keeps_hidden: bool
+
+    def draft(self, draft_inputs: list[DraftInput]) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """What may follow a sequence of so many tokens."""
+
+    num_tokens: int
+    token_ids: list[int]
+
+
+class PredictorDrafter:
+    """Proposes what the predictor drafted after the last step; where it drafts nothing, what `lookup` finds.
+
+    One source at a time: the predictor has read the text too, and sees a repetition coming, so that a look-up adds
+    little where the predictor pays. Where it does not, be it that its drafts are wrong or that many sequences make its
+    passes dear, a look-up still costs nothing.
+
+    The predictor's keys and values lie in the pages beside the model's, and are found again with them. They decide how
+    good drafts are, never what is answered, so two things are let be: the key of a page's last token depends on the
+    token after the page, which the page's digest does not cover; and tokens that nobody read, of answers while drafting
+    paused or in the last step of one, have the key of an earlier use of the page, or zeros. A sequence with more than a
+    few of those is left alone (engine/draft/coverage.py): its drafts would be worse than the predictor is, and drafting
+    would pause for it.
+    """
+
+    def __init__(
+        self,
+        runner: DraftingRunner,
+        policy: Policy,
+        lookup: Drafter,
+        page_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.runner = runner
+        self.policy = policy
+        self.lookup = lookup
+        self.clock = clock
+        self.draft_inputs: list[DraftInput] = []  # of the last step
+        self._read_tokens = PredictorCoverage(page_size)
+        self._is_read: list[bool] = []  # by chunk of the step under way
+        self._ahead: WeakKeyDictionary[Sequence, _Ahead] = WeakKeyDictionary()
+        self._num_proposed = 0
+        self._num_accepted = 0
+        self._num_drafts: int | None = None  # after the step under way
+        self._only_decodes = False
+        self._began_s = 0.0
+
+    @property
+    def num_proposed(self) -> int:
+        return self._num_proposed + self.lookup.num_proposed
+
+    @property
+    def num_accepted(self) -> int:
+        return self._num_accepted + self.lookup.num_accepted
+
+    def propose(self, sequence: Sequence, max_drafts: int) -> list[int]:
+        ahead = self._ahead_of(sequence)
+        return self.lookup.propose(sequence, max_drafts) if ahead is None else ahead.token_ids[:max_drafts]
+
+    def record(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
+        if self._ahead_of(sequence) is None:
+            self.lookup.record(sequence, num_proposed, num_accepted)
+            return
+        del self._ahead[sequence]
+        self._num_proposed += num_proposed
+        self._num_accepted += num_accepted
+        self.policy.record(num_proposed, num_accepted)
+
+    def begin(self, step: Step) -> None:
+        """Before a step is run: decides whether it is read, and how much is drafted after it."""
+        self._is_read = [self._read_tokens.begin(chunk) for chunk in step.chunks]
+        num_sequences = sum(chunk.num_sampled > 0 for chunk in step.chunks)
+        num_read = sum(chunk.num_sampled > 0 for chunk in compress(step.chunks, self._is_read))
+        self._num_drafts = self.policy.choose(max(1, num_sequences), num_read)
+        if self._num_drafts is None:
+            # Prompts are read all the same, for little: keys alone are computed of them. What begins like one, a long
+            # instruction that all share, would else go without drafts as long as it is cached.
+            for index, chunk in enumerate(step.chunks):
+                self._is_read[index] &= chunk.start < chunk.sequence.num_prompt_tokens
+        self.runner.keeps_hidden = any(self._is_read)
+        # Others take as long as their prompts and pictures are.
+        self._only_decodes = all(chunk.num_sampled == chunk.num_tokens for chunk in step.chunks)
+        self._began_s = self.clock()
+
+    def draft(self, step: Step, find_room: Callable[[Sequence, int], int]) -> None:
+        """After a step was updated: reads what it computed, and drafts for those that go on.
+
+        `find_room` tells how many drafts a sequence has room for, of the number wanted.
+        """
+        now_s = self.clock()
+        if self._only_decodes:
+            self.policy.time_step(step.num_tokens, now_s - self._began_s)
+        self.draft_inputs = []
+        first_row = 0
+        for chunk, is_read in zip(step.chunks, self._is_read, strict=True):
+            sequence, stop = chunk.sequence, chunk.sequence.num_computed_tokens
+            if is_read and sequence.status is Status.RUNNING and self._read_tokens.end(sequence, chunk.start, stop):
+                wanted = find_room(sequence, self._num_drafts) if self._num_drafts and sequence.is_decoding else 0
+                following = sequence.token_ids[chunk.start + 1 : stop + 1]
+                self.draft_inputs.append(DraftInput(sequence, chunk.start, stop, following, first_row, wanted))
+            first_row += chunk.num_tokens
+        if not self.draft_inputs:
+            return
+        for reading, token_ids in zip(self.draft_inputs, self.runner.draft(self.draft_inputs), strict=True):
+            self._read_tokens.add(reading.sequence, reading.start, reading.stop)
+            unused = self._ahead.pop(reading.sequence, None)
+            if unused is not None:  # they did not fit a grammar, or it forced others: as good as wrong
+                self.policy.record(len(unused.token_ids), 0)
+            if token_ids:
+                self._ahead[reading.sequence] = _Ahead(reading.sequence.num_tokens, token_ids)
+        num_passes = max(reading.num_drafts for reading in self.draft_inputs)
+        if self._only_decodes and num_passes:
+            self.policy.time_pass(len(self.draft_inputs), (self.clock() - now_s) / num_passes)
+
+    def _ahead_of(self, sequence: Sequence) -> _Ahead | None:
+        """What was drafted for a sequence as it is now."""
+        ahead = self._ahead.get(sequence)
+        return ahead if ahead is not None and ahead.num_tokens == sequence.num_tokens else None

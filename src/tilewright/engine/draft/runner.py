@@ -1,0 +1,105 @@
+"""Runs a multi-token predictor: over what a step computed, then over its own drafts, one token a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS, RecordedSteps
+from tilewright.engine.sampler import greedy_parameters
+from tilewright.engine.step import DraftInput, last_rows
+from tilewright.engine.step_buffers import StepBuffers, media_runs
+from tilewright.engine.step_limits import StepLimits
+from tilewright.layers.batch import MediaRun
+from tilewright.models.protocol import Model, Predictor
+from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.plan import Arena
+from tilewright.ops.sample import sample
+
+
+class DraftRunner:
+    """The predictor with the inputs of its passes, at fixed places: small ones are recorded once per shape."""
+
+    def __init__(
+        self,
+        model: Model,
+        predictor: Predictor,
+        kv_caches: Items[KvCache],
+        features: EncoderCache,
+        limits: StepLimits,
+        arena: Arena,
+        *,
+        replay: bool,
+    ) -> None:
+        self.model, self.predictor = model, predictor
+        self.kv_caches = kv_caches
+        self.features = features
+        self.replay = replay
+        page_size, num_pages = kv_caches[0].page_size, kv_caches[0].num_pages
+        self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages)
+        width = model.decoder.config.width
+        self._hidden = torch.zeros(limits.max_tokens_per_step, width, dtype=kv_caches[0].data.dtype)
+        self._logit_rows = torch.zeros(limits.max_sequences, dtype=torch.int64)
+        self._greedy = greedy_parameters(limits.max_sequences)
+        self._arena = arena
+        self._recorded: RecordedSteps[tuple[Tensor, Tensor]] = RecordedSteps(arena)
+
+    @torch.inference_mode()
+    def draft(self, hidden_TD: Tensor, draft_inputs: Items[DraftInput]) -> list[list[int]]:
+        """The drafts each reading asks for, the likeliest token after the other.
+
+        `hidden_TD` are the hidden states of a step. The first pass reads those of the tokens that were kept and leaves
+        their keys and values; each further one takes what the pass before made of the last token for the hidden state
+        of its draft. What that leaves in the pages is written again once the token is known.
+        """
+        drafts: list[list[int]] = [[] for _ in draft_inputs]
+        media = media_runs(self.model, self.features, draft_inputs, ahead=1)
+        source = hidden_TD
+        rows = [row for item in draft_inputs for row in range(item.first_row, item.first_row + item.num_tokens)]
+        going = list(range(len(draft_inputs)))
+        while going:
+            torch.index_select(source, 0, torch.tensor(rows), out=self._hidden[: len(rows)])
+            asking = [index for index in going if len(drafts[index]) < draft_inputs[index].num_drafts]
+            logits, source = self._run([draft_inputs[index] for index in going], media)
+            if asking:
+                greedy = (parameter[: len(asking)] for parameter in self._greedy)
+                for index, token_id in zip(asking, sample(logits, *greedy).tolist(), strict=True):
+                    drafts[index].append(token_id)
+            # The states are those of the rows that asked, in their order.
+            rows = [row for row, index in enumerate(asking) if len(drafts[index]) < draft_inputs[index].num_drafts]
+            going = [asking[row] for row in rows]
+            draft_inputs = _after_drafts(draft_inputs, going, drafts)
+            media = []
+        return drafts
+
+    def _run(self, draft_inputs: Items[DraftInput], media: Items[MediaRun]) -> tuple[Tensor, Tensor]:
+        """Logits and states of the last row of each reading that asks for drafts."""
+        self._buffers.fill(draft_inputs)
+        num_tokens = sum(item.num_tokens for item in draft_inputs)
+        rows = last_rows(
+            (item.num_tokens for item in draft_inputs), (int(item.num_drafts > 0) for item in draft_inputs)
+        )
+        self._logit_rows[: len(rows)] = torch.tensor(rows, dtype=torch.int64)
+        shape = num_tokens, len(draft_inputs), len(rows)
+        if not self.replay or media or num_tokens > MAX_RECORDED_TOKENS:
+            with self._arena.use():
+                return self._pass(shape, media)
+        return self._recorded.run(shape, lambda: self._pass(shape, ()))
+
+    def _pass(self, shape: tuple[int, int, int], media: Items[MediaRun]) -> tuple[Tensor, Tensor]:
+        num_tokens, num_sequences, num_rows = shape
+        batch = self._buffers.batch(num_tokens, num_sequences, self.kv_caches, self._logit_rows[:num_rows])
+        return self.predictor.draft(batch.token_ids_T, self._hidden[:num_tokens], batch, media)
+
+
+def _after_drafts(draft_inputs: Items[DraftInput], going: Items[int], drafts: Items[list[int]]) -> list[DraftInput]:
+    """The draft_inputs, of which those that go on are at the place of their next draft's hidden state."""
+    moved = list(draft_inputs)
+    for index in going:
+        stop = draft_inputs[index].stop
+        moved[index] = replace(draft_inputs[index], start=stop, stop=stop + 1, token_ids=drafts[index][-1:])
+    return moved

@@ -1,0 +1,107 @@
+"""What a chunk looks at is there when it is computed: media are encoded by then, groups have pages that are filled."""
+
+from __future__ import annotations
+
+import math
+
+from tilewright.engine.cross.cache import CrossCache
+from tilewright.engine.cross.group import CrossGroup
+from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.sequence import FeatureRun, Sequence
+from tilewright.engine.step import Step
+from tilewright.engine.step_limits import StepLimits
+from tilewright.types import Medium
+
+
+class MediaScheduler:
+    """Has media encoded and groups filled in the step that reads them, and keeps them until they have been read."""
+
+    def __init__(self, features: EncoderCache, cross_cache: CrossCache, limits: StepLimits) -> None:
+        self.features = features
+        self.cross_cache = cross_cache
+        self.limits = limits
+        self._without_place: Sequence | None = None  # the earliest of this step whose group finds no pages
+
+    def begin_step(self) -> None:
+        self._without_place = None
+
+    def make_ready(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
+        """Where the chunk ends: at `stop`, or before the first medium or group that this step cannot have ready."""
+        needs: list[FeatureRun | CrossGroup] = [
+            *sequence.features_in(start, stop),
+            *sequence.cross_groups_in(start, stop),
+        ]
+        for need in sorted(needs, key=lambda need: need.start):
+            if isinstance(need, CrossGroup):
+                is_ready = self._show(step, sequence, need)
+            else:
+                is_ready = self._encode(step, sequence, need.medium)
+            if not is_ready:
+                return max(start, need.start)
+        return stop
+
+    def unpin_read(self, sequence: Sequence) -> None:
+        """Lets go of what no token that is left to compute looks at."""
+        if sequence.pinned_keys:
+            rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            needed = {run.medium.key for run in rest}
+            unfilled = [group for group in sequence.pinned_groups if not self.cross_cache.is_filled(group.key)]
+            needed |= {medium.key for group in unfilled for medium in group.media}
+            for key in sequence.pinned_keys:
+                if key not in needed:
+                    self.features.unpin(key)
+            sequence.pinned_keys = [key for key in sequence.pinned_keys if key in needed]
+        for group in list(sequence.pinned_groups):
+            if group.stop <= sequence.num_computed_tokens:
+                self.cross_cache.unpin(group.key)
+                sequence.pinned_groups.remove(group)
+
+    def release(self, sequence: Sequence) -> None:
+        """Lets go of all that the sequence holds."""
+        for key in sequence.pinned_keys:
+            self.features.unpin(key)
+        for group in sequence.pinned_groups:
+            self.cross_cache.unpin(group.key)
+        sequence.pinned_keys = []
+        sequence.pinned_groups = []
+
+    def _encode(self, step: Step, sequence: Sequence, medium: Medium) -> bool:
+        """Whether the medium has features, or gets them in this step. Not if there is no encoder time left for it."""
+        if not self.features.has(medium.key) and all(other.key != medium.key for other in step.encode):
+            num_patches = sum(math.prod(other.grid) for other in (*step.encode, medium))
+            if step.encode and num_patches > self.limits.max_patches(step.has_decodes):
+                return False
+            step.encode.append(medium)
+        if medium.key not in sequence.pinned_keys:
+            self.features.pin(medium.key)
+            sequence.pinned_keys.append(medium.key)
+        return True
+
+    def _show(self, step: Step, sequence: Sequence, group: CrossGroup) -> bool:
+        """Whether the sequence can look at a group in this step: it has pages, and what fills them.
+
+        Pictures that side by side are more than a step has time for are encoded over several.
+        """
+        if not self._has_pages(sequence, group):
+            return False
+        if self.cross_cache.is_filled(group.key) or any(other.key == group.key for other in step.cross_groups):
+            return True
+        if not all(self._encode(step, sequence, medium) for medium in group.media):
+            return False
+        step.cross_groups.append(group)
+        return True
+
+    def _has_pages(self, sequence: Sequence, group: CrossGroup) -> bool:
+        """Whether the group has pages, from now on until the sequence lets go of it.
+
+        When one finds none, those that came after it take none either, not even to share: else a stream of small
+        groups would keep a large one out for ever.
+        """
+        if group in sequence.pinned_groups:
+            return True
+        first = self._without_place
+        if (first is not None and first.id < sequence.id) or not self.cross_cache.pin(group):
+            self._without_place = sequence if first is None or sequence.id < first.id else first
+            return False
+        sequence.pinned_groups.append(group)
+        return True

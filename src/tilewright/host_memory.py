@@ -1,0 +1,62 @@
+"""Sizes of memory: as people write them, and as the machine and its control group have them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tilewright.types import RequestError
+
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(size: int | str) -> int:
+    """The bytes that 2000000000, "2GB" or "1.5 GiB" mean."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", size.lower())
+    if not match or match[2] == "i":
+        raise RequestError(f"memory size is {size!r}, expected bytes or a size such as 2GB or 1.5GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def total_bytes() -> int:
+    """The memory of the machine, or of its control group where that is less."""
+    return min([_system_bytes("MemTotal"), *(limit for limit, _ in _group_bytes())])
+
+
+def available_bytes() -> int:
+    """What this process may still take: free memory of the machine, or of its control group where that is less."""
+    return min([_system_bytes("MemAvailable"), *(limit - used for limit, used in _group_bytes())])
+
+
+def _system_bytes(name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def _group_bytes() -> Iterator[tuple[int, int]]:
+    """(limit, used) of the control group and those around it, in the files of either version, where it has a limit.
+
+    A service's limit is that of its own group; in a container the own group is shown as the root.
+    """
+    lines = OWN_GROUP.read_text().splitlines() if OWN_GROUP.exists() else []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        names = ("memory.max", "memory.current")
+        root = GROUPS
+        if number != "0":
+            if "memory" not in controllers.split(","):
+                continue
+            names, root = ("memory.limit_in_bytes", "memory.usage_in_bytes"), GROUPS / "memory"
+        group = Path(path)
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError):
+                limit, used = (Path(f"{root}{folder}", name).read_text().strip() for name in names)
+                if limit.isdecimal() and used.isdecimal():
+                    yield int(limit), int(used)

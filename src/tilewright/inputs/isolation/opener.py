@@ -1,0 +1,217 @@
+"""Media opened and decoded by other processes: a file made to do harm costs its request, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tilewright.inputs.audio import Sound, SoundFile, max_samples, open_audio
+from tilewright.inputs.image import Picture, PictureFile, open_picture
+from tilewright.inputs.isolation.pool import DecoderFailed, DecoderPool, DecoderProcess
+from tilewright.inputs.media import Fetch, MediaKind, MediaLimits, MediaPart, check_duration, check_pixels
+from tilewright.inputs.video import MAX_FILE_FRAMES, Video, VideoFile, check_rate, open_video
+from tilewright.types import RequestError
+
+_log = logging.getLogger(__name__)
+
+
+class MediaFault(RequestError):
+    """An item that brought its decoder down: it crashed, hung, or wanted too much memory."""
+
+
+class IsolatedOpener:
+    """Opens media as `InProcessOpener` does, with the same results, but has other processes decode what is encoded.
+
+    A process may use `memory_bytes` beyond what it starts with, and is replaced after `max_items_per_process`, which
+    bounds what leaks. May be called from several threads at once; `num_kept` processes wait for work, about as many as
+    there are such threads.
+    """
+
+    def __init__(self, *, memory_bytes: int = 2**31, max_items_per_process: int = 1000, num_kept: int = 2) -> None:
+        self.pool = DecoderPool(memory_bytes, max_items_per_process, num_kept)
+
+    def open_picture(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Picture:
+        return open_picture(part, limits, fetch, self._read_picture)
+
+    def open_video(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Video:
+        return open_video(part, limits, fetch, self._read_video, self._read_picture)
+
+    def open_audio(self, part: MediaPart, limits: MediaLimits, sample_rate: int, fetch: Fetch | None = None) -> Sound:
+        return open_audio(part, limits, sample_rate, fetch, self._read_sound)
+
+    def close(self) -> None:
+        """Ends the processes, also those at work."""
+        self.pool.close()
+
+    def _read_picture(self, data: bytes, name: str, limits: MediaLimits) -> PictureFile:
+        item = _Item("image", data, name, limits)
+        with self._session(item) as session:
+            reply, _ = session.open()
+            height, width = _whole(reply, "height"), _whole(reply, "width")
+        check_pixels(height, width, name, limits)
+
+        def decode() -> np.ndarray:
+            with self._session(item) as session:
+                return session.decode(height * width * 3, np.uint8).reshape(height, width, 3)
+
+        return PictureFile(height, width, decode)
+
+    def _read_sound(self, data: bytes, name: str, limits: MediaLimits, sample_rate: int) -> SoundFile:
+        item = _Item("audio", data, name, limits, sample_rate)
+        with self._session(item) as session:
+            reply, _ = session.open()
+            duration_s = _number(reply, "duration_s")
+        check_duration(duration_s, name, limits)
+
+        def decode() -> np.ndarray:
+            with self._session(item) as session:
+                return session.decode(4 * max_samples(duration_s, sample_rate), np.float32)
+
+        return SoundFile(duration_s, decode)
+
+    def _read_video(self, data: bytes, name: str, limits: MediaLimits) -> VideoFile:
+        item = _Item("video", data, name, limits)
+        with self._session(item) as session:
+            reply, payload = session.open()
+            num_frames, fps = _whole(reply, "num_frames", MAX_FILE_FRAMES), _number(reply, "fps")
+            height, width = _whole(reply, "height"), _whole(reply, "width")
+            times_s = _times(payload, num_frames) if payload else None
+        check_pixels(height, width, name, limits)
+        check_rate(fps, name)
+        check_duration(times_s[-1] - times_s[0] if times_s else 0.0, name, limits)
+
+        def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
+            with self._session(item) as session:
+                yield from session.frames(indices, (height, width, 3))
+
+        return VideoFile(num_frames, fps, height, width, frames, times_s)
+
+    @contextlib.contextmanager
+    def _session(self, item: _Item) -> Iterator[_Session]:
+        try:
+            with self.pool.lease(item.token) as process:
+                yield _Session(process, item)
+        except DecoderFailed as error:
+            _log.warning("%s brought its decoder down: %a", item.name, str(error))
+            raise MediaFault(f"{item.name}: cannot be decoded: {error}") from error
+
+
+@dataclasses.dataclass(eq=False)
+class _Item:
+    kind: MediaKind
+    data: bytes
+    name: str
+    limits: MediaLimits
+    sample_rate: int | None = None
+    spent_s: float = 0.0  # of limits.max_decode_s, from when it is opened until it is decoded
+    token: object = dataclasses.field(default_factory=object)  # stands for it, without keeping its bytes
+
+
+class _Session:
+    """An item and the process that works on it."""
+
+    def __init__(self, process: DecoderProcess, item: _Item) -> None:
+        self._process = process
+        self._item = item
+
+    def open(self) -> tuple[dict[str, Any], bytes]:
+        """What the process says of the item."""
+        item, process = self._item, self._process
+        process.holds, process.num_items = None, process.num_items + 1
+        process.write(item.data)
+        process.send(
+            {
+                "ask": "open",
+                "kind": item.kind,
+                "name": item.name,
+                "size_bytes": len(item.data),
+                "sample_rate": item.sample_rate,
+                "limits": vars(item.limits),
+            }
+        )
+        reply = self._receive()
+        process.holds = item.token
+        return reply
+
+    def decode(self, most_bytes: int, dtype: type[np.generic]) -> np.ndarray:
+        """The item's pixels or samples, [any]; pixels are exactly as many as expected."""
+        self._open_again()
+        self._process.reserve(most_bytes)
+        self._process.send({"ask": "decode", "size_bytes": most_bytes})
+        size_bytes = _whole(self._receive()[0], "size_bytes", most_bytes)
+        self._process.holds, self._item.spent_s = None, 0.0
+        if self._item.kind == "image" and size_bytes != most_bytes:
+            raise DecoderFailed(f"it gave {size_bytes} bytes of {most_bytes}")
+        return self._process.read(0, np.empty(size_bytes // np.dtype(dtype).itemsize, dtype))
+
+    def frames(self, indices: Sequence[int], shape: tuple[int, int, int]) -> Iterator[np.ndarray]:
+        """The frames of the indices. While the caller has one, the next is decoded into the slate's other half."""
+        size_bytes = math.prod(shape)
+        self._open_again()
+        self._process.reserve(2 * size_bytes)
+        self._process.send({"ask": "frames"}, np.asarray(indices, dtype=np.int64).tobytes())
+        self._receive()
+        asks: list[dict[str, Any]] = [
+            {"ask": "frame", "offset": at % 2 * size_bytes, "size_bytes": size_bytes} for at in range(len(indices))
+        ]
+        for ask in asks[:1]:
+            self._process.send(ask)
+        for ask, next_ask in zip(asks, [*asks[1:], None], strict=True):
+            if _whole(self._receive()[0], "size_bytes", size_bytes) != size_bytes:
+                raise DecoderFailed(f"it gave less than the {size_bytes} bytes of a frame")
+            if next_ask:
+                self._process.send(next_ask)
+            yield self._process.read(ask["offset"], np.empty(shape, np.uint8))
+        self._item.spent_s = 0.0
+
+    def _open_again(self) -> None:
+        if self._process.holds is not self._item.token:
+            self.open()
+
+    def _receive(self) -> tuple[dict[str, Any], bytes]:
+        item, started_s = self._item, time.monotonic()
+        left_s = max(item.limits.max_decode_s - item.spent_s, 0.0)
+        try:
+            reply, payload = self._process.receive(left_s)
+        except TimeoutError:
+            raise DecoderFailed(f"it took more than {item.limits.max_decode_s:g} seconds") from None
+        item.spent_s += time.monotonic() - started_s
+        error, message = reply.get("error"), str(reply.get("message"))[:1000]
+        if error == "refused":
+            # It names the item itself, unless it is no longer what we started.
+            raise RequestError(message if message.startswith(item.name) else f"{item.name}: {message}")
+        if error == "memory":
+            raise DecoderFailed("it takes more memory than decoding may use")
+        if error is not None:
+            raise DecoderFailed(message)
+        return reply, payload
+
+
+def _whole(reply: Mapping[str, Any], key: str, most: int = 2**31) -> int:
+    value = reply.get(key)
+    if type(value) is not int or not 1 <= value <= most:
+        raise DecoderFailed(f"it answered that its {key} is {value!r:.50}")
+    return value
+
+
+def _number(reply: Mapping[str, Any], key: str) -> float:
+    value = reply.get(key)
+    if type(value) is not float or not 0 <= value < math.inf:
+        raise DecoderFailed(f"it answered that its {key} is {value!r:.50}")
+    return value
+
+
+def _times(payload: bytes, num_frames: int) -> tuple[float, ...]:
+    if len(payload) != 8 * num_frames:
+        raise DecoderFailed(f"it answered with {len(payload)} bytes of times for {num_frames} frames")
+    times_s = np.frombuffer(payload, dtype=np.float64)
+    if not np.isfinite(times_s).all() or (np.diff(times_s) < 0).any():
+        raise DecoderFailed("it answered with times that do not rise")
+    return tuple(times_s.tolist())

@@ -1,0 +1,211 @@
+"""From the body of a request to what the engine is asked, checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilewright.server.bodies import ChatBody, CompletionBody, SamplingBody
+from tilewright.server.errors import ApiError
+from tilewright.server.fields import check_fields
+from tilewright.server.link.backend import EngineRequest, ModelInfo
+from tilewright.server.output import ToolFormat, check_tools, thinks, tool_constraint, tool_format_of
+from tilewright.types import Constraint, RequestError, SamplingParams
+
+# Names the template gets from elsewhere, or that mean something to the processor.
+_RESERVED_ARGUMENTS = {
+    "messages", "tools", "fetch", "is_known", "budget", "add_generation_prompt", "continue_final_message", "self",
+    *SamplingParams.__dataclass_fields__,
+}  # fmt: skip
+_SAMPLING = (
+    "n", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "stop_token_ids", "min_tokens", "ignore_eos",
+)  # fmt: skip
+
+
+def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> EngineRequest:
+    """What the engine is asked by a chat request, whose messages have their media resolved in."""
+    check_fields(body.model_extra, is_chat=True)
+    if body.modalities is not None and set(body.modalities) != {"text"}:
+        raise ApiError(400, f"modalities is {body.modalities}, expected text alone", param="modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs is given, expected logprobs: true with it", param="top_logprobs")
+    sampling = _sampling(body)
+    sampling["max_tokens"] = body.max_completion_tokens or body.max_tokens
+    sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    check_tools(body.plain_tools)
+    _check_history(body, messages, model)
+    template_args = _template_args(body)
+    # Thoughts come before what is bound, unless they were turned off: then the prompt holds empty ones already.
+    allows_reasoning = (
+        model.template is not None and thinks(model.template) and template_args.get("enable_thinking") is not False
+    )
+    bound_by, sampling["constraint"] = _bound(
+        {
+            "tools": _forced_call(body, model, allows_reasoning),
+            "response_format": _response_format(body, allows_reasoning),
+            **_structured_outputs(body, allows_reasoning),
+        }
+    )
+    return EngineRequest(
+        messages=messages,
+        tools=body.tools_in_use or None,
+        template_args=template_args,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        names={"prompt": "messages", "constraint": bound_by},
+    )
+
+
+def completion_requests(body: CompletionBody) -> list[EngineRequest]:
+    """What the engine is asked by a completion request: one EngineRequest per prompt."""
+    check_fields(body.model_extra)
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported: the model does not fill in the middle", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(400, f"best_of is {body.best_of}, expected n, {body.n or 1}, or nothing", param="best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens is 0, expected 1 or more without echo", param="max_tokens")
+    sampling = _sampling(body)
+    # The engine gives at least one token; without any asked for, it is left out of the answer.
+    sampling["max_tokens"] = max(1, body.max_tokens)
+    sampling["logprobs"] = body.logprobs
+    sampling["prompt_logprobs"] = body.logprobs if body.echo else None
+    bound_by, sampling["constraint"] = _bound(
+        {"response_format": _response_format(body, allows_reasoning=False), **_structured_outputs(body, False)}
+    )
+    more: dict[str, Any] = {
+        "sampling": {name: value for name, value in sampling.items() if value is not None},
+        "wants_prompt": body.echo,
+        "names": {"prompt": "prompt", "constraint": bound_by},
+    }
+    return [
+        EngineRequest(text=one, **more) if isinstance(one, str) else EngineRequest(token_ids=one, **more)
+        for one in body.prompts
+    ]
+
+
+def _sampling(body: SamplingBody) -> dict[str, Any]:
+    sampling = {name: getattr(body, name) for name in _SAMPLING}
+    sampling["top_k"] = 0 if body.top_k == -1 else body.top_k
+    sampling["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    if body.stop == "" or (sampling["stop"] and "" in sampling["stop"]):
+        raise ApiError(400, "stop has an empty string, expected at least one character", param="stop")
+    if body.logit_bias:
+        sampling["logit_bias"] = _logit_bias(body.logit_bias)
+    return sampling
+
+
+def _logit_bias(given: Mapping[str, Any]) -> dict[int, float]:
+    for token_id, bias in given.items():
+        if not re.fullmatch(r"\d{1,9}", token_id, re.ASCII):
+            raise ApiError(400, f"logit_bias has {token_id[:40]!r}, which is no token id", param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            message = f"logit_bias[{token_id}] is {bias!r:.40}, expected -100 to 100"
+            raise ApiError(400, message, param="logit_bias")
+    return {int(token_id): float(bias) for token_id, bias in given.items()}
+
+
+def _template_args(body: ChatBody) -> dict[str, Any]:
+    given = dict(body.chat_template_kwargs or {})
+    for name in given:
+        if name in _RESERVED_ARGUMENTS or not re.fullmatch(r"[A-Za-z]\w{0,63}", name):
+            message = f"chat_template_kwargs has {name[:64]!r}, which is no argument of a chat template"
+            raise ApiError(400, message, param="chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        given.setdefault("reasoning_effort", body.reasoning_effort)
+        given.setdefault("enable_thinking", body.reasoning_effort != "none")
+    if body.enable_thinking is not None:
+        given["enable_thinking"] = body.enable_thinking
+    if not body.add_generation_prompt:
+        given["add_generation_prompt"] = False
+    if body.continue_final_message:
+        if "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt are both true, expected one of them"
+            raise ApiError(400, message, param="add_generation_prompt")
+        given["continue_final_message"] = True
+    return given
+
+
+def _bound(asked: Mapping[str, Constraint | None]) -> tuple[str, Constraint | None]:
+    """The one constraint that is asked for and the field that asks, of all that can."""
+    found = [(name, constraint) for name, constraint in asked.items() if constraint is not None]
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise ApiError(400, f"{names} bind the answer, expected one of them", param=found[1][0])
+    return found[0] if found else ("constraint", None)
+
+
+def _check_history(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> None:
+    """ApiError for tools and calls that the model would never see, since its template leaves them out."""
+    if body.tools_in_use and _tool_format(model) is None:
+        raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tools")
+    if any(message.get("tool_calls") for message in messages) and "tool_calls" not in (model.template or ""):
+        raise ApiError(400, f"{model.name} has no form for tool_calls in its chat template", param="messages")
+
+
+def _tool_format(model: ModelInfo) -> ToolFormat | None:
+    return None if model.template is None else tool_format_of(model.template)
+
+
+def _forced_call(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> Constraint | None:
+    choice = body.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return None
+    tools = body.plain_tools
+    if not tools:
+        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
+    tool_format = _tool_format(model)
+    if tool_format is None:
+        raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tool_choice")
+    named = choice if isinstance(choice, str) else choice.model_dump()
+    return tool_constraint(
+        # Who names a function means one call of it.
+        tool_format,
+        tools,
+        named,
+        parallel=body.parallel_tool_calls and isinstance(choice, str),
+        allows_reasoning=allows_reasoning,
+    )
+
+
+def _response_format(body: SamplingBody, allows_reasoning: bool) -> Constraint | None:
+    asked = body.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return Constraint("json_schema", '{"type":"object"}', allows_reasoning)
+    if asked.json_schema is None:
+        raise ApiError(400, "response_format has no json_schema", param="response_format")
+    return Constraint("json_schema", json.dumps(asked.json_schema.json_schema), allows_reasoning)
+
+
+def _structured_outputs(body: SamplingBody, allows_reasoning: bool) -> dict[str, Constraint | None]:
+    """By the name of the field that asks: structured_outputs, or one of those it replaces."""
+    asked = body.structured_outputs
+    found: dict[str, Constraint | None] = {}
+    if asked is not None:
+        given = {name: value for name, value in vars(asked).items() if value is not None}
+        if len(given) != 1:
+            names = ", ".join(given) or "none"
+            raise RequestError(f"structured_outputs has {names}, expected one of json, regex, choice and grammar")
+        ((kind, value),) = given.items()
+        found["structured_outputs"] = _structured(kind, value, "structured_outputs.choice", allows_reasoning)
+    for kind in ("json", "regex", "choice", "grammar"):
+        name = f"guided_{kind}"
+        if (value := getattr(body, name)) is not None:
+            found[name] = _structured(kind, value, name, allows_reasoning)
+    return found
+
+
+def _structured(kind: str, value: Any, name: str, allows_reasoning: bool) -> Constraint:
+    if kind in ("json", "json_schema"):
+        return Constraint("json_schema", value if isinstance(value, str) else json.dumps(value), allows_reasoning)
+    if kind == "regex":
+        return Constraint("regex", value, allows_reasoning)
+    if kind == "choice":
+        if not value or "" in value:
+            raise RequestError(f"{name} is empty or has an empty text", param=name.split(".")[0])
+        return Constraint("regex", "|".join(re.escape(text) for text in value), allows_reasoning)
+    return Constraint("lark", value, allows_reasoning)

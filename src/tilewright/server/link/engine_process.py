@@ -1,0 +1,114 @@
+"""The process that has the model: reads requests from a socket, writes what each step adds.
+
+Started by `remote.RemoteBackend`, it lives as long as the other end of the socket: signals meant for the server, which
+a terminal or a service manager sends to both, do not end it in mid-answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from tilewright.engine_flags import make_engine
+from tilewright.inputs.media import MediaLimits
+from tilewright.server import log_lines
+from tilewright.server.link import wire
+from tilewright.server.link.outbox import Outbox
+from tilewright.server.link.service import EngineService
+from tilewright.types import RequestError
+
+_log = logging.getLogger(__name__)
+# For the machine's limits, that /metrics holds the engine's speed against: 0.7 s of the start, buffers included.
+MEASURE_S = 0.2
+ENGINE_LOST = 70  # exit status when the engine's thread ended by an error
+
+
+def main(socket_fd: int) -> int:
+    """The exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=socket_fd))
+    message = channel.receive()
+    if message is None:
+        return 0
+    log_lines.configure(message["log_is_json"], message["log_level"])
+    threading.excepthook = _end_with_thread
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone: nobody is left to answer
+        serve(channel, message["engine"])
+    return 0
+
+
+def serve(channel: Channel, options: dict[str, Any]) -> None:
+    """Answers until the other end closes."""
+    from tilewright import machine
+
+    try:
+        engine = make_engine(**{**options, "media_limits": MediaLimits(**options["media_limits"])})
+    except RequestError as error:
+        channel.send({"refused": str(error)})
+        return
+    outbox = Outbox(lambda events: channel.send({"events": [[id, wire.event_to_json(event)] for id, event in events]}))
+    engine.loop.after_step = outbox.flush
+    measured = machine.measure(MEASURE_S)
+    gemm_tflops = measured.fp32_tflops if options.get("dtype") == "float32" else measured.bf16_tflops
+    service = EngineService(engine, outbox.put, (measured.read_gb_s * 1e9, gemm_tflops * 1e12))
+    with engine:
+        channel.send({"ready": dataclasses.asdict(service.model())})
+        while (message := channel.receive()) is not None:
+            _obey(message, service, channel)
+            outbox.flush()
+
+
+def _obey(message: dict[str, Any], service: EngineService, channel: Channel) -> None:
+    if "submit" in message:
+        service.submit(message["submit"], wire.request_from_json(message["request"]))
+    elif "abort" in message:
+        service.abort(message["abort"])
+    elif "stats" in message:
+        channel.send({"stats": message["stats"], "values": service.stats()})
+    else:
+        raise ValueError(f"a message with {sorted(message)}")
+
+
+class Channel:
+    """Messages over a socket, blocking. Many threads may send, one receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._file = connection.makefile("rb")
+
+    def send(self, message: dict[str, Any]) -> None:
+        frame = wire.encode(message)
+        with self._sending:
+            self._connection.sendall(frame)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None when the other end has closed."""
+        with contextlib.suppress(ConnectionResetError):
+            head = self._file.read(wire.HEAD.size)
+            if len(head) == wire.HEAD.size:
+                body_bytes, text_bytes = wire.HEAD.unpack(head)
+                body = self._file.read(body_bytes)
+                if len(body) == body_bytes:
+                    return wire.decode(body, text_bytes)
+        return None
+
+
+def _end_with_thread(arguments: threading.ExceptHookArgs) -> None:
+    """Ends the process with its engine: the server starts another, where one without its thread would only hang."""
+    if isinstance(arguments.exc_value, BrokenPipeError | ConnectionResetError):
+        os._exit(0)
+    _log.critical("a thread ended", exc_info=arguments.exc_value)
+    os._exit(ENGINE_LOST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,159 @@
+"""The engine's side of the server: requests in, events out, in the process that has the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tilewright.server.errors import param_of
+from tilewright.server.link.backend import (
+    AnswerDelta,
+    Ended,
+    EngineRequest,
+    Event,
+    Failed,
+    ModelInfo,
+    SpelledLogprob,
+    Started,
+)
+from tilewright.types import Completion, Delta, RequestError, TokenLogprob
+
+if TYPE_CHECKING:
+    from tilewright.engine.engine import Engine
+    from tilewright.engine.handle import Handle
+    from tilewright.inputs.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+Emit = Callable[[str, Event], None]  # (request id, event); called on the engine's thread
+
+
+class EngineService:
+    """Submits what is asked and emits what comes of it. `submit` and `abort` are for one thread.
+
+    `limits` is how fast the machine is, if that was measured: (bytes read, operations of a GEMM) per second.
+    """
+
+    def __init__(self, engine: Engine, emit: Emit, limits: tuple[float, float] | None = None) -> None:
+        self._engine = engine
+        self._emit = emit
+        self._limits = limits
+        self._handles: dict[str, Handle] = {}
+
+    def model(self) -> ModelInfo:
+        loaded, limits = self._engine.loaded, self._engine.limits
+        sources = loaded.tokenizer.chat_template or {}
+        template = sources.get("tool_use", sources.get("default", next(iter(sources.values()), None)))
+        accepts, text_limits = loaded.processor.accepts, self._engine.text_limits
+        return ModelInfo(loaded.name, limits.max_context, limits.max_sequences, template, accepts, text_limits)
+
+    def submit(self, request_id: str, request: EngineRequest) -> None:
+        """Begins a request; whatever becomes of it is emitted."""
+        try:
+            handle = self._submit(request)
+        except Exception as error:
+            self._emit(request_id, failure(error, request))
+            return
+        self._handles[request_id] = handle
+        read_limit = None if self._limits is None else self._limits[0]
+        events = _Events(self._engine.loaded.tokenizer, handle, request, read_limit)
+
+        def on_delta(delta: Delta) -> None:
+            for event in events.of_delta(delta):
+                self._emit(request_id, event)
+
+        def on_end(error: BaseException | None) -> None:
+            self._handles.pop(request_id, None)
+            self._emit(request_id, events.end() if error is None else failure(error, request))
+
+        handle.subscribe(on_delta, on_end)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request early; nothing if it has ended."""
+        handle = self._handles.get(request_id)
+        if handle is not None:
+            handle.abort()
+
+    def stats(self) -> dict[str, float]:
+        """The engine's Stats by name, and the shares of the machine's limits that its steps reach."""
+        stats = dataclasses.asdict(self._engine.stats())
+        if self._limits is not None:
+            read_limit, gemm_limit = self._limits
+            stats |= {"read_limit_bytes_per_s": read_limit, "gemm_limit_flops_per_s": gemm_limit}
+            stats |= {"read_share": stats["read_bytes_per_s"] / read_limit}
+            stats |= {"gemm_share": stats["flops_per_s"] / gemm_limit}
+        return stats
+
+    def _submit(self, request: EngineRequest) -> Handle:
+        sampling = dict(request.sampling)
+        if request.messages is not None:
+            return self._engine.submit_chat(request.messages, tools=request.tools, **request.template_args, **sampling)
+        return self._engine.submit_prompt(text=request.text, token_ids=request.token_ids, **sampling)
+
+
+class _Events:
+    """The events of one request."""
+
+    def __init__(self, tokenizer: Tokenizer, handle: Handle, request: EngineRequest, read_limit: float | None) -> None:
+        self._tokenizer = tokenizer
+        self._handle = handle
+        self._request = request
+        self._read_limit = read_limit
+        self._has_started = False
+
+    def of_delta(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        if not self._has_started:
+            self._has_started = True
+            events.append(Started(len(self._handle.prompt_token_ids), self._handle.opens_reasoning))
+        logprobs = None if delta.logprobs is None else tuple(self._spell(item) for item in delta.logprobs)
+        events.append(AnswerDelta(delta.index, delta.text, len(delta.token_ids), delta.finish_reason, logprobs))
+        return events
+
+    def end(self) -> Ended:
+        completions = self._handle.result(timeout_s=0)
+        first, last = completions[0], max(completions, key=lambda completion: completion.timings.total_s)
+        read_speed = last.timings.decode_bytes_per_s
+        return Ended(
+            num_prompt_tokens=first.num_prompt_tokens,
+            num_cached_tokens=first.num_cached_tokens,
+            num_output_tokens=sum(len(completion.token_ids) for completion in completions),
+            timings=dataclasses.replace(
+                last.timings, queued_s=first.timings.queued_s, first_token_s=first.timings.first_token_s
+            ),
+            prompt=self._prompt(),
+            prompt_logprobs=self._prompt_logprobs(first),
+            bandwidth_share=None if self._read_limit is None or read_speed is None else read_speed / self._read_limit,
+        )
+
+    def _prompt(self) -> str | None:
+        if not self._request.wants_prompt:
+            return None
+        if self._request.text is not None:
+            return self._request.text
+        return self._tokenizer.decode(self._handle.prompt_token_ids, skip_special_tokens=False)
+
+    def _prompt_logprobs(self, completion: Completion) -> tuple[SpelledLogprob, ...] | None:
+        if completion.prompt_logprobs is None:
+            return None
+        return tuple(
+            SpelledLogprob(self._tokenizer.token_bytes(token_id), None, ()) if item is None else self._spell(item)
+            for token_id, item in zip(self._handle.prompt_token_ids, completion.prompt_logprobs, strict=True)
+        )
+
+    def _spell(self, item: TokenLogprob) -> SpelledLogprob:
+        spell = self._tokenizer.token_bytes
+        top = tuple((spell(token_id), logprob) for token_id, logprob in item.top)
+        return SpelledLogprob(spell(item.token_id), item.logprob, top)
+
+
+def failure(error: BaseException, request: EngineRequest) -> Failed:
+    """What to tell of an error. One that is no fault of the request goes to the log, and its inside to nobody else."""
+    if isinstance(error, RequestError):
+        # What no field is to blame for lies with the prompt: its media, its placeholders, its length.
+        param = param_of(error) or "prompt"
+        return Failed("request", str(error), request.names.get(param, param), error.code)
+    _log.error("a request failed", exc_info=error)
+    return Failed("engine", "the engine could not compute this request; the server's log has the reason")

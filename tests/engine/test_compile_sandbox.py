@@ -1,0 +1,130 @@
+"""Constraints that are made to do harm: refused in words, within bounds of time and memory."""
+
+import gc
+import json
+
+import pytest
+from constrained_model import BYTES_SIZE, add, byte_tokenizer, make_core, prompt
+
+from tilewright.engine.constraint import sandbox as constraint_trial
+from tilewright.engine.constraint.sandbox import CompileSandbox
+from tilewright.types import Constraint, RequestError, SamplingParams
+
+PRIMES = (7, 11, 13, 17, 19, 23)
+
+
+def compile_one(constraint):
+    core = make_core(byte_tokenizer(), BYTES_SIZE)
+    core.compile(prompt(byte_tokenizer()), SamplingParams(constraint=constraint))
+
+
+def chain(length, link):
+    """A schema whose definitions refer to one another in a long row."""
+    definitions = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "integer"}}})
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("json_schema", chain(5000, lambda rest: {"type": "object", "properties": {"a": rest}})),
+        Constraint("json_schema", chain(9000, lambda rest: {"allOf": [rest]})),
+        Constraint("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}?\n" for i in range(9000)) + 'r9000: "x"'),
+    ],
+    ids=["objects", "references", "rules"],
+)
+def test_what_overflows_the_stack_does_so_elsewhere(constraint):
+    with pytest.raises(RequestError, match="nested too deeply, or takes more than 1024 MiB to compile"):
+        compile_one(constraint)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("regex", "".join(f"(a{i}|[bc]*)" for i in range(60_000))),
+        Constraint("json_schema", json.dumps({"type": "integer", "allOf": [{"multipleOf": p} for p in PRIMES]})),
+        Constraint(
+            "json_schema", json.dumps({"type": "string", "allOf": [{"pattern": f"a.*b{i}"} for i in range(60)]})
+        ),
+    ],
+    ids=["concatenation", "multiples", "patterns"],
+)
+def test_what_never_ends_is_stopped(monkeypatch, constraint):
+    monkeypatch.setattr(constraint_trial, "TIMEOUT_S", 1.0)
+    with pytest.raises(RequestError, match=r"cannot be used: it takes more than 1 s to compile"):
+        compile_one(constraint)
+    monkeypatch.undo()
+    compile_one(Constraint("regex", "after (it|the end)"))
+
+
+def test_a_trial_that_cannot_run_is_not_the_users_mistake(monkeypatch):
+    monkeypatch.setattr(constraint_trial.sys, "executable", "/usr/bin/false")
+    with pytest.raises(RuntimeError, match="the process that tries constraints ended with 1 when it started"):
+        CompileSandbox(300, {}, [299]).run("{}")
+
+
+def test_the_process_ends_with_its_owner():
+    trial = CompileSandbox(300, {}, [299])
+    trial.run(json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]}))
+    process = trial._process
+    assert process.poll() is None
+    del trial
+    gc.collect()
+    assert process.poll() is not None
+
+
+def test_large_constraints_go_through_their_trial():
+    fields = {f"field_{i}": {"type": "string", "description": "x" * 50} for i in range(100)}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    compile_one(Constraint("json_schema", json.dumps(schema)))
+    compile_one(Constraint("lark", 'start: "a" <|end|> "b" <[256]>\n' + "// nothing\n" * 500))
+    with pytest.raises(RequestError, match=r'the JSON schema cannot be used: Unimplemented keys: \["uniqueItems"\]'):
+        compile_one(Constraint("json_schema", json.dumps({**schema, "uniqueItems": True})))
+    with pytest.raises(RequestError, match="unknown special token"):
+        compile_one(Constraint("lark", "start: <|frob|>\n" + "// nothing\n" * 500))
+
+
+def alternatives(depth):
+    """A product of choices: 2 ** depth ways."""
+    choice = [
+        {"anyOf": [{"type": "object", "required": [f"a{i}"]}, {"type": "object", "required": [f"b{i}"]}]}
+        for i in range(depth)
+    ]
+    return json.dumps({"allOf": choice})
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("regex", "a{1000000}"),
+        Constraint("regex", "[bc]((((a{100}){100}){100}){100}){100}"),
+        Constraint("regex", "((((a?){100}){100}){100}){100}"),
+        Constraint("regex", r"(.|\n)*a(.|\n){60}"),
+        Constraint("regex", "((a*)*)*b"),
+        Constraint("regex", r"(\p{L}\p{N}?){1000}"),
+        Constraint("regex", "(" * 1500 + "a" + ")" * 1500),
+        Constraint("json_schema", '{"items":' * 400 + "{}" + "}" * 400),
+        Constraint("json_schema", alternatives(16)),
+        Constraint("json_schema", '{"type": "array", "minItems": 1000000000, "items": {"type": "integer"}}'),
+        Constraint("json_schema", '{"type": "string", "minLength": 999999999, "maxLength": 1000000000}'),
+        Constraint("json_schema", '{"type": "integer", "multipleOf": 999999937}'),
+        Constraint("lark", 'start: a{1000000}\na: b{1000000}\nb: "x"'),
+        Constraint("lark", "start: R0\n" + "".join(f"R{i}: R{i + 1} R{i + 1}\n" for i in range(40)) + 'R40: "x"'),
+        Constraint("lark", 'start: e\ne: e e e | e e | /[a-z]/ | /[a-z][a-z]/ | ""'),
+    ],
+    ids=lambda constraint: constraint.source[:24],
+)
+def test_small_ones_are_followed_or_refused(constraint):
+    """Most are refused before the first step, and some in the middle of an answer, at a mask that costs too much."""
+    core = make_core(byte_tokenizer(), BYTES_SIZE, favour="abx")
+    try:
+        add(core, "a", prompt(byte_tokenizer()), SamplingParams(constraint=constraint, seed=0, max_tokens=40))
+    except RequestError as error:
+        assert "cannot be used" in str(error)
+        return
+    failures = {}
+    while core.has_work:
+        core.step()
+        failures |= core.failures
+    assert all("cannot be followed any further" in str(error) for error in failures.values())
+    assert core.scheduler.pool.num_used == 0
