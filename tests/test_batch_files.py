@@ -293,7 +293,7 @@ class KeepingGate:
 )
 def test_paths_become_urls(part, expected):
     message = {"role": "user", "content": [{"type": "text", "text": "c.png"}, part]}
-    (resolved,) = asyncio.run(PathGate(KeepingGate(), Path("/in")).bring([message], hold=print))
+    (resolved,) = asyncio.run(PathGate(KeepingGate(), Path("/in")).resolve([message], hold=print))
     kind = "video" if "video" in part else "image"
     rest = {"fps": 2} if "fps" in part else {}
     assert resolved["content"] == [
@@ -318,7 +318,7 @@ def test_paths_become_urls(part, expected):
 )
 def test_what_is_no_path_is_left_as_it_is(part):
     message = {"role": "user", "content": [part]}
-    assert asyncio.run(PathGate(KeepingGate(), Path("/in")).bring([message], hold=print)) == [message]
+    assert asyncio.run(PathGate(KeepingGate(), Path("/in")).resolve([message], hold=print)) == [message]
 
 
 # Work.
