@@ -34,7 +34,10 @@ from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.native import kernels
 from tilewright.types import Medium, ModelInputs, SamplingParams, Span
-from tilewright.weights.spec import Experts, Linear, PatchEmbedding, PatchWeights, Unpacked, Weight, iter_weights
+from tilewright.weights.experts import ExpertsWeight
+from tilewright.weights.linear import LinearWeight, PatchWeight, PatchWeights
+from tilewright.weights.spec import Weight, iter_weights
+from tilewright.weights.unpacked import Unpacked
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10**6, ignore_eos=True)
 
@@ -70,16 +73,16 @@ def random_value(weight: Weight, block: torch.Tensor) -> Any:
         value = torch.empty(sources[0].shape, dtype=torch.float32 if weight.in_fp32 else torch.bfloat16)
         fill(value, block)
         return value + 1 if value.dim() == 1 else value
-    if isinstance(weight, Linear):
+    if isinstance(weight, LinearWeight):
         rows = sum(source.shape[0] for source in sources[: weight.num_parts])
         return packed(rows, sources[0].shape[1], weight.gated, weight.has_bias, block)
-    if isinstance(weight, PatchEmbedding):
+    if isinstance(weight, PatchWeight):
         width, channels, frames, height, _ = sources[0].shape
         pixels = channels * height * height
         return PatchWeights(
             packed(width, pixels, False, True, block), packed(width, frames * pixels, False, True, block)
         )
-    if isinstance(weight, Experts):
+    if isinstance(weight, ExpertsWeight):
         gated = weight.num_parts == 2
         value = PackedExperts.empty(weight.num_experts, weight.rows, weight.columns, gated, torch.bfloat16)
         fill(value.data, block)

@@ -85,6 +85,21 @@ def test_only_ops_knows_the_native_module():
     assert not wrong, f"only tilewright.ops imports _kernels, not {wrong}"
 
 
+def test_only_layers_linear_multiplies_by_weights():
+    """One place decides about format, ranks and adapters: no model and no other layer calls these kernels."""
+    products = {"tilewright.ops.linear": {"linear"}, "tilewright.ops.moe": {"moe"}}
+    wrong = []
+    for part, path in files_of_parts():
+        if part not in ("layers", "models") or path == PACKAGE / "layers" / "linear.py":
+            continue
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom) and {name.name for name in node.names} & products.get(
+                node.module or "", set()
+            ):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong, f"use layers.linear instead of the ops at {wrong}"
+
+
 @pytest.mark.parametrize("part", FREE_OF_TORCH)
 def test_no_torch(part):
     wrong = [

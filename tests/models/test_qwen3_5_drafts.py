@@ -400,10 +400,10 @@ def test_what_drafting_costs(folder, load_foreseen):
     per_layer = model.kv_spec.bytes_per_token(2) // model.kv_spec.num_layers
     assert costs.kv_bytes_per_token == config.num_kv_layers * per_layer and costs.draft.kv_bytes_per_token == per_layer
     layer = model.mtp.layer
-    experts = (layer.mlp.gate_up.value.data[0].nbytes + layer.mlp.down.value.data[0].nbytes) * 3
+    experts = (layer.mlp.experts.gate_up.value.data[0].nbytes + layer.mlp.experts.down.value.data[0].nbytes) * 3
     assert costs.draft.expert_bytes_per_draft == experts
     assert costs.draft.read(2, 1, 3, 100) == (
-        2 * costs.draft.weight_bytes + model.decoder.head.value.data.nbytes + 3 * experts + 100 * per_layer
+        2 * costs.draft.weight_bytes + model.decoder.head.packed.data.nbytes + 3 * experts + 100 * per_layer
     )
     assert costs.draft.flops_per_token >= 2 * config.width * 2 * config.width
     with open_engine(folder, speculate=3) as engine:

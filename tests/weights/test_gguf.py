@@ -12,8 +12,9 @@ from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
+from tilewright.weights.linear import LinearWeight
 from tilewright.weights.load import load
-from tilewright.weights.spec import Linear, Unpacked
+from tilewright.weights.unpacked import Unpacked
 
 HEADS, KV_HEADS, HEAD_WIDTH, HIDDEN, INTERMEDIATE, VOCABULARY = 4, 2, 32, 256, 512, 96
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -208,7 +209,7 @@ def test_loading_packs_dequantised_rows(tmp_path):
     expected = write(tmp_path / "m.gguf", "llama", model_tensors("llama"), Type.Q4_1)
     attention = "model.layers.0.self_attn."
     parts = [(f"{attention}{name}_proj", rows * HEAD_WIDTH) for name, rows in (("q", 4), ("k", 2), ("v", 2))]
-    qkv, norm = Linear(parts, HIDDEN, bias=True), Unpacked("model.norm.weight", HIDDEN)
+    qkv, norm = LinearWeight(parts, HIDDEN, bias=True), Unpacked("model.norm.weight", HIDDEN)
     used = {source.name for weight in (qkv, norm) for source in weight.sources}
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     load([qkv, norm], checkpoint, dtype=torch.float32, rename=lambda name: name if name in used else None)

@@ -11,8 +11,9 @@ import torch
 import tilewright.ops.linear as linear_ops
 from tilewright.ops.linear import pack_weight
 from tilewright.weights.checkpoint import CheckpointError
+from tilewright.weights.linear import LinearWeight, PatchWeight
 from tilewright.weights.load import _is_finite, load
-from tilewright.weights.spec import Linear, PatchEmbedding, Unpacked
+from tilewright.weights.unpacked import Unpacked
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -53,14 +54,14 @@ def test_linears(make_checkpoint, monkeypatch, block_bytes, source_dtype, dtype,
     monkeypatch.setattr(linear_ops, "PACK_BLOCK_BYTES", block_bytes)
     parts = [(f"part{i}", count) for i, count in enumerate(rows)]
     tensors = tensors_of(parts, columns, source_dtype, bias=True)
-    weight = Linear(parts, columns, bias=True, gated=gated)
+    weight = LinearWeight(parts, columns, bias=True, gated=gated)
     load([weight], make_checkpoint(tensors), dtype=dtype)
     stacked = torch.cat([tensors[f"{name}.weight"].float() for name, _ in parts])
     bias = torch.cat([tensors[f"{name}.bias"].float() for name, _ in parts])
     expected = pack_weight(stacked, bias, gated=gated, dtype=dtype)
     assert same_packed(weight.value, expected)
     assert torch.equal(weight.value.unpack(), stacked.to(dtype))
-    in_memory = Linear(parts, columns, bias=True, gated=gated)
+    in_memory = LinearWeight(parts, columns, bias=True, gated=gated)
     in_memory.build([t.float() for t in tensors.values()], dtype)
     assert same_packed(in_memory.value, expected)
 
@@ -71,7 +72,7 @@ def test_a_linear_scaled_by_the_tanh_of_a_gate(make_checkpoint, source_dtype, bi
     """In fp32, rounded once: the gate costs nothing later, and no accuracy now."""
     parts = [("part0", 37), ("part1", 20)]
     tensors = tensors_of(parts, 40, source_dtype, bias) | {"gate": torch.tensor([0.3], dtype=source_dtype)}
-    weight = Linear(parts, 40, bias=bias, tanh_scale="gate")
+    weight = LinearWeight(parts, 40, bias=bias, tanh_scale="gate")
     load([weight], make_checkpoint(tensors), dtype=torch.bfloat16)
     scale = tensors["gate"].float().tanh()
     stacked = torch.cat([tensors[f"{name}.weight"].float() for name, _ in parts]) * scale
@@ -96,14 +97,14 @@ def test_plain_tensors_are_copies(make_checkpoint, source_dtype, dtype, shape):
 @pytest.mark.parametrize("source_dtype", DTYPES)
 def test_patch_embedding(make_checkpoint, source_dtype):
     kernel, bias = random(40, 3, 2, 4, 4, dtype=source_dtype), random(40, dtype=source_dtype)
-    weight = PatchEmbedding("proj", (40, 3, 2, 4, 4))
+    weight = PatchWeight("proj", (40, 3, 2, 4, 4))
     load([weight], make_checkpoint({"proj.weight": kernel, "proj.bias": bias}), dtype=torch.float32)
     assert torch.equal(weight.value.video.unpack(), kernel.float().flatten(1))
     torch.testing.assert_close(weight.value.still.unpack(), kernel.float().sum(2).flatten(1), rtol=1e-2, atol=1e-2)
 
 
 def test_a_shared_weight_is_loaded_once(make_checkpoint):
-    head = Linear([("embed", 40)], 16)
+    head = LinearWeight([("embed", 40)], 16)
     report = load([head, [head]], make_checkpoint({"embed.weight": random(40, 16)}), dtype=torch.float32)
     assert (report.num_tensors, report.source_bytes, report.ignored) == (1, 40 * 16 * 4, ())
 
@@ -123,7 +124,7 @@ def test_names_go_through_the_rule(make_checkpoint):
 
 def test_one_error_lists_all_that_differs(make_checkpoint):
     tensors = {"shape.weight": random(8, 4), "extra": random(2), "ids": torch.arange(3), "fine": random(5)}
-    model = [Linear([("shape", 9)], 4), Unpacked("ids", 3), Unpacked("gone", 7, 7), Unpacked("fine", 5)]
+    model = [LinearWeight([("shape", 9)], 4), Unpacked("ids", 3), Unpacked("gone", 7, 7), Unpacked("fine", 5)]
     with pytest.raises(CheckpointError) as error:
         load(model, make_checkpoint(tensors), dtype=torch.float32)
     message = str(error.value)
@@ -162,20 +163,21 @@ from pathlib import Path
 import torch
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import _is_finite, load
-from tilewright.weights.spec import Linear, Unpacked
+from tilewright.weights.linear import LinearWeight
+from tilewright.weights.unpacked import Unpacked
 
 def status_bytes(key):
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
 
-warm = Linear([("warm", 64)], 64)
+warm = LinearWeight([("warm", 64)], 64)
 warm.build([torch.zeros(64, 64)], torch.bfloat16)  # threads and libraries are there before counting starts
 checkpoint = open_checkpoint(sys.argv[1])
-model = [Linear([("embed", 40000)], 1024)]
+model = [LinearWeight([("embed", 40000)], 1024)]
 for i in range(16):
-    model.append(Linear([(f"{i}.q", 1024), (f"{i}.k", 512), (f"{i}.v", 512)], 1024))
-    model.append(Linear([(f"{i}.gate", 2048), (f"{i}.up", 2048)], 1024, gated=True))
+    model.append(LinearWeight([(f"{i}.q", 1024), (f"{i}.k", 512), (f"{i}.v", 512)], 1024))
+    model.append(LinearWeight([(f"{i}.gate", 2048), (f"{i}.up", 2048)], 1024, gated=True))
     model.append(Unpacked(f"{i}.table", 2048, 1024))
 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
 before = status_bytes("VmRSS")
@@ -222,7 +224,7 @@ def test_nan_is_refused_by_the_name_of_its_tensor(make_checkpoint, monkeypatch, 
     monkeypatch.setattr(linear_ops, "PACK_BLOCK_BYTES", 100_000)  # some rows at a time
     tensors = {f"{name}.weight": random(64, 4096, dtype=dtype) for name in ("good", "bad")}
     tensors["bad.weight"].view(-1)[at] = torch.nan
-    model = [Linear([(name, 64)], 4096) for name in ("good", "bad")]
+    model = [LinearWeight([(name, 64)], 4096) for name in ("good", "bad")]
     with pytest.raises(
         CheckpointError, match=r"the tensor bad\.weight has 1 NaN among \d+ values: its file is damaged"
     ):

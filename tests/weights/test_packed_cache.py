@@ -16,9 +16,11 @@ from safetensors.torch import save_file
 from tilewright import cli, config
 from tilewright.weights import cache, checksums, entry_check, values
 from tilewright.weights.checkpoint import open_checkpoint
+from tilewright.weights.linear import LinearWeight, PatchWeight
 from tilewright.weights.load import load
 from tilewright.weights.mapped import MappedFile
-from tilewright.weights.spec import Linear, PatchEmbedding, Unpacked, Weight
+from tilewright.weights.spec import Weight
+from tilewright.weights.unpacked import Unpacked
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -40,12 +42,12 @@ TENSORS = {
 
 def make_model() -> list[Weight]:
     return [
-        Linear([("embed", 300)], 2048),
+        LinearWeight([("embed", 300)], 2048),
         Unpacked("norm", 64),
         Unpacked("scalar"),
-        Linear([("q", 64)], 32, bias=True),
-        Linear([("gate", 48), ("up", 48)], 32, gated=True),
-        PatchEmbedding("proj", (32, 3, 2, 4, 4)),
+        LinearWeight([("q", 64)], 32, bias=True),
+        LinearWeight([("gate", 48), ("up", 48)], 32, gated=True),
+        PatchWeight("proj", (32, 3, 2, 4, 4)),
     ]
 
 
@@ -220,7 +222,7 @@ def test_an_entry_of_another_model_under_this_name(start, tmp_path):
 def test_every_thing_that_matters_is_in_the_name(start):
     paths = [start()[1].cache_path, start(dtype=torch.bfloat16)[1].cache_path]
     other_gate = make_model()
-    other_gate[4] = Linear([("gate", 48), ("up", 48)], 32, gated=False)
+    other_gate[4] = LinearWeight([("gate", 48), ("up", 48)], 32, gated=False)
     paths.append(start(other_gate)[1].cache_path)
     swapped = {"gate.weight": "up.weight", "up.weight": "gate.weight"}
     paths.append(start(rename=lambda name: swapped.get(name, name))[1].cache_path)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tilewright.weights.checkpoint import CheckpointError
+from tilewright.weights.linear import LinearWeight
 from tilewright.weights.load import load
-from tilewright.weights.spec import Linear
 
 INTS, HALVES = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8, dtype=torch.float16)
 BYTES = torch.zeros(16, dtype=torch.uint8)
@@ -44,11 +44,11 @@ def test_the_format_is_named(make_checkpoint, config, tensors, name):
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # none shares memory in a file
     checkpoint = make_checkpoint(tensors, config={"model_type": "test", **config})
     with pytest.raises(CheckpointError, match=f"checkpoint is quantised as {name}, which is not read; .*not quantised"):
-        load([Linear([("q", 4)], 8)], checkpoint, dtype=torch.float32)
+        load([LinearWeight([("q", 4)], 8)], checkpoint, dtype=torch.float32)
 
 
 def test_whole_weights_load_whatever_the_config_says_of_quantisation(make_checkpoint):
     checkpoint = make_checkpoint({"q.weight": torch.ones(4, 8)}, config={"model_type": "test", **method("fp8")})
-    weight = Linear([("q", 4)], 8)
+    weight = LinearWeight([("q", 4)], 8)
     load([weight], checkpoint, dtype=torch.float32)
     assert torch.equal(weight.value.unpack(), torch.ones(4, 8))

@@ -10,7 +10,8 @@ from tilewright.layers.decoder import Decoder, DecoderLayer
 from tilewright.layers.moe import SparseMlp
 from tilewright.models.protocol import Model
 from tilewright.ops.linear import PackedWeight
-from tilewright.weights.spec import Linear, iter_weights
+from tilewright.weights.linear import LinearWeight
+from tilewright.weights.spec import Weight, iter_weights
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def costs_of(model: Model, kv_itemsize: int) -> Costs:
     """The costs of a model that is loaded."""
     decoder, cross_spec, state_spec = model.decoder, model.cross_spec, model.state_spec
     config = decoder.config
-    head = decoder.head.value
+    head = decoder.head.packed
     weights = [weight for layer in _own_layers(decoder) for weight in _weights_of_a_token(layer)]
     experts = [sizes for layer in decoder.layers for sizes in _expert_sizes(layer)]
     cross = list(_weights_of_a_look(decoder))
@@ -118,10 +119,10 @@ def costs_of(model: Model, kv_itemsize: int) -> Costs:
 
 
 def _draft_costs(model: Model, kv_itemsize: int) -> DraftCosts | None:
-    predictor, config, head = model.predictor, model.decoder.config, model.decoder.head.value
+    predictor, config, head = model.predictor, model.decoder.config, model.decoder.head.packed
     if predictor is None:
         return None
-    layer, projection = predictor.draft_layer, predictor.draft_projection.value
+    layer, projection = predictor.draft_layer, predictor.draft_projection.packed
     every, attention = list(_weights_of_a_token(layer)), list(_linears(layer.attention))
     experts = sum(size_bytes * chosen for size_bytes, chosen, _ in _expert_sizes(layer))
     multiplies, for_keys = (sum(item for _, item in weights) for weights in (every, attention))
@@ -149,14 +150,14 @@ def _weights_of_a_token(layer: DecoderLayer) -> Iterator[tuple[int, int]]:
     """(bytes, multiply-adds) of everything in a layer that one token goes through. Norms are some KB: left out."""
     yield from _linears(layer)
     if isinstance(layer.mlp, SparseMlp):
-        for experts in (layer.mlp.gate_up.value, layer.mlp.down.value):
+        for experts in (layer.mlp.experts.gate_up.value, layer.mlp.experts.down.value):
             chosen = layer.mlp.config.experts_per_token
             yield chosen * experts.data[0].nbytes, chosen * experts.n * experts.k
 
 
-def _linears(part: object, *, but: Linear | None = None) -> Iterator[tuple[int, int]]:
+def _linears(part: object, *, but: Weight | None = None) -> Iterator[tuple[int, int]]:
     for weight in iter_weights(part):
-        if isinstance(weight, Linear) and weight is not but:
+        if isinstance(weight, LinearWeight) and weight is not but:
             yield _size_bytes(weight.value), weight.value.n * weight.value.k
 
 
@@ -164,13 +165,13 @@ def _weights_of_a_look(decoder: Decoder) -> Iterator[tuple[int, int]]:
     """(bytes, multiply-adds) of linears of cross-attention layers, but those that make keys and values of pictures."""
     for layer in decoder.layers:
         if isinstance(layer, CrossLayer):
-            yield from _linears(layer, but=layer.attention.key_value)
+            yield from _linears(layer, but=layer.attention.key_value.weight)
 
 
 def _expert_sizes(layer: DecoderLayer | CrossLayer) -> Iterator[tuple[int, int, int]]:
     """(bytes of one, how many a token is sent to, how many there are) of the weights of a layer's experts."""
     if isinstance(layer.mlp, SparseMlp):
-        for experts in (layer.mlp.gate_up.value, layer.mlp.down.value):
+        for experts in (layer.mlp.experts.gate_up.value, layer.mlp.experts.down.value):
             yield experts.data[0].nbytes, layer.mlp.config.experts_per_token, len(experts.data)
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
+from tilewright.layers.linear import Linear
 from tilewright.ops.activation import sigmoid_gate
 from tilewright.ops.attention import paged_attention
 from tilewright.ops.kv_cache import kv_store
-from tilewright.ops.linear import linear
 from tilewright.ops.rope import qk_norm_rope, rope_qk
-from tilewright.weights.spec import Linear, Unpacked
+from tilewright.weights.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Attention:
     def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         config = self.config
         num_kv_heads = config.num_kv_heads
-        qkv = linear(h_TD, self.qkv.value).view(h_TD.shape[0], -1, config.head_width)
+        qkv = self.qkv(h_TD).view(h_TD.shape[0], -1, config.head_width)
         q_THK, k_TGK, v_TGK = qkv.tensor_split([-2 * num_kv_heads, -num_kv_heads], dim=1)
         gate_THK = None
         if config.output_gate:  # q of the first head, its gate, q of the second, ...

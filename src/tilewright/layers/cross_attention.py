@@ -6,13 +6,13 @@ from torch import Tensor
 
 from tilewright.layers.attention import AttentionConfig
 from tilewright.layers.batch import Batch, CrossBatch
+from tilewright.layers.linear import Linear
 from tilewright.layers.mlp import GatedMlp
 from tilewright.ops.attention import paged_attention
 from tilewright.ops.embedding import embedding, scatter_rows
 from tilewright.ops.kv_cache import KvCache, kv_store
-from tilewright.ops.linear import linear
 from tilewright.ops.norm import rms_norm
-from tilewright.weights.spec import Linear, Unpacked
+from tilewright.weights.unpacked import Unpacked
 
 
 class CrossAttention:
@@ -30,7 +30,7 @@ class CrossAttention:
 
     def __call__(self, h_RD: Tensor, cross: CrossBatch) -> Tensor:
         config = self.config
-        q_RHK = linear(h_RD, self.query.value).view(h_RD.shape[0], -1, config.head_width)
+        q_RHK = self.query(h_RD).view(h_RD.shape[0], -1, config.head_width)
         rms_norm(q_RHK, self.q_norm.value, config.eps, out=q_RHK)
         cache = cross.kv_caches[self.layer]
         attended = paged_attention(q_RHK, cache, cross.block_table, cross.query_starts, cross.lengths, causal=False)
@@ -39,7 +39,7 @@ class CrossAttention:
     def store(self, states_ND: Tensor, cache: KvCache, slots_N: Tensor) -> None:
         """Writes the keys and values of encoder states [N, D] to their slots."""
         config = self.config
-        key_value = linear(states_ND, self.key_value.value).view(len(states_ND), -1, config.head_width)
+        key_value = self.key_value(states_ND).view(len(states_ND), -1, config.head_width)
         k_NGK, v_NGK = key_value.split(config.num_kv_heads, dim=1)
         rms_norm(k_NGK, self.k_norm.value, config.eps, out=k_NGK)
         kv_store(k_NGK, v_NGK, cache, slots_N)
@@ -80,5 +80,5 @@ class CrossLayer:
 
     def _update(self, x_RD: Tensor, cross: CrossBatch) -> None:
         attended = self.attention(rms_norm(x_RD, self.attention_norm.value, self.eps), cross)
-        linear(attended, self.attention.output.value, residual=x_RD, out=x_RD)
+        self.attention.output(attended, residual=x_RD, out=x_RD)
         self.mlp(x_RD, rms_norm(x_RD, self.mlp_norm.value, self.eps))

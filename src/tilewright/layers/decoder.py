@@ -12,15 +12,17 @@ from tilewright.layers.attention import Attention, AttentionConfig
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cross_attention import CrossLayer
 from tilewright.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
+from tilewright.layers.linear import Linear
 from tilewright.layers.mlp import GatedMlp
 from tilewright.layers.moe import MoeConfig, SparseMlp
 from tilewright.layers.rope import Rope, RopeConfig
 from tilewright.ops.embedding import embedding, scatter_add_rows, scatter_rows
 from tilewright.ops.kv_cache import KvCache
-from tilewright.ops.linear import PackedWeight, linear
+from tilewright.ops.linear import PackedWeight
 from tilewright.ops.norm import rms_norm
 from tilewright.ops.plan import empty, scope
-from tilewright.weights.spec import Linear, Unpacked, Weight
+from tilewright.weights.spec import Weight
+from tilewright.weights.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class DecoderLayer:
         attended = self.attention(self._normed(x_TD, self.attention_norm), batch, cos, sin)
         if rows is not None:
             x_TD, attended = embedding(rows, x_TD), embedding(rows, attended)
-        linear(attended, self.attention.output.value, residual=x_TD, out=x_TD)
+        self.attention.output(attended, residual=x_TD, out=x_TD)
         self.mlp(x_TD, self._normed(x_TD, self.mlp_norm))
         return x_TD
 
@@ -121,7 +123,7 @@ class Decoder:
         self.embed_tokens: Weight[PackedWeight] | Weight[Tensor]
         if config.tied:  # kept once, as the head wants it
             self.head = Linear([(f"{name}.embed_tokens", config.vocab_size)], config.width)
-            self.embed_tokens = self.head
+            self.embed_tokens = self.head.weight
         else:
             self.embed_tokens = Unpacked(f"{name}.embed_tokens.weight", config.num_embeddings, config.width)
             self.head = Linear([("lm_head", config.vocab_size)], config.width)
@@ -170,4 +172,4 @@ class Decoder:
 
     def logits(self, h_TD: Tensor) -> Tensor:
         """fp32 [T, V] of what `hidden` gives."""
-        return linear(h_TD, self.head.value, out_dtype=torch.float32)
+        return self.head(h_TD, out_dtype=torch.float32)

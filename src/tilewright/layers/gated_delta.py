@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
+from tilewright.layers.linear import Linear
 from tilewright.ops.conv import causal_conv
 from tilewright.ops.gated_delta import delta_gates, gated_delta_rule, split_projections
-from tilewright.ops.linear import linear
 from tilewright.ops.norm import rms_norm
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.spec import ConvTaps, Linear, Unpacked
+from tilewright.weights.unpacked import ConvTaps, Unpacked
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class GatedDeltaNet:
         config, states, starts = self.config, batch.states, batch.query_starts
         assert states is not None, "a model with recurrent layers was given a batch without states"
         slots = states.read_slots, states.write_slots
-        qkv_TC, z_THV, b_TH, a_TH = self._split(linear(h_TD, self.projections.value))
+        qkv_TC, z_THV, b_TH, a_TH = self._split(self.projections(h_TD))
         mixed_TC = causal_conv(qkv_TC, self.conv.value, states.conv_states[self.layer], starts, *slots)
         q_TGK, k_TGK, v_THV = (
             part.unflatten(1, (-1, width))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewright.ops.norm import layer_norm
-from tilewright.weights.spec import Unpacked
+from tilewright.weights.unpacked import Unpacked
 
 
 class LayerNorm:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tilewright.layers.linear import Linear
 from tilewright.ops.activation import sigmoid_gate
-from tilewright.ops.linear import linear
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.spec import Linear
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf", "quick_gelu": "gelu_quick"}
 
@@ -32,7 +31,7 @@ class GatedMlp:
 
     def __call__(self, x_TD: Tensor, h_TD: Tensor, *, gate: Tensor | None = None) -> None:
         """With `gate` [T, 1], its sigmoid multiplies what is added: before the last product, whose inputs are fewer."""
-        inner = linear(h_TD, self.gate_up.value, activation=self.activation)
+        inner = self.gate_up(h_TD, activation=self.activation)
         if gate is not None:
             sigmoid_gate(inner, gate, out=inner)
-        linear(inner, self.down.value, residual=x_TD, out=x_TD)
+        self.down(inner, residual=x_TD, out=x_TD)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.layers.linear import Experts, Linear
 from tilewright.layers.mlp import GatedMlp
-from tilewright.ops.linear import linear
-from tilewright.ops.moe import moe, route
-from tilewright.weights.spec import ExpertFormat, Experts, Linear
+from tilewright.ops.moe import route
+from tilewright.weights.experts import ExpertFormat
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,13 @@ class SparseMlp:
                 f"{name}.shared_expert", width, config.shared_width, activation=config.activation, bias=False
             )
         self.router = Linear(routes, width)
-        parts = ("gate_proj", "up_proj")
-        self.gate_up = Experts(
-            f"{name}.experts", parts, "gate_up_proj", config.num_experts, 2 * config.expert_width, width, config.stored
-        )
-        self.down = Experts(
-            f"{name}.experts",
-            ("down_proj",),
-            "down_proj",
-            config.num_experts,
-            width,
-            config.expert_width,
-            config.stored,
-        )
+        self.experts = Experts(f"{name}.experts", config.num_experts, width, config.expert_width, config.stored)
 
     def __call__(self, x_TD: Tensor, h_TD: Tensor) -> None:
         config = self.config
-        scores = linear(h_TD, self.router.value, out_dtype=torch.float32)
+        scores = self.router(h_TD, out_dtype=torch.float32)
         if self.shared is not None:
             scores, shared_gate = scores[:, : config.num_experts], scores[:, config.num_experts :]
             self.shared(x_TD, h_TD, gate=shared_gate)
         ids, weights = route(scores, config.experts_per_token, renormalize=config.renormalize)
-        gate_up, down = self.gate_up.value, self.down.value
-        moe(h_TD, ids, weights, gate_up, down, activation=config.activation, residual=x_TD, out=x_TD)
+        self.experts(h_TD, ids, weights, activation=config.activation, residual=x_TD, out=x_TD)

@@ -12,9 +12,9 @@ from torch import Tensor
 from tilewright.inputs.media import MediaKind
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.decoder import Decoder, DecoderLayer
+from tilewright.layers.linear import Linear
 from tilewright.ops.kv_cache import elements_per_token
 from tilewright.types import Medium, ModelInputs
-from tilewright.weights.spec import Linear
 
 
 @dataclass(frozen=True)

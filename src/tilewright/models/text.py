@@ -11,7 +11,7 @@ from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.text_config import Config, decoder_config, moe_config, whole_name
 from tilewright.types import Medium
-from tilewright.weights.spec import ExpertFormat
+from tilewright.weights.experts import ExpertFormat
 
 QWEN3_HEAD_WIDTH = 128  # what a dense Qwen3 config without head_dim means
 

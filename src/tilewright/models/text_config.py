@@ -10,7 +10,7 @@ from tilewright.layers.mlp import activation_named
 from tilewright.layers.moe import MoeConfig
 from tilewright.layers.rope import RopeConfig
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.spec import ExpertFormat
+from tilewright.weights.experts import ExpertFormat
 
 Config = Mapping[str, object]
 

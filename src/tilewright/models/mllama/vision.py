@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from tilewright.layers.layer_norm import LayerNorm
+from tilewright.layers.linear import Linear
 from tilewright.layers.mlp import activation_named
-from tilewright.models.mllama.weights import MapProjector, PatchProjection, PositionTables, TileTable
+from tilewright.models.mllama.weights import MapProjectorWeight, PatchProjection, PositionTables, TileTable
 from tilewright.models.text_config import Config, head_width, integer, number
 from tilewright.ops.attention import varlen_attention
-from tilewright.ops.linear import linear
 from tilewright.ops.norm import layer_norm
 from tilewright.ops.plan import empty, scope
 from tilewright.types import Medium, UnsupportedConfig
-from tilewright.weights.spec import Linear
 
 OUTER_EPS = 1e-5  # of the norms before and after the layers, whatever the config says of those within
 ROW_MULTIPLE = 8  # a tile is padded to so many rows
@@ -146,15 +145,15 @@ class VisionLayer:
     def __call__(self, x_ND: Tensor, num_real: int, num_wanted: int) -> None:
         """Updates the first `num_wanted` rows, which are all or those of the picture."""
         heads = self.config.num_heads
-        qkv = linear(self.norm1(x_ND), self.qkv.value).view(len(x_ND), 3 * heads, self.config.head_width)
+        qkv = self.qkv(self.norm1(x_ND)).view(len(x_ND), 3 * heads, self.config.head_width)
         q, k, v = qkv.split(heads, dim=1)
         attended = empty((num_wanted, heads, self.config.head_width), x_ND.dtype)
         _attend(q[:num_real], k, v, attended[:num_real])
         _attend(q[num_real:num_wanted], k[:num_real], v[:num_real], attended[num_real:])
         x_ND = x_ND[:num_wanted]
-        linear(attended.view(num_wanted, -1), self.output.value, residual=x_ND, out=x_ND)
-        inner = linear(self.norm2(x_ND), self.mlp_in.value, activation=self.config.activation)
-        linear(inner, self.mlp_out.value, residual=x_ND, out=x_ND)
+        self.output(attended.view(num_wanted, -1), residual=x_ND, out=x_ND)
+        inner = self.mlp_in(self.norm2(x_ND), activation=self.config.activation)
+        self.mlp_out(inner, residual=x_ND, out=x_ND)
 
 
 def _norm(name: str, width: int, eps: float, biases: frozenset[str]) -> LayerNorm:
@@ -179,7 +178,7 @@ class VisionTower:
         self.arrangements = tuple(arrangements(tiles))
         num_ids = 1 + len(self.arrangements)  # id 0: no picture
         patch = config.patch_size
-        self.patches = PatchProjection(f"{name}.patch_embedding", (width, config.num_channels, patch, patch))
+        self.patches = Linear.of(PatchProjection(f"{name}.patch_embedding", (width, config.num_channels, patch, patch)))
         self.positions = PositionTables(name, num_ids, tiles, config.rows_per_tile, width)
         self.norm_before = _norm(f"{name}.layernorm_pre", width, OUTER_EPS, biases)
         self.local_layers = [
@@ -193,7 +192,9 @@ class VisionTower:
             for i in range(config.num_global_layers)
         ]
         has_bias = f"{projector_name}.bias" in biases
-        self.projector = MapProjector(projector_name, output_width, width, len(config.inner_maps), bias=has_bias)
+        self.projector = Linear.of(
+            MapProjectorWeight(projector_name, output_width, width, len(config.inner_maps), bias=has_bias)
+        )
 
     def __call__(self, media: Sequence[Medium]) -> list[Tensor]:
         """The states [its tiles * rows of a tile, output width] of each picture.
@@ -205,7 +206,7 @@ class VisionTower:
     def _encode(self, medium: Medium) -> Tensor:
         config = self.config
         rows = Rows(medium.tiling[0] * medium.tiling[1], config.max_tiles, config.rows_per_tile)
-        states = torch.empty(rows.num_real, self.projector.value.out_features, dtype=self.positions.value.dtype)
+        states = torch.empty(rows.num_real, self.projector.packed.out_features, dtype=self.positions.value.dtype)
         arrangement = 1 + self.arrangements.index(medium.tiling)
         with scope():
             maps = empty((rows.num_real, config.width * (1 + len(config.inner_maps))), states.dtype)
@@ -223,7 +224,7 @@ class VisionTower:
                     is_last = i == len(self.global_layers) - 1  # of which nobody reads the padding
                     layer(x_ND, rows.num_real, rows.num_real if is_last else rows.total)
             last_map.copy_(x_ND[: rows.num_real])
-            linear(maps, self.projector.value, out=states)
+            self.projector(maps, out=states)
         return states
 
     def _embed(self, patches: Tensor, rows: Rows, arrangement: int) -> Tensor:
@@ -236,7 +237,7 @@ class VisionTower:
             part[0] = position_PD[0]
             if tile < rows.num_tiles:
                 pixels = patches[tile * per_tile : (tile + 1) * per_tile]
-                linear(pixels, self.patches.value, residual=position_PD[1:], out=part[1:])
+                self.patches(pixels, residual=position_PD[1:], out=part[1:])
             else:
                 part[1:] = position_PD[1:]
             self.norm_before(part, out=part)

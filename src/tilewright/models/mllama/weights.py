@@ -11,7 +11,8 @@ from torch import Tensor
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.patch_embedding import pack_patch_embedding
-from tilewright.weights.spec import Linear, Reader, Source, Weight
+from tilewright.weights.linear import LinearWeight
+from tilewright.weights.spec import Reader, Source, Weight
 
 
 class PatchProjection(Weight[PackedWeight]):
@@ -74,7 +75,7 @@ class TileTable(Weight[Tensor]):
         self._value = (table * gate.tanh()).view(len(table), self.num_tiles, -1).contiguous()
 
 
-class MapProjector(Linear):
+class MapProjectorWeight(LinearWeight):
     """A linear over feature maps side by side: the last one, then `num_inner` inner ones.
 
     The checkpoint's columns of the inner maps go by element, all maps of the first element first; ours go map by map.

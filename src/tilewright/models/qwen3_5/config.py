@@ -10,7 +10,7 @@ from tilewright.layers.gated_delta import GatedDeltaConfig
 from tilewright.layers.rope import rope_parameters
 from tilewright.models.text_config import Config, decoder_config, has_separate_experts, integer, moe_config
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.spec import ExpertFormat
+from tilewright.weights.experts import ExpertFormat
 
 Shapes = Mapping[str, tuple[int, ...]]
 

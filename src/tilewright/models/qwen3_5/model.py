@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer
+from tilewright.layers.linear import Linear
 from tilewright.models.protocol import Family, KvSpec, StateSpec
 from tilewright.models.qwen3_5.config import Shapes, mtp_config, text_config
 from tilewright.models.qwen3_5.mtp import PREFIX, MultiTokenPredictor
@@ -16,7 +17,6 @@ from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
 from tilewright.models.text_config import Config, is_tied, table, whole_name
 from tilewright.ops.embedding import embedding
 from tilewright.types import Medium, UnsupportedConfig
-from tilewright.weights.spec import Linear
 
 TEXT, VISION = "model.language_model", "model.visual"
 TEXT_ALONE = "model"

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer
-from tilewright.ops.linear import linear
+from tilewright.layers.linear import Linear
 from tilewright.ops.norm import rms_norm
 from tilewright.ops.plan import empty, scope
-from tilewright.weights.spec import Linear, Unpacked
+from tilewright.weights.unpacked import Unpacked
 
 PREFIX = "mtp"
 
@@ -59,7 +59,7 @@ class MultiTokenPredictor:
             both = empty((len(hidden_TD), 2 * config.width), hidden_TD.dtype)
             self._normed(decoder.embed(next_token_ids_T, next_media), self.embedding_norm, both[:, : config.width])
             self._normed(hidden_TD, self.hidden_norm, both[:, config.width :])
-            linear(both, self.projection.value, out=x_TD)
+            self.projection(both, out=x_TD)
             cos, sin = decoder.rope.tables(batch.positions_AT)
             self._normed(self.layer(x_TD, batch, cos, sin, rows), self.norm, out)
         return out

@@ -22,7 +22,7 @@ from tilewright.models.text_config import (
     whole_name,
 )
 from tilewright.types import Medium, UnsupportedConfig
-from tilewright.weights.spec import ExpertFormat
+from tilewright.weights.experts import ExpertFormat
 
 TEXT, VISION = "model.language_model", "model.visual"
 UNSAID = {"rope_theta": 500_000.0}  # what a config that leaves it out means

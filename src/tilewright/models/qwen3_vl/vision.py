@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from tilewright.layers.layer_norm import LayerNorm
+from tilewright.layers.linear import Linear, PatchEmbedding
 from tilewright.layers.mlp import activation_named
 from tilewright.models.text_config import Config, head_width, integer
 from tilewright.ops.attention import varlen_attention
-from tilewright.ops.linear import linear
 from tilewright.ops.plan import empty, scope
 from tilewright.ops.rope import rope_qk, rope_table, vision_axes
 from tilewright.types import Medium, UnsupportedConfig
-from tilewright.weights.spec import Linear, PatchEmbedding, Unpacked
+from tilewright.weights.unpacked import Unpacked
 
 EPS = 1e-6
 ROPE_THETA = 10000.0
@@ -105,13 +105,13 @@ class VisionBlock:
 
     def __call__(self, x_ND: Tensor, frame_starts: Tensor, cos: Tensor, sin: Tensor) -> None:
         heads = self.config.num_heads
-        qkv = linear(self.norm1(x_ND), self.qkv.value).view(len(x_ND), 3 * heads, self.config.head_width)
+        qkv = self.qkv(self.norm1(x_ND)).view(len(x_ND), 3 * heads, self.config.head_width)
         q, k, v = qkv.split(heads, dim=1)
         rope_qk(q, k, cos, sin)
         attended = varlen_attention(q, k, v, frame_starts)
-        linear(attended.view(len(x_ND), -1), self.output.value, residual=x_ND, out=x_ND)
-        inner = linear(self.norm2(x_ND), self.mlp_in.value, activation=self.config.activation)
-        linear(inner, self.mlp_out.value, residual=x_ND, out=x_ND)
+        self.output(attended.view(len(x_ND), -1), residual=x_ND, out=x_ND)
+        inner = self.mlp_in(self.norm2(x_ND), activation=self.config.activation)
+        self.mlp_out(inner, residual=x_ND, out=x_ND)
 
 
 class PatchMerger:
@@ -126,8 +126,8 @@ class PatchMerger:
 
     def __call__(self, x_ND: Tensor, out: Tensor) -> None:
         normed = self.norm(x_ND.view(-1, self.merged_width) if self.norm_merged else x_ND)
-        inner = linear(normed.view(-1, self.merged_width), self.fc1.value, activation="gelu_erf")
-        linear(inner, self.fc2.value, out=out)
+        inner = self.fc1(normed.view(-1, self.merged_width), activation="gelu_erf")
+        self.fc2(inner, out=out)
 
 
 class VisionTower:
@@ -172,14 +172,12 @@ class VisionTower:
 
     def _embed_patches(self, media: Sequence[Medium]) -> Tensor:
         """Patch and position embeddings [N, D]: each medium's pixels are read where its preprocessing wrote them."""
-        weights = self.patch_embedding.value
         counts = [medium.grid[0] * medium.grid[1] * medium.grid[2] for medium in media]
-        x_ND = empty((sum(counts), self.config.width), weights.still.dtype)
+        x_ND = empty((sum(counts), self.config.width), self.patch_embedding.dtype)
         for medium, rows in zip(media, x_ND.split(counts), strict=True):
-            weight = weights.still if medium.kind == "image" else weights.video
             positions = self.position_embedding(*medium.grid[1:])
             for patches, frame in zip(medium.load().split(len(positions)), rows.split(len(positions)), strict=True):
-                linear(patches, weight, residual=positions, out=frame)
+                self.patch_embedding(patches, is_still=medium.kind == "image", residual=positions, out=frame)
         return x_ND
 
     def _position_embedding(self, rows: int, columns: int) -> Tensor:

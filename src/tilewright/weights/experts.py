@@ -1,0 +1,61 @@
+"""The weights of a layer's experts, packed in one block of memory."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.moe import PackedExperts
+from tilewright.weights.spec import Reader, Source, Weight
+
+
+class ExpertFormat(str, enum.Enum):
+    """How a checkpoint keeps the experts of a layer."""
+
+    separate = "a tensor per expert and projection"
+    stacked = "[E, outputs, inputs]"
+    stacked_transposed = "[E, inputs, outputs]"
+
+
+class ExpertsWeight(Weight[PackedExperts]):
+    """The packed weights [rows, columns] of every expert of a layer, in one block of memory.
+
+    `parts` name the projections of one expert where they are kept apart (gate then up, or one), `stacked_name` the
+    tensor that holds all of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: tuple[str, ...],
+        stacked_name: str,
+        num_experts: int,
+        rows: int,
+        columns: int,
+        stored: ExpertFormat,
+    ) -> None:
+        if stored is ExpertFormat.separate:
+            shape = (rows // len(parts), columns)
+            sources = [Source(f"{name}.{e}.{part}.weight", shape) for e in range(num_experts) for part in parts]
+        else:
+            order = (rows, columns) if stored is ExpertFormat.stacked else (columns, rows)
+            sources = [Source(f"{name}.{stacked_name}", (num_experts, *order))]
+        super().__init__(sources)
+        self.num_experts, self.rows, self.columns = num_experts, rows, columns
+        self.num_parts, self.stored = len(parts), stored
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        packed = PackedExperts.empty(self.num_experts, self.rows, self.columns, self.num_parts == 2, dtype)
+        for expert in range(self.num_experts):
+            packed.pack(expert, self._weight_of(expert, readers))
+        self._value = packed
+
+    def _weight_of(self, expert: int, readers: Sequence[Reader]) -> Tensor:
+        if self.stored is ExpertFormat.separate:
+            first = expert * self.num_parts
+            return torch.cat([reader.read() for reader in readers[first : first + self.num_parts]])
+        weight = readers[0].rows(expert, expert + 1)[0]
+        return weight.t().contiguous() if self.stored is ExpertFormat.stacked_transposed else weight

@@ -1,0 +1,89 @@
+"""Weights that are packed for the linear kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.linear import PackedWeight, pack_weight_rows
+from tilewright.ops.patch_embedding import pack_patch_embedding
+from tilewright.weights.spec import Reader, Source, Weight
+
+
+class LinearWeight(Weight[PackedWeight]):
+    """A packed weight [sum of rows, columns]; parts are stacked, so that q, k and v or gate and up are one product.
+
+    `parts` are (name without ".weight", rows). `gated`: two parts, gate then up. `tanh_scale` names a scalar [1] whose
+    tanh multiplies the result; it is multiplied into weight and bias in fp32, which are rounded once.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, int]],
+        columns: int,
+        *,
+        bias: bool = False,
+        gated: bool = False,
+        tanh_scale: str | None = None,
+    ) -> None:
+        weights = [Source(f"{name}.weight", (rows, columns)) for name, rows in parts]
+        biases = [Source(f"{name}.bias", (rows,)) for name, rows in parts] if bias else []
+        super().__init__(weights + biases + ([Source(tanh_scale, (1,))] if tanh_scale else []))
+        self.num_parts = len(parts)
+        self.gated = gated
+        self.has_bias = bias
+        self.is_scaled = tanh_scale is not None
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        scale = readers[-1].read().float().tanh() if self.is_scaled else None
+        weights, others = readers[: self.num_parts], readers[self.num_parts :]
+        biases = others[: self.num_parts] if self.has_bias else ()
+        bias = torch.cat([item.read().float() for item in biases]) if biases else None
+        self._value = pack_weight_rows(
+            lambda begin, end: _scaled(_stacked_rows(weights, begin, end), scale),
+            sum(weight.shape[0] for weight in weights),
+            weights[0].shape[1],
+            None if bias is None else _scaled(bias, scale),
+            gated=self.gated,
+            dtype=dtype,
+        )
+
+
+def _scaled(tensor: Tensor, scale: Tensor | None) -> Tensor:
+    return tensor if scale is None else tensor.float() * scale
+
+
+def _stacked_rows(parts: Sequence[Reader], begin: int, end: int) -> Tensor:
+    """Rows [begin, end) of the parts stacked: one part's own where no boundary lies between."""
+    pieces = []
+    for part in parts:
+        num_rows = part.shape[0]
+        if begin < num_rows and end > 0:
+            pieces.append(part.rows(max(begin, 0), min(end, num_rows)))
+        begin, end = begin - num_rows, end - num_rows
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+@dataclass(frozen=True)
+class PatchWeights:
+    """The patch embedding for stills, with the kernel summed over time, and for video."""
+
+    still: PackedWeight
+    video: PackedWeight
+
+
+class PatchWeight(Weight[PatchWeights]):
+    """A Conv3d [D, C, frames, P, P] with a bias [D], as packed linears."""
+
+    def __init__(self, name: str, shape: tuple[int, int, int, int, int]) -> None:
+        super().__init__([Source(f"{name}.weight", shape), Source(f"{name}.bias", shape[:1])])
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        weight, bias = (reader.read() for reader in readers)
+        self._value = PatchWeights(
+            still=pack_patch_embedding(weight, bias, still=True, dtype=dtype),
+            video=pack_patch_embedding(weight, bias, still=False, dtype=dtype),
+        )
