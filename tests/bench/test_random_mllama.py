@@ -24,11 +24,11 @@ def config():
 @pytest.fixture
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import looking
+    import picture_questions
     import random_mllama
     import shapes
 
-    return random_mllama, looking, shapes
+    return random_mllama, picture_questions, shapes
 
 
 def write(monkeypatch, capsys, script, folder, config):
@@ -60,11 +60,11 @@ def test_questions_are_timed(monkeypatch, capsys, scripts, tmp_path, config):
     folder = write(monkeypatch, capsys, scripts[0], tmp_path, config)
     with Engine(folder, dtype="float32", kv_memory="20MB", max_context=256, pack_cache=False) as engine:
         assert engine.chat([{"role": "user", "content": "hello"}], max_tokens=3).token_ids
-    looking = scripts[1]
-    monkeypatch.setattr(looking, "probe", lambda: Probe(20.0, 18.0, 1.0, 2.0, "float32"))
+    picture_questions = scripts[1]
+    monkeypatch.setattr(picture_questions, "probe", lambda: Probe(20.0, 18.0, 1.0, 2.0, "float32"))
     options = ["--side", "32", "--new-tokens", "5", "--rounds", "2", "--kv-memory", "20MB"]
-    monkeypatch.setattr(sys, "argv", ["looking.py", str(folder), *options])
-    looking.main()
+    monkeypatch.setattr(sys, "argv", ["picture_questions.py", str(folder), *options])
+    picture_questions.main()
     document = json.loads(capsys.readouterr().out)
     assert len(document["rounds"]) == 2 and document["memory"]["peak_resident_bytes"] > 1 << 20
     for figures in (*document["rounds"], document["median"]):

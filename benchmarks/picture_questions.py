@@ -1,11 +1,11 @@
-"""How fast a checkpoint answers about a picture, and the next question about it: python benchmarks/looking.py FOLDER
+"""Time to first token of a question about a picture, and of a second one: python benchmarks/picture_questions.py FOLDER
 
-Prints JSON: the first token's seconds for a picture that is new and for another question about it, tokens per second
-and the share of the machine's read bandwidth while they are decoded, and memory. A round is one picture and two
-questions; the machine is probed before and after each. Needs the engine alone: no server, no decoder of films.
+Prints JSON: the time to first token for a new picture and for another question about the same one, decode speed in
+tokens per second and as a share of the machine's read bandwidth, and memory. A round is one picture with two questions;
+the machine is probed before and after each round. Needs the engine only: no server, no video decoder.
 
   python benchmarks/random_mllama.py /dev/shm/mllama-11b --config Llama-3.2-11B-Vision-Instruct.json
-  python benchmarks/looking.py /dev/shm/mllama-11b
+  python benchmarks/picture_questions.py /dev/shm/mllama-11b
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilewright.types import Completion
 NUM_QUESTION_TOKENS = 16
 
 
-class Asker:
+class Questions:
     """Asks an engine questions of random tokens about random pictures."""
 
     def __init__(self, engine: Engine, side: int, new_tokens: int) -> None:
@@ -35,7 +35,7 @@ class Asker:
         self.random = np.random.default_rng(0)
 
     def picture(self) -> np.ndarray:
-        """Soft colours under noise, [side, side, 3] uint8."""
+        """Smooth gradients with noise on top, [side, side, 3] uint8."""
         across, down = (
             self.random.uniform(0, 255, (2, self.side, 1, 3)).cumsum(1) / np.arange(1, self.side + 1)[:, None, None]
         )
@@ -71,44 +71,45 @@ class Asker:
 
 
 def memory_bytes() -> dict[str, int]:
-    """What this process holds, and has held at most, pages of the checkpoint that it read included."""
+    """Resident memory of this process, now and at its peak; mapped pages of the checkpoint count."""
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak_resident_bytes": 1024 * peak_kib, "resident_bytes": resource.getpagesize() * resident_pages}
 
 
-def note(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a checkpoint that sees")
-    parser.add_argument("--side", type=int, default=1120, help="of the pictures, in pixels (default 1120)")
-    parser.add_argument("--new-tokens", type=int, default=48, help="of an answer (default 48)")
-    parser.add_argument("--rounds", type=int, default=3, help="pictures, with two questions each (default 3)")
-    parser.add_argument("--kv-memory", default="8GB", help="for keys and values (default 8GB)")
+    parser.add_argument("folder", type=Path, help="checkpoint of a vision model")
+    parser.add_argument("--side", type=int, default=1120, help="sides of the pictures in pixels (default 1120)")
+    parser.add_argument("--new-tokens", type=int, default=48, help="tokens per answer (default 48)")
+    parser.add_argument("--rounds", type=int, default=3, help="pictures, two questions about each (default 3)")
+    parser.add_argument("--kv-memory", default="8GB", help="memory of the KV cache (default 8GB)")
     options = parser.parse_args()
     begin = perf_counter()
-    # No speculation: random tokens repeat themselves. No cache of packed weights: it would be written first.
+    # No speculation: random weights repeat themselves, which favours drafts. No pack cache: load_s would include
+    # writing it.
     with Engine(
         options.folder, kv_memory=options.kv_memory, max_context=2048, max_sequences=8, speculate=0, pack_cache=False
     ) as engine:
         load_s = perf_counter() - begin
-        note(f"loaded in {load_s:.1f} s")
-        asker = Asker(engine, options.side, options.new_tokens)
-        asker.ask(asker.picture(), new_tokens=4)  # records steps, and touches memory for the first time
+        log(f"loaded in {load_s:.1f} s")
+        questions = Questions(engine, options.side, options.new_tokens)
+        questions.ask(questions.picture(), new_tokens=4)  # warm-up: records steps and touches memory for the first time
         rounds = []
         for number in range(options.rounds):
-            rounds.append(asker.round())
-            note(f"round {number + 1} of {options.rounds}: {rounds[-1]}")
+            rounds.append(questions.round())
+            log(f"round {number + 1} of {options.rounds}: {rounds[-1]}")
         described = machine.as_dict(machine.describe())
         document = {
             "model": options.folder.name,
             "side": options.side,
             "new_tokens": options.new_tokens,
             "load_s": load_s,
-            "gemm_dtype": asker.gemm_dtype,
+            "gemm_dtype": questions.gemm_dtype,
             "median": {name: statistics.median(row[name] for row in rounds) for name in rounds[0]},
             "rounds": rounds,
             "memory": memory_bytes(),
