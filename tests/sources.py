@@ -29,8 +29,13 @@ def module_name(path: Path) -> str:
     return ".".join(names[:-1] if names[-1] == "__init__" else names)
 
 
-def imported_modules(path: Path, also_in_functions: bool = True) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imported_modules(path: Path, also_in_functions: bool = True) -> list[tuple[int, str]]:
     """(line, module) of every import that runs, or that runs when the file is imported; `from a import b` gives a.b."""
+    return list(_imports(path, also_in_functions))
+
+
+def _imports(path: Path, also_in_functions: bool) -> Iterator[tuple[int, str]]:
     package = ("tilewright", *path.relative_to(PACKAGE).parts[:-1])
     for node in _running_nodes(parse(path), also_in_functions):
         if isinstance(node, ast.Import):
