@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from oracle import require
 from package_copy import copy_package, environment
 from PIL import Image
 from serve_process import ServerProcess
@@ -184,7 +185,7 @@ def test_serve_as_users_start_it(stand_in, tmp_path):
 
 def test_wheel_and_sdist_carry_it(stand_in, tmp_path):
     """Built from a copy of the tree by the project's own build, without the kernels, which take minutes."""
-    pytest.importorskip("scikit_build_core")
+    require("scikit_build_core")
     project = tmp_path / "project"
     names = ["pyproject.toml", "README.md", "LICENSE", "CMakeLists.txt", ".gitignore"]
     project.mkdir()

@@ -2,9 +2,11 @@
 
 import ast
 import re
+import subprocess
+import sys
 
 import pytest
-from sources import PACKAGE, ROOT, cpp_files, imported_modules, parse, python_files
+from sources import PACKAGE, ROOT, cpp_files, imported_modules, module_name, parse, python_files
 
 # Top to bottom. A part imports from lower rows and from itself, never from its own row or a higher one.
 LEVELS = [
@@ -38,6 +40,8 @@ FREE_OF_TORCH = [
     "config",
     "cpu_name",
     "host_memory",
+    "event_loop",
+    "model_files",
     "types",
     "server",
 ]
@@ -102,14 +106,56 @@ def test_only_layers_linear_multiplies_by_weights():
 
 @pytest.mark.parametrize("part", FREE_OF_TORCH)
 def test_no_torch(part):
+    """Neither by an import of its own, in a function or not, nor through what its files import at their top."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"
         for owner, path in files_of_parts()
         if owner == part
         for line, module in imported_modules(path)
-        if module.split(".")[0] == "torch"
+        if is_torch(module)
     ]
     assert not wrong, f"{part} imports torch at {wrong}"
+    ways = [way_to_torch(module_name(path)) for owner, path in files_of_parts() if owner == part]
+    assert not any(ways), "\n".join(" -> ".join(way) for way in ways if way)
+
+
+def is_torch(module: str) -> bool:
+    return module.split(".")[0] == "torch"
+
+
+def way_to_torch(module: str) -> list[str]:
+    """The shortest chain of imports at the top of our files that ends with torch; empty where there is none."""
+    files = {module_name(path): path for path in python_files()}
+    ways = {module: [module]}
+    queue = [module]
+    while queue:
+        name = queue.pop(0)
+        if is_torch(name):
+            return ways[name]
+        for _, target in imported_modules(files[name], also_in_functions=False):
+            # a.b.c imports a, a.b and a.b.c, as far as these are modules and not names in one.
+            names = target.split(".")
+            for package in (".".join(names[:end]) for end in range(1, len(names) + 1)):
+                if package not in ways and (package in files or package == "torch"):
+                    ways[package] = [*ways[name], package]
+                    queue.append(package)
+    return []
+
+
+def test_a_way_to_torch_is_found():
+    way = way_to_torch("tilewright.engine.engine")
+    assert len(way) > 2 and way[-1] == "torch", "it imports none, but others that do"
+    assert way_to_torch("tilewright") == [], "the package's face does so in a function"
+
+
+def test_no_torch_in_a_process_that_imports_them_all():
+    """What other packages bring along is seen only here."""
+    modules = [module_name(path) for part, path in files_of_parts() if part in FREE_OF_TORCH]
+    command = "import sys\n" + "".join(
+        f"import {module}\nassert 'torch' not in sys.modules, '{module} brings torch along'\n" for module in modules
+    )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_only_config_reads_the_environment():

@@ -8,8 +8,7 @@ from collections import defaultdict
 import pytest
 
 from tilewright import embedded
-from training.tiny_vl import askers, evaluate
-from training.tiny_vl.items import held_out
+from training.tiny_vl import askers, evaluate, items
 from training.tiny_vl.score import Share, is_same
 
 NUM_ASKED = 100
@@ -28,7 +27,7 @@ OTHERS = {"text"}  # counted among all
 @pytest.fixture(scope="module")
 def answers():
     with askers.of_own_server(embedded.path(), "bfloat16") as ask:
-        return evaluate.ask_all(held_out(NUM_ASKED), NUM_ASKED, ask, askers.CONCURRENCY)
+        return evaluate.ask_all(items.test(NUM_ASKED), NUM_ASKED, ask, askers.CONCURRENCY)
 
 
 def test_every_kind_is_held_to_something(answers):
@@ -50,7 +49,7 @@ def test_answers_are_right(group, answers):
 def of_all_kinds(count):
     """Items of every kind in turns, as many as asked for."""
     by_kind = defaultdict(list)
-    for item in held_out(10 * count):
+    for item in items.test(10 * count):
         if len(by_kind[item.kind]) < math.ceil(count / 4):
             by_kind[item.kind].append(item)
     turns = itertools.zip_longest(*by_kind.values())
@@ -59,11 +58,11 @@ def of_all_kinds(count):
 
 def test_as_transformers_answers():
     """In fp32, where nothing but a difference in what is computed could make one."""
-    items = of_all_kinds(NUM_COMPARED)
+    compared = of_all_kinds(NUM_COMPARED)
     with askers.of_engine(embedded.path(), "float32") as ask:
-        ours = evaluate.ask_all(items, len(items), ask, askers.CONCURRENCY)
+        ours = evaluate.ask_all(compared, len(compared), ask, askers.CONCURRENCY)
     with askers.of_transformers(embedded.path(), "float32") as ask:
-        theirs = evaluate.ask_all(items, len(items), ask, 1)
+        theirs = evaluate.ask_all(compared, len(compared), ask, 1)
     assert all(is_same(one.got, other.got) for one, other in zip(ours, theirs, strict=True)), evaluate.comparison(
         ours, theirs
     )

@@ -11,24 +11,24 @@ from random import Random
 import pytest
 import torch
 
-from training.tiny_vl import train
+from training.tiny_vl import items, train
 from training.tiny_vl.batches import NO_TARGET, Encoder, as_pixels, attention_mask, collate, make_batch
 from training.tiny_vl.checkpoint import write_configs, write_weights
 from training.tiny_vl.clips import clip_lesson
-from training.tiny_vl.held_out import held_out_batches, score
-from training.tiny_vl.items import SHARES, held_out, shape_lesson
+from training.tiny_vl.items import SHARES, shape_lesson
 from training.tiny_vl.network import Network, to_patches
 from training.tiny_vl.optimiser import make_optimisers, orthogonalised
 from training.tiny_vl.pairs import pair_lesson
 from training.tiny_vl.photos import photo_lesson
 from training.tiny_vl.shapes import COLOURS
 from training.tiny_vl.texts import text_lesson
+from training.tiny_vl.validation import score, validation_batches
 
 DIGEST_OF_ITEMS = """
 import hashlib
-from training.tiny_vl.items import held_out
+from training.tiny_vl import items
 digest = hashlib.sha256()
-for item in held_out(40):
+for item in [*items.validation(40), *items.test(40)]:
     digest.update(f"{item.kind} {item.question} {item.answer}".encode())
     for picture in item.pictures + item.clip:
         digest.update(picture.tobytes())
@@ -137,10 +137,11 @@ def test_items_are_the_same_on_every_run():
     assert len(digests) == 1
 
 
-def test_held_out_items_have_their_shares():
-    kinds = Counter(item.kind for item in held_out(sum(SHARES.values()) // 10))
+@pytest.mark.parametrize("name", items.SETS)
+def test_the_items_of_a_set_have_their_shares(name):
+    kinds = Counter(item.kind for item in items.SETS[name](sum(SHARES.values()) // 10))
     assert set(kinds) == set(SHARES)
-    for item in held_out(20):
+    for item in items.SETS[name](20):
         assert bool(item.pictures) + bool(item.clip) == (item.kind != "text")
         assert item.answer
 
@@ -217,17 +218,29 @@ def test_a_perfect_network_would_score_one(folder, encoder):
                 following[0] = following[0].roll(1, -1)
             return following
 
-    batches = held_out_batches(encoder, 30)
+    batches = validation_batches(encoder, 30)
     assert set(score(Oracle(miss=False), batches, "cpu").values()) == {1.0}
     assert min(score(Oracle(miss=True), batches, "cpu").values()) < 1.0
 
 
+def test_training_scores_itself_on_the_validation_set_alone(folder, tmp_path, monkeypatch):
+    seeds = []
+    made = items._items
+    monkeypatch.setattr(items, "_items", lambda seed, count: seeds.append(seed) or made(seed, count))
+    monkeypatch.setattr(train, "NUM_VALIDATION_ITEMS", 20)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    options = train.parse(["--device=cpu", "--workers=0", "--batch-size=2", "--minutes=0", "--no-compile"])
+    train.run(options, small_network(folder), tmp_path)
+    assert (tmp_path / train.SCORES).exists()
+    assert seeds == [items.VALIDATION_SEED]
+
+
 def test_weights_that_score_higher_are_kept(folder, tmp_path):
     network, other = small_network(folder), small_network(folder, seed=1)
-    result = {"held_out": {"count": 0.9, "read": 0.8}}
+    result = {"validation": {"count": 0.9, "read": 0.8}}
     assert train.keep(tmp_path, network, result)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert not train.keep(tmp_path, other, {"held_out": {"count": 0.95, "read": 0.7}})
+    assert not train.keep(tmp_path, other, {"validation": {"count": 0.95, "read": 0.7}})
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert train.keep(tmp_path, other, {"held_out": {"count": 0.95, "read": 0.8}})
+    assert train.keep(tmp_path, other, {"validation": {"count": 0.95, "read": 0.8}})
     assert before != {file.name: file.read_bytes() for file in tmp_path.iterdir()}

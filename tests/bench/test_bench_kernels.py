@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from oracle import require
 
 from tilewright import cli, machine
 from tilewright.bench import report, rows, timing
@@ -58,7 +59,7 @@ def test_filter(run):
 
 
 def test_plot(run, tmp_path):
-    pytest.importorskip("matplotlib")
+    require("matplotlib")
     path = tmp_path / "k.png"
     assert run([row("add"), row("bad", agrees=False)], "--plot", str(path))[0] == 1
     assert path.read_bytes().startswith(b"\x89PNG")

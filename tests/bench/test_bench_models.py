@@ -3,6 +3,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from oracle import require
 from tiny_checkpoint import write_cross_model, write_experts_model, write_text_model, write_vision_model
 
 from tilewright import Engine, cli, machine
@@ -81,7 +82,7 @@ def test_text_models(run, text_model):
 
 
 def test_plot(run, text_model, tmp_path):
-    pytest.importorskip("matplotlib")
+    require("matplotlib")
     path = tmp_path / "b.png"
     assert run("decode", "-m", text_model, "--rounds", "2", "--plot", str(path), *SMALL["decode"])[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from odd_server import DONE, OddServer, chunked, event, finish, models, plain, token, usage, well_behaved
+from oracle import require
 
 from tilewright import cli, config, machine
 from tilewright.bench import probe
@@ -199,7 +200,7 @@ def test_no_models(run, answer, message):
 
 
 def test_plot(run, tmp_path):
-    pytest.importorskip("matplotlib")
+    require("matplotlib")
     path = tmp_path / "serve.png"
     with OddServer(lambda asked: well_behaved(asked) if len(server.asked) != 5 else [None]) as server:
         assert run(server, "--plot", str(path))[0] == 0

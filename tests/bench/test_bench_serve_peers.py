@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from oracle import require
 from sources import ROOT
 
 from tilewright.bench.serve import limits
@@ -92,7 +93,7 @@ def test_both_get_the_same_requests_in_changing_order(run):
 
 
 def test_one_alone(run, tmp_path):
-    pytest.importorskip("matplotlib")
+    require("matplotlib")
     picture = tmp_path / "peers.png"
     status, document, calls, _ = run("--rounds", "1", "--no-ours", "--plot", str(picture))
     assert status == 0 and {call[0] for call in calls} == {"vllm"}

@@ -7,6 +7,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from checkpoint_files import DATA
+from oracle import require
 from PIL import Image
 
 from tilewright.inputs.chat_template import ChatTemplate, normalize, read_templates
@@ -61,7 +62,7 @@ MEDIA = [
 
 
 def transformers_render(source, messages, tools=None, **more):
-    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    utils = require("transformers.utils.chat_template_utils")
     more.setdefault("add_generation_prompt", True)
     (text,), _ = utils.render_jinja_template([messages], tools=tools, chat_template=source, **more)
     return text

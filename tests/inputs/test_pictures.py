@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from clips import damages
+from oracle import require
 from PIL import Image, ImageOps
 
 from tilewright.inputs.image import open_picture
@@ -53,7 +54,7 @@ def test_formats(format, tmp_path):
 
 def test_modes_are_converted_as_transformers_does():
     """Transparency lies over white; the rest is Pillow's plain conversion."""
-    transforms = pytest.importorskip("transformers.image_transforms")
+    transforms = require("transformers.image_transforms")
     rgb = Image.fromarray(level_picture())
     rgba = rgb.copy()
     rgba.putalpha(Image.fromarray(level_picture()[:, :, 0]))

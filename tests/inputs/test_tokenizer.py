@@ -6,6 +6,7 @@ import tokenizers
 from checkpoint_files import llama_metadata, smollm2_metadata, write_qwen3_vl_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import require
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tilewright.inputs.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def qwen(folder):
 
 @pytest.fixture(scope="module")
 def oracle(folder):
-    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    return require("transformers").AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

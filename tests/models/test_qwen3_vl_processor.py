@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_files import write_qwen3_vl_folder
 from clips import write_clip
+from oracle import require
 from PIL import Image
 
 from tilewright.inputs.media import MediaLimits
@@ -33,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def transformers():
-    return pytest.importorskip("transformers")
+    return require("transformers")
 
 
 @pytest.fixture(scope="module")

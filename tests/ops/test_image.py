@@ -2,6 +2,7 @@ import numpy
 import PIL
 import pytest
 import torch
+from oracle import require
 from PIL import Image
 
 from tilewright.ops import image, reference
@@ -141,7 +142,7 @@ def test_every_level_is_normalised_exactly(isa, dtype, mean, std):
 @pytest.mark.parametrize("patch_size", [14, 16])
 @pytest.mark.parametrize("size", [(480, 640), (333, 500), (700, 250), (60, 61)], ids=str)
 def test_patches_are_those_of_transformers(isa, patch_size, size):
-    transformers = pytest.importorskip("transformers")
+    transformers = require("transformers")
     processor = transformers.Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=2)
     source = picture(*size)
     features = processor(images=Image.fromarray(source.numpy()), return_tensors="pt")

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from helpers import assert_close, poisoned, rand
+from oracle import require
 
 from tilewright.ops import reference_moe as reference
 from tilewright.ops.linear import linear, pack_weight
@@ -58,7 +59,7 @@ def test_route(isa, dtype, tokens, num_experts, k, scoring, renormalize):
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_route_is_the_router_of_qwen3_moe(isa, renormalize):
-    modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    modeling = require("transformers.models.qwen3_moe.modeling_qwen3_moe")
     config = modeling.Qwen3MoeConfig(hidden_size=64, num_experts=128, num_experts_per_tok=8, norm_topk_prob=renormalize)
     router = modeling.Qwen3MoeTopKRouter(config)
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""How many of the held-out questions are answered right, by kind. From the top of the repository:
+"""How many questions of the test set are answered right, by kind. From the top of the repository:
 
 python -m training.tiny_vl.evaluate                                 through a server of our own, started for it
 python -m training.tiny_vl.evaluate --json ours.json --dtype float32
@@ -37,11 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.compare:
         print(comparison(*(read_answers(path) for path in options.compare)))
         return 0
-    from training.tiny_vl.items import held_out
+    from training.tiny_vl.items import SETS
 
     with asker(options) as ask:
         concurrency = 1 if options.transformers else askers.CONCURRENCY
-        answers = ask_all(held_out(options.count), options.count, ask, concurrency)
+        answers = ask_all(SETS[options.set](options.count), options.count, ask, concurrency)
     print(report(answers))
     if options.json:
         options.json.write_text("".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers))
@@ -59,6 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     way.add_argument("--engine", action="store_true", help="ask the library")
     way.add_argument("--transformers", action="store_true", help="ask transformers, one question at a time")
     way.add_argument("--compare", nargs=2, type=Path, metavar="JSON", help="how many answers of two files are equal")
+    parser.add_argument(
+        "--set",
+        choices=("validation", "test"),
+        default="test",
+        help="validation: the questions that the weights were chosen by (default: test)",
+    )
     parser.add_argument("--count", type=positive, default=1000, metavar="N", help="questions (default 1000)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint folder (default: the embedded model)")
@@ -118,7 +124,7 @@ def report(answers: list[Answer]) -> str:
 def comparison(ones: list[Answer], others: list[Answer]) -> str:
     """The table of equal answers by kind, and those that differ."""
     if [(one.question, one.expected) for one in ones] != [(other.question, other.expected) for other in others]:
-        raise SystemExit("the files have answers to different questions, expected two of the same --count")
+        raise SystemExit("the files have answers to different questions, expected two of the same --set and --count")
     pairs = list(zip(ones, others, strict=True))
     shares = shares_by_kind((one.kind, is_same(one.got, other.got)) for one, other in pairs)
     lines = [

@@ -1,4 +1,4 @@
-"""Lessons in fixed shares, and the held-out items that the model is judged by."""
+"""Lessons in fixed shares, and the validation and test sets, whose items are made from seeds of their own."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from training.tiny_vl.texts import text_lesson
 
 SIDE = 256
 CLIP_SIDE, CLIP_FPS = 128, 2.0
-HELD_OUT_SEED = "held out"  # training seeds are numbers: no lesson of one kind is ever of the other
+# Training seeds are numbers, these are not, so the three series of random numbers are different.
+VALIDATION_SEED = "held out"  # the one by whose scores the embedded weights were chosen
+TEST_SEED = "test"
 
-# The kinds of question, each with its share of 1,000 held-out items.
+# The kinds of question, each with its share of 1,000 items of a set.
 SHARES = {
     "count": 110,
     "colour": 110,
@@ -42,7 +44,7 @@ SHARES = {
 
 @dataclass(frozen=True)
 class Item:
-    """One question of the held-out set."""
+    """One question of the validation or the test set."""
 
     kind: str
     pictures: tuple[Image.Image, ...]
@@ -67,12 +69,25 @@ def picture_lesson(rng: Random, width: int, height: int, num_asks: int, photos: 
     return make(rng, width, height, num_asks)
 
 
-def held_out(count: int) -> Iterator[Item]:
-    """The evaluation set: the first `count` items of an endless series in which kinds come in their shares."""
+def validation(count: int) -> Iterator[Item]:
+    """The items that training chooses weights by, which makes their scores too good to report as the model's."""
+    return _items(VALIDATION_SEED, count)
+
+
+def test(count: int) -> Iterator[Item]:
+    """The items that nothing of training looks at: what the model is judged by."""
+    return _items(TEST_SEED, count)
+
+
+SETS = {"validation": validation, "test": test}
+
+
+def _items(seed: str, count: int) -> Iterator[Item]:
+    """The first `count` of an endless series in which kinds come in their shares."""
     order = [kind for kind, share in SHARES.items() for _ in range(share)]
-    Random(HELD_OUT_SEED).shuffle(order)
+    Random(seed).shuffle(order)
     for index in range(count):
-        yield _item(order[index % len(order)], Random(f"{HELD_OUT_SEED} {index}"))
+        yield _item(order[index % len(order)], Random(f"{seed} {index}"))
 
 
 def _item(kind: str, rng: Random) -> Item:

@@ -20,7 +20,7 @@ def is_same(one: str, other: str) -> bool:
 class Answer:
     """What was asked, and what came."""
 
-    index: int  # of the item in the held-out set
+    index: int  # of the item in its set
     kind: str
     question: str
     expected: str

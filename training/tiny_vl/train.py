@@ -16,15 +16,15 @@ from torch.utils.data import DataLoader
 
 from training.tiny_vl.batches import NO_TARGET, Batch, Encoder, Lessons, as_pixels, attention_mask
 from training.tiny_vl.checkpoint import write_configs, write_weights
-from training.tiny_vl.held_out import held_out_batches, score
 from training.tiny_vl.network import Network
 from training.tiny_vl.optimiser import make_optimisers
+from training.tiny_vl.validation import score, validation_batches
 
 WARM_UP, DECAY_FROM = 0.02, 0.45  # parts of the run: up to the learning rate, from there in a straight line to 0
 NOISE = 0.06  # of pixels, which lie in -1 to 1: the most that is added, in half of the pictures
 MAX_GRADIENT = 1.0
 NUM_COMPILING_STEPS = 12  # at a learning rate of 0, and not counted: shapes are met for the first time
-HELD_OUT = 1000
+NUM_VALIDATION_ITEMS = 1000
 SCORES = "scores.json"
 
 
@@ -64,7 +64,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
     parser.add_argument("--photos", type=Path, metavar="FOLDER", help="photographs, to learn what it cannot know")
     parser.add_argument("--start-from", metavar="FOLDER", help="weights to go on from, instead of random ones")
-    parser.add_argument("--score-every-s", type=float, default=60.0, help="held-out scores (default: %(default)s)")
+    parser.add_argument("--score-every-s", type=float, default=60.0, help="for validation (default: %(default)s)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the layers uncompiled")
     return parser.parse_args(arguments)
 
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, network: Network, folder: Path) -> None:
         prefetch_factor=3 if options.workers else None,
         pin_memory=is_cuda,
     )
-    tests = held_out_batches(Encoder(tokenizer_file), HELD_OUT)
+    batches = validation_batches(Encoder(tokenizer_file), NUM_VALIDATION_ITEMS)
     total_s = options.minutes * 60
     began_s = scored_s = told_s = time.monotonic()
     step = num_pictures = 0
@@ -101,12 +101,12 @@ def run(options: argparse.Namespace, network: Network, folder: Path) -> None:
             tell(f"{elapsed_s:5.0f} s  step {step}  {num_pictures:,} pictures  loss {loss.item():.4f}")
         if now_s - scored_s > options.score_every_s:
             scored_s = now_s
-            scores = score(network, tests, options.device)
+            scores = score(network, batches, options.device)
             tell(f"{elapsed_s:5.0f} s  {scores}")
-            keep(folder, network, {"steps": step, "pictures": num_pictures, "held_out": scores})
-    scores = score(as_stored(network), tests, options.device)
+            keep(folder, network, {"steps": step, "pictures": num_pictures, "validation": scores})
+    scores = score(as_stored(network), batches, options.device)
     tell(f"{step} steps, {num_pictures:,} pictures: {scores}")
-    keep(folder, network, {"steps": step, "pictures": num_pictures, "held_out": scores})
+    keep(folder, network, {"steps": step, "pictures": num_pictures, "validation": scores})
 
 
 def as_stored(network: Network) -> Network:
@@ -121,7 +121,7 @@ def keep(folder: Path, network: Network, result: dict[str, Any]) -> bool:
     """Writes the weights and what they score, unless weights that score higher lie there already."""
     file = folder / SCORES
     if file.exists():
-        stored, new = (mean_of(scores["held_out"]) for scores in (json.loads(file.read_text()), result))
+        stored, new = (mean_of(scores["validation"]) for scores in (json.loads(file.read_text()), result))
         if stored > new:
             tell(f"{folder} keeps its weights: they score {stored:.4f}, these {new:.4f}")
             return False

@@ -33,8 +33,10 @@ def number(config: Config, key: str, default: float) -> float:
 
 def head_width(config: Config, width: int, num_heads: int, default: int | None = None) -> int:
     """config's head_dim; without one the family's default, or the heads' share of the width, which must be whole."""
+    if num_heads < 1:
+        raise UnsupportedConfig(f"config has {num_heads} heads, expected 1 or more")
     if default is None and "head_dim" not in config:
-        if num_heads < 1 or width % num_heads:
+        if width % num_heads:
             raise UnsupportedConfig(f"config has {num_heads} heads, expected a divisor of its width, {width}")
         return width // num_heads
     given = integer(config, "head_dim", default)

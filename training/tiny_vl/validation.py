@@ -1,4 +1,4 @@
-"""How many of the held-out items a network in training answers rightly.
+"""How many items of the validation set a network in training answers rightly.
 
 An answer counts if each of its tokens is the likeliest after the right ones before it, which is when greedy decoding
 gives exactly this answer. So a forward pass tells, and no text is generated.
@@ -12,17 +12,17 @@ from random import Random
 import torch
 
 from training.tiny_vl.batches import NO_TARGET, Batch, Encoder, as_pixels, attention_mask, collate
-from training.tiny_vl.items import Item, held_out
+from training.tiny_vl.items import Item, validation
 from training.tiny_vl.lesson import Ask, Lesson
 from training.tiny_vl.network import Network
 
 BATCH_SIZE = 100
 
 
-def held_out_batches(encoder: Encoder, count: int) -> list[tuple[list[str], Batch]]:
+def validation_batches(encoder: Encoder, count: int) -> list[tuple[list[str], Batch]]:
     """Items of one shape together, each with the kinds of its items."""
     by_shape: dict[tuple[bool, int], list[Item]] = defaultdict(list)
-    for item in held_out(count):
+    for item in validation(count):
         if item.kind != "text":  # whether talk was learned by heart says little; the server's evaluation has it
             by_shape[bool(item.clip), len(item.pictures or item.clip)].append(item)
     batches = []
