@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "base/dtype.h"
+
 // For functions of shared headers outside anonymous namespaces: emitted, they would be weak symbols that may carry the
 // instructions of whichever ISA file the linker picks.
 #define TILEWRIGHT_INLINE inline __attribute__((always_inline))
@@ -40,7 +42,7 @@ namespace {
 // Where (depth, column) of a tile is, in elements.
 template <class T>
 inline constexpr int tile_offset(int depth, int column) {
-  if constexpr (sizeof(T) == 2)
+  if constexpr (kIsBf16<T>)
     return depth / 2 * 32 + column * 2 + depth % 2;
   else
     return depth / 2 * 32 + depth % 2 * 16 + column;

@@ -20,7 +20,7 @@ inline void finish_row(const LinearArgs& args, const float* c, int64_t row, int6
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
     Vec v = Vec::load(c + i);
     if (bias) v = v + Vec::load(bias + i);
-    v = apply_activation<sizeof(T) == 2>(v, args.activation);
+    v = apply_activation<kIsBf16<T>>(v, args.activation);
     if (args.gated) {
       Vec up = Vec::load(c + kTileColumns + i);
       if (bias) up = up + Vec::load(bias + kTileColumns + i);

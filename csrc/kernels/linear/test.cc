@@ -17,11 +17,6 @@ struct Size {
 constexpr Size kSizes[] = {{1, 2, 1},    {1, 34, 33},   {3, 66, 31},  {16, 32, 64},
                            {17, 30, 95}, {33, 100, 40}, {70, 48, 257}};
 
-template <class T>
-constexpr DType dtype_of() {
-  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
-}
-
 double silu(double x) { return x / (1.0 + std::exp(-x)); }
 
 template <class TX, class TW, class TY>

@@ -24,11 +24,6 @@ struct RouteSize {
 
 constexpr RouteSize kRouteSizes[] = {{1, 1, 1}, {3, 7, 2}, {5, 16, 16}, {2, 33, 17}, {9, 128, 8}};
 
-template <class T>
-constexpr DType dtype_of() {
-  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
-}
-
 double silu(double x) { return x / (1.0 + std::exp(-x)); }
 
 template <class T>
@@ -142,7 +137,7 @@ void check_moe(const Size& size, Edge edge, Choose choose) {
   args.inner = inner;
   moe(args);
   // bf16: act(gate) * up is rounded between the products, 2^-9 of each of the terms that are summed.
-  check_close(y.data(), expected.data(), tokens * width, sizeof(TX) == 2 ? 1e-2 : 1e-4,
+  check_close(y.data(), expected.data(), tokens * width, kIsBf16<TX> ? 1e-2 : 1e-4,
               "moe of " + std::to_string(tokens) + " tokens, " + std::to_string(width) + " x " + std::to_string(inner));
 }
 
