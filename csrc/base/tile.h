@@ -20,9 +20,6 @@
 
 namespace tilewright {
 
-// Its name; another layout of packed weights has another.
-inline constexpr const char* kTileLayout = "tiles of 32 x 16 in pairs, strips of 32";
-
 inline constexpr int kTileColumns = 16;
 inline constexpr int kTileDepth = 32;
 inline constexpr int kTileElements = kTileColumns * kTileDepth;
@@ -30,12 +27,6 @@ inline constexpr int kStripColumns = 32;
 
 TILEWRIGHT_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 TILEWRIGHT_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
-// The elements of a packed linear weight [n, k].
-TILEWRIGHT_INLINE constexpr int64_t packed_elements(int64_t n, int64_t k, bool gated) {
-  const int64_t strips = gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);
-  return strips * ceil_div(k, kTileDepth) * 2 * kTileElements;
-}
 
 namespace {
 
