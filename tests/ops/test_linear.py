@@ -1,5 +1,6 @@
 import mmap
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from helpers import assert_close, poisoned, rand
 
 from tilewright.ops import reference
-from tilewright.ops.linear import linear, pack_weight
+from tilewright.ops.linear import PackedWeight, linear, pack_weight
 from tilewright.ops.memory import HUGE_PAGE_BYTES
 
 ACTIVATIONS = ["none", "silu", "gelu_tanh", "gelu_erf", "gelu_quick"]
@@ -105,6 +106,24 @@ def test_errors():
         pack_weight(torch.zeros(4, 8), torch.zeros(3))
     with pytest.raises(ValueError, match="even number of rows, got 5"):
         pack_weight(torch.zeros(5, 8), gated=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "int8"}, "linear: the weight's format is 'int8', expected one of float32, bfloat16"),
+        ({"name": "bfloat16"}, "linear: weight is float32, its format bfloat16"),
+        ({"group_size": 32}, "linear: the weight has groups of 32 values, float32 has none"),
+        ({"layout": "rows"}, "linear: the weight's layout is 'rows', this level reads 'tiles of 32 x 16 in pairs"),
+    ],
+)
+def test_a_weight_that_no_kernel_reads_is_an_error(change, message):
+    packed = pack_weight(torch.zeros(4, 8))
+    form = replace(packed.form, format=replace(packed.form.format, **change))
+    with pytest.raises(ValueError, match=message):
+        linear(torch.zeros(2, 8), PackedWeight(packed.data, form))
+    with pytest.raises(ValueError, match="linear: weight has scales, float32 has none"):
+        linear(torch.zeros(2, 8), PackedWeight(packed.data, packed.form, scales=torch.zeros(4)))
 
 
 def mapping_flags(address: int) -> list[str]:

@@ -22,11 +22,9 @@ def embedding(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None =
 
 
 def _embedding_packed(ids: Tensor, table: PackedWeight, out: Tensor | None) -> Tensor:
-    if table.gated:
-        raise ValueError("embedding: the table is packed as gate and up rows, expected a plain packed weight")
     if out is None:
         out = empty((ids.shape[0], table.k), table.dtype)
-    kernels.embedding_packed(view(ids), view(table.data), table.n, table.k, view(out))
+    kernels.embedding_packed(view(ids), table.native(), view(out))
     return out
 
 
