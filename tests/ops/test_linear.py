@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops import reference
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
 from tilewright.ops.memory import HUGE_PAGE_BYTES
+from tilewright.ops.torch_backend import linear as reference
 
 ACTIVATIONS = ["none", "silu", "gelu_tanh", "gelu_erf", "gelu_quick"]
 SHAPES = [  # M, N, K
@@ -37,7 +37,7 @@ def test_linear(isa, dtype, weight_dtype, m, n, k):
     packed = pack_weight(weight, bias)
     for out_dtype in {dtype, torch.float32}:
         out = linear(x, packed, out=poisoned(m, n, dtype=out_dtype))
-        assert_close(out, reference.linear(x, weight, bias, out_dtype=out_dtype))
+        assert_close(out, reference.plain_linear(x, weight, bias, out_dtype=out_dtype))
 
 
 @pytest.mark.parametrize("m,n,k", [(1, 2, 3), (3, 34, 40), (20, 66, 64), (40, 200, 33)])
@@ -47,7 +47,7 @@ def test_epilogues(isa, dtype, m, n, k, activation, gated):
     x, weight, bias = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, seed=1, scale=k**-0.5), rand(n, seed=2)
     residual = rand(m, n // 2 if gated else n, dtype=dtype, seed=3)
     packed = pack_weight(weight, bias, gated=gated)
-    expected = reference.linear(x, weight, bias, gated=gated, activation=activation, residual=residual)
+    expected = reference.plain_linear(x, weight, bias, gated=gated, activation=activation, residual=residual)
     out = poisoned(*expected.shape, dtype=dtype)
     assert_close(linear(x, packed, activation=activation, residual=residual, out=out), expected)
     # In place on the residual, as a decoder layer does.
@@ -66,11 +66,11 @@ def test_inputs_of_any_rank_and_strided_rows(isa, dtype):
     packed = pack_weight(weight)
     for shape in [(48,), (2, 48), (2, 3, 48), (2, 1, 3, 48)]:
         x = rand(*shape, dtype=dtype, seed=1)
-        assert_close(linear(x, packed), reference.linear(x, weight))
+        assert_close(linear(x, packed), reference.plain_linear(x, weight))
     wide = rand(7, 100, dtype=dtype, seed=2)
     wide_out = poisoned(7, 90, dtype=dtype)
     linear(wide[:, 10:58], packed, out=wide_out[:, 20:60])
-    assert_close(wide_out[:, 20:60], reference.linear(wide[:, 10:58], weight))
+    assert_close(wide_out[:, 20:60], reference.plain_linear(wide[:, 10:58], weight))
     assert wide_out[:, :20].isnan().all() and wide_out[:, 60:].isnan().all()
 
 

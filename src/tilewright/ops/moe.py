@@ -10,16 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
-from tilewright.ops.packed import Packed, PackedForm, weight_format
+from tilewright.ops.packed import Packed, PackedForm, pack_into, weight_format
 from tilewright.ops.plan import empty
 
 
 @dataclass(frozen=True)
 class PackedExperts(Packed):
-    """The weights [n, k] of all experts in tiles, one row of `data` per expert, each as a PackedWeight has it."""
+    """The weights [n, k] of all experts, one row of `data` per expert, each as a PackedWeight has it."""
 
     @classmethod
     def empty(cls, num_experts: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> PackedExperts:
@@ -39,7 +40,7 @@ class PackedExperts(Packed):
         """Puts `weight` [n, k] of one expert in its place."""
         if weight.shape != (self.n, self.k):
             raise ValueError(f"PackedExperts: weight has shape {list(weight.shape)}, expected [n={self.n}, k={self.k}]")
-        kernels.pack_weight(view(weight), self.expert(expert).native())
+        pack_into(weight, self.expert(expert))
 
     def expert(self, expert: int) -> PackedWeight:
         """One expert's weight, sharing memory: what `linear` takes."""
@@ -48,6 +49,7 @@ class PackedExperts(Packed):
         return PackedWeight(self.data[expert], self.form, None if self.scales is None else self.scales[expert])
 
 
+@op
 def route(
     logits: Tensor,
     top_k: int,
@@ -71,6 +73,7 @@ def route(
     return ids, weights
 
 
+@op
 def moe(
     x: Tensor,
     ids: Tensor,

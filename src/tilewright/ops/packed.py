@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.native import kernels, view, view_or_none
 
 
@@ -22,8 +23,9 @@ class WeightFormat:
     group_size: int = 0  # values of a row that share a scale; 0: the format has no scales
 
 
+@op
 def weight_format(dtype: torch.dtype) -> WeightFormat:
-    """The format in which weights of a model in `dtype` are packed for the ISA level in use."""
+    """The format in which weights of a model in `dtype` are packed for the backend, and the ISA level, in use."""
     return WeightFormat(str(dtype).removeprefix("torch."), kernels.packed_layout())
 
 
@@ -38,7 +40,13 @@ class PackedForm:
 
     @property
     def num_elements(self) -> int:
-        return kernels.packed_elements(self)
+        return packed_elements(self)
+
+
+@op
+def packed_elements(form: PackedForm) -> int:
+    """How many elements a weight of a form has, those that fill up its last tiles included."""
+    return kernels.packed_elements(form)
 
 
 @dataclass(frozen=True)
@@ -68,3 +76,17 @@ class Packed:
     def native(self) -> tuple[object, PackedForm, object]:
         """The one argument as which kernels take it."""
         return view(self.data), self.form, view_or_none(self.scales)
+
+
+@op
+def pack_into(weight: Tensor, packed: Packed) -> None:
+    """Writes `weight` [n, k], fp32 or bf16, to where `packed` has its data, as its form says."""
+    kernels.pack_weight(view(weight), packed.native())
+
+
+@op
+def unpacked(packed: Packed) -> Tensor:
+    """The weight [n, k] as it came."""
+    weight = torch.empty(packed.n, packed.k, dtype=packed.dtype)
+    kernels.unpack_weight(packed.native(), view(weight))
+    return weight
