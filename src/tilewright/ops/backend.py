@@ -36,17 +36,12 @@ OPS: dict[tuple[str, str], Callable[..., Any]] = {}
 
 def activate(name: str, device: torch.device | str = "cpu") -> None:
     """Ops that this thread calls from now on are those of the backend; tensors without inputs are made on `device`."""
-    check(name)
+    if name not in NAMES:
+        raise ValueError(f"backend is {name!r}, expected {' or '.join(NAMES)}")
     device = torch.device(device)
     if name == "native" and device.type != "cpu":
         raise ValueError(f"device is {device}, expected cpu: the native backend runs there only")
     _active.is_native, _active.device = name == "native", device
-
-
-def check(name: str) -> None:
-    """ValueError for a backend that there is not."""
-    if name not in NAMES:
-        raise ValueError(f"backend is {name!r}, expected {' or '.join(NAMES)}")
 
 
 @contextlib.contextmanager

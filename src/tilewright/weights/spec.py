@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from tilewright.ops import backend
 from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, pack_weight_rows
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.moe import PackedExperts
@@ -213,7 +214,7 @@ class ConvTaps(Weight[Tensor]):
         super().__init__([Source(f"{name}.weight", (channels, 1, taps))])
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
-        self._value = readers[0].read()[:, 0].t().to(dtype).contiguous()
+        self._value = readers[0].read()[:, 0].t().to(backend.device(), dtype).contiguous()
 
 
 class ExpertFormat(str, enum.Enum):
