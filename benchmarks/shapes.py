@@ -33,6 +33,7 @@ from tilewright.ops.linear import PackedWeight
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.native import kernels
+from tilewright.ops.packed import PackedForm, weight_format
 from tilewright.types import Medium, ModelInputs, SamplingParams, Span
 from tilewright.weights.experts import ExpertsWeight
 from tilewright.weights.linear import LinearWeight, PatchWeight, PatchWeights
@@ -61,10 +62,11 @@ def fill(tensor: torch.Tensor, block: torch.Tensor) -> None:
 
 
 def packed(n: int, k: int, gated: bool, bias: bool, block: torch.Tensor) -> PackedWeight:
-    data = empty_in_huge_pages(kernels.packed_elements(n, k, gated), torch.bfloat16)
+    form = PackedForm(weight_format(torch.bfloat16), n, k, gated)
+    data = empty_in_huge_pages(form.num_elements, torch.bfloat16)
     fill(data, block)
-    padded = kernels.packed_elements(n, 1, gated) // 32
-    return PackedWeight(data, n, k, gated, torch.zeros(padded) if bias else None)
+    padded = replace(form, k=1).num_elements // 32
+    return PackedWeight(data, form, bias=torch.zeros(padded) if bias else None)
 
 
 def random_value(weight: Weight, block: torch.Tensor) -> Any:

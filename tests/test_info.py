@@ -23,6 +23,7 @@ def test_json_tells_the_machine_and_every_op(capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["version"] == __version__
     assert told["isa_found"] == kernels.isa_levels()
+    assert told["backends"] == ["native", "torch"]
     assert set(told["kernels"]) == set(kernels.manifest())
     assert told["num_threads"] == kernels.num_threads()
     assert told["memory_bytes"] >= told["memory_available_bytes"] > 0

@@ -3,8 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace tilewright {
+
+struct bf16;  // base/bf16.h
 
 enum class DType : int { f32, bf16, u8, i32, i64, boolean, f64 };
 
@@ -30,6 +33,17 @@ inline constexpr const char* name_of(DType dtype) {
     case DType::f64: return "float64";
   }
   return "?";
+}
+
+// How templates tell bf16 from fp32: by the type, never by its size, which other types share.
+template <class T>
+inline constexpr bool kIsBf16 = std::is_same_v<T, bf16>;
+
+// The DType of a C++ type. consteval, so that no file of an ISA level leaves a copy for the linker.
+template <class T>
+consteval DType dtype_of() {
+  static_assert(kIsBf16<T> || std::is_same_v<T, float>, "no kernel is a template of other types");
+  return kIsBf16<T> ? DType::bf16 : DType::f32;
 }
 
 }  // namespace tilewright

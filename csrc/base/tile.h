@@ -12,14 +12,13 @@
 
 #include <cstdint>
 
+#include "base/dtype.h"
+
 // For functions of shared headers outside anonymous namespaces: emitted, they would be weak symbols that may carry the
 // instructions of whichever ISA file the linker picks.
 #define TILEWRIGHT_INLINE inline __attribute__((always_inline))
 
 namespace tilewright {
-
-// Its name; another layout of packed weights has another.
-inline constexpr const char* kTileLayout = "tiles of 32 x 16 in pairs, strips of 32";
 
 inline constexpr int kTileColumns = 16;
 inline constexpr int kTileDepth = 32;
@@ -29,18 +28,12 @@ inline constexpr int kStripColumns = 32;
 TILEWRIGHT_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 TILEWRIGHT_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// The elements of a packed linear weight [n, k].
-TILEWRIGHT_INLINE constexpr int64_t packed_elements(int64_t n, int64_t k, bool gated) {
-  const int64_t strips = gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);
-  return strips * ceil_div(k, kTileDepth) * 2 * kTileElements;
-}
-
 namespace {
 
 // Where (depth, column) of a tile is, in elements.
 template <class T>
 inline constexpr int tile_offset(int depth, int column) {
-  if constexpr (sizeof(T) == 2)
+  if constexpr (kIsBf16<T>)
     return depth / 2 * 32 + column * 2 + depth % 2;
   else
     return depth / 2 * 32 + depth % 2 * 16 + column;

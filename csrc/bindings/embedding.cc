@@ -1,6 +1,6 @@
 #include "kernels/embedding/embedding.h"
 
-#include "base/tile.h"
+#include "bindings/packed.h"
 #include "bindings/tensor.h"
 
 namespace tilewright {
@@ -17,18 +17,16 @@ void in_range(const Op& op, const Tensor& ids, int64_t limit) {
   if (bad >= 0) OP_REQUIRE(op, false, entry_of(ids, bad) + ", expected 0 to " + std::to_string(limit - 1));
 }
 
-EmbeddingArgs args_of(const Op& op, const Tensor& ids, const Tensor& table, const Tensor& out, int64_t vocabulary) {
-  op.same_dtype(table, out);
+EmbeddingArgs args_of(const Op& op, const Tensor& ids, const Tensor& out, int64_t vocabulary) {
   in_range(op, ids, vocabulary);
   EmbeddingArgs args;
   args.ids = ids.data;
   args.id_dtype = ids.dtype;
-  args.table = table.data;
   args.out = out.data;
   args.out_stride = out.stride(0);
   args.count = op["T"];
   args.width = op["D"];
-  args.dtype = table.dtype;
+  args.dtype = out.dtype;
   return args;
 }
 
@@ -37,26 +35,22 @@ void embedding_entry(nb::handle ids_arg, nb::handle table_arg, nb::handle out_ar
   const Tensor ids = op.tensor(ids_arg, "ids", {"T"}, one_of({DType::i32, DType::i64}));
   const Tensor table = op.tensor(table_arg, "table", {"V", "D"}, kFloats);
   const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, kFloats);
-  EmbeddingArgs args = args_of(op, ids, table, out, op["V"]);
+  op.same_dtype(table, out);
+  EmbeddingArgs args = args_of(op, ids, out, op["V"]);
+  args.table = table.data;
   args.table_stride = table.stride(0);
   launch(embedding, args);
 }
 
-void embedding_packed_entry(nb::handle ids_arg, nb::handle table_arg, int64_t vocabulary, int64_t width,
-                            nb::handle out_arg) {
+void embedding_packed_entry(nb::handle ids_arg, const nb::tuple& table_arg, nb::handle out_arg) {
   Op op("embedding_packed");
-  OP_REQUIRE(op, vocabulary > 0 && width > 0,
-             "the table is " + std::to_string(vocabulary) + " by " + std::to_string(width) + ", both must be positive");
-  op.bind("V", vocabulary);
-  op.bind("D", width);
+  const PackedWeight table = packed_of(op, table_arg, "table", {"_"});
+  OP_REQUIRE(op, !table.gated, "the table is packed as gate and up rows, expected a plain packed weight");
+  op.bind("D", table.k);
   const Tensor ids = op.tensor(ids_arg, "ids", {"T"}, one_of({DType::i32, DType::i64}));
-  const Tensor table = op.tensor(table_arg, "table", {"_"}, kFloats);
-  const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, kFloats);
-  const int64_t elements = round_up(vocabulary, kStripColumns) * round_up(width, kTileDepth);
-  OP_REQUIRE(op, table.numel() == elements,
-             "table has " + std::to_string(table.numel()) + " elements, expected " + std::to_string(elements) +
-                 " for a packed table of " + std::to_string(vocabulary) + " by " + std::to_string(width));
-  EmbeddingArgs args = args_of(op, ids, table, out, vocabulary);
+  const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, one_of({storage_of(table.format)}));
+  EmbeddingArgs args = args_of(op, ids, out, table.n);
+  args.table = table.data;
   args.packed = true;
   launch(embedding, args);
 }
@@ -88,7 +82,7 @@ void scatter_rows_entry(nb::handle out_arg, nb::handle rows_arg, nb::handle valu
 void bind_embedding(nb::module_& m) {
   using namespace nb::literals;
   m.def("embedding", &embedding_entry, "ids"_a, "table"_a, "out"_a);
-  m.def("embedding_packed", &embedding_packed_entry, "ids"_a, "table"_a, "num_rows"_a, "width"_a, "out"_a);
+  m.def("embedding_packed", &embedding_packed_entry, "ids"_a, "table"_a, "out"_a);
   m.def("scatter_rows", &scatter_rows_entry, "out"_a, "rows"_a, "values"_a, "accumulate"_a);
 }
 

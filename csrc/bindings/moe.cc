@@ -1,6 +1,6 @@
 #include "kernels/moe/moe.h"
 
-#include "base/tile.h"
+#include "bindings/packed.h"
 #include "bindings/tensor.h"
 #include "kernels/embedding/embedding.h"
 
@@ -55,17 +55,6 @@ void route_entry(nb::handle logits_arg, nb::handle ids_arg, nb::handle weights_a
   launch(route, args);
 }
 
-// Packed experts [E, elements] of n by k each.
-Tensor experts_of(Op& op, nb::handle arg, const char* name, int64_t n, int64_t k, bool gated) {
-  const Tensor experts = op.tensor(arg, name, {"E", "_"}, kFloats);
-  OP_REQUIRE(op, experts.size(1) == packed_elements(n, k, gated),
-             std::string(name) + " has " + std::to_string(experts.size(1)) + " elements per expert, expected " +
-                 std::to_string(packed_elements(n, k, gated)) + " for " + std::to_string(n) + " x " +
-                 std::to_string(k));
-  op.contiguous(experts);
-  return experts;
-}
-
 void ids_in_range(const Op& op, const Tensor& ids, int64_t num_experts) {
   const int64_t bad = first_out_of_range(ids.data, ids.dtype, ids.numel(), num_experts);
   OP_REQUIRE(op, bad < 0,
@@ -74,17 +63,17 @@ void ids_in_range(const Op& op, const Tensor& ids, int64_t num_experts) {
                  std::to_string(num_experts - 1));
 }
 
-void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, nb::handle gate_up_arg,
-               nb::handle down_arg, int64_t width, int64_t inner, const std::string& activation,
-               nb::handle residual_arg, nb::handle y_arg) {
+void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, const nb::tuple& gate_up_arg,
+               const nb::tuple& down_arg, const std::string& activation, nb::handle residual_arg, nb::handle y_arg) {
   Op op("moe");
-  OP_REQUIRE(op, width > 0 && inner > 0,
-             "experts of " + std::to_string(width) + " x " + std::to_string(inner) + " have no elements");
-  op.bind("D", width);
+  const PackedWeight gate_up = packed_of(op, gate_up_arg, "gate_up", {"E", "_"});
+  const PackedWeight down = packed_of(op, down_arg, "down", {"E", "_"});
+  OP_REQUIRE(
+      op, gate_up.gated && !down.gated && gate_up.n == 2 * down.k && gate_up.k == down.n,
+      "gate_up is " + to_string(gate_up) + " and down " + to_string(down) + ", expected gated [2I, D] and [D, I]");
+  op.bind("D", down.n);
   const Tensor x = op.tensor(x_arg, "x", {"T", "D"}, kFloats);
   const auto [ids, weights] = choice_of(op, ids_arg, weights_arg);
-  const Tensor gate_up = experts_of(op, gate_up_arg, "gate_up", 2 * inner, width, true);
-  const Tensor down = experts_of(op, down_arg, "down", width, inner, false);
   const Tensor residual = op.optional(residual_arg, "residual", {"T", "D"}, kFloats);
   const Tensor y = op.tensor(y_arg, "out", {"T", "D"}, kFloats);
   OP_REQUIRE(op, op["k"] >= 1, "ids is " + to_string(ids) + ", expected at least one expert per token");
@@ -96,10 +85,8 @@ void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, nb:
   args.x_dtype = x.dtype;
   args.ids = static_cast<const int32_t*>(ids.data);
   args.weights = static_cast<const float*>(weights.data);
-  args.gate_up = gate_up.data;
-  args.gate_up_dtype = gate_up.dtype;
-  args.down = down.data;
-  args.down_dtype = down.dtype;
+  args.gate_up = gate_up;
+  args.down = down;
   args.residual = residual.data;
   args.residual_stride = residual ? residual.stride(0) : 0;
   args.y = y.data;
@@ -108,8 +95,6 @@ void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, nb:
   args.num_tokens = op["T"];
   args.num_experts = op["E"];
   args.top_k = op["k"];
-  args.width = width;
-  args.inner = inner;
   args.activation = activation_named(op, activation);
   launch(moe, args);
 }
@@ -119,8 +104,8 @@ void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, nb:
 void bind_moe(nb::module_& m) {
   using namespace nb::literals;
   m.def("route", &route_entry, "logits"_a, "ids"_a, "weights"_a, "renormalize"_a, "scoring"_a);
-  m.def("moe", &moe_entry, "x"_a, "ids"_a, "weights"_a, "gate_up"_a, "down"_a, "width"_a, "inner"_a, "activation"_a,
-        "residual"_a.none(), "out"_a);
+  m.def("moe", &moe_entry, "x"_a, "ids"_a, "weights"_a, "gate_up"_a, "down"_a, "activation"_a, "residual"_a.none(),
+        "out"_a);
 }
 
 }  // namespace tilewright

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "base/bf16.h"
+#include "base/dtype.h"
 #include "base/isa.h"
 
 namespace tilewright::testing {
@@ -106,7 +107,7 @@ class GuardedBuffer {
 // is given one rounding step (2^-8) more. Reports the first element that differs.
 template <class T, class Expected>
 void check_close(const T* actual, const Expected* expected, int64_t count, double tolerance, const std::string& what) {
-  const double allowed = tolerance + (sizeof(T) == 2 ? 1.0 / 256 : 0.0);
+  const double allowed = tolerance + (kIsBf16<T> ? 1.0 / 256 : 0.0);
   for (int64_t i = 0; i < count; ++i) {
     const double got = to_float(actual[i]), want = static_cast<double>(expected[i]);
     const double magnitude = want < 0 ? -want : want;

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MODEL_HELP = f"a folder, a GGUF file or a hub id (default: the embedded {embedded.MODEL_NAME})"
 _NAMES = (
     "dtype",
+    "backend",
     "kv_memory",
     "max_context",
     "max_sequences",
@@ -40,6 +41,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the engine's options, for a command that has its own way of naming the model."""
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: as the checkpoint")
+    group.add_argument(
+        "--backend", choices=("native", "torch"),
+        help="what computes: our kernels (default), or plain torch, slowly, to compare with",
+    )  # fmt: skip
     group.add_argument("--kv-memory", metavar="SIZE", help='for keys and values, such as "4GB" (default: half of free)')
     group.add_argument("--max-context", type=positive, metavar="N", help="tokens of a prompt and its answer")
     group.add_argument("--max-sequences", type=positive, metavar="N", help="answers computed together")

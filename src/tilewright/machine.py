@@ -10,6 +10,7 @@ from pathlib import Path
 from tilewright import __version__, config
 from tilewright.cpu_name import cpu_name
 from tilewright.host_memory import available_bytes, total_bytes
+from tilewright.ops import backend
 from tilewright.ops.native import kernels
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -67,7 +68,8 @@ class Machine:
     memory_available_bytes: int
     transparent_huge_pages: str
     caches: list[Cache]
-    kernels: dict[str, Kernel]
+    backends: list[str]  # the default first
+    kernels: dict[str, Kernel]  # of the native backend
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def describe() -> Machine:
         memory_available_bytes=available_bytes(),
         transparent_huge_pages=_first_match(r"\[(\w+)\]", _read(HUGE_PAGES)) or "unknown",
         caches=_caches(),
+        backends=list(backend.NAMES),
         kernels=chosen_kernels(),
     )
 
@@ -161,6 +164,7 @@ def as_text(machine: Machine, measured: Measured | None = None) -> str:
         ("memory", f"{_size(machine.memory_bytes)}, {_size(machine.memory_available_bytes)} available"),
         ("NUMA", "; ".join(nodes) or "one node"),
         ("huge pages", machine.transparent_huge_pages),
+        ("backends", f"{', '.join(machine.backends)}; --backend chooses, {machine.backends[0]} unless told"),
         *((f"op {op}", kernel.name) for op, kernel in machine.kernels.items()),
     ]
     if measured:

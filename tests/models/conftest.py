@@ -12,6 +12,7 @@ from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.registry import family_of
+from tilewright.ops import backend
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.native import kernels
 from tilewright.weights.checkpoint import open_checkpoint
@@ -46,18 +47,26 @@ def networks(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(networks):
-    """Our model of the same checkpoint, by family and dtype."""
+    """Our model of the same checkpoint, by family, dtype and the backend that is active."""
     made = {}
 
     def model(name, dtype):
-        if (name, dtype) not in made:
+        key = name, dtype, backend.active()
+        if key not in made:
             checkpoint = open_checkpoint(networks(name)[1])
             network = family_of(checkpoint.config).build(checkpoint.config, checkpoint.shapes)
             load(network, checkpoint, dtype=dtype, rename=network.checkpoint_name)
-            made[name, dtype] = network
-        return made[name, dtype]
+            made[key] = network
+        return made[key]
 
     return model
+
+
+@pytest.fixture(params=backend.NAMES)
+def each_backend(request):
+    """Runs the test once on each backend."""
+    with backend.use(request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -7,13 +7,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from test_parity import expected, logits_of, prompts_for, relative, rms
 
-from tilewright.layers import attention as attention_layer
-from tilewright.layers import cross_attention as cross_attention_layer
-from tilewright.models.mllama import vision as vision_tower
 from tilewright.models.mllama.model import FAMILIES, model_name
 from tilewright.models.mllama.vision import Rows, arrangements
 from tilewright.models.registry import family_of
-from tilewright.ops import reference
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
@@ -36,32 +32,6 @@ def save_tensors(folder, source, change):
     return folder
 
 
-def paged_reference(q, cache, block_table, query_starts, kv_lengths, **options):
-    return reference.paged_attention(
-        q, *cache.read(), cache.page_size, block_table, query_starts, kv_lengths, **{"causal": True, **options}
-    )
-
-
-def varlen_reference(q, k, v, query_starts, key_starts, *, out):
-    out.copy_(reference.varlen_attention(q, k, v, query_starts, key_starts))
-
-
-@pytest.fixture(params=["kernels", "reference"])
-def attention_path(request, monkeypatch):
-    """All attention by our kernels, then by their twins in plain torch."""
-    if request.param == "reference":
-        monkeypatch.setattr(attention_layer, "paged_attention", paged_reference)
-        monkeypatch.setattr(cross_attention_layer, "paged_attention", paged_reference)
-        monkeypatch.setattr(vision_tower, "varlen_attention", varlen_reference)
-
-
-def clean(runner):
-    """The runner with caches of zeros: plain torch multiplies what is beyond a length by zero, which keeps a NaN."""
-    for cache in runner.kv_caches + runner.cross_caches:
-        cache.data.zero_()
-    return runner
-
-
 @torch.no_grad()
 def states_of(hf, prompt, **changed):
     """transformers' encoder states of a prompt's pictures, [pictures, tiles, rows, width]."""
@@ -71,7 +41,7 @@ def states_of(hf, prompt, **changed):
 
 
 @pytest.mark.parametrize("tiling", arrangements(4))
-def test_states_are_those_of_transformers(networks, models, isa, attention_path, tiling):
+def test_states_are_those_of_transformers(networks, models, isa, each_backend, tiling):
     """Padding is seen by the picture and the other way round, but not by padding; at every arrangement of tiles."""
     hf, _ = networks("mllama")
     prompt = tiny.cross_prompt([tiling], 11)
@@ -132,20 +102,18 @@ def test_rows_are_laid_out_once_each(num_tiles):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 1000])
-def test_a_mixed_batch_in_chunks(networks, models, make_runner, attention_path, chunk_size):
+def test_a_mixed_batch_in_chunks(networks, models, make_runner, each_backend, chunk_size):
     hf, _ = networks("mllama")
     prompts = prompts_for("mllama", hf)
-    runner = clean(make_runner(models("mllama", torch.float32)))
+    runner = make_runner(models("mllama", torch.float32))
     for ours, prompt in zip(logits_of(runner, prompts, chunk_size), prompts, strict=True):
         assert relative(ours, expected(hf, prompt)) < 1e-4
 
 
 @torch.no_grad()
-def test_where_every_token_sees_a_picture_transformers_needs_no_correction(
-    networks, models, make_runner, attention_path
-):
+def test_where_every_token_sees_a_picture_transformers_needs_no_correction(networks, models, make_runner, each_backend):
     hf, _ = networks("mllama")
-    (ours,) = logits_of(clean(make_runner(models("mllama", torch.float32))), [PROMPT])
+    (ours,) = logits_of(make_runner(models("mllama", torch.float32)), [PROMPT])
     assert relative(ours, hf(**PROMPT.arguments).logits[0]) < 1e-4
 
 

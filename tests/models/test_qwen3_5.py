@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_parity import expected, relative, rms
 
-from tilewright.layers import gated_delta as gated_delta_layer
 from tilewright.models.registry import family_of
-from tilewright.ops import reference
+from tilewright.ops import backend
 from tilewright.ops.plan import Arena, Plan
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
@@ -192,22 +191,13 @@ def test_any_width_of_the_convolution(width, tmp_path):
         assert agree(Hands(model).run(prompt.inputs, sizes), expected(hf, prompt))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
-def test_every_op_of_the_layer_in_plain_torch(name, models, truths, monkeypatch):
-    """The same layer on the twins of its kernels, chunks and all."""
-    from tilewright.ops import reference_gated_delta as twins
-
-    monkeypatch.setattr(gated_delta_layer, "causal_conv", twins.causal_conv)
-    monkeypatch.setattr(gated_delta_layer, "delta_gates", twins.gates)
-    monkeypatch.setattr(gated_delta_layer, "gated_delta_rule", twins.gated_delta_rule)
-    monkeypatch.setattr(gated_delta_layer, "split_projections", twins.split_projections)
-    monkeypatch.setattr(
-        gated_delta_layer,
-        "rms_norm",
-        lambda x, weight, eps, *, gate, out: out.copy_(reference.rms_norm(x, weight, eps, gate=gate)),
-    )
-    prompt, wanted = truths(name)[0]
-    assert agree(Hands(models(name, torch.float32)).run(prompt.inputs, (40,)), wanted)
+@pytest.mark.parametrize("name", tiny_qwen3_5.FAMILIES)
+def test_the_torch_backend(name, models, truths):
+    """Prefill, one token, chunks that end within a page, and in a chunk of the rule."""
+    with backend.use("torch"):
+        for prompt, wanted in truths(name)[:2]:
+            for sizes in ((40,), (13, 1, 30)):
+                assert agree(Hands(models(name, torch.float32)).run(prompt.inputs, sizes), wanted)
 
 
 def test_five_thousand_tokens(models, networks):

@@ -178,7 +178,8 @@ def check_spans(inputs):
 
 def test_patches_of_a_video(processor):
     """Frames resized, the last one repeated to fill its pair, two frames to a patch."""
-    from tilewright.ops import image, reference
+    from tilewright.ops import image
+    from tilewright.ops.torch_backend import image as reference
 
     (medium,) = processor.prompt("<|video_pad|>", videos=[{"video": CLIP[:5], "fps": 2}]).media
     assert medium.grid[0] == 3

@@ -2,7 +2,8 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops import activation, reference
+from tilewright.ops import activation
+from tilewright.ops.torch_backend import activation as reference
 
 NAMES = ["silu", "gelu_tanh", "gelu_erf", "gelu_quick"]
 WIDTHS = [1, 3, 7, 8, 15, 16, 17, 33, 127, 1000, 8191, 8192, 20000]

@@ -1,8 +1,9 @@
+import plain
 import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops import attention, reference
+from tilewright.ops import attention, backend
 from tilewright.ops.kv_cache import KvCache, kv_store
 from tilewright.ops.native import kernels
 
@@ -31,7 +32,10 @@ def check_varlen(dtype, lengths, heads, kv_heads, width, key_lengths=None, **opt
     query_starts, key_starts = starts_of(lengths), starts_of(key_lengths)
     out = poisoned(*q.shape, dtype=dtype)
     attention.varlen_attention(q, k, v, query_starts, key_starts, out=out, **options)
-    assert_attention(out, reference.varlen_attention(q, k, v, query_starts, key_starts, **options), v)
+    expected = plain.varlen_attention(q, k, v, query_starts, key_starts, **options)
+    assert_attention(out, expected, v)
+    with backend.use("torch"):
+        assert_attention(attention.varlen_attention(q, k, v, query_starts, key_starts, **options), expected, v)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -83,16 +87,29 @@ def test_varlen_mask(isa, dtype, kind, shape):
 def test_a_query_that_sees_nothing_gives_zeros(isa, dtype):
     q, k, v = qkv(3, 3, 2, 2, 32, dtype)
     mask = torch.tensor([[True, True, True], [False, False, False], [True, False, False]])[None, None]
-    out = attention.varlen_attention(q, k, v, starts_of([3]), mask=mask)
-    assert (out[1] == 0).all() and not out.isnan().any()
-    assert_attention(out, reference.varlen_attention(q, k, v, starts_of([3]), mask=mask), v)
+    for name in backend.NAMES:
+        with backend.use(name):
+            out = attention.varlen_attention(q, k, v, starts_of([3]), mask=mask)
+        assert (out[1] == 0).all() and not out.isnan().any()
+        assert_attention(out, plain.varlen_attention(q, k, v, starts_of([3]), mask=mask), v)
+
+
+def test_the_torch_backend_keeps_what_is_no_number_in_its_sequence():
+    """Sequences share a matrix of scores, where others weigh 0: and 0 times NaN is NaN."""
+    q, k, v = qkv(9, 9, 4, 2, 16, torch.float32)
+    with backend.use("torch"):
+        expected = attention.varlen_attention(q, k, v, starts_of([3, 4, 2]), causal=True)
+        v[4], k[8] = torch.nan, torch.inf
+        out = attention.varlen_attention(q, k, v, starts_of([3, 4, 2]), causal=True)
+    bad = torch.tensor([4, 5, 6, 8])
+    assert out[bad].isnan().all() and torch.equal(out[[0, 1, 2, 3, 7]], expected[[0, 1, 2, 3, 7]])
 
 
 def test_large_scores_do_not_overflow(isa, dtype):
     q, k, v = (t * 30 for t in qkv(40, 40, 2, 2, 64, dtype))
     out = attention.varlen_attention(q, k, v, starts_of([40]), scale=1.0)
     # Scores of 1e5 carry an fp32 error of 1e-2 into the exponent, in the twin too.
-    assert_close(out, reference.varlen_attention(q, k, v, starts_of([40]), scale=1.0), atol=0.5, rtol=0.02)
+    assert_close(out, plain.varlen_attention(q, k, v, starts_of([40]), scale=1.0), atol=0.5, rtol=0.02)
 
 
 class Pool:
@@ -121,16 +138,27 @@ class Pool:
 
 
 def check_paged(dtype, query_lengths, kv_lengths, heads, kv_heads, width, page_size=32, kv_dtype=None, **options):
-    pool = Pool(kv_lengths, page_size, kv_heads, width, kv_dtype or dtype)
     q = rand(sum(query_lengths), heads, width, dtype=dtype)
     query_starts, lengths = starts_of(query_lengths), torch.tensor(kv_lengths, dtype=torch.int32)
-    out = poisoned(*q.shape, dtype=dtype)
-    attention.paged_attention(q, pool.cache, pool.table, query_starts, lengths, out=out, **options)
+    outs = []
+    for name in backend.NAMES:
+        with backend.use(name):
+            pool = Pool(kv_lengths, page_size, kv_heads, width, kv_dtype or dtype)
+            out = poisoned(*q.shape, dtype=dtype)
+            attention.paged_attention(q, pool.cache, pool.table, query_starts, lengths, out=out, **options)
+            outs.append(out)
     options.setdefault("causal", True)
     for b, (k, v) in enumerate(zip(pool.keys, pool.values, strict=True)):
         part = slice(int(query_starts[b]), int(query_starts[b + 1]))
-        assert_attention(out[part], reference.attention(q[part], k, v, **options), v)
-    return out
+        expected = plain.attention(q[part], k, v, **options)
+        for out in outs:
+            assert_attention(out[part], expected, v)
+    return outs[0]
+
+
+def test_paged_decode_with_sequences_that_have_no_token(isa, dtype):
+    check_paged(dtype, [1, 0, 1, 1, 0], [70, 45, 300, 1, 0], 4, 2, 64)
+    check_paged(dtype, [2, 0, 1], [70, 45, 300], 4, 2, 64)  # as many tokens as sequences, and yet two of one
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -173,16 +201,22 @@ def test_spans_that_see_parts_of_the_same_keys(isa, dtype):
     out = poisoned(*q.shape, dtype=dtype)
     attention.paged_attention(q, pool.cache, table, starts, lengths, causal=False, out=out)
     keys, values = (tensor.nan_to_num(0.0) for tensor in pool.cache.read())
-    twin = reference.paged_attention(q, keys, values, 64, table, starts, lengths, causal=False)
+    twin = plain.paged_attention(q, keys, values, 64, table, starts, lengths, causal=False)
     assert_attention(out, twin, pool.values[0])
     for part, group, length in ((slice(0, 1), 0, 90), (slice(1, 41), 0, 300), (slice(41, 47), 1, 70)):
-        alone = reference.attention(q[part], pool.keys[group][:length], pool.values[group][:length])
+        alone = plain.attention(q[part], pool.keys[group][:length], pool.values[group][:length])
         assert_attention(out[part], alone, pool.values[0])
 
 
 @pytest.mark.parametrize("order", ["shuffled", "whole tiles", "across tiles"])
 @pytest.mark.parametrize("kv_heads,width", [(1, 16), (2, 72), (2, 32), (3, 128)])
-def test_kv_store_round_trip(dtype, kv_heads, width, order):
+@pytest.mark.parametrize("backend_name", backend.NAMES)
+def test_kv_store_round_trip(dtype, kv_heads, width, order, backend_name):
+    with backend.use(backend_name):
+        check_store_round_trip(dtype, kv_heads, width, order)
+
+
+def check_store_round_trip(dtype, kv_heads, width, order):
     cache = KvCache.empty(4, 64, kv_heads, width, dtype)
     cache.data.fill_(float("nan"))
     packed = rand(100, 3 * kv_heads * width, dtype=dtype).view(100, 3, kv_heads, width)
@@ -198,6 +232,8 @@ def test_kv_store_round_trip(dtype, kv_heads, width, order):
     untouched = torch.ones(256, dtype=torch.bool)
     untouched[slots[kept]] = False
     assert keys[untouched].isnan().all() and values[untouched].isnan().all()
+    kv_store(k, v, cache, torch.full((100,), -1))  # nothing at all
+    assert torch.equal(torch.stack(cache.read()).isnan(), torch.stack([keys, values]).isnan())
 
 
 def test_chunks_and_decode_give_the_bits_of_one_prefill(isa, dtype):

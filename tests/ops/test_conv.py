@@ -1,9 +1,9 @@
 import pytest
 import torch
 from helpers import assert_close, poisoned, rand
+from plain import causal_conv
 
-from tilewright.ops import conv
-from tilewright.ops import reference_gated_delta as reference
+from tilewright.ops import backend, conv
 
 # Decode batches; lengths below, at and above the width; more than one piece of 32 tokens.
 LENGTHS = [[1], [1, 1, 1], [2, 0, 5], [3, 4, 7, 31], [32, 33], [100, 2]]
@@ -24,8 +24,12 @@ class Case:
         states, expected_states = self.states.clone(), self.states.clone()
         out = poisoned(*self.x.shape, dtype=self.x.dtype)
         assert conv.causal_conv(self.x, self.weight, states, *arguments, bias=bias, out=out) is out
-        expected = reference.causal_conv(self.x, self.weight, expected_states, *arguments, bias=bias)
+        expected = causal_conv(self.x, self.weight, expected_states, *arguments, bias=bias)
         assert_close(out, expected)
+        assert torch.equal(states, expected_states)
+        with backend.use("torch"):
+            states = self.states.clone()
+            assert_close(conv.causal_conv(self.x, self.weight, states, *arguments, bias=bias), expected)
         assert torch.equal(states, expected_states)
 
 

@@ -2,8 +2,10 @@ import pytest
 import torch
 from helpers import poisoned, rand
 
-from tilewright.ops import embedding, reference
+from tilewright.ops import embedding
 from tilewright.ops.linear import PackedWeight, pack_weight
+from tilewright.ops.packed import PackedForm, weight_format
+from tilewright.ops.torch_backend import embedding as reference
 
 
 @pytest.mark.parametrize("rows,width", [(1, 1), (5, 7), (33, 32), (64, 33), (70, 100), (200, 2048)])
@@ -46,7 +48,8 @@ def test_other_errors():
     with pytest.raises(ValueError, match=r"scatter_add_rows: rows\[2\] is 4, a row that was named before"):
         embedding.scatter_add_rows(torch.zeros(9, 8), torch.tensor([4, 3, 4]), torch.zeros(3, 8))
     with pytest.raises(ValueError, match="table has 1024 elements, expected 2048 for a packed table of 33 by 32"):
-        embedding.embedding(torch.tensor([0]), PackedWeight(torch.zeros(1024), 33, 32))
+        form = PackedForm(weight_format(torch.float32), 33, 32)
+        embedding.embedding(torch.tensor([0]), PackedWeight(torch.zeros(1024), form))
     with pytest.raises(ValueError, match="packed as gate and up rows"):
         embedding.embedding(torch.tensor([0]), pack_weight(torch.zeros(64, 32), gated=True))
 

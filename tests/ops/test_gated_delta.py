@@ -7,12 +7,14 @@ import torch
 from helpers import assert_close, poisoned, rand
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from plain import gated_delta_rule
 
 from tilewright import config
-from tilewright.ops import gated_delta, norm
-from tilewright.ops import reference_gated_delta as reference
+from tilewright.bench.chunked_delta_rule import chunked_delta_rule
+from tilewright.ops import backend, gated_delta, norm
 from tilewright.ops.native import kernels
 from tilewright.ops.plan import Arena, Plan
+from tilewright.ops.torch_backend import gated_delta as reference
 
 # Sequences of a call: decode steps, drafts, chunks with and without a rest, each kind of padding.
 LENGTHS = [(1,), (1, 1, 1), (4, 1, 0, 12), (13,), (32, 33), (64, 65, 3), (150, 1, 70)]
@@ -64,12 +66,16 @@ class Case:
 
     def twin(self, write_slots=None, **kwargs):
         states = self.states.clone()
-        out = reference.gated_delta_rule(*self.inputs, states, self.starts, self.read_slots, write_slots, **kwargs)
+        out = gated_delta_rule(*self.inputs, states, self.starts, self.read_slots, write_slots, **kwargs)
         return out, states
+
+    def in_torch(self, write_slots=None, **kwargs):
+        with backend.use("torch"):
+            return self.ours(write_slots, **kwargs)
 
     def truth(self, write_slots=None):
         states = self.states.double()
-        out = reference.gated_delta_rule(
+        out = gated_delta_rule(
             *self.inputs, states, self.starts, self.read_slots, write_slots, compute_dtype=torch.float64
         )
         return out, states
@@ -112,10 +118,10 @@ def test_keeps_the_state_after_each_token_that_has_a_slot(isa, dtype, lengths):
     write_slots[kept] = torch.arange(len(kept)).int() + 4
     case.read_slots = torch.tensor([1, 2, 3], dtype=torch.int32)
     write_slots[0] = 1  # over its own state, which later tokens of the sequence do not read again
-    out, states = case.ours(write_slots)
     expected, expected_states = case.twin(write_slots)
-    assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
-    assert_states_close(states, expected_states, dtype)
+    for out, states in (case.ours(write_slots), case.in_torch(write_slots)):
+        assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
+        assert_states_close(states, expected_states, dtype)
 
 
 def test_a_refused_draft_leaves_the_states_to_go_back_to(isa):
@@ -135,14 +141,39 @@ def test_a_refused_draft_leaves_the_states_to_go_back_to(isa):
     assert_close(states[[6, 10]], expected[[1, 2]])
 
 
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_the_torch_backend_matches_token_by_token(dtype, lengths, shape):
+    case = Case(lengths, shape, dtype)
+    out, states = case.in_torch()
+    expected, expected_states = twin_of(lengths, shape, dtype)
+    assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
+    assert_close(states, expected_states)
+    untouched = [slot for slot in range(len(states)) if slot not in case.read_slots.tolist()]
+    assert torch.equal(states[untouched], case.states[untouched])
+
+
+def test_the_torch_backend_keeps_what_is_no_number_in_its_sequence():
+    """Sequences share a chunk, and with it products: those of others times 0 must stay 0."""
+    case = Case([3, 4, 3], (1, 2, 16, 16), torch.float32)
+    expected, expected_states = case.in_torch()
+    case.v[4] = torch.nan  # the second of the second sequence
+    out, states = case.in_torch()
+    bad = torch.tensor([4, 5, 6])
+    good = torch.tensor([0, 1, 2, 3, 7, 8, 9])
+    assert out[bad].isnan().all() and torch.equal(out[good], expected[good])
+    slots = case.read_slots.tolist()
+    assert states[slots[1]].isnan().all() and torch.equal(states[slots[0]], expected_states[slots[0]])
+
+
 @pytest.mark.parametrize("normalize,scale", [(False, None), (True, 0.3), (False, 1.0)])
 def test_normalize_and_scale(isa, dtype, normalize, scale):
     case = Case([70, 3], (1, 2, 24, 16), dtype, seed=3)
     if not normalize:
         case.k = (case.k.float() / case.k.float().norm(dim=-1, keepdim=True)).to(dtype)
-    out, _ = case.ours(normalize=normalize, scale=scale)
     expected, _ = case.twin(normalize=normalize, scale=scale)
-    assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
+    for out, _ in (case.ours(normalize=normalize, scale=scale), case.in_torch(normalize=normalize, scale=scale)):
+        assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
 
 
 def test_slices_of_a_packed_row(isa, dtype):
@@ -180,7 +211,7 @@ def test_error_against_float64(isa, decay):
     true_out, true_states = truth_of(lengths, shape, torch.float32, decay)
     slot = case.read_slots[0]
     out, states = case.ours()
-    torch_out, torch_state = reference.gated_delta_rule_chunked(*case.inputs, case.states[slot])
+    torch_out, torch_state = chunked_delta_rule(*case.inputs, case.states[slot])
     assert relative_error(out, true_out) <= 2 * relative_error(torch_out, true_out)
     assert relative_error(states[slot], true_states[slot]) <= 2 * relative_error(torch_state, true_states[slot])
 
@@ -226,11 +257,11 @@ def test_extremes_stay_finite_and_right(isa, dtype, decay, beta):
     case.g[::3] = -0.5  # between tokens that forget all
     case.beta = torch.full_like(case.beta, beta)
     case.k[20:30] = case.k[20]  # the same key again and again: the worst of the triangular system
-    out, states = case.ours()
     expected, expected_states = case.twin()
-    assert out.isfinite().all() and states.isfinite().all()
-    assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
-    assert_states_close(states, expected_states, dtype)
+    for out, states in (case.ours(), case.in_torch()):
+        assert out.isfinite().all() and states.isfinite().all()
+        assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
+        assert_states_close(states, expected_states, dtype)
 
 
 def test_a_token_does_not_depend_on_the_sequences_beside_it_nor_on_threads(isa, dtype):
@@ -308,7 +339,7 @@ def test_gates(isa, dtype, num_heads, parameter_dtype):
     a_log, dt_bias = rand(num_heads, dtype=parameter_dtype, seed=2), rand(num_heads, dtype=parameter_dtype, seed=3)
     out = poisoned(6, num_heads), poisoned(6, num_heads)
     g, beta = gated_delta.delta_gates(a, b, a_log, dt_bias, out=out)
-    expected_g, expected_beta = reference.gates(a, b, a_log, dt_bias)
+    expected_g, expected_beta = reference.delta_gates(a, b, a_log, dt_bias)
     assert g is out[0] and beta is out[1]
     torch.testing.assert_close(g, expected_g, rtol=2e-6, atol=1e-30)
     torch.testing.assert_close(beta, expected_beta, rtol=1e-6, atol=1e-30)

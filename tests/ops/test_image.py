@@ -5,7 +5,8 @@ import torch
 from oracle import require
 from PIL import Image
 
-from tilewright.ops import image, reference
+from tilewright.ops import image
+from tilewright.ops.torch_backend import image as reference
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 # Pillow 13 runs the vertical pass first where that saves work; we follow it, older ones never do.

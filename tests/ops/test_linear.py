@@ -1,14 +1,15 @@
 import mmap
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops import reference
-from tilewright.ops.linear import linear, pack_weight
+from tilewright.ops.linear import PackedWeight, linear, pack_weight
 from tilewright.ops.memory import HUGE_PAGE_BYTES
+from tilewright.ops.torch_backend import linear as reference
 
 ACTIVATIONS = ["none", "silu", "gelu_tanh", "gelu_erf", "gelu_quick"]
 SHAPES = [  # M, N, K
@@ -36,7 +37,7 @@ def test_linear(isa, dtype, weight_dtype, m, n, k):
     packed = pack_weight(weight, bias)
     for out_dtype in {dtype, torch.float32}:
         out = linear(x, packed, out=poisoned(m, n, dtype=out_dtype))
-        assert_close(out, reference.linear(x, weight, bias, out_dtype=out_dtype))
+        assert_close(out, reference.plain_linear(x, weight, bias, out_dtype=out_dtype))
 
 
 @pytest.mark.parametrize("m,n,k", [(1, 2, 3), (3, 34, 40), (20, 66, 64), (40, 200, 33)])
@@ -46,7 +47,7 @@ def test_epilogues(isa, dtype, m, n, k, activation, gated):
     x, weight, bias = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, seed=1, scale=k**-0.5), rand(n, seed=2)
     residual = rand(m, n // 2 if gated else n, dtype=dtype, seed=3)
     packed = pack_weight(weight, bias, gated=gated)
-    expected = reference.linear(x, weight, bias, gated=gated, activation=activation, residual=residual)
+    expected = reference.plain_linear(x, weight, bias, gated=gated, activation=activation, residual=residual)
     out = poisoned(*expected.shape, dtype=dtype)
     assert_close(linear(x, packed, activation=activation, residual=residual, out=out), expected)
     # In place on the residual, as a decoder layer does.
@@ -65,11 +66,11 @@ def test_inputs_of_any_rank_and_strided_rows(isa, dtype):
     packed = pack_weight(weight)
     for shape in [(48,), (2, 48), (2, 3, 48), (2, 1, 3, 48)]:
         x = rand(*shape, dtype=dtype, seed=1)
-        assert_close(linear(x, packed), reference.linear(x, weight))
+        assert_close(linear(x, packed), reference.plain_linear(x, weight))
     wide = rand(7, 100, dtype=dtype, seed=2)
     wide_out = poisoned(7, 90, dtype=dtype)
     linear(wide[:, 10:58], packed, out=wide_out[:, 20:60])
-    assert_close(wide_out[:, 20:60], reference.linear(wide[:, 10:58], weight))
+    assert_close(wide_out[:, 20:60], reference.plain_linear(wide[:, 10:58], weight))
     assert wide_out[:, :20].isnan().all() and wide_out[:, 60:].isnan().all()
 
 
@@ -105,6 +106,24 @@ def test_errors():
         pack_weight(torch.zeros(4, 8), torch.zeros(3))
     with pytest.raises(ValueError, match="even number of rows, got 5"):
         pack_weight(torch.zeros(5, 8), gated=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "int8"}, "linear: the weight's format is 'int8', expected one of float32, bfloat16"),
+        ({"name": "bfloat16"}, "linear: weight is float32, its format bfloat16"),
+        ({"group_size": 32}, "linear: the weight has groups of 32 values, float32 has none"),
+        ({"layout": "rows"}, "linear: the weight's layout is 'rows', this level reads 'tiles of 32 x 16 in pairs"),
+    ],
+)
+def test_a_weight_that_no_kernel_reads_is_an_error(change, message):
+    packed = pack_weight(torch.zeros(4, 8))
+    form = replace(packed.form, format=replace(packed.form.format, **change))
+    with pytest.raises(ValueError, match=message):
+        linear(torch.zeros(2, 8), PackedWeight(packed.data, form))
+    with pytest.raises(ValueError, match="linear: weight has scales, float32 has none"):
+        linear(torch.zeros(2, 8), PackedWeight(packed.data, packed.form, scales=torch.zeros(4)))
 
 
 def mapping_flags(address: int) -> list[str]:

@@ -3,10 +3,10 @@ import torch
 from helpers import assert_close, poisoned, rand
 from oracle import require
 
-from tilewright.ops import reference_moe as reference
 from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.moe import PackedExperts, moe, route
 from tilewright.ops.native import kernels
+from tilewright.ops.torch_backend import moe as reference
 
 SHAPES = [  # T, E, k, D, I
     (1, 1, 1, 1, 1),
@@ -106,9 +106,9 @@ def test_moe(isa, dtype, tokens, num_experts, k, width, inner):
     x, (ids, weights) = rand(tokens, width, dtype=dtype), routing(tokens, num_experts, k)
     packed = pack(gate_up, True), pack(down, False)
     out = moe(x, ids, weights, *packed, out=poisoned(tokens, width, dtype=dtype))
-    assert_same(out, reference.moe(x, ids, weights, gate_up, down))
+    assert_same(out, reference.plain_moe(x, ids, weights, gate_up, down))
     residual = rand(tokens, width, dtype=dtype, seed=5)
-    expected = reference.moe(x, ids, weights, gate_up, down, activation="gelu_tanh", residual=residual)
+    expected = reference.plain_moe(x, ids, weights, gate_up, down, activation="gelu_tanh", residual=residual)
     out = moe(
         x, ids, weights, *packed, activation="gelu_tanh", residual=residual, out=poisoned(tokens, width, dtype=dtype)
     )
@@ -121,7 +121,8 @@ def test_fp32_activations_with_bf16_experts(isa):
     gate_up, down = experts_of(4, 64, 48, torch.bfloat16)
     x, (ids, weights) = rand(9, 64), routing(9, 4, 2)
     assert_same(
-        moe(x, ids, weights, pack(gate_up, True), pack(down, False)), reference.moe(x, ids, weights, gate_up, down)
+        moe(x, ids, weights, pack(gate_up, True), pack(down, False)),
+        reference.plain_moe(x, ids, weights, gate_up, down),
     )
 
 
@@ -135,7 +136,7 @@ def test_skewed_routing(isa, dtype, chosen):
     for unused in {0, 1, 2, 3} - set(chosen):
         gate_up[unused] = down[unused] = float("nan")
     out = moe(x, ids, weights, pack(gate_up, True), pack(down, False))
-    assert_same(out, reference.moe(x, ids, weights, gate_up, down))
+    assert_same(out, reference.plain_moe(x, ids, weights, gate_up, down))
 
 
 def test_one_expert_is_two_linears(isa, dtype):
@@ -177,7 +178,7 @@ def test_strided_rows_and_no_tokens(isa, dtype):
     experts = pack(gate_up, True), pack(down, False)
     wide, wide_out, (ids, weights) = rand(7, 100, dtype=dtype), poisoned(7, 90, dtype=dtype), routing(7, 3, 2)
     moe(wide[:, 10:58], ids, weights, *experts, out=wide_out[:, 20:68])
-    assert_same(wide_out[:, 20:68], reference.moe(wide[:, 10:58], ids, weights, gate_up, down))
+    assert_same(wide_out[:, 20:68], reference.plain_moe(wide[:, 10:58], ids, weights, gate_up, down))
     assert wide_out[:, :20].isnan().all() and wide_out[:, 68:].isnan().all()
     assert moe(wide[:0, :48], ids[:0], weights[:0], *experts).shape == (0, 48)
 

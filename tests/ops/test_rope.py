@@ -2,7 +2,8 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops import reference, rope
+from tilewright.ops import rope
+from tilewright.ops.torch_backend import rope as reference
 
 # Heads of Qwen3-VL (128, 64, 72), odd halves, partial rotation.
 WIDTHS = [(2, 2), (6, 6), (10, 4), (64, 64), (72, 72), (80, 34), (128, 128), (256, 64)]

@@ -1,13 +1,15 @@
 import math
 
+import plain
 import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.ops import reference, sample
+from tilewright.ops import backend, sample
 from tilewright.ops.native import kernels
+from tilewright.ops.torch_backend import sample as reference
 
 SIZES = [1, 7, 16, 17, 33, 511, 1000, 4097]
 INFINITY = math.inf
@@ -30,8 +32,8 @@ def assert_distribution(actual, logits, parameters, rtol=2e-5):
     """The twin's distribution. A token whose limit is met to within rounding may be kept or not: the kept set lies
     between the twin's for limits a little tighter and a little looser, and the probabilities are those of the set."""
     temperature, top_k, top_p, min_p = parameters
-    tight = reference.softmax_probs(logits, temperature, top_k, (top_p - 3e-6).clamp(min=0), min_p * (1 + 1e-4))
-    loose = reference.softmax_probs(logits, temperature, top_k, top_p + 3e-6, min_p * (1 - 1e-4))
+    tight = plain.softmax_probs(logits, temperature, top_k, (top_p - 3e-6).clamp(min=0), min_p * (1 + 1e-4))
+    loose = plain.softmax_probs(logits, temperature, top_k, top_p + 3e-6, min_p * (1 - 1e-4))
     kept = actual > 0
     assert (kept >= (tight > 1e-36)).all() and (kept <= (loose > 0)).all()
     expected = loose * kept
@@ -40,12 +42,13 @@ def assert_distribution(actual, logits, parameters, rtol=2e-5):
 
 
 def assert_same_draw(logits, parameters, uniform):
-    """The twin's tokens, except where uniform lies within rounding of the edge between two."""
+    """The twin's tokens, on both backends, except where uniform lies within rounding of the edge between two."""
     actual = sample.sample(logits, *parameters, uniform)
-    cumulative = reference.softmax_probs(logits, *parameters).cumsum(1)
-    for row, token in enumerate(actual.tolist()):
-        below = float(cumulative[row, token - 1]) if token else 0.0
-        assert below - 1e-5 <= uniform[row] <= float(cumulative[row, token]) + 1e-5, (row, token)
+    cumulative = plain.softmax_probs(logits, *parameters).cumsum(1)
+    for tokens in (actual, reference.sample(logits, *parameters, uniform)):
+        for row, token in enumerate(tokens.tolist()):
+            below = float(cumulative[row, token - 1]) if token else 0.0
+            assert below - 1e-5 <= uniform[row] <= float(cumulative[row, token]) + 1e-5, (row, token)
     return actual
 
 
@@ -75,6 +78,7 @@ def test_sample_and_its_distribution(isa, dtype, size, case):
     out = poisoned(3, size)
     assert sample.softmax_probs(logits, *parameters, out=out) is out
     assert_distribution(out, logits, parameters)
+    assert_distribution(reference.softmax_probs(logits, *parameters), logits, parameters)
     for seed in range(2):
         assert_same_draw(logits, parameters, uniforms(3, seed))
 
@@ -126,10 +130,12 @@ def test_special_values(isa, dtype):
     )
     for case in CASES:
         parameters = filters(5, **case)
-        assert_distribution(sample.softmax_probs(logits, *parameters), logits, parameters)
-        for uniform in (0.0, 0.5, 1 - 2**-53):
-            tokens = sample.sample(logits, *parameters, torch.full((5,), uniform, dtype=torch.float64)).tolist()
-            assert tokens[0] in (1, 3) and tokens[1] in (1, 4) and tokens[2:] == [0, 0, 0]
+        for backend_name in backend.NAMES:
+            with backend.use(backend_name):
+                assert_distribution(sample.softmax_probs(logits, *parameters), logits, parameters)
+                for uniform in (0.0, 0.5, 1 - 2**-53):
+                    tokens = sample.sample(logits, *parameters, torch.full((5,), uniform, dtype=torch.float64)).tolist()
+                    assert tokens[0] in (1, 3) and tokens[1] in (1, 4) and tokens[2:] == [0, 0, 0]
 
 
 def test_the_ends_of_uniform(isa):
@@ -145,7 +151,7 @@ def test_the_draws_follow_the_distribution(isa):
     draws = 20000
     logits = rand(1, 32, scale=1.5).expand(draws, 32).contiguous()
     tokens = sample.sample(logits, *filters(draws, temperature=0.8), uniforms(draws))
-    expected = reference.softmax_probs(logits[:1], *filters(1, temperature=0.8))[0] * draws
+    expected = plain.softmax_probs(logits[:1], *filters(1, temperature=0.8))[0] * draws
     observed = torch.bincount(tokens, minlength=32)
     assert ((observed - expected).square() / expected).sum() < 61.1
 
@@ -251,10 +257,11 @@ def test_penalize(dtype, size):
         torch.tensor([0.2, 0.0, 0.1, -0.4]),
     )
     for bias in ({}, {"bias_starts": bias_starts, "bias_token_ids": bias_ids, "bias": rand(len(bias_ids), scale=9.0)}):
-        expected = reference.penalize(logits.clone(), *arguments, **bias)
+        expected = plain.penalize(logits.clone(), *arguments, **bias)
         actual = logits.clone()
         assert sample.penalize(actual, *arguments, **bias) is actual
         assert_close(actual, expected)
+        assert_close(reference.penalize(logits.clone(), *arguments, **bias), expected)
 
 
 def test_neutral_penalties_change_nothing(dtype):

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tilewright import cli, config
+from tilewright.ops.packed import weight_format
 from tilewright.weights import cache, checksums, entry_check, values
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.linear import LinearWeight, PatchWeight
@@ -245,9 +246,10 @@ def test_another_layout_is_not_used(start, tmp_path, monkeypatch):
     assert not report.from_cache and entries(tmp_path) == {report.cache_path.name}
 
 
-def test_levels_that_read_other_layouts_have_entries_of_their_own(start, tmp_path, monkeypatch):
+@pytest.mark.parametrize("change", [{"layout": "tiles of another level"}, {"name": "int8"}, {"group_size": 32}])
+def test_other_formats_of_packed_weights_have_entries_of_their_own(start, tmp_path, monkeypatch, change):
     start()
-    monkeypatch.setattr(cache, "packed_layout", lambda: "tiles of another level")
+    monkeypatch.setattr(cache, "weight_format", lambda dtype: dataclasses.replace(weight_format(dtype), **change))
     assert not start()[1].from_cache
     monkeypatch.undo()
     assert start()[1].from_cache  # the first one was left in place

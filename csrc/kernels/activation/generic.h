@@ -58,7 +58,7 @@ void activate_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int6
     T* y = static_cast<T*>(args.y) + row * args.y_stride + begin;
     with_activation(args.activation, [&](auto activation) {
       write_span(args, y, end - begin, [&](int64_t i, auto count) {
-        return apply_activation<sizeof(T) == 2>(load_ahead(x + i, count), activation);
+        return apply_activation<kIsBf16<T>>(load_ahead(x + i, count), activation);
       });
     });
   });
@@ -72,7 +72,7 @@ void gate_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t 
     T* y = static_cast<T*>(args.y) + row * args.y_stride + begin;
     with_activation(args.activation, [&](auto activation) {
       write_span(args, y, end - begin, [&](int64_t i, auto count) {
-        return apply_activation<sizeof(T) == 2>(load_ahead(x + i, count), activation) * load_ahead(up + i, count);
+        return apply_activation<kIsBf16<T>>(load_ahead(x + i, count), activation) * load_ahead(up + i, count);
       });
     });
   });
@@ -99,7 +99,7 @@ void sigmoid_gate_rows(const SigmoidGateArgs& args, int64_t begin, int64_t end) 
     with_type(args.gate_dtype, [&](auto g) {
       using T = decltype(t);
       using G = decltype(g);
-      constexpr bool kRough = sizeof(T) == 2;
+      constexpr bool kRough = kIsBf16<T>;
       for (int64_t row = begin; row < end; ++row) {
         const int64_t outer = row / args.inner, inner = row % args.inner;
         const T* x = row_of<const T>(args.x, outer, inner);

@@ -37,7 +37,7 @@ void check_elementwise(int64_t width, Edge edge, Activation activation) {
   args.x_stride = args.other_stride = x_stride;
   args.y_stride = y_stride;
   args.activation = activation;
-  args.dtype = sizeof(T) == 2 ? DType::bf16 : DType::f32;
+  args.dtype = dtype_of<T>();
 
   const auto check = [&](const char* what, auto expected_of) {
     for (int64_t row = 0; row < kRows; ++row) {
@@ -45,7 +45,7 @@ void check_elementwise(int64_t width, Edge edge, Activation activation) {
       for (int64_t i = 0; i < width; ++i)
         expected.push_back(expected_of(to_float(x[row * x_stride + i]), to_float(x[row * x_stride + width + i])));
       // bf16 results come from rough exponentials: 2e-4 before the rounding.
-      check_close(&y[row * y_stride], expected.data(), width, sizeof(T) == 2 ? 2e-4 : 2e-6,
+      check_close(&y[row * y_stride], expected.data(), width, kIsBf16<T> ? 2e-4 : 2e-6,
                   std::string(what) + " " + name_of(activation) + ", width " + std::to_string(width));
       if (row) CHECK(std::isnan(to_float(y[row * y_stride - 1])));  // the gap is still poison
     }
@@ -92,8 +92,8 @@ void check_sigmoid_gate(int64_t width, Edge edge, bool one_per_row) {
   args.inner = kInner;
   args.width = width;
   args.one_per_row = one_per_row;
-  args.dtype = sizeof(T) == 2 ? DType::bf16 : DType::f32;
-  args.gate_dtype = sizeof(G) == 2 ? DType::bf16 : DType::f32;
+  args.dtype = dtype_of<T>();
+  args.gate_dtype = dtype_of<G>();
   sigmoid_gate(args);
   for (int64_t row = 0; row < kRows; ++row) {
     for (int64_t head = 0; head < kInner; ++head) {
@@ -102,7 +102,7 @@ void check_sigmoid_gate(int64_t width, Edge edge, bool one_per_row) {
         const double g = to_float(gate[row * gate_stride + head * 2 * gate_width + (one_per_row ? 0 : i)]);
         expected.push_back(to_float(x[row * stride + head * width + i]) / (1.0 + std::exp(-g)));
       }
-      check_close(&y[row * stride + head * width], expected.data(), width, sizeof(T) == 2 ? 2e-4 : 2e-6,
+      check_close(&y[row * stride + head * width], expected.data(), width, kIsBf16<T> ? 2e-4 : 2e-6,
                   "sigmoid_gate, width " + std::to_string(width));
     }
     if (row) CHECK(std::isnan(to_float(y[row * stride - 1])));

@@ -12,11 +12,6 @@
 namespace tilewright::testing {
 namespace {
 
-template <class T>
-constexpr DType dtype_of() {
-  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
-}
-
 struct Case {
   int64_t heads, kv_heads, width;
   std::vector<int32_t> queries, keys;  // per sequence
@@ -126,7 +121,7 @@ void check_case(const Case& c, Edge edge, bool paged) {
         const int64_t at = ((query_starts[b] + i) * c.heads + h) * c.width;
         const auto expected =
             attend(c, q.data() + at, k, v, key_starts[b], c.keys[b], c.keys[b] - c.queries[b] + i, h, 0.3);
-        check_close(out.data() + at, expected.data(), c.width, sizeof(T) == 2 ? 0.01 : 1e-4,
+        check_close(out.data() + at, expected.data(), c.width, kIsBf16<T> ? 0.01 : 1e-4,
                     paged ? "paged attention" : "varlen attention");
       }
 }

@@ -41,7 +41,7 @@ struct Convolution {
                  [&](int64_t i, auto count) { fn(piece.channel_begin + i, count); });
   }
   // silu of bf16 results may be rough: docs/numerics.md.
-  static Vec activate(Vec v) { return silu<sizeof(T) == 2>(v); }
+  static Vec activate(Vec v) { return silu<kIsBf16<T>>(v); }
 
   // One token, any of whose inputs may lie in the state.
   void one(int64_t token) const {

@@ -9,11 +9,6 @@
 namespace tilewright::testing {
 namespace {
 
-template <class T>
-constexpr DType dtype_of() {
-  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
-}
-
 // Slot b holds the state of sequence b; the first sequence begins with nothing.
 template <class T, class W, class S>
 void check_conv(const std::vector<int32_t>& lengths, int64_t channels, int width, Edge edge, bool keep_all) {

@@ -9,11 +9,6 @@
 namespace tilewright::testing {
 namespace {
 
-template <class T>
-constexpr DType dtype_of() {
-  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
-}
-
 template <class T, class P>
 void check_gates(int64_t heads, Edge edge) {
   constexpr int64_t kTokens = 5;

@@ -12,11 +12,6 @@ namespace {
 constexpr int64_t kVocabulary = 70, kIds = 9;
 
 template <class T>
-constexpr DType dtype_of() {
-  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
-}
-
-template <class T>
 bool same(const T& a, const T& b) {
   return std::memcmp(&a, &b, sizeof(T)) == 0;
 }

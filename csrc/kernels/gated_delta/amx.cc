@@ -28,7 +28,7 @@ inline Vec high_halves(__m512i pairs) {
 template <class T>
 struct TileMatrix {
   using Element = bf16;
-  static constexpr bool kWide = sizeof(T) == 4;
+  static constexpr bool kWide = !kIsBf16<T>;
   static constexpr int kParts = kWide ? 3 : 2, kInputParts = kWide ? 3 : 1;
 
   static void store_left(bf16* row, int64_t part_stride, Vec v) {

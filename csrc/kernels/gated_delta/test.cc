@@ -17,11 +17,6 @@ struct Shape {
 constexpr float kEps = 1e-6f;
 
 template <class T>
-constexpr DType dtype_of() {
-  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
-}
-
-template <class T>
 struct Case {
   Case(const Shape& shape, Edge edge, bool keep_all)
       : shape(shape),
@@ -131,7 +126,7 @@ struct Case {
       for (int64_t h = 0; h < shape.value_heads; ++h) run_head(b, h, expected, expected_states);
     gated_delta_rule(args());
     check_close(out.data(), expected.data(), out.size(), 2e-5, label);
-    check_close(states.data(), expected_states.data(), states.size(), sizeof(T) == 2 ? 1e-4 : 1e-5, label + ", states");
+    check_close(states.data(), expected_states.data(), states.size(), kIsBf16<T> ? 1e-4 : 1e-5, label + ", states");
   }
 
   Shape shape;

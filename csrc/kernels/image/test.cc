@@ -107,7 +107,7 @@ void check_patches(const Size& size, int64_t patch, int64_t merge, Edge edge) {
 
   args.out = out.data();
   args.out_stride = 3 * patch * patch;
-  args.dtype = sizeof(T) == 2 ? DType::bf16 : DType::f32;
+  args.dtype = dtype_of<T>();
   args.patch_size = patch;
   args.merge_size = merge;
   args.rescale = 1.0 / 255;

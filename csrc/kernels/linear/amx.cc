@@ -10,15 +10,15 @@ namespace {
 // A block of x as A tiles: [2 row tiles][depth tiles][16 rows][32]. Read straight from x, rows a multiple of 4 KB apart
 // would all fall into one set of L1.
 void pack_block_tiles(const LinearArgs& args, int64_t block, bf16* packed) {
-  const int64_t depth_tiles = args.num_depth_tiles();
-  const int64_t whole = args.k / kTileDepth;
+  const int64_t depth_tiles = args.weight.num_depth_tiles();
+  const int64_t whole = args.weight.k / kTileDepth;
   for (int r = 0; r < rows_in_block(args, block); ++r) {
     const bf16* x = row_of_x<bf16>(args, block * kRowBlock + r);
     bf16* row = packed + (r / 16 * depth_tiles * 16 + r % 16) * kTileDepth;
     for (int64_t d = 0; d < whole; ++d)
       _mm512_storeu_si512(row + d * kTileElements, _mm512_loadu_si512(x + d * kTileDepth));
     if (whole < depth_tiles) {
-      const __mmask32 tail = static_cast<__mmask32>((uint64_t{1} << (args.k - whole * kTileDepth)) - 1);
+      const __mmask32 tail = static_cast<__mmask32>((uint64_t{1} << (args.weight.k - whole * kTileDepth)) - 1);
       _mm512_storeu_si512(row + whole * kTileElements, _mm512_maskz_loadu_epi16(tail, x + whole * kTileDepth));
     }
   }
@@ -65,7 +65,7 @@ constexpr int64_t kStripBatch = 8;
 // All blocks of rows against a few strips, chunk by chunk of depth: the chunk of x stays in L2 while the strips pass.
 void run_batch(const LinearArgs& args, const bf16* packed_x, int64_t block_begin, int64_t block_end,
                int64_t strip_begin, int64_t strip_end, bool fetch_next, float* sums, TileScope& tiles) {
-  const int depth_tiles = static_cast<int>(args.num_depth_tiles());
+  const int depth_tiles = static_cast<int>(args.weight.num_depth_tiles());
   const int64_t strip_elements = int64_t{depth_tiles} * 2 * kTileElements;  // also of a block of x
   // A strip is 16 lines for each of its tile steps: the blocks of rows share in asking for the next one.
   const int lines = fetch_next ? static_cast<int>(ceil_div(16, block_end - block_begin)) : 0;
@@ -73,7 +73,7 @@ void run_batch(const LinearArgs& args, const bf16* packed_x, int64_t block_begin
     const int count = depth_tiles - begin < kDepthChunk ? depth_tiles - begin : kDepthChunk;
     float* c = sums;
     for (int64_t s = strip_begin; s < strip_end; ++s) {
-      const bf16* strip = static_cast<const bf16*>(args.weight) + s * strip_elements;
+      const bf16* strip = args.weight.strip<bf16>(s);
       for (int64_t block = block_begin; block < block_end; ++block, c += kRowBlock * kStripColumns) {
         const int rows = rows_in_block(args, block);
         tiles.set_rows(rows);
@@ -90,7 +90,7 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
          int64_t strip_end) {
   if (!bf16_products(args)) return linear_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   // One chunk needs no batch, and one block of rows no chunks: weights then pass once, in one stream.
-  const bool one_pass = block_end - block_begin == 1 || args.num_depth_tiles() <= kDepthChunk;
+  const bool one_pass = block_end - block_begin == 1 || args.weight.num_depth_tiles() <= kDepthChunk;
   const int64_t batch = one_pass ? 1 : kStripBatch;
   float* sums = static_cast<float*>(
       thread_scratch(batch * (block_end - block_begin) * kRowBlock * kStripColumns * sizeof(float)));
@@ -102,6 +102,6 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
 
 }  // namespace
 
-TILEWRIGHT_KERNELS(linear, LinearKernels) = {kTileLayout, linear_block_bytes, pack_block, run};
+TILEWRIGHT_KERNELS(linear, LinearKernels) = {WeightLayout::tiles, linear_block_bytes, pack_block, run};
 
 }  // namespace tilewright

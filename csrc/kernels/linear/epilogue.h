@@ -9,9 +9,10 @@ namespace {
 
 template <class T>
 inline void finish_row(const LinearArgs& args, const float* c, int64_t row, int64_t strip) {
-  const int64_t width = args.gated ? kTileColumns : kStripColumns;
+  const bool gated = args.weight.gated;
+  const int64_t width = gated ? kTileColumns : kStripColumns;
   const int64_t column = strip * width;
-  const int64_t total = args.gated ? args.n / 2 : args.n;
+  const int64_t total = args.weight.out_features();
   const int64_t count = total - column < width ? total - column : width;
   const float* bias = args.bias ? args.bias + strip * kStripColumns : nullptr;
   T* y = static_cast<T*>(args.y) + row * args.y_stride + column;
@@ -20,8 +21,8 @@ inline void finish_row(const LinearArgs& args, const float* c, int64_t row, int6
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
     Vec v = Vec::load(c + i);
     if (bias) v = v + Vec::load(bias + i);
-    v = apply_activation<sizeof(T) == 2>(v, args.activation);
-    if (args.gated) {
+    v = apply_activation<kIsBf16<T>>(v, args.activation);
+    if (gated) {
       Vec up = Vec::load(c + kTileColumns + i);
       if (bias) up = up + Vec::load(bias + kTileColumns + i);
       v = v * up;

@@ -10,22 +10,23 @@ namespace {
 
 // Whether x stays bf16 for the bf16 dot product, or becomes fp32.
 inline bool bf16_products(const LinearArgs& args) {
-  return Vec::kHasBf16Dot && args.x_dtype == DType::bf16 && args.weight_dtype == DType::bf16;
+  return Vec::kHasBf16Dot && args.x_dtype == DType::bf16 && args.weight.format == WeightFormat::bf16;
 }
 
 int64_t linear_block_bytes(const LinearArgs& args) {
-  return kRowBlock * args.num_depth_tiles() * kTileDepth * (bf16_products(args) ? 2 : 4);
+  return kRowBlock * args.weight.num_depth_tiles() * kTileDepth * (bf16_products(args) ? 2 : 4);
 }
 
 // Rows of x, converted and padded with zeros to whole depth tiles.
 template <class TX, class Left>
 void pack_rows(const LinearArgs& args, int64_t block, Left* packed) {
-  const int64_t width = args.num_depth_tiles() * kTileDepth;
+  const int64_t width = args.weight.num_depth_tiles() * kTileDepth;
   for (int r = 0; r < rows_in_block(args, block); ++r, packed += width) {
     const TX* x = row_of_x<TX>(args, block * kRowBlock + r);
     int64_t i = 0;
-    for (; i + Vec::kLanes <= args.k; i += Vec::kLanes) Vec::load(x + i).store(packed + i);
-    for (; i < width; i += Vec::kLanes) Vec::load(x + i, args.k - i < 0 ? 0 : args.k - i).store(packed + i);
+    for (; i + Vec::kLanes <= args.weight.k; i += Vec::kLanes) Vec::load(x + i).store(packed + i);
+    for (; i < width; i += Vec::kLanes)
+      Vec::load(x + i, args.weight.k - i < 0 ? 0 : args.weight.k - i).store(packed + i);
   }
 }
 
@@ -54,7 +55,7 @@ inline void multiply_in_parts(int depth_tiles, Multiply multiply) {
 template <class TB, class Left>
 void multiply_strip(const LinearArgs& args, const Left* x, const TB* strip, int64_t block_begin, int64_t block_end,
                     int64_t strip_index) {
-  const int depth_tiles = static_cast<int>(args.num_depth_tiles());
+  const int depth_tiles = static_cast<int>(args.weight.num_depth_tiles());
   const int64_t width = int64_t{depth_tiles} * kTileDepth;
   const int64_t end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
   alignas(64) float c[kRowsAtOnce * kStripColumns];
@@ -82,12 +83,12 @@ template <class TW>
 void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                      int64_t strip_begin, int64_t strip_end) {
   const float* x = static_cast<const float*>(packed_x);
-  const int64_t strip_elements = args.num_depth_tiles() * 2 * kTileElements;
+  const int64_t strip_elements = args.weight.strip_elements();
   const int64_t rows = (block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m) - block_begin * kRowBlock;
   const bool widen = std::is_same_v<TW, bf16> && rows >= kRowsToWiden;
   float* wide = widen ? static_cast<float*>(thread_scratch(strip_elements * sizeof(float))) : nullptr;
   for (int64_t s = strip_begin; s < strip_end; ++s) {
-    const TW* strip = static_cast<const TW*>(args.weight) + s * strip_elements;
+    const TW* strip = args.weight.strip<TW>(s);
     if constexpr (std::is_same_v<TW, bf16>) {
       if (widen) {
         for (int64_t tile = 0; tile < strip_elements; tile += kTileElements) widen_tile(strip + tile, wide + tile);
@@ -101,14 +102,13 @@ void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block
 
 void linear_run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                 int64_t strip_begin, int64_t strip_end) {
-  if (args.weight_dtype == DType::f32)
+  if (args.weight.format == WeightFormat::f32)
     return linear_run_wide<float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if constexpr (Vec::kHasBf16Dot) {
     if (bf16_products(args)) {
-      const int64_t strip_elements = args.num_depth_tiles() * 2 * kTileElements;
       for (int64_t s = strip_begin; s < strip_end; ++s)
-        multiply_strip<bf16>(args, static_cast<const bf16*>(packed_x),
-                             static_cast<const bf16*>(args.weight) + s * strip_elements, block_begin, block_end, s);
+        multiply_strip<bf16>(args, static_cast<const bf16*>(packed_x), args.weight.strip<bf16>(s), block_begin,
+                             block_end, s);
       return;
     }
   }

@@ -15,7 +15,7 @@ const LinearKernels& linear_kernels() { return select(kTable); }
 
 // Half of the second-level cache, a chunk of depth at a time.
 int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks) {
-  const int64_t depth_tiles = args.num_depth_tiles();
+  const int64_t depth_tiles = args.weight.num_depth_tiles();
   int64_t group = kCoreCacheBytes / 2 * depth_tiles / (block_bytes * std::min<int64_t>(depth_tiles, kDepthChunk));
   if (group < 1) group = 1;
   // Even groups: 9 blocks as 5 + 4, not 8 + 1.
@@ -23,13 +23,13 @@ int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t nu
 }
 
 void linear(const LinearArgs& args) {
-  if (args.m == 0 || args.n == 0) return;
+  if (args.m == 0 || args.weight.n == 0) return;
   const LinearKernels& kernels = linear_kernels();
   const int64_t num_blocks = ceil_div(args.m, kRowBlock);
   const int64_t block_bytes = kernels.block_bytes(args);
   char* packed_x = static_cast<char*>(shared_scratch(num_blocks * block_bytes));
 
-  const int64_t num_strips = args.num_strips();
+  const int64_t num_strips = args.weight.num_strips();
   const int64_t group = blocks_per_group(args, block_bytes, num_blocks);
   const int64_t num_groups = ceil_div(num_blocks, group);
   // Each thread gets several turns, each a run of neighbouring strips: one long stream of weights.

@@ -11,7 +11,7 @@
 
 #include "base/activation.h"
 #include "base/dtype.h"
-#include "base/tile.h"
+#include "base/packed_weight.h"
 
 namespace tilewright {
 
@@ -19,23 +19,16 @@ struct LinearArgs {
   const void* x;
   int64_t x_stride;  // elements from row to row
   DType x_dtype;
-  const void* weight;  // packed
-  DType weight_dtype;
+  PackedWeight weight;
   const float* bias;     // fp32 in packed order, padded to whole strips; or null
   const void* residual;  // dtype and columns of y; or null
   int64_t residual_stride;
   void* y;
   int64_t y_stride;
   DType y_dtype;
-  int64_t m, n, k;  // n counts the rows of W: for a gated weight y has n / 2 columns
-  bool gated;
+  int64_t m;
   Activation activation;
   const int32_t* x_rows = nullptr;  // [m]: row i of the product is this row of x; null: row i
-
-  TILEWRIGHT_INLINE int64_t num_strips() const {
-    return gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);
-  }
-  TILEWRIGHT_INLINE int64_t num_depth_tiles() const { return ceil_div(k, kTileDepth); }
 };
 
 void linear(const LinearArgs& args);
@@ -47,9 +40,9 @@ inline constexpr int kRowBlock = 32;
 inline constexpr int kDepthChunk = 64;
 
 struct LinearKernels {
-  // How the weights lie that the kernels read: kept weights are found again only by a level that reads the same. Today
-  // all of them read those of base/tile.h.
-  const char* layout;
+  // The layout that the kernels read: kept weights are found again only by a level that reads the same. Today all of
+  // them read tiles.
+  WeightLayout layout;
   // x as the kernel reads it, in blocks of kRowBlock rows.
   int64_t (*block_bytes)(const LinearArgs& args);
   void (*pack_block)(const LinearArgs& args, int64_t block, void* packed_block);
@@ -65,13 +58,10 @@ const LinearKernels& linear_kernels();
 int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks);
 
 struct PackArgs {
-  const void* weight;  // [N, K]
+  void* weight;  // [N, K]
   int64_t stride;
   DType dtype;
-  void* packed;
-  DType packed_dtype;
-  int64_t n, k;
-  bool gated;  // rows [0, n/2) are gate, [n/2, n) up
+  PackedWeight packed;
 };
 
 void pack_weight(const PackArgs& args);

@@ -19,7 +19,7 @@ bool by_matrix(const LinearArgs& args) { return bf16_products(args) && args.m >=
 // A block of x as [pairs of rows][depth / 4][2 rows][4]: 16 bytes are an operand. A last odd row is paired with zeros.
 void pack_block(const LinearArgs& args, int64_t block, void* packed) {
   if (!by_matrix(args)) return linear_pack_block(args, block, packed);
-  const int64_t width = args.num_depth_tiles() * kTileDepth;
+  const int64_t width = args.weight.num_depth_tiles() * kTileDepth;
   const int rows = rows_in_block(args, block);
   uint16_t* to = static_cast<uint16_t*>(packed);
   for (int r = 0; r < rows; r += 2, to += 2 * width) {
@@ -27,12 +27,12 @@ void pack_block(const LinearArgs& args, int64_t block, void* packed) {
     const bf16* odd = r + 1 < rows ? row_of_x<bf16>(args, block * kRowBlock + r + 1) : nullptr;
     const uint16x4_t zero = vdup_n_u16(0);
     int64_t i = 0;
-    for (; i + 4 <= args.k; i += 4)
+    for (; i + 4 <= args.weight.k; i += 4)
       vst1q_u16(to + 2 * i, vcombine_u16(Vec::raw(even + i), odd ? Vec::raw(odd + i) : zero));
     for (; i < width; i += 4)
       for (int d = 0; d < 4; ++d) {
-        to[2 * i + d] = i + d < args.k ? even[i + d].bits : 0;
-        to[2 * i + 4 + d] = odd && i + d < args.k ? odd[i + d].bits : 0;
+        to[2 * i + d] = i + d < args.weight.k ? even[i + d].bits : 0;
+        to[2 * i + 4 + d] = odd && i + d < args.weight.k ? odd[i + d].bits : 0;
       }
   }
 }
@@ -88,7 +88,7 @@ void multiply_slab(const bf16* x, int64_t pair_stride, const bf16* slab, int64_t
 
 // Rows from row_begin on, a slab at a time: it stays in the L1 cache while they pass.
 void multiply_rows(const LinearArgs& args, const bf16* x, const bf16* slabs, int64_t row_begin, int rows, float* c) {
-  const int64_t depth = args.num_depth_tiles() * kTileDepth, pair_stride = 2 * depth;
+  const int64_t depth = args.weight.num_depth_tiles() * kTileDepth, pair_stride = 2 * depth;
   constexpr int kPairsAtOnce = 4;
   for (int column = 0; column < kStripColumns; column += kSlabColumns)
     for (int row = 0; row < rows; row += 2 * kPairsAtOnce) {
@@ -103,12 +103,11 @@ void multiply_rows(const LinearArgs& args, const bf16* x, const bf16* slabs, int
 void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end, int64_t strip_begin,
          int64_t strip_end) {
   if (!by_matrix(args)) return linear_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
-  const int64_t strip_elements = args.num_depth_tiles() * 2 * kTileElements;
-  bf16* slabs = static_cast<bf16*>(thread_scratch(strip_elements * sizeof(bf16)));
+  bf16* slabs = static_cast<bf16*>(thread_scratch(args.weight.strip_elements() * sizeof(bf16)));
   const int64_t end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
   alignas(64) float c[kRowsAtOnce * kStripColumns];
   for (int64_t s = strip_begin; s < strip_end; ++s) {
-    make_slabs(static_cast<const bf16*>(args.weight) + s * strip_elements, args.num_depth_tiles(), slabs);
+    make_slabs(args.weight.strip<bf16>(s), args.weight.num_depth_tiles(), slabs);
     for (int64_t row = block_begin * kRowBlock; row < end; row += kRowsAtOnce) {
       const int rows = static_cast<int>(end - row < kRowsAtOnce ? end - row : kRowsAtOnce);
       multiply_rows(args, static_cast<const bf16*>(packed_x), slabs, row, rows, c);
@@ -119,5 +118,5 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
 
 }  // namespace
 
-TILEWRIGHT_KERNELS(linear, LinearKernels) = {kTileLayout, linear_block_bytes, pack_block, run};
+TILEWRIGHT_KERNELS(linear, LinearKernels) = {WeightLayout::tiles, linear_block_bytes, pack_block, run};
 }  // namespace tilewright

@@ -7,46 +7,41 @@ namespace tilewright {
 namespace {
 
 // The row of W that column c of strip s holds, or -1 for padding.
-int64_t source_row(const PackArgs& args, int64_t strip, int column) {
-  if (!args.gated) {
+int64_t source_row(const PackedWeight& packed, int64_t strip, int column) {
+  if (!packed.gated) {
     const int64_t row = strip * kStripColumns + column;
-    return row < args.n ? row : -1;
+    return row < packed.n ? row : -1;
   }
   const int64_t row = strip * kTileColumns + column % kTileColumns;
-  if (row >= args.n / 2) return -1;
-  return column < kTileColumns ? row : args.n / 2 + row;
-}
-
-int64_t num_strips(const PackArgs& args) {
-  return args.gated ? ceil_div(args.n / 2, kTileColumns) : ceil_div(args.n, kStripColumns);
+  if (row >= packed.n / 2) return -1;
+  return column < kTileColumns ? row : packed.n / 2 + row;
 }
 
 template <class T, class P>
 void pack_strip(const PackArgs& args, int64_t strip) {
-  const int64_t depth_tiles = ceil_div(args.k, kTileDepth);
-  P* packed = static_cast<P*>(args.packed) + strip * depth_tiles * 2 * kTileElements;
+  const int64_t depth_tiles = args.packed.num_depth_tiles();
+  P* packed = args.packed.strip<P>(strip);
   for (int column = 0; column < kStripColumns; ++column) {
-    const int64_t row = source_row(args, strip, column);
+    const int64_t row = source_row(args.packed, strip, column);
     const T* source = row < 0 ? nullptr : static_cast<const T*>(args.weight) + row * args.stride;
     for (int64_t d = 0; d < depth_tiles; ++d) {
       P* tile = packed + (d * 2 + column / kTileColumns) * kTileElements;
       const int64_t depth = d * kTileDepth;
       for (int i = 0; i < kTileDepth; ++i)
         assign(tile[tile_offset<P>(i, column % kTileColumns)],
-               source && depth + i < args.k ? to_float(source[depth + i]) : 0.0f);
+               source && depth + i < args.packed.k ? to_float(source[depth + i]) : 0.0f);
     }
   }
 }
 
 template <class T, class P>
 void unpack_strip(const PackArgs& args, int64_t strip) {
-  const int64_t depth_tiles = ceil_div(args.k, kTileDepth);
-  const P* packed = static_cast<const P*>(args.packed) + strip * depth_tiles * 2 * kTileElements;
+  const P* packed = args.packed.strip<P>(strip);
   for (int column = 0; column < kStripColumns; ++column) {
-    const int64_t row = source_row(args, strip, column);
+    const int64_t row = source_row(args.packed, strip, column);
     if (row < 0) continue;
-    T* target = const_cast<T*>(static_cast<const T*>(args.weight)) + row * args.stride;
-    for (int64_t k = 0; k < args.k; ++k) {
+    T* target = static_cast<T*>(args.weight) + row * args.stride;
+    for (int64_t k = 0; k < args.packed.k; ++k) {
       const P* tile = packed + (k / kTileDepth * 2 + column / kTileColumns) * kTileElements;
       assign(target[k], to_float(tile[tile_offset<P>(static_cast<int>(k % kTileDepth), column % kTileColumns)]));
     }
@@ -55,7 +50,7 @@ void unpack_strip(const PackArgs& args, int64_t strip) {
 
 template <class Fn>
 void with_types(const PackArgs& args, Fn fn) {
-  const bool wide = args.packed_dtype == DType::f32;
+  const bool wide = args.packed.format == WeightFormat::f32;
   if (args.dtype == DType::f32) return wide ? fn(float{}, float{}) : fn(float{}, bf16{});
   return wide ? fn(bf16{}, float{}) : fn(bf16{}, bf16{});
 }
@@ -64,13 +59,13 @@ void with_types(const PackArgs& args, Fn fn) {
 
 void pack_weight(const PackArgs& args) {
   with_types(args, [&](auto t, auto p) {
-    parallel_for(num_strips(args), [&](int64_t strip) { pack_strip<decltype(t), decltype(p)>(args, strip); });
+    parallel_for(args.packed.num_strips(), [&](int64_t strip) { pack_strip<decltype(t), decltype(p)>(args, strip); });
   });
 }
 
 void unpack_weight(const PackArgs& args) {
   with_types(args, [&](auto t, auto p) {
-    parallel_for(num_strips(args), [&](int64_t strip) { unpack_strip<decltype(t), decltype(p)>(args, strip); });
+    parallel_for(args.packed.num_strips(), [&](int64_t strip) { unpack_strip<decltype(t), decltype(p)>(args, strip); });
   });
 }
 

@@ -17,28 +17,24 @@ struct Size {
 constexpr Size kSizes[] = {{1, 2, 1},    {1, 34, 33},   {3, 66, 31},  {16, 32, 64},
                            {17, 30, 95}, {33, 100, 40}, {70, 48, 257}};
 
-template <class T>
-constexpr DType dtype_of() {
-  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
-}
-
 double silu(double x) { return x / (1.0 + std::exp(-x)); }
 
 template <class TX, class TW, class TY>
 void check_linear(Size size, Edge edge, bool gated) {
   const auto [m, n, k] = size;
   const int64_t columns = gated ? n / 2 : n;
-  const int64_t strips = gated ? ceil_div(n / 2, kTileColumns) : ceil_div(n, kStripColumns);
+  PackedWeight form = {.format = kFormatOf<TW>, .n = n, .k = k, .gated = gated};
   Random random(static_cast<uint64_t>(m * n + k));
   GuardedBuffer<TX> x(m * k, edge);
-  GuardedBuffer<TW> weight(n * k, edge), packed(strips * ceil_div(k, kTileDepth) * 2 * kTileElements, edge);
-  GuardedBuffer<float> bias(strips * kStripColumns, edge);
+  GuardedBuffer<TW> weight(n * k, edge), packed(form.elements(), edge);
+  GuardedBuffer<float> bias(form.num_strips() * kStripColumns, edge);
   GuardedBuffer<TY> residual(m * columns, edge), y(m * columns, edge);
   x.fill(random);
   weight.fill(random);
   bias.fill(random);
   residual.fill(random);
-  pack_weight({weight.data(), k, dtype_of<TW>(), packed.data(), dtype_of<TW>(), n, k, gated});
+  form.data = packed.data();
+  pack_weight({weight.data(), k, dtype_of<TW>(), form});
 
   // Column c of a strip and the row of W it holds: plain strips are 32 rows, gated ones 16 of gate and 16 of up.
   auto sum = [&](int64_t row, int64_t out, bool up) {
@@ -59,8 +55,7 @@ void check_linear(Size size, Edge edge, bool gated) {
   args.x = x.data();
   args.x_stride = k;
   args.x_dtype = dtype_of<TX>();
-  args.weight = packed.data();
-  args.weight_dtype = dtype_of<TW>();
+  args.weight = form;
   args.bias = bias.data();
   args.residual = residual.data();
   args.residual_stride = columns;
@@ -68,9 +63,6 @@ void check_linear(Size size, Edge edge, bool gated) {
   args.y_stride = columns;
   args.y_dtype = dtype_of<TY>();
   args.m = m;
-  args.n = n;
-  args.k = k;
-  args.gated = gated;
   args.activation = Activation::silu;
   linear(args);
   check_close(y.data(), expected.data(), m * columns, 1e-4,
@@ -96,19 +88,19 @@ template <class T>
 void check_rows_alone() {
   constexpr int64_t m = 70, n = 40, k = 203;
   Random random(3);
-  GuardedBuffer<T> x(m * k), weight(n * k), packed(packed_elements(n, k, false));
+  PackedWeight form = {.format = kFormatOf<T>, .n = n, .k = k};
+  GuardedBuffer<T> x(m * k), weight(n * k), packed(form.elements());
   GuardedBuffer<float> together(m * n), alone(m * n);
   x.fill(random);
   weight.fill(random);
-  pack_weight({weight.data(), k, dtype_of<T>(), packed.data(), dtype_of<T>(), n, k, false});
+  form.data = packed.data();
+  pack_weight({weight.data(), k, dtype_of<T>(), form});
   LinearArgs args = {};
   args.x_stride = k;
-  args.x_dtype = args.weight_dtype = dtype_of<T>();
-  args.weight = packed.data();
+  args.x_dtype = dtype_of<T>();
+  args.weight = form;
   args.y_stride = n;
   args.y_dtype = DType::f32;
-  args.n = n;
-  args.k = k;
   const auto multiply = [&](int64_t row, int64_t rows, float* y) {
     args.x = x.data() + row * k;
     args.y = y + row * n;
@@ -133,9 +125,11 @@ TEST(a_row_does_not_depend_on_the_rows_beside_it) {
 TEST(unpack_gives_back_the_weight) {
   Random random(1);
   GuardedBuffer<bf16> weight(70 * 33), back(70 * 33), packed(3 * 2 * 2 * kTileElements);
+  const PackedWeight form = {.data = packed.data(), .format = WeightFormat::bf16, .n = 70, .k = 33};
+  CHECK(form.elements() == packed.size());
   weight.fill(random);
-  pack_weight({weight.data(), 33, DType::bf16, packed.data(), DType::bf16, 70, 33, false});
-  unpack_weight({back.data(), 33, DType::bf16, packed.data(), DType::bf16, 70, 33, false});
+  pack_weight({weight.data(), 33, DType::bf16, form});
+  unpack_weight({back.data(), 33, DType::bf16, form});
   CHECK(std::memcmp(weight.data(), back.data(), 70 * 33 * 2) == 0);
 }
 

@@ -69,7 +69,7 @@ void combine(const MoeArgs& args, const float* outputs, const int32_t* rows, int
   for_each_vec(column_end - column_begin, [&](int64_t i, auto count) {
     Vec sum = Vec::zero();
     for (int64_t j = 0; j < args.top_k; ++j) {
-      const float* output = outputs + rows[j] * args.width + column_begin;
+      const float* output = outputs + rows[j] * args.width() + column_begin;
       sum = fma(load_some(output + i, count), Vec::set1(weights[j]), sum);
     }
     if (residual) sum = sum + load_some(residual + i, count);

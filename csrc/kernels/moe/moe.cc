@@ -47,7 +47,6 @@ class Arena {
 // One of the two products, for every expert that has rows: linear's tasks, group after group.
 struct Product {
   LinearArgs args;       // of expert 0; m is set per group
-  int64_t expert_bytes;  // from one expert's weights to the next
   int64_t block_bytes;   // of a block of rows as the kernel reads it
   char* packed;          // such blocks, by number
   int64_t* first_tasks;  // [groups + 1]
@@ -63,7 +62,7 @@ struct Product {
     else
       result.x = static_cast<const char*>(args.x) + offset(args.x_stride, args.x_dtype);
     result.y = static_cast<char*>(args.y) + offset(args.y_stride, args.y_dtype);
-    result.weight = static_cast<const char*>(args.weight) + group.expert * expert_bytes;
+    result.weight.data = static_cast<char*>(args.weight.data) + group.expert * args.weight.size_bytes();
     result.m = group.num_rows;
     return result;
   }
@@ -87,7 +86,7 @@ class Call {
   }
 
   void run() {
-    const int64_t spans = ceil_div(args_.width, kCombineColumns);
+    const int64_t spans = ceil_div(args_.width(), kCombineColumns);
     const MoeKernels& kernels = select(kTable);
     const int64_t counts[] = {num_blocks_, gate_up_.first_tasks[num_groups_], num_blocks_,
                               down_.first_tasks[num_groups_], args_.num_tokens * spans};
@@ -100,7 +99,7 @@ class Call {
         default: {
           const int64_t token = task / spans, begin = task % spans * kCombineColumns;
           kernels.combine(args_, outputs_, places_ + token * args_.top_k, token, begin,
-                          std::min(begin + kCombineColumns, args_.width));
+                          std::min(begin + kCombineColumns, args_.width()));
         }
       }
     });
@@ -114,30 +113,19 @@ class Call {
     first.x_stride = args_.x_stride;
     first.x_dtype = first.y_dtype = args_.x_dtype;
     first.weight = args_.gate_up;
-    first.weight_dtype = args_.gate_up_dtype;
-    first.n = 2 * args_.inner;
-    first.k = args_.width;
-    first.y_stride = args_.inner;
-    first.gated = true;
+    first.y_stride = args_.inner();
     first.activation = args_.activation;
 
     LinearArgs& second = down_.args;
     second = {};
-    second.x_stride = args_.inner;
+    second.x_stride = args_.inner();
     second.x_dtype = args_.x_dtype;
     second.weight = args_.down;
-    second.weight_dtype = args_.down_dtype;
-    second.n = second.y_stride = args_.width;
-    second.k = args_.inner;
+    second.y_stride = args_.width();
     second.y_dtype = DType::f32;
     second.activation = Activation::none;
 
-    for (Product* product : {&gate_up_, &down_}) {
-      const LinearArgs& linear = product->args;
-      product->expert_bytes =
-          packed_elements(linear.n, linear.k, linear.gated) * static_cast<int64_t>(size_of(linear.weight_dtype));
-      product->block_bytes = kernels_.block_bytes(linear);
-    }
+    for (Product* product : {&gate_up_, &down_}) product->block_bytes = kernels_.block_bytes(product->args);
   }
 
   void place(Arena& arena) {
@@ -154,8 +142,8 @@ class Call {
     // before the first output is written: each pair shares its memory.
     char* packed = arena.take<char>(max_blocks_ * std::max(gate_up_.block_bytes, down_.block_bytes));
     gate_up_.packed = down_.packed = packed;
-    const int64_t inner_bytes = args_.inner * static_cast<int64_t>(size_of(args_.x_dtype));
-    const int64_t output_bytes = args_.width * static_cast<int64_t>(sizeof(float));
+    const int64_t inner_bytes = args_.inner() * static_cast<int64_t>(size_of(args_.x_dtype));
+    const int64_t output_bytes = args_.width() * static_cast<int64_t>(sizeof(float));
     char* between = arena.take<char>(num_rows_ * std::max(inner_bytes, output_bytes));
     gate_up_.args.y = between;
     gate_up_.args.x_rows = rows_;
@@ -192,7 +180,7 @@ class Call {
   // and 1 for each block of rows: 128 KB at 16 GB/s take as long as a matrix unit takes to multiply them by four
   // blocks.
   void split(Product& product) {
-    const int64_t num_strips = product.args.num_strips();
+    const int64_t num_strips = product.args.weight.num_strips();
     const auto work = [&](const Group& group) { return 4 + blocks_at_once(product, group); };
     int64_t total = 0;
     for (int64_t g = 0; g < num_groups_; ++g)
@@ -218,7 +206,7 @@ class Call {
     const int64_t* firsts = product.first_tasks;
     const int64_t g = std::upper_bound(firsts, firsts + num_groups_ + 1, task) - firsts - 1;
     const Group& group = groups_[g];
-    const int64_t num_strips = product.args.num_strips();
+    const int64_t num_strips = product.args.weight.num_strips();
     const int64_t strips = product.strips_per_task[g], turns = ceil_div(num_strips, strips);
     const int64_t within = task - firsts[g];
     const int64_t blocks = blocks_at_once(product, group);
@@ -264,7 +252,7 @@ void route(const RouteArgs& args) {
 
 void moe(const MoeArgs& args) {
   if (args.num_tokens == 0) return;
-  const int64_t token_bytes = args.top_k * args.width * static_cast<int64_t>(sizeof(float));
+  const int64_t token_bytes = args.top_k * args.width() * static_cast<int64_t>(sizeof(float));
   const int64_t num_chunks = ceil_div(args.num_tokens * token_bytes, kMaxOutputBytes);
   const int64_t chunk_tokens = ceil_div(args.num_tokens, num_chunks);
   for (int64_t begin = 0; begin < args.num_tokens; begin += chunk_tokens) {

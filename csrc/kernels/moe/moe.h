@@ -15,6 +15,7 @@
 
 #include "base/activation.h"
 #include "base/dtype.h"
+#include "base/packed_weight.h"
 
 namespace tilewright {
 
@@ -43,24 +44,24 @@ struct MoeArgs {
   DType x_dtype;
   const int32_t* ids = nullptr;    // [T, k], each in [0, num_experts): the caller has looked
   const float* weights = nullptr;  // [T, k]
-  const void* gate_up = nullptr;   // [E] packed, gated
-  const void* down = nullptr;      // [E] packed
-  DType gate_up_dtype, down_dtype;
+  PackedWeight gate_up, down;      // [2I, D] gated and [D, I], each of E experts one after the other
   const void* residual = nullptr;  // dtype of y; may be y; or null
   int64_t residual_stride = 0;
   void* y = nullptr;
   int64_t y_stride = 0;
   DType y_dtype;
   int64_t num_tokens = 0, num_experts = 0, top_k = 0;
-  int64_t width = 0, inner = 0;  // D, I
   Activation activation = Activation::silu;
+
+  TILEWRIGHT_INLINE int64_t width() const { return down.n; }  // D
+  TILEWRIGHT_INLINE int64_t inner() const { return down.k; }  // I
 };
 
 void moe(const MoeArgs& args);
 
 struct MoeKernels {
   void (*route)(const RouteArgs& args, int64_t token_begin, int64_t token_end);
-  // Columns of one token: outputs holds rows of `width` floats, of which rows[0..k) are the token's.
+  // Columns of one token: outputs holds rows of width() floats, of which rows[0..k) are the token's.
   void (*combine)(const MoeArgs& args, const float* outputs, const int32_t* rows, int64_t token, int64_t column_begin,
                   int64_t column_end);
 };

@@ -24,11 +24,6 @@ struct RouteSize {
 
 constexpr RouteSize kRouteSizes[] = {{1, 1, 1}, {3, 7, 2}, {5, 16, 16}, {2, 33, 17}, {9, 128, 8}};
 
-template <class T>
-constexpr DType dtype_of() {
-  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
-}
-
 double silu(double x) { return x / (1.0 + std::exp(-x)); }
 
 template <class T>
@@ -86,9 +81,10 @@ void check_moe(const Size& size, Edge edge, Choose choose) {
   Random random(static_cast<uint64_t>(tokens * width + inner));
   GuardedBuffer<TX> x(tokens * width, edge), residual(tokens * width, edge), y(tokens * width, edge);
   GuardedBuffer<TW> gate_up(experts * 2 * inner * width, edge), down(experts * width * inner, edge);
-  const int64_t first_elements = packed_elements(2 * inner, width, true);
-  const int64_t second_elements = packed_elements(width, inner, false);
-  GuardedBuffer<TW> packed_gate_up(experts * first_elements, edge), packed_down(experts * second_elements, edge);
+  PackedWeight gate_up_form = {.format = kFormatOf<TW>, .n = 2 * inner, .k = width, .gated = true};
+  PackedWeight down_form = {.format = kFormatOf<TW>, .n = width, .k = inner};
+  GuardedBuffer<TW> packed_gate_up(experts * gate_up_form.elements(), edge);
+  GuardedBuffer<TW> packed_down(experts * down_form.elements(), edge);
   GuardedBuffer<int32_t> ids(tokens * k, edge);
   GuardedBuffer<float> weights(tokens * k, edge);
   x.fill(random);
@@ -98,11 +94,13 @@ void check_moe(const Size& size, Edge edge, Choose choose) {
   weights.fill(random);
   for (int64_t i = 0; i < tokens * k; ++i) ids[i] = static_cast<int32_t>(choose(i / k, i % k));
   for (int64_t e = 0; e < experts; ++e) {
-    pack_weight({gate_up.data() + e * 2 * inner * width, width, dtype_of<TW>(),
-                 packed_gate_up.data() + e * first_elements, dtype_of<TW>(), 2 * inner, width, true});
-    pack_weight({down.data() + e * width * inner, inner, dtype_of<TW>(), packed_down.data() + e * second_elements,
-                 dtype_of<TW>(), width, inner, false});
+    gate_up_form.data = packed_gate_up.data() + e * gate_up_form.elements();
+    pack_weight({gate_up.data() + e * 2 * inner * width, width, dtype_of<TW>(), gate_up_form});
+    down_form.data = packed_down.data() + e * down_form.elements();
+    pack_weight({down.data() + e * width * inner, inner, dtype_of<TW>(), down_form});
   }
+  gate_up_form.data = packed_gate_up.data();
+  down_form.data = packed_down.data();
 
   std::vector<double> expected, between(static_cast<size_t>(inner));
   for (int64_t t = 0; t < tokens; ++t) {
@@ -127,22 +125,20 @@ void check_moe(const Size& size, Edge edge, Choose choose) {
 
   MoeArgs args;
   args.x = x.data();
-  args.x_stride = args.residual_stride = args.y_stride = args.width = width;
+  args.x_stride = args.residual_stride = args.y_stride = width;
   args.x_dtype = args.y_dtype = dtype_of<TX>();
   args.ids = ids.data();
   args.weights = weights.data();
-  args.gate_up = packed_gate_up.data();
-  args.down = packed_down.data();
-  args.gate_up_dtype = args.down_dtype = dtype_of<TW>();
+  args.gate_up = gate_up_form;
+  args.down = down_form;
   args.residual = residual.data();
   args.y = y.data();
   args.num_tokens = tokens;
   args.num_experts = experts;
   args.top_k = k;
-  args.inner = inner;
   moe(args);
   // bf16: act(gate) * up is rounded between the products, 2^-9 of each of the terms that are summed.
-  check_close(y.data(), expected.data(), tokens * width, sizeof(TX) == 2 ? 1e-2 : 1e-4,
+  check_close(y.data(), expected.data(), tokens * width, kIsBf16<TX> ? 1e-2 : 1e-4,
               "moe of " + std::to_string(tokens) + " tokens, " + std::to_string(width) + " x " + std::to_string(inner));
 }
 
@@ -170,7 +166,9 @@ TEST(moe_on_many_threads) {
 
 TEST(moe_of_no_tokens_touches_nothing) {
   MoeArgs args;
-  args.num_experts = args.top_k = args.width = args.inner = 1;
+  args.num_experts = args.top_k = 1;
+  args.gate_up = {.n = 2, .k = 1, .gated = true};
+  args.down = {.n = 1, .k = 1};
   moe(args);
 }
 

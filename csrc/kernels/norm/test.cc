@@ -11,11 +11,6 @@ namespace {
 constexpr int64_t kOuter = 3, kInner = 2;
 constexpr float kEps = 1e-6f;
 
-template <class T>
-constexpr DType dtype_of() {
-  return sizeof(T) == 2 ? DType::bf16 : DType::f32;
-}
-
 // Rows of `width` with a gap after each, so that a kernel that ignores a stride or runs past a row is seen. The last
 // row ends the buffer.
 template <class T>

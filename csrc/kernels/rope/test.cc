@@ -62,7 +62,7 @@ void check_rope(int64_t width, int64_t half, Edge edge, Form form) {
   args.num_frequencies = half;
   args.interleaved = form.interleaved;
   args.eps = kEps;
-  args.dtype = sizeof(T) == 2 ? DType::bf16 : DType::f32;
+  args.dtype = dtype_of<T>();
   rope(args);
   for (int64_t i = 0; i < kTokens * kHeads; ++i) {
     check_close(target + i * head_stride, expected[i].data(), width, 1e-5,

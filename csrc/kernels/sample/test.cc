@@ -27,7 +27,7 @@ std::vector<int64_t> order_of(const GuardedBuffer<T>& logits) {
 
 template <class T>
 LogitRows rows_of(const GuardedBuffer<T>& logits) {
-  return {logits.data(), logits.size(), 1, logits.size(), sizeof(T) == 2 ? DType::bf16 : DType::f32};
+  return {logits.data(), logits.size(), 1, logits.size(), dtype_of<T>()};
 }
 
 struct Filters {

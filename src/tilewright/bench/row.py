@@ -15,7 +15,7 @@ Call = Callable[[int], object]  # given the number of the call, so that it can r
 
 @dataclass(frozen=True)
 class Calls:
-    """The two ways, and whether ours gives what the twin in ops.reference gives."""
+    """The two ways, and whether ours gives what the torch backend gives."""
 
     ours: Call
     torch: Call

@@ -28,6 +28,7 @@ from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.text_limits import TextBudget, TextLimits
 from tilewright.inputs.tokenizer import PIECE_CHARACTERS
+from tilewright.ops import backend as ops_backend
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
 from tilewright.weights.entry_check import EntryCheck
@@ -48,13 +49,16 @@ class Engine:
     kv_memory       bytes for keys and values, those of pictures that are looked at and states of recurrent layers
                     included, or "4GB"; None: half of what is free
     max_context     tokens a prompt and its answer may have; None: as many as the model allows
+    backend         "native": the kernels; "torch": the same ops in plain torch, many times slower on a CPU, to compare
+                    with (docs/backends.md)
     max_sequences   answers that are computed together
     max_tokens_per_step  tokens of prompts and answers computed in one step
     speculate       tokens guessed ahead, at most: by the checkpoint's multi-token predictor, if it has one and while
                     that saves time, else by looking the text's end up in the text; 0: none, and no predictor is
                     loaded. Answers do not depend on it
     prefix_cache    whether beginnings of prompts that were computed before are found again
-    replay          whether small steps are recorded and replayed natively; False runs them op by op, with equal results
+    replay          whether small steps are recorded and replayed natively; False runs them op by op, with equal
+                    results, as the torch backend always does
     pack_cache      whether packed weights are kept on disk for the next start
     progress        whether loading shows a bar
     media_limits    what pictures, videos and sounds may measure; None: `tilewright.inputs.media.StepLimits()`
@@ -73,6 +77,7 @@ class Engine:
         kv_memory: int | str | None = None,
         max_context: int | None = None,
         device: str = "cpu",
+        backend: str = "native",
         max_sequences: int = 64,
         max_tokens_per_step: int = StepLimits.max_tokens_per_step,
         speculate: int = 4,
@@ -84,46 +89,54 @@ class Engine:
         isolate_media: bool = False,
         allow_special_tokens: bool = False,
     ) -> None:
-        _require_supported(tp=tp, quantize=quantize, device=device)
+        _require_supported(tp=tp, quantize=quantize, device=device, backend=backend)
+        if replay and backend != "native":
+            _log.info("replay is for the native backend: steps run op by op on %s", backend)
         if model is None:
             model = embedded.path()
             _log.warning(embedded.notice('Engine("./Qwen3-VL-2B-Instruct")'))
         self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
-        self.loaded: LoadedModel = load_model(
-            model,
-            dtype=dtype,
-            drafting=speculate > 0,
-            pack_cache=pack_cache,
-            progress=progress,
-            media_limits=media_limits,
-            opener=self._opener,
-            allow_special_tokens=allow_special_tokens,
-        )
-        self.limits = limits = StepLimits(
-            max_context=_fit_context(self.loaded, max_context),
-            max_sequences=max_sequences,
-            max_tokens_per_step=max_tokens_per_step,
-        )
-        # Pictures that running sequences see, or one request brings side by side: more need not be kept at once.
-        max_media = max(max_sequences, (media_limits or MediaLimits()).max_items)
-        num_pages, for_cross, num_slots = _num_pages(self.loaded, limits, max_media, kv_memory)
-        core = build_core(
-            self.loaded.model,
-            self.loaded.dtype,
-            limits,
-            num_pages,
-            num_cross_pages=for_cross,
-            num_state_slots=num_slots,
-            make_token_decoder=self.loaded.tokenizer.stream,
-            eos_token_ids=self.loaded.tokenizer.stop_token_ids,
-            constraints=ConstraintCompiler(self.loaded.tokenizer, self.loaded.model.vocab_size),
-            speculate=speculate,
-            prefix_cache=prefix_cache,
-            replay=replay,
-        )
+        with ops_backend.use(backend):
+            self.loaded: LoadedModel = load_model(
+                model,
+                dtype=dtype,
+                drafting=speculate > 0,
+                pack_cache=pack_cache,
+                progress=progress,
+                media_limits=media_limits,
+                opener=self._opener,
+                allow_special_tokens=allow_special_tokens,
+            )
+            self.limits = limits = StepLimits(
+                max_context=_fit_context(self.loaded, max_context),
+                max_sequences=max_sequences,
+                max_tokens_per_step=max_tokens_per_step,
+            )
+            # Pictures that running sequences see, or one request brings side by side: more need not be kept at once.
+            max_media = max(max_sequences, (media_limits or MediaLimits()).max_items)
+            num_pages, for_cross, num_slots = _num_pages(self.loaded, limits, max_media, kv_memory)
+            core = build_core(
+                self.loaded.model,
+                self.loaded.dtype,
+                limits,
+                num_pages,
+                num_cross_pages=for_cross,
+                num_state_slots=num_slots,
+                make_token_decoder=self.loaded.tokenizer.stream,
+                eos_token_ids=self.loaded.tokenizer.stop_token_ids,
+                constraints=ConstraintCompiler(self.loaded.tokenizer, self.loaded.model.vocab_size),
+                speculate=speculate,
+                prefix_cache=prefix_cache,
+                replay=replay and backend == "native",
+            )
+            costs = costs_of(self.loaded.model, self.loaded.dtype.itemsize)
         self._features, self._cross_cache = core.scheduler.features, core.scheduler.cross_cache
-        costs = costs_of(self.loaded.model, self.loaded.dtype.itemsize)
-        self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
+        self.loop = EngineLoop(
+            core,
+            start_preparing=_on_backend(backend, work_alone),
+            start_stepping=_on_backend(backend, bind_team),
+            costs=costs,
+        )
         self._entry_check = _start_check(self.loaded, self.loop)
 
     def chat(self, messages: Any, **options: Any) -> Any:
@@ -274,13 +287,25 @@ class Engine:
         return self.loop.submit(lambda: prepare(budget), params, has_media=has_media, is_long=is_long, aborted=aborted)
 
 
-def _require_supported(*, tp: int, quantize: str | None, device: str) -> None:
+def _on_backend(backend: str, start: Callable[[], None]) -> Callable[[], None]:
+    """What a thread of the engine begins with: each has a backend of its own."""
+
+    def begin() -> None:
+        ops_backend.activate(backend)
+        start()
+
+    return begin
+
+
+def _require_supported(*, tp: int, quantize: str | None, device: str, backend: str) -> None:
     if tp != 1:
         raise RequestError(f"tp is {tp}, expected 1: tensor parallelism is not built yet")
     if quantize is not None:
         raise RequestError(f"quantize is {quantize!r}, expected None: quantised weights are not built yet")
     if device != "cpu":
         raise RequestError(f"device is {device!r}, expected cpu")
+    if backend not in ops_backend.NAMES:
+        raise RequestError(f"backend is {backend!r}, expected {' or '.join(ops_backend.NAMES)}")
 
 
 def _start_check(loaded: LoadedModel, loop: EngineLoop) -> EntryCheck | None:

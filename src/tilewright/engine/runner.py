@@ -53,8 +53,10 @@ class ModelRunner:
         self.states = states
         self.replay = replay
         page_size, num_pages = kv_caches[0].page_size, kv_caches[0].num_pages
-        self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages)
-        self._cross = CrossBuffers(limits.max_tokens_per_step, cross_cache, cross_caches) if cross_cache else None
+        self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages, recorded=replay)
+        self._cross: CrossBuffers | None = None
+        if cross_cache:
+            self._cross = CrossBuffers(limits.max_tokens_per_step, cross_cache, cross_caches, recorded=replay)
         self._arena = Arena()
         self._recorded: RecordedSteps[tuple[Tensor, Tensor | None]] = RecordedSteps(self._arena)
         self.predictor = predictor

@@ -48,6 +48,7 @@ class Sampler:
         self._params_of_rows: list[SamplingParams] = []
         self._parameters_of_rows: tuple[Tensor, ...] = ()
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, step: Step) -> list[Sampled]:
         """One result per chunk from the rows it asked for, fp32 [step.num_logits, V]. May overwrite the logits."""
         chunks = step.chunks

@@ -17,10 +17,17 @@ from tilewright.ops.kv_cache import KvCache
 
 
 class StepBuffers:
-    """The inputs of every step, at fixed places: a recorded step reads them again. Filled through numpy."""
+    """The inputs of every step, at fixed places: a recorded step reads them again. Filled through numpy.
 
-    def __init__(self, num_axes: int, limits: StepLimits, page_size: int, num_pages: int) -> None:
+    Where steps are not `recorded`, a batch has only the columns of the block table that its sequences need: the torch
+    backend gathers the pages of all of them.
+    """
+
+    def __init__(
+        self, num_axes: int, limits: StepLimits, page_size: int, num_pages: int, *, recorded: bool = True
+    ) -> None:
         self.page_size = page_size
+        self.recorded = recorded
         max_tokens, max_sequences = limits.max_tokens_per_step, limits.max_sequences
         pages_per_sequence = min(num_pages, -(-limits.max_context // page_size))
         self.token_ids = torch.zeros(max_tokens, dtype=torch.int64)
@@ -38,6 +45,7 @@ class StepBuffers:
         self._block_table = self.block_table.numpy()
         self._numbers = np.arange(max_tokens)
         self._pages: list[list[int]] = [[] for _ in range(max_sequences)]  # what rows of the block table begin with
+        self._num_columns = pages_per_sequence
 
     def fill(self, chunks: Items[Chunk | DraftInput]) -> None:
         num_sequences = len(chunks)
@@ -48,6 +56,8 @@ class StepBuffers:
             if self._pages[index] != pages:  # in a step that decodes they are as they were, but for one page in 64
                 self._pages[index] = pages.copy()
                 self._block_table[index, : len(pages)] = pages
+        if not self.recorded:
+            self._num_columns = max(len(chunk.sequence.pages) for chunk in chunks)
         num_tokens = len(token_ids)
         lengths, stops, offsets = np.array(
             [(chunk.num_tokens, chunk.stop, chunk.sequence.position_offset) for chunk in chunks]
@@ -82,7 +92,7 @@ class StepBuffers:
             slots_T=self.slots[:num_tokens],
             query_starts=self.query_starts[: num_sequences + 1],
             kv_lengths=self.kv_lengths[:num_sequences],
-            block_table=self.block_table[:num_sequences],
+            block_table=self.block_table[:num_sequences, : self._num_columns],
             kv_caches=kv_caches,
             logit_rows=logit_rows,
             media=media,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tilewright.ops import backend
 from tilewright.ops import rope as ops
 from tilewright.types import UnsupportedConfig
 
@@ -115,16 +116,17 @@ class Rope:
         section = config.scaling.get("mrope_section")
         if section is None:
             self.num_axes = 1
-            self.axis_of_frequency = ops.plain_axes(len(self.inv_freq))
+            axis_of_frequency = ops.plain_axes(len(self.inv_freq))
         else:
             self.num_axes = 3
             axes = ops.interleaved_axes if config.scaling.get("mrope_interleaved") else ops.sectioned_axes
-            self.axis_of_frequency = axes(list(section))  # type: ignore[call-overload]
-            if len(self.axis_of_frequency) != len(self.inv_freq):
+            axis_of_frequency = axes(list(section))  # type: ignore[call-overload]
+            if len(axis_of_frequency) != len(self.inv_freq):
                 raise UnsupportedConfig(
                     f"mrope_section is {section!r}, expected a sum of {len(self.inv_freq)}: half of the turned part of "
                     "a head"
                 )
+        self.axis_of_frequency = axis_of_frequency.to(backend.device())
 
     def fit(self, max_context: int) -> None:
         """Chooses the frequencies for contexts of up to `max_context` tokens, where they depend on the length.
@@ -132,7 +134,8 @@ class Rope:
         Once for all sequences, as vLLM does: transformers chooses anew as a sequence grows, but keys that were turned
         by other frequencies are in the cache then, and shared with other sequences.
         """
-        self.inv_freq, self.attention_scaling = _frequencies(self.config, max_context)
+        inv_freq, self.attention_scaling = _frequencies(self.config, max_context)
+        self.inv_freq = inv_freq.to(backend.device())
 
     def tables(self, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 [T, R/2] each, R of a head's elements being turned."""

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.native import kernels, view
 from tilewright.ops.plan import empty
 
@@ -41,6 +42,7 @@ def gelu_erf_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return activate_and_mul(x, "gelu_erf", out=out)
 
 
+@op
 def activate(x: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:
     """The named activation of each element: none, silu, gelu_tanh, gelu_erf or gelu_quick. `out` may be x."""
     if out is None:
@@ -49,6 +51,7 @@ def activate(x: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor
     return out
 
 
+@op
 def activate_and_mul(x: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:
     """activation(gate) * up [..., I] of x [..., 2I], gate first."""
     if out is None:
@@ -57,6 +60,7 @@ def activate_and_mul(x: Tensor, activation: str, *, out: Tensor | None = None) -
     return out
 
 
+@op
 def add(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     """x + y, of one shape. `out` may be either."""
     if out is None:
@@ -65,6 +69,7 @@ def add(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     return out
 
 
+@op
 def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     """x * sigmoid(gate), for a gate of the shape of x, or [..., 1] for one per row.
 

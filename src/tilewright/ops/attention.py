@@ -2,11 +2,13 @@
 
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.native import kernels, view, view_or_none
 from tilewright.ops.plan import empty
 
 
+@op
 def paged_attention(
     q: Tensor,
     cache: KvCache,
@@ -46,6 +48,7 @@ def paged_attention(
     return out
 
 
+@op
 def varlen_attention(
     q: Tensor,
     k: Tensor,

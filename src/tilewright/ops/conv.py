@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.native import kernels, view, view_or_none
 from tilewright.ops.plan import empty
 
 
+@op
 def causal_conv(
     x: Tensor,
     weight: Tensor,

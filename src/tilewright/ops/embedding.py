@@ -2,11 +2,13 @@
 
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.native import kernels, view
 from tilewright.ops.plan import empty
 
 
+@op
 def embedding(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
     """table[ids] [T, D] for ids [T] int64 or int32 and table [V, D]. A bad id raises ValueError naming it.
 
@@ -22,14 +24,13 @@ def embedding(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None =
 
 
 def _embedding_packed(ids: Tensor, table: PackedWeight, out: Tensor | None) -> Tensor:
-    if table.gated:
-        raise ValueError("embedding: the table is packed as gate and up rows, expected a plain packed weight")
     if out is None:
         out = empty((ids.shape[0], table.k), table.dtype)
-    kernels.embedding_packed(view(ids), view(table.data), table.n, table.k, view(out))
+    kernels.embedding_packed(view(ids), table.native(), view(out))
     return out
 
 
+@op
 def scatter_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     """out [T, D] after out[rows] = values, for rows [M] int64 and values [M, D].
 
@@ -39,6 +40,7 @@ def scatter_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     return out
 
 
+@op
 def scatter_add_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     """out [T, D] after out[rows] += values, summed in fp32 and rounded once. A row named twice raises ValueError."""
     kernels.scatter_rows(view(out), view(rows), view(values), True)

@@ -6,10 +6,12 @@ T packed tokens, B sequences, G key heads of width K, H value heads of width V, 
 import torch
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.native import kernels, view, view_or_none
 from tilewright.ops.plan import empty
 
 
+@op
 def split_projections(
     qkvz: Tensor,
     ba: Tensor,
@@ -49,6 +51,7 @@ def split_projections(
     return qkv, z, b, a
 
 
+@op
 def delta_gates(
     a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -61,6 +64,7 @@ def delta_gates(
     return g, beta
 
 
+@op
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -6,11 +6,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.native import kernels, view
 
 Filter = Literal["bicubic", "bilinear"]
 
 
+@op
 def resize(image: Tensor, height: int, width: int, filter: Filter = "bicubic", *, out: Tensor | None = None) -> Tensor:
     """The 8-bit RGB picture [H, W, 3], or frames [F, H, W, 3], resized to [height, width].
 
@@ -23,6 +25,7 @@ def resize(image: Tensor, height: int, width: int, filter: Filter = "bicubic", *
     return out
 
 
+@op
 def patches(
     image: Tensor,
     height: int,

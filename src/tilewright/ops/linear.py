@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.packed import Packed, PackedForm, pack_into, unpacked, weight_format
 from tilewright.ops.plan import empty
 
 # Rows are packed this much at a time when they come from a file: small beside a model, large enough for all threads.
@@ -17,47 +19,33 @@ PACK_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class PackedWeight:
-    """A weight [n, k] in tiles, with all that is needed to use it: nobody has to remember how it was packed."""
+class PackedWeight(Packed):
+    """A weight [n, k] and its bias, packed for the backend that was active."""
 
-    data: Tensor  # flat, bf16 or fp32
-    n: int
-    k: int
-    gated: bool = False  # gate|up rows side by side: `linear` then gives act(gate) * up, n / 2 columns
-    bias: Tensor | None = None  # fp32, in packed order, padded to whole strips
+    bias: Tensor | None = None  # fp32; in tiles, in packed order and padded to whole strips
 
     @property
     def out_features(self) -> int:
         return self.n // 2 if self.gated else self.n
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
-
     def unpack(self) -> Tensor:
         """The weight [n, k] as it came."""
-        weight = torch.empty(self.n, self.k, dtype=self.dtype)
-        kernels.unpack_weight(view(self.data), view(weight), self.gated)
-        return weight
-
-
-def packed_layout() -> str:
-    """The name of the layout that the ISA level in use reads packed weights in."""
-    return kernels.packed_layout()
+        return unpacked(self)
 
 
 def pack_weight(
     weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, dtype: torch.dtype | None = None
 ) -> PackedWeight:
-    """`weight` [N, K] in tiles. `gated`: its rows are gate then up, as many of each."""
+    """`weight` [N, K] as `linear` reads it. `gated`: its rows are gate then up, as many of each."""
     if weight.dim() != 2:
         raise ValueError(f"pack_weight: weight has shape {list(weight.shape)}, expected [N, K]")
     n, k = weight.shape
-    data = empty_in_huge_pages(kernels.packed_elements(n, k, gated), dtype or weight.dtype)
-    kernels.pack_weight(view(weight), view(data), gated)
-    return PackedWeight(data, n, k, gated, None if bias is None else _pack_bias(bias, n, gated))
+    packed = empty_weight(n, k, bias, gated, dtype or weight.dtype)
+    pack_into(weight, packed)
+    return packed
 
 
+@op
 def pack_weight_rows(
     read_rows: Callable[[int, int], Tensor],
     n: int,
@@ -71,28 +59,41 @@ def pack_weight_rows(
 
     Strips lie one after another, so a block of whole strips is packed as a weight of its own.
     """
-    data = empty_in_huge_pages(kernels.packed_elements(n, k, gated), dtype)
+    packed = empty_weight(n, k, bias, gated, dtype)
     num_parts, tile_rows = (2, 16) if gated else (1, 32)
     part_rows = n // num_parts
     block_rows = max(PACK_BLOCK_BYTES // (k * 4 * num_parts) // tile_rows, 1) * tile_rows
+    done = 0
     for begin in range(0, part_rows, block_rows):
         end = min(begin + block_rows, part_rows)
         parts = [read_rows(part * part_rows + begin, part * part_rows + end) for part in range(num_parts)]
-        first = kernels.packed_elements(begin * num_parts, k, gated) if begin else 0
-        last = kernels.packed_elements(end * num_parts, k, gated)
-        kernels.pack_weight(view(parts[0] if len(parts) == 1 else torch.cat(parts)), view(data[first:last]), gated)
-    return PackedWeight(data, n, k, gated, None if bias is None else _pack_bias(bias, n, gated))
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        form = replace(packed.form, n=len(rows))
+        pack_into(rows, PackedWeight(packed.data[done : done + form.num_elements], form))
+        done += form.num_elements
+    return packed
 
 
-def _pack_bias(bias: Tensor, n: int, gated: bool) -> Tensor:
-    if bias.shape != (n,):
+def empty_weight(n: int, k: int, bias: Tensor | None, gated: bool, dtype: torch.dtype) -> PackedWeight:
+    """Room for a weight [n, k], to be filled by `pack_into`, with its bias in place."""
+    if bias is not None and bias.shape != (n,):
         raise ValueError(f"pack_weight: bias has shape {list(bias.shape)}, expected [N={n}]")
+    form = PackedForm(weight_format(dtype), n, k, gated)
+    data = empty_in_huge_pages(form.num_elements, dtype)
+    return PackedWeight(data, form, bias=None if bias is None else pack_bias(bias, gated))
+
+
+@op
+def pack_bias(bias: Tensor, gated: bool) -> Tensor:
+    """`bias` [N] as `linear` adds it, in fp32."""
+    n = len(bias)
     if not gated:
         return torch.nn.functional.pad(bias.float(), (0, -n % 32))
     halves = torch.nn.functional.pad(bias.float().view(2, n // 2), (0, -(n // 2) % 16))
     return halves.view(2, -1, 16).transpose(0, 1).reshape(-1).contiguous()
 
 
+@op
 def linear(
     x: Tensor,
     weight: PackedWeight,
@@ -111,10 +112,7 @@ def linear(
         out = empty((*x.shape[:-1], weight.out_features), out_dtype or x.dtype)
     kernels.linear(
         view(x),
-        view(weight.data),
-        weight.n,
-        weight.k,
-        weight.gated,
+        weight.native(),
         view_or_none(weight.bias),
         view_or_none(residual),
         view(out),

@@ -10,54 +10,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.packed import Packed, PackedForm, pack_into, weight_format
 from tilewright.ops.plan import empty
 
 
 @dataclass(frozen=True)
-class PackedExperts:
-    """The weights [n, k] of all experts in tiles, one row of `data` per expert, each as a PackedWeight has it."""
-
-    data: Tensor  # [E, elements of one packed expert], bf16 or fp32
-    n: int
-    k: int
-    gated: bool = False  # each expert's rows are gate then up, as many of each
+class PackedExperts(Packed):
+    """The weights [n, k] of all experts, one row of `data` per expert, each as a PackedWeight has it."""
 
     @classmethod
     def empty(cls, num_experts: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> PackedExperts:
         """Room for the experts, to be filled by `pack`; memory is taken up as they come."""
         if num_experts < 1 or n < 1 or k < 1 or (gated and n % 2):
-            form = "gate|up experts of an even n" if gated else "experts"
-            raise ValueError(f"PackedExperts: {num_experts} experts of {n} x {k}, expected 1 or more {form}")
-        elements = kernels.packed_elements(n, k, gated)
-        return cls(empty_in_huge_pages(num_experts * elements, dtype).view(num_experts, elements), n, k, gated)
+            what = "gate|up experts of an even n" if gated else "experts"
+            raise ValueError(f"PackedExperts: {num_experts} experts of {n} x {k}, expected 1 or more {what}")
+        form = PackedForm(weight_format(dtype), n, k, gated)
+        elements = form.num_elements
+        return cls(empty_in_huge_pages(num_experts * elements, dtype).view(num_experts, elements), form)
 
     @property
     def num_experts(self) -> int:
         return self.data.shape[0]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
-
     def pack(self, expert: int, weight: Tensor) -> None:
         """Puts `weight` [n, k] of one expert in its place."""
         if weight.shape != (self.n, self.k):
             raise ValueError(f"PackedExperts: weight has shape {list(weight.shape)}, expected [n={self.n}, k={self.k}]")
-        kernels.pack_weight(view(weight), view(self._row(expert)), self.gated)
+        pack_into(weight, self.expert(expert))
 
     def expert(self, expert: int) -> PackedWeight:
         """One expert's weight, sharing memory: what `linear` takes."""
-        return PackedWeight(self._row(expert), self.n, self.k, self.gated)
-
-    def _row(self, expert: int) -> Tensor:
         if not 0 <= expert < self.num_experts:
             raise ValueError(f"PackedExperts: expert is {expert}, expected 0 to {self.num_experts - 1}")
-        return self.data[expert]
+        return PackedWeight(self.data[expert], self.form, None if self.scales is None else self.scales[expert])
 
 
+@op
 def route(
     logits: Tensor,
     top_k: int,
@@ -81,6 +73,7 @@ def route(
     return ids, weights
 
 
+@op
 def moe(
     x: Tensor,
     ids: Tensor,
@@ -98,24 +91,16 @@ def moe(
     `residual` has the shape and type of the result and may be `out`. Products are those of `linear`; the experts'
     outputs are fp32 and added in the order of ids, so a token's bits do not depend on the tokens beside it.
     """
-    if not gate_up.gated or down.gated or gate_up.n != 2 * down.k or gate_up.k != down.n:
-        raise ValueError(f"moe: gate_up is {_form(gate_up)} and down {_form(down)}, expected gated [2I, D] and [D, I]")
     if out is None:
         out = empty(x.shape, x.dtype)
     kernels.moe(
         view(x),
         view(ids),
         view(weights),
-        view(gate_up.data),
-        view(down.data),
-        down.n,
-        down.k,
+        gate_up.native(),
+        down.native(),
         activation,
         view_or_none(residual),
         view(out),
     )
     return out
-
-
-def _form(experts: PackedExperts) -> str:
-    return f"{'gated ' if experts.gated else ''}[{experts.n}, {experts.k}]"

@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.native import kernels, view, view_or_none
 from tilewright.ops.plan import empty
 
 
+@op
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -28,6 +30,7 @@ def rms_norm(
     return out
 
 
+@op
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last axis of x [..., D]. `out` may be x."""
     if out is None:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tilewright.ops import backend
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels
 
@@ -66,8 +67,11 @@ class Arena:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Results of ops that this thread calls within are handed out from here, until the next `use`."""
-        _current.arena = self
+        """Results of ops that this thread calls within are handed out from here, until the next `use`.
+
+        Not those of the torch backend: torch keeps the memory of its tensors for the next ones itself.
+        """
+        _current.arena = self if backend.active() == "native" else None
         try:
             with self.scope():
                 yield
@@ -89,6 +93,8 @@ class Plan:
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
         """Notes every kernel call this thread makes within."""
+        if backend.active() != "native":
+            raise RuntimeError(f"the {backend.active()} backend is active: a plan records native kernels only")
         self._native.begin()
         try:
             with self._arena.use():
@@ -106,9 +112,11 @@ class Plan:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor for the result of an op: from the arena this thread uses, else torch's."""
+    """A tensor for the result of an op: from the arena this thread uses, else torch's, where the backend computes."""
     arena = _current.arena
-    return torch.empty(shape, dtype=dtype) if arena is None else arena.empty(shape, dtype)
+    if arena is None:
+        return torch.empty(shape, dtype=dtype, device=backend.device())
+    return arena.empty(shape, dtype)
 
 
 def scope() -> contextlib.AbstractContextManager[None]:

@@ -8,10 +8,12 @@ kind of rope there is.
 import torch
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.native import kernels, view
 from tilewright.ops.plan import empty
 
 
+@op
 def rope_table(
     positions: Tensor,
     inv_freq: Tensor,
@@ -35,6 +37,7 @@ def rope_table(
     return cos, sin
 
 
+@op
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, out: Tensor | None = None) -> Tensor:
     """x [T, H, K] with each head's first R elements turned by cos, sin [T, R/2]; the rest is copied.
 
@@ -46,11 +49,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, out:
     return out
 
 
+@op
 def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
     """Turns q [T, H, K] and k [T, G, K] in place, in one pass over the tokens."""
     kernels.qk_norm_rope(view(q), view(k), None, None, view(cos), view(sin), 0.0, False, interleaved)
 
 
+@op
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,

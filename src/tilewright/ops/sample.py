@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewright.ops.backend import op
 from tilewright.ops.native import kernels, view, view_or_none
 
 
@@ -21,6 +22,7 @@ class LogProbs(NamedTuple):
     rank: Tensor  # [B] int64, 1 for the best
 
 
+@op
 def penalize(
     logits: Tensor,
     starts: Tensor,
@@ -56,6 +58,7 @@ def penalize(
     return logits
 
 
+@op
 def mask(logits: Tensor, rows: Tensor, words: Tensor) -> Tensor:
     """fp32 logits, changed in place: -inf for the tokens that words forbid in the rows named (int64 [R], each once).
 
@@ -66,6 +69,7 @@ def mask(logits: Tensor, rows: Tensor, words: Tensor) -> Tensor:
     return logits
 
 
+@op
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -89,6 +93,7 @@ def sample(
     return out
 
 
+@op
 def softmax_probs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
@@ -99,6 +104,7 @@ def softmax_probs(
     return out
 
 
+@op
 def log_probs(logits: Tensor, token_ids: Tensor, top_n: int) -> LogProbs:
     """The log softmax of raw logits at token_ids [B] and at the top_n best of each row, and the tokens' ranks."""
     rows = logits.shape[0]

@@ -4,7 +4,8 @@ An entry is one file: the tensors, each on a boundary of 4 KiB; a JSON header th
 with a checksum of each MiB; a footer with the header's place and SHA-256. It is written under another name and takes
 its own only when all of it is on disk, so that one that was cut off is never seen; a file without its footer, or whose
 header was changed, is no entry either. Its name is made of what it must match: the checkpoint's fingerprint, the dtype,
-the layout of packed weights and the recipe of every weight. Whatever changes, the file is simply not found.
+the format of packed weights (values, groups, layout) and the recipe of every weight. Whatever changes, the file is
+simply not found.
 
 A byte may flip on the disk later. A start compares a random sample of the checksums, which is all of a small model, and
 `entry_check` the whole while the model answers.
@@ -34,14 +35,14 @@ import torch
 from torch import Tensor
 
 from tilewright.model_files import CheckpointError
-from tilewright.ops.linear import packed_layout
+from tilewright.ops.packed import weight_format
 from tilewright.weights.checksums import BLOCK_BYTES, ChecksummedData, ChecksummedWriter
 from tilewright.weights.mapped import MappedFile
 from tilewright.weights.spec import Weight
 from tilewright.weights.values import Encoder, decode
 
 # Counted up when the bytes of a packed weight (csrc/base/tile.h), the fields of its classes or this format change.
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 
 SUFFIX = ".packed"
 MAX_ENTRIES = 4  # the ones used last stay; each is as large as its model
@@ -66,12 +67,20 @@ class PackedCache:
     """The entry of one model from one checkpoint, in `folder`."""
 
     def __init__(
-        self, folder: Path, weights: Sequence[Weight], checkpoint: Path, fingerprint: str, recipe: str
+        self,
+        folder: Path,
+        weights: Sequence[Weight],
+        checkpoint: Path,
+        fingerprint: str,
+        dtype: torch.dtype,
+        recipe: str,
     ) -> None:
         """`checkpoint` is where it lies, `fingerprint` its state, `recipe` what else the values depend on."""
         self._folder = folder
         self._weights = weights
-        self._key = _key(fingerprint, recipe, packed_layout(), *(weight.recipe for weight in weights))
+        recipes = (weight.recipe for weight in weights)
+        # Plain tensors follow from the dtype, packed ones from the format that this level packs it as.
+        self._key = _key(fingerprint, str(dtype), repr(weight_format(dtype)), recipe, *recipes)
         # Two parts to find by what took this one's place: same checkpoint, other state of it.
         self._checkpoint = hashlib.sha256(os.fsencode(checkpoint.resolve())).hexdigest()[:16]
         self._state = _key(fingerprint)[:16]

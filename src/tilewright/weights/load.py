@@ -72,7 +72,7 @@ def load(
     cache, from_cache = None, False
     if cache_dir is not None:
         in_order = [stored_names[source.name] for weight in weights for source in weight.sources]
-        cache = PackedCache(cache_dir, weights, checkpoint.path, checkpoint.fingerprint, f"{dtype} {in_order}")
+        cache = PackedCache(cache_dir, weights, checkpoint.path, checkpoint.fingerprint, dtype, f"{in_order}")
         if cache.path.is_file():
             with _progress_bar(cache.path.stat().st_size, progress) as bar:
                 from_cache = cache.restore(bar.update)

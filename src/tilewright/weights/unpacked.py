@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilewright.ops import backend
 from tilewright.ops.linear import PACK_BLOCK_BYTES
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.weights.spec import Reader, Source, Weight
@@ -45,4 +46,4 @@ class ConvTaps(Weight[Tensor]):
         super().__init__([Source(f"{name}.weight", (channels, 1, taps))])
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
-        self._value = readers[0].read()[:, 0].t().to(dtype).contiguous()
+        self._value = readers[0].read()[:, 0].t().to(backend.device(), dtype).contiguous()

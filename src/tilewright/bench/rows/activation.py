@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, random, rotation
 from tilewright.bench.shapes import MODELS
-from tilewright.ops import activation, reference
+from tilewright.ops import activation
+from tilewright.ops.torch_backend import activation as reference
 
 TOKENS = (8, 4096)
 

@@ -10,8 +10,9 @@ from torch.nn import functional
 from tilewright.bench.row import Calls, Row, close, random, rotation
 from tilewright.bench.shapes import MODELS
 from tilewright.bench.torch_dtype import fastest_dtype
-from tilewright.ops import attention, reference
+from tilewright.ops import attention
 from tilewright.ops.kv_cache import KvCache, kv_store
+from tilewright.ops.torch_backend import attention as reference
 
 PATCHES = (1024, 2048, 4096)
 PAGE_SIZE = 128
@@ -57,7 +58,9 @@ def _varlen(patches: int, heads: int, width: int) -> Calls:
 
     def check() -> bool:
         actual = attention.varlen_attention(q, k, v, starts)[-CHECKED_QUERIES:]
-        return close(actual, reference.attention(q[-CHECKED_QUERIES:], k, v), 4)
+        return close(
+            actual, reference.varlen_attention(q[-CHECKED_QUERIES:], k, v, _starts(0, CHECKED_QUERIES), starts), 4
+        )
 
     return Calls(
         lambda _: attention.varlen_attention(q, k, v, starts, out=out),
@@ -93,7 +96,8 @@ def _paged(batch: int, num_queries: int, heads: int, kv_heads: int, width: int) 
 
     def check() -> bool:
         actual = attention.paged_attention(q, cache, block_table, starts, lengths)[-1:]
-        return close(actual, reference.attention(q[-1:], k[-CONTEXT:], v[-CONTEXT:]), 4)
+        last = reference.varlen_attention(q[-1:], k[-CONTEXT:], v[-CONTEXT:], _starts(0, 1), _starts(0, CONTEXT))
+        return close(actual, last, 4)
 
     return Calls(
         lambda call: attention.paged_attention(q, caches[call % len(caches)], block_table, starts, lengths, out=out),

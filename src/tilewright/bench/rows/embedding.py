@@ -9,8 +9,9 @@ from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, random, rotation
 from tilewright.bench.shapes import MODELS
-from tilewright.ops import embedding, reference
+from tilewright.ops import embedding
 from tilewright.ops.linear import pack_weight
+from tilewright.ops.torch_backend import embedding as reference
 
 TOKENS = 1024
 

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilewright.bench.chunked_delta_rule import CHUNK_TOKENS, chunked_delta_rule
 from tilewright.bench.row import ROTATION_BYTES, Calls, Row, close, random, rotation
 from tilewright.bench.shapes import LINEAR_ATTENTIONS, LinearAttention
-from tilewright.ops import conv, gated_delta, norm, reference
-from tilewright.ops import reference_gated_delta as twins
+from tilewright.ops import conv, gated_delta, norm
 from tilewright.ops.memory import empty_in_huge_pages
+from tilewright.ops.torch_backend import conv as conv_twins
+from tilewright.ops.torch_backend import gated_delta as twins
+from tilewright.ops.torch_backend import norm as norm_twins
 
 PROMPT = 2048
 BATCHES = (1, 8)
-CHUNK = twins.CHUNK_TOKENS
-# The twin goes token by token; this many show a wrong kernel.
+# The twin keeps a state for each token; this many show a wrong kernel.
 CHECKED_TOKENS = 200
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
@@ -32,7 +34,7 @@ def rows() -> Iterator[Row]:
         row_bytes = 2 * (net.qkv_width + heads * width) + 8 * heads
         for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
             moved = PROMPT * row_bytes * dtype.itemsize // 2 + 8 * net.state_elements
-            flops = 2 * PROMPT * heads * width * (3 * width + 2 * CHUNK)
+            flops = 2 * PROMPT * heads * width * (3 * width + 2 * CHUNK_TOKENS)
             yield Row(
                 "gated_delta prompt",
                 f"{net.name} {name} {PROMPT} tokens, {sizes}",
@@ -110,7 +112,7 @@ def _prompt(net: LinearAttention, dtype: torch.dtype) -> Calls:
 
     return Calls(
         lambda _: gated_delta.gated_delta_rule(*inputs, states, starts, slots, out=out),
-        lambda _: twins.gated_delta_rule_chunked(*wide, states[0]),
+        lambda _: chunked_delta_rule(*wide, states[0]),
         check,
     )
 
@@ -160,7 +162,7 @@ def _conv(net: LinearAttention) -> Calls:
 
     def check() -> bool:
         actual = conv.causal_conv(x, weight, torch.zeros_like(states), starts, slots)
-        return close(actual, twins.causal_conv(x, weight, torch.zeros_like(states), starts, slots))
+        return close(actual, conv_twins.causal_conv(x, weight, torch.zeros_like(states), starts, slots))
 
     return Calls(lambda _: conv.causal_conv(x, weight, states, starts, slots, out=out), theirs, check)
 
@@ -187,7 +189,7 @@ def _conv_step(net: LinearAttention, batch: int) -> Calls:
         weight, states = copies[0]
         actual_states, expected_states = states.clone(), states.clone()
         actual = conv.causal_conv(x, weight, actual_states, starts, slots)
-        expected = twins.causal_conv(x, weight, expected_states, starts, slots)
+        expected = conv_twins.causal_conv(x, weight, expected_states, starts, slots)
         return close(actual, expected) and torch.equal(actual_states, expected_states)
 
     return Calls(ours, theirs, check)
@@ -219,12 +221,12 @@ def _gates(net: LinearAttention) -> Calls:
     out = torch.empty(a.shape), torch.empty(a.shape)
 
     def check() -> bool:
-        actual, expected = gated_delta.delta_gates(a, b, a_log, dt_bias), twins.gates(a, b, a_log, dt_bias)
+        actual, expected = gated_delta.delta_gates(a, b, a_log, dt_bias), twins.delta_gates(a, b, a_log, dt_bias)
         return all(close(x, y, steps=0.01) for x, y in zip(actual, expected, strict=True))
 
     return Calls(
         lambda _: gated_delta.delta_gates(a, b, a_log, dt_bias, out=out),
-        lambda _: twins.gates(a, b, a_log, dt_bias),
+        lambda _: twins.delta_gates(a, b, a_log, dt_bias),
         check,
     )
 
@@ -239,6 +241,6 @@ def _norm(net: LinearAttention) -> Calls:
         return (normed * functional.silu(gate.float())).to(x.dtype)
 
     def check() -> bool:
-        return close(norm.rms_norm(x, weight, 1e-6, gate=gate), reference.rms_norm(x, weight, 1e-6, gate=gate))
+        return close(norm.rms_norm(x, weight, 1e-6, gate=gate), norm_twins.rms_norm(x, weight, 1e-6, gate=gate))
 
     return Calls(lambda _: norm.rms_norm(x, weight, 1e-6, gate=gate, out=out), theirs, check)

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close
-from tilewright.ops import image, reference
+from tilewright.ops import image
+from tilewright.ops.torch_backend import image as reference
 
 # Rows and columns as a camera or a screen gives them, and as the model takes them (multiples of 32).
 PICTURES = (((1080, 1920), (1088, 1920)), ((3024, 4032), (1536, 2048)))

@@ -10,8 +10,8 @@ from torch.nn import functional
 from tilewright.bench.row import Calls, Row, close, num_copies, random, rotation
 from tilewright.bench.shapes import MODELS, Vision
 from tilewright.bench.torch_dtype import fastest_dtype
-from tilewright.ops import reference
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
+from tilewright.ops.torch_backend import linear as reference
 
 ROWS = (1, 4, 16, 128, 512, 1024)
 HEAD_ROWS = (1, 16)
@@ -81,7 +81,7 @@ def _patches(vision: Vision) -> Calls:
     their_kernel, their_bias = kernel.to(dtype), bias.to(dtype)
 
     def check() -> bool:
-        return close(linear(x, packed), reference.linear(x, weight, bias))
+        return close(linear(x, packed), reference.plain_linear(x, weight, bias))
 
     def theirs(_: int) -> Tensor:
         return functional.conv3d(frames, their_kernel, their_bias, kernel.shape[2:])
@@ -112,5 +112,5 @@ def _agrees(x: Tensor, weight: Tensor, packed: PackedWeight, activation: str) ->
     x = x[-CHECKED_ROWS:]
     y = linear(x, packed, activation=activation)
     if packed.gated:
-        return close(y, reference.linear(x, weight, gated=True, activation=activation))
-    return close(y[:, -CHECKED_OUTPUTS:], reference.linear(x, weight[-CHECKED_OUTPUTS:], activation=activation))
+        return close(y, reference.plain_linear(x, weight, gated=True, activation=activation))
+    return close(y[:, -CHECKED_OUTPUTS:], reference.plain_linear(x, weight[-CHECKED_OUTPUTS:], activation=activation))

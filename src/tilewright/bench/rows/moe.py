@@ -10,8 +10,8 @@ from torch.nn import functional
 from tilewright.bench.row import Calls, Row, close, random
 from tilewright.bench.shapes import SPARSE_MODELS, Experts
 from tilewright.bench.torch_dtype import fastest_dtype
-from tilewright.ops import reference_moe as reference
 from tilewright.ops.moe import PackedExperts, moe, route
+from tilewright.ops.torch_backend import moe as reference
 
 TOKENS = (1, 8, 64, 1024)
 ROUTED_TOKENS = (1, 1024)
@@ -72,7 +72,7 @@ def _moe_calls(model: Experts, tokens: int) -> Calls:
 
     def check() -> bool:
         ids, weights = (t[:CHECKED_TOKENS] for t in routings[0])
-        expected = reference.moe(x[:CHECKED_TOKENS], ids, weights, gate_up, down)
+        expected = reference.plain_moe(x[:CHECKED_TOKENS], ids, weights, gate_up, down)
         return close(moe(x, *routings[0], *packed)[:CHECKED_TOKENS], expected, steps=3.0)
 
     return Calls(ours, theirs, check)

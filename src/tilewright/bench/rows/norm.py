@@ -7,7 +7,8 @@ from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, random, rotation
 from tilewright.bench.shapes import MODELS
-from tilewright.ops import norm, reference
+from tilewright.ops import norm
+from tilewright.ops.torch_backend import norm as reference
 
 EPS = 1e-6
 TOKENS = (8, 4096)

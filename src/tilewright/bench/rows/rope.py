@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, random, rotation
 from tilewright.bench.shapes import MODELS
-from tilewright.ops import reference, rope
+from tilewright.ops import rope
+from tilewright.ops.torch_backend import rope as reference
 
 EPS = 1e-6
 TOKENS = (8, 4096)

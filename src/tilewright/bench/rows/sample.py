@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tilewright.bench.row import Calls, Row, close, random
 from tilewright.bench.shapes import MODELS
-from tilewright.ops import reference, sample
+from tilewright.ops import sample
+from tilewright.ops.torch_backend import sample as reference
 
 BATCH = 8
 TEMPERATURE, TOP_K, TOP_P = 0.7, 20, 0.8

@@ -163,7 +163,7 @@ def _norm(name: str, width: int, eps: float, biases: frozenset[str]) -> LayerNor
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """Every query sees every key."""
     if len(q):
-        starts = [torch.tensor([0, len(tensor)], dtype=torch.int32) for tensor in (q, k)]
+        starts = [torch.tensor([0, len(tensor)], dtype=torch.int32, device=tensor.device) for tensor in (q, k)]
         varlen_attention(q, k, v, *starts, out=out)
 
 
@@ -206,12 +206,15 @@ class VisionTower:
     def _encode(self, medium: Medium) -> Tensor:
         config = self.config
         rows = Rows(medium.tiling[0] * medium.tiling[1], config.max_tiles, config.rows_per_tile)
-        states = torch.empty(rows.num_real, self.projector.packed.out_features, dtype=self.positions.value.dtype)
+        positions = self.positions.value
+        states = torch.empty(
+            rows.num_real, self.projector.packed.out_features, dtype=positions.dtype, device=positions.device
+        )
         arrangement = 1 + self.arrangements.index(medium.tiling)
         with scope():
             maps = empty((rows.num_real, config.width * (1 + len(config.inner_maps))), states.dtype)
             last_map, *inner_maps = maps.split(config.width, dim=1)
-            x_ND = self._embed(medium.load(), rows, arrangement)
+            x_ND = self._embed(medium.load().to(states.device), rows, arrangement)
             for i, layer in enumerate(self.local_layers):
                 with scope():
                     layer(x_ND, rows.num_real, rows.total)

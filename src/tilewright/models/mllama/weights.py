@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.ops import backend
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.patch_embedding import pack_patch_embedding
@@ -72,7 +73,8 @@ class TileTable(Weight[Tensor]):
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         table, gate = (reader.read().float() for reader in readers)
-        self._value = (table * gate.tanh()).view(len(table), self.num_tiles, -1).contiguous()
+        value = (table * gate.tanh()).view(len(table), self.num_tiles, -1)
+        self._value = value.contiguous().to(backend.device())
 
 
 class MapProjectorWeight(LinearWeight):

@@ -16,6 +16,7 @@ from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import Linear, PatchEmbedding
 from tilewright.layers.mlp import activation_named
 from tilewright.models.text_config import Config, head_width, integer
+from tilewright.ops import backend
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.plan import empty, scope
 from tilewright.ops.rope import rope_qk, rope_table, vision_axes
@@ -146,18 +147,19 @@ class VisionTower:
         ]
         frequencies = config.head_width // 4
         inv_freq = 1.0 / ROPE_THETA ** (torch.arange(frequencies, dtype=torch.float32) / frequencies)
-        self.inv_freq, self.rope_axes = inv_freq.repeat(2), vision_axes(frequencies)
+        self.inv_freq = inv_freq.repeat(2).to(backend.device())
+        self.rope_axes = vision_axes(frequencies).to(backend.device())
         self.position_embedding = functools.lru_cache(MAX_CACHED_GRIDS)(self._position_embedding)
 
     def __call__(self, media: Sequence[Medium]) -> list[Tensor]:
         """Features [n, (1 + deepstack layers) * output width] of each medium: its own, then those of each layer."""
         config = self.config
         x_ND = self._embed_patches(media)
-        frame_starts = _frame_starts([medium.grid for medium in media])
-        places = torch.cat([patch_places(medium.grid, config.merge_size) for medium in media], dim=1)
+        frame_starts = _frame_starts([medium.grid for medium in media]).to(x_ND.device)
+        places = torch.cat([patch_places(medium.grid, config.merge_size) for medium in media], dim=1).to(x_ND.device)
         cos, sin = rope_table(places, self.inv_freq, self.rope_axes)
         num_features, width = len(x_ND) // config.merge_size**2, config.output_width
-        features = torch.empty(num_features, config.num_outputs * width, dtype=x_ND.dtype)
+        features = torch.empty(num_features, config.num_outputs * width, dtype=x_ND.dtype, device=x_ND.device)
         outputs = features.split(width, dim=1)
         # Mergers go by the config's list, the decoder's layers by the depth at which the features were taken.
         mergers = dict(zip(config.deepstack_layers, self.deepstack_mergers, strict=True))
@@ -176,7 +178,8 @@ class VisionTower:
         x_ND = empty((sum(counts), self.config.width), self.patch_embedding.dtype)
         for medium, rows in zip(media, x_ND.split(counts), strict=True):
             positions = self.position_embedding(*medium.grid[1:])
-            for patches, frame in zip(medium.load().split(len(positions)), rows.split(len(positions)), strict=True):
+            pixels = medium.load().to(x_ND.device)
+            for patches, frame in zip(pixels.split(len(positions)), rows.split(len(positions)), strict=True):
                 self.patch_embedding(patches, is_still=medium.kind == "image", residual=positions, out=frame)
         return x_ND
 
@@ -184,8 +187,8 @@ class VisionTower:
         """The square table of learned positions, resampled bilinearly to a grid: [rows * columns, D]."""
         side = self.config.positions_per_side
         table = self.positions.value.view(side, side, -1)
-        place = patch_places((1, rows, columns), self.config.merge_size)
-        result = torch.zeros(rows * columns, self.config.width)
+        place = patch_places((1, rows, columns), self.config.merge_size).to(table.device)
+        result = torch.zeros(rows * columns, self.config.width, device=table.device)
         for row, row_share in _taps(place[0], rows, side):
             for column, column_share in _taps(place[1], columns, side):
                 result += table[row, column].float() * (row_share * column_share)[:, None]
@@ -194,7 +197,7 @@ class VisionTower:
 
 def _taps(place: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
     """The two table entries around each place of `count` on a line of `side`, corner on corner, and their shares."""
-    at = torch.linspace(0, side - 1, count)[place]
+    at = torch.linspace(0, side - 1, count, device=place.device)[place]
     low = at.long()
     share = at - low
     return [(low, 1 - share), ((low + 1).clamp(max=side - 1), share)]

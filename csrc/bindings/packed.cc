@@ -1,0 +1,62 @@
+#include "bindings/packed.h"
+
+#include "kernels/linear/linear.h"
+
+namespace tilewright {
+namespace {
+
+WeightFormat format_named(const Op& op, const std::string& name) {
+  std::string known;
+  for (const WeightFormat format : kWeightFormats) {
+    if (name == name_of(format)) return format;
+    known += std::string(known.empty() ? "" : ", ") + name_of(format);
+  }
+  op.fail("the weight's format is '" + name + "', expected one of " + known);
+}
+
+}  // namespace
+
+std::string to_string(const PackedWeight& weight) {
+  return std::string(weight.gated ? "gated " : "") + "[" + std::to_string(weight.n) + ", " + std::to_string(weight.k) +
+         "]";
+}
+
+PackedWeight described_by(const Op& op, nb::handle form) {
+  const nb::object format = form.attr("format");
+  PackedWeight weight;
+  weight.format = format_named(op, nb::cast<std::string>(format.attr("name")));
+  weight.layout = linear_kernels().layout;
+  weight.n = nb::cast<int64_t>(form.attr("n"));
+  weight.k = nb::cast<int64_t>(form.attr("k"));
+  weight.gated = nb::cast<bool>(form.attr("gated"));
+  weight.group_size = nb::cast<int64_t>(format.attr("group_size"));
+  const auto layout = nb::cast<std::string>(format.attr("layout"));
+  OP_REQUIRE(op, layout == name_of(weight.layout),
+             "the weight's layout is '" + layout + "', this level reads '" + name_of(weight.layout) + "'");
+  OP_REQUIRE(op, weight.group_size == 0,
+             std::string("the weight has groups of ") + std::to_string(weight.group_size) + " values, " +
+                 name_of(weight.format) + " has none");
+  OP_REQUIRE(op, weight.n > 0 && weight.k > 0,
+             "a packed weight of " + std::to_string(weight.n) + " x " + std::to_string(weight.k) + " has no elements");
+  OP_REQUIRE(op, !weight.gated || weight.n % 2 == 0,
+             "a gate|up weight has an even number of rows, got " + std::to_string(weight.n));
+  return weight;
+}
+
+PackedWeight packed_of(Op& op, const nb::tuple& packed, const char* name, std::initializer_list<const char*> sizes) {
+  OP_REQUIRE(op, packed.size() == 3, std::string(name) + " must be a tensor, its form and its scales or None");
+  const Tensor data = op.tensor(packed[0], name, sizes, kFloats);
+  PackedWeight weight = described_by(op, packed[1]);
+  OP_REQUIRE(op, data.dtype == storage_of(weight.format),
+             std::string(name) + " is " + name_of(data.dtype) + ", its format " + name_of(weight.format));
+  OP_REQUIRE(op, data.size(-1) == weight.elements(),
+             std::string(name) + " has " + std::to_string(data.size(-1)) + " elements" +
+                 (data.rank == 2 ? " per expert" : "") + ", expected " + std::to_string(weight.elements()) +
+                 " for a packed " + name + " of " + std::to_string(weight.n) + " by " + std::to_string(weight.k));
+  OP_REQUIRE(op, packed[2].is_none(), std::string(name) + " has scales, " + name_of(weight.format) + " has none");
+  op.contiguous(data);
+  weight.data = data.data;
+  return weight;
+}
+
+}  // namespace tilewright

@@ -1,0 +1,163 @@
+"""softmax(scale Q K^T + mask) V over packed sequences.
+
+Which keys a query sees is a mask made of the starts, over all keys of the call. Queries come a block at a time, so that
+scores do not grow with the square of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.torch_backend.common import into, sequence_of_each
+from tilewright.ops.torch_backend.kv_cache import key_row_of, rows_of
+
+BLOCK_ELEMENTS = 1 << 25  # of scores, or of keys that are gathered: 128 MiB in fp32
+
+
+def paged_attention(
+    q: Tensor,
+    cache: KvCache,
+    block_table: Tensor,
+    query_starts: Tensor,
+    kv_lengths: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """All columns of block_table are read: as many as the longest sequence needs cost the least.
+
+    In a decode step each query has the keys of its own sequence before it, gathered. In prefill, where those would be
+    copied for every query, all queries have the keys of all sequences, which are one matrix, and most are masked.
+    """
+    num_tokens, num_sequences, rows = len(q), len(kv_lengths), rows_of(cache)
+    sequence = sequence_of_each(query_starts, num_tokens)
+    # The last query stands at the last key.
+    places = torch.arange(num_tokens, device=q.device) - query_starts[1:][sequence] + kv_lengths[sequence]
+    rows_BL = _key_rows(cache, block_table)
+    num_keys = rows_BL.shape[1]
+    key_places = torch.arange(num_keys, device=q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def decode(block: slice) -> Tensor:
+        own = sequence[block]
+        own_rows = rows_BL[own]
+        seen = (key_places < kv_lengths[own, None]) & _visible(places[block], key_places, causal, window)
+        return _attend(q[block], rows[own_rows], rows[own_rows + cache.page_size], seen[:, None], scale, soft_cap)
+
+    if num_tokens <= num_sequences:
+        return into(out, _in_blocks(decode, q, num_keys * rows[0].numel()))
+
+    all_rows, all_places = rows_BL.flatten(), key_places.repeat(num_sequences)
+    keys, values = rows[all_rows], rows[all_rows + cache.page_size]
+    key_sequence = torch.arange(num_sequences, device=q.device).repeat_interleave(num_keys)
+    is_key = all_places < kv_lengths[key_sequence]
+
+    def prefill(block: slice) -> Tensor:
+        seen = (sequence[block, None] == key_sequence) & is_key & _visible(places[block], all_places, causal, window)
+        return _attend(q[block], keys, values, seen[:, None], scale, soft_cap)
+
+    return into(out, _in_blocks(prefill, q, len(keys) * q.shape[1]))
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    key_starts = query_starts if key_starts is None else key_starts
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    query_sequence, key_sequence = sequence_of_each(query_starts, len(q)), sequence_of_each(key_starts, len(k))
+    query_places = torch.arange(len(q), device=q.device) - query_starts[query_sequence]
+    key_places = torch.arange(len(k), device=q.device) - key_starts[key_sequence]
+    # The last query stands at the last key.
+    ahead = (key_starts[1:] - key_starts[:-1]) - (query_starts[1:] - query_starts[:-1])
+
+    def attend(block: slice) -> Tensor:
+        sequence, places = query_sequence[block], query_places[block]
+        seen = (sequence[:, None] == key_sequence) & _visible(places + ahead[sequence], key_places, causal, window)
+        seen, added = seen[:, None], None
+        if mask is not None:
+            of_pairs = _mask_of_pairs(mask, sequence, places, key_places)
+            if mask.dtype == torch.bool:
+                seen = seen & of_pairs
+            else:
+                added = of_pairs.float()
+        return _attend(q[block], k, v, seen, scale, soft_cap, added)
+
+    return into(out, _in_blocks(attend, q, len(k) * q.shape[1]))
+
+
+def _key_rows(cache: KvCache, block_table: Tensor) -> Tensor:
+    """[B, pages * page_size]: which of the cache's rows the keys of each sequence are."""
+    first_rows = key_row_of(block_table.clamp(min=0).long() * cache.page_size, cache.page_size)
+    return (first_rows[:, :, None] + torch.arange(cache.page_size, device=block_table.device)).flatten(1)
+
+
+def _visible(query_places: Tensor, key_places: Tensor, causal: bool, window: int) -> Tensor:
+    """[T, S]: whether a query may look as far as a key."""
+    distance = query_places[:, None] - key_places
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        visible = visible & (distance >= 0)
+    if window > 0:
+        visible = visible & (distance.abs() < window)
+    return visible
+
+
+def _mask_of_pairs(mask: Tensor, sequence: Tensor, query_places: Tensor, key_places: Tensor) -> Tensor:
+    """[T, H or 1, S] of a mask [B or 1, H or 1, Sq or 1, Sk]; anything for keys of other sequences."""
+    of_sequence = sequence if mask.shape[0] > 1 else torch.zeros_like(sequence)
+    row = query_places.clamp(max=mask.shape[2] - 1)
+    column = key_places.clamp(max=mask.shape[3] - 1)
+    return mask[of_sequence[:, None], :, row[:, None], column].transpose(1, 2)
+
+
+def _in_blocks(attend: Callable[[slice], Tensor], q: Tensor, elements_per_query: int) -> Tensor:
+    """What `attend` gives for blocks of queries, as many at a time as there is room for."""
+    size = max(BLOCK_ELEMENTS // max(elements_per_query, 1), 1)
+    blocks = [attend(slice(begin, begin + size)) for begin in range(0, len(q), size)]
+    return torch.cat(blocks) if blocks else torch.empty_like(q)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    soft_cap: float,
+    added: Tensor | None = None,
+) -> Tensor:
+    """q [T, H, K] over keys of all queries [S, G, K], or of each [T, S, G, K]; seen and added are [T, H or 1, S]."""
+    own = "t" if k.dim() == 4 else ""
+    q_TGRK = q.float().unflatten(1, (k.shape[-2], -1))
+    scores = torch.einsum(f"tgrk,{own}sgk->tgrs", q_TGRK, k.float()).flatten(1, 2) * scale
+    if soft_cap > 0:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if added is not None:
+        scores = scores + added
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sees_any = (scores > -torch.inf).any(-1, keepdim=True) | scores.isnan().any(-1, keepdim=True)
+    weights = torch.softmax(scores, dim=-1).masked_fill(~sees_any, 0.0)  # a query that sees nothing gives zeros
+    # A weight of 0 times a NaN is NaN: one that another sequence has must not get here, one that is seen must.
+    is_bad = ~v.isfinite().all(-1).all(-1)
+    values = v.float().masked_fill(is_bad[..., None, None], 0.0)
+    attended = torch.einsum(f"tgrs,{own}sgk->tgrk", weights.unflatten(1, (k.shape[-2], -1)), values).flatten(1, 2)
+    sees_bad = (seen & (is_bad[:, None] if own else is_bad)).any(-1, keepdim=True)
+    return attended.masked_fill(sees_bad, torch.nan).to(q.dtype)

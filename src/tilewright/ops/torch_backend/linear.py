@@ -1,0 +1,85 @@
+"""y = epilogue(x W^T + b), with the rows of the weight as they came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilewright.ops import backend
+from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, empty_weight
+from tilewright.ops.torch_backend.activation import ACTIVATIONS
+from tilewright.ops.torch_backend.common import into
+from tilewright.ops.torch_backend.packed import rows_of
+
+
+def pack_weight_rows(
+    read_rows: Callable[[int, int], Tensor],
+    n: int,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    dtype: torch.dtype,
+) -> PackedWeight:
+    packed = empty_weight(n, k, bias, gated, dtype)
+    rows = rows_of(packed)
+    block_rows = max(PACK_BLOCK_BYTES // (k * 4), 1)
+    for begin in range(0, n, block_rows):
+        end = min(begin + block_rows, n)
+        rows[begin:end] = read_rows(begin, end)
+    return packed
+
+
+def pack_bias(bias: Tensor, gated: bool) -> Tensor:
+    return bias.to(backend.device(), torch.float32, copy=True)
+
+
+def linear(
+    x: Tensor,
+    weight: PackedWeight,
+    *,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    out_dtype = out_dtype if out is None else out.dtype
+    y = plain_linear(
+        x,
+        rows_of(weight),
+        weight.bias,
+        gated=weight.gated,
+        activation=activation,
+        residual=residual,
+        out_dtype=out_dtype,
+    )
+    return into(out, y)
+
+
+def plain_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The same of a weight [N, K] that is no more than a tensor."""
+    y = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    y = epilogue(y, gated, activation)
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(out_dtype or x.dtype)
+
+
+def epilogue(product: Tensor, gated: bool, activation: str) -> Tensor:
+    """activation(product), or activation(gate) * up of its two halves."""
+    if not gated:
+        return ACTIVATIONS[activation](product)
+    gate, up = product.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
