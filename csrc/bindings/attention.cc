@@ -29,7 +29,7 @@ KvLayout layout_of(Op& op, const Tensor& pages, int64_t page_size, int64_t head_
 }
 
 void check_starts(const Op& op, const Tensor& starts, int64_t num_tokens, const char* of_what) {
-  const int32_t* s = static_cast<const int32_t*>(starts.data);
+  const int32_t* s = starts.as<int32_t>();
   const int64_t last = starts.size(0) - 1;
   OP_REQUIRE(op, s[0] == 0, std::string(starts.name) + "[0] is " + text(s[0]) + ", expected 0");
   for (int64_t i = 0; i < last; ++i)
@@ -39,17 +39,6 @@ void check_starts(const Op& op, const Tensor& starts, int64_t num_tokens, const 
   OP_REQUIRE(op, s[last] == num_tokens,
              std::string(starts.name) + "[-1] is " + text(s[last]) + ", expected the " + text(num_tokens) +
                  " tokens of " + of_what);
-}
-
-// Keys and values [T, G, K], of the ops that read both.
-template <class Args>
-void set_keys_and_values(Args& args, const Tensor& k, const Tensor& v) {
-  args.k = k.data;
-  args.k_token_stride = k.stride(0);
-  args.k_head_stride = k.stride(1);
-  args.v = v.data;
-  args.v_token_stride = v.stride(0);
-  args.v_head_stride = v.stride(1);
 }
 
 // q and out are [T, H, K].
@@ -63,14 +52,9 @@ AttentionArgs query_args(Op& op, const Tensor& q, const Tensor& out, int64_t kv_
   OP_REQUIRE(op, starts.size(0) >= 1, "query_starts is empty, expected B + 1 entries");
   check_starts(op, starts, op["T"], "q");
   AttentionArgs args = {};
-  args.q = q.data;
-  args.q_token_stride = q.stride(0);
-  args.q_head_stride = q.stride(1);
-  args.out = out.data;
-  args.out_token_stride = out.stride(0);
-  args.out_head_stride = out.stride(1);
-  args.dtype = q.dtype;
-  args.query_starts = static_cast<const int32_t*>(starts.data);
+  args.q = op.heads(q);
+  args.out = op.heads(out);
+  args.query_starts = starts.as<int32_t>();
   args.num_sequences = starts.size(0) - 1;
   args.num_heads = op["H"];
   args.scale = scale;
@@ -124,9 +108,9 @@ void bind_paged(nb::module_& m) {
         args.pages = cache.data;
         args.kv_dtype = cache.dtype;
         args.layout = layout;
-        args.block_table = static_cast<const int32_t*>(table.data);
+        args.block_table = table.as<int32_t>();
         args.block_table_stride = table.stride(0);
-        args.kv_lengths = static_cast<const int32_t*>(lengths.data);
+        args.kv_lengths = lengths.as<int32_t>();
         check_pages(op, args, cache.size(0), table.size(1));
         launch(paged_attention, args);
       },
@@ -146,11 +130,11 @@ void bind_paged(nb::module_& m) {
           op.same_dtype(k, v);
           KvStoreArgs args = {};
           args.layout = layout_of(op, cache, page_size, op["K"]);
-          set_keys_and_values(args, k, v);
-          args.dtype = k.dtype;
+          args.k = op.heads(k);
+          args.v = op.heads(v);
           args.pages = cache.data;
           args.kv_dtype = cache.dtype;
-          args.slots = static_cast<const int64_t*>(slots.data);
+          args.slots = slots.as<int64_t>();
           args.num_tokens = op["T"];
           for (int64_t t = 0; t < args.num_tokens; ++t)
             OP_REQUIRE(op, args.slots[t] < cache.size(0) * page_size,
@@ -183,8 +167,9 @@ void bind_varlen(nb::module_& m) {
         check_starts(op, key_starts, op["S"], "k");
         args.attention.kv_dtype = k.dtype;
         args.attention.layout = {0, op["G"], op["K"]};
-        set_keys_and_values(args, k, v);
-        args.key_starts = static_cast<const int32_t*>(key_starts.data);
+        args.k = op.heads(k);
+        args.v = op.heads(v);
+        args.key_starts = key_starts.as<int32_t>();
         if (mask) {
           const int32_t *qs = args.attention.query_starts, *ks = args.key_starts;
           int64_t queries = 0, keys = 0;

@@ -3,14 +3,10 @@
 
 #include <string>
 
+#include "base/sequences.h"
 #include "bindings/tensor.h"
 
 namespace tilewright {
-
-struct Sequences {
-  const int32_t *starts, *read_slots, *write_slots;
-  int64_t count;
-};
 
 // starts [B + 1], read_slots [B] and write_slots [T] or none, int32; slots below `num_slots`.
 inline Sequences sequences_of(Op& op, nb::handle starts_arg, nb::handle read_arg, nb::handle write_arg,
@@ -20,8 +16,7 @@ inline Sequences sequences_of(Op& op, nb::handle starts_arg, nb::handle read_arg
   const Tensor read = op.tensor(read_arg, "read_slots", {"B"}, kInt32);
   const Tensor starts = op.tensor(starts_arg, "starts", {"_"}, kInt32);
   const Tensor write = op.optional(write_arg, "write_slots", {"T"}, kInt32);
-  const Sequences sequences = {static_cast<const int32_t*>(starts.data), static_cast<const int32_t*>(read.data),
-                               write ? static_cast<const int32_t*>(write.data) : nullptr, op["B"]};
+  const Sequences sequences = {starts.as<int32_t>(), read.as<int32_t>(), write.as<int32_t>(), op["B"]};
   OP_REQUIRE(op, starts.size(0) == op["B"] + 1,
              "starts has " + text(starts.size(0)) + " entries, expected " + text(op["B"] + 1));
   const int32_t* s = sequences.starts;
@@ -33,7 +28,7 @@ inline Sequences sequences_of(Op& op, nb::handle starts_arg, nb::handle read_arg
   OP_REQUIRE(op, s[op["B"]] == num_tokens,
              "starts[-1] is " + text(s[op["B"]]) + ", expected the " + text(num_tokens) + " tokens");
   auto check_slots = [&](const Tensor& slots) {
-    const int32_t* slot = static_cast<const int32_t*>(slots.data);
+    const int32_t* slot = slots.as<int32_t>();
     for (int64_t i = 0; i < slots.size(0); ++i)
       OP_REQUIRE(op, slot[i] < num_slots,
                  std::string(slots.name) + "[" + text(i) + "] is " + text(slot[i]) + ", the pool has " +

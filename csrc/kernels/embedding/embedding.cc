@@ -28,14 +28,14 @@ int64_t first_outside(const Id* ids, int64_t count, int64_t limit) {
 
 void embedding(const EmbeddingArgs& args) {
   const EmbeddingKernels& kernels = select(kTable);
-  const auto size = static_cast<int64_t>(size_of(args.dtype));
+  const auto size = static_cast<int64_t>(size_of(args.out.dtype));
   // From a packed table each pair costs a cache line of its own.
   over_rows(args, args.packed ? kernels.gather_packed : kernels.gather, args.packed ? 32 : 2 * size);
 }
 
 void scatter_rows(const ScatterArgs& args) {
   const EmbeddingKernels& kernels = select(kTable);
-  over_rows(args, args.accumulate ? kernels.add : kernels.write, 3 * static_cast<int64_t>(size_of(args.dtype)));
+  over_rows(args, args.accumulate ? kernels.add : kernels.write, 3 * static_cast<int64_t>(size_of(args.out.dtype)));
 }
 
 int64_t first_out_of_range(const void* ids, DType id_dtype, int64_t count, int64_t limit) {
