@@ -1,19 +1,14 @@
 #include "kernels/embedding/embedding.h"
 
+#include "bindings/checks.h"
 #include "bindings/packed.h"
 #include "bindings/tensor.h"
 
 namespace tilewright {
 namespace {
 
-std::string entry_of(const Tensor& ids, int64_t place) {
-  const int64_t id = ids.dtype == DType::i64 ? ids.as<int64_t>()[place] : ids.as<int32_t>()[place];
-  return std::string(ids.name) + "[" + std::to_string(place) + "] is " + std::to_string(id);
-}
-
 void in_range(const Op& op, const Tensor& ids, int64_t limit) {
-  const int64_t bad = first_out_of_range(ids.data, ids.dtype, ids.numel(), limit);
-  if (bad >= 0) OP_REQUIRE(op, false, entry_of(ids, bad) + ", expected 0 to " + std::to_string(limit - 1));
+  require_of_results(Ids{op.name(), ids.name, ids.data, ids.dtype, ids.numel(), limit});
 }
 
 EmbeddingArgs args_of(const Op& op, const Tensor& ids, const Tensor& out, int64_t vocabulary) {
@@ -66,7 +61,9 @@ void scatter_rows_entry(nb::handle out_arg, nb::handle rows_arg, nb::handle valu
   args.width = op["D"];
   args.accumulate = accumulate;
   const int64_t repeated = first_repeated(args.rows, args.count, op["T"]);
-  if (repeated >= 0) OP_REQUIRE(op, false, entry_of(rows, repeated) + ", a row that was named before");
+  OP_REQUIRE(op, repeated < 0,
+             "rows[" + std::to_string(repeated) + "] is " + std::to_string(args.rows[repeated]) +
+                 ", a row that was named before");
   launch(scatter_rows, args);
 }
 

@@ -1,8 +1,8 @@
 #include "kernels/moe/moe.h"
 
+#include "bindings/checks.h"
 #include "bindings/packed.h"
 #include "bindings/tensor.h"
-#include "kernels/embedding/embedding.h"
 
 namespace tilewright {
 namespace {
@@ -53,13 +53,6 @@ void route_entry(nb::handle logits_arg, nb::handle ids_arg, nb::handle weights_a
   launch(route, args);
 }
 
-void ids_in_range(const Op& op, const Tensor& ids, int64_t num_experts) {
-  const int64_t bad = first_out_of_range(ids.data, ids.dtype, ids.numel(), num_experts);
-  OP_REQUIRE(op, bad < 0,
-             "ids[" + std::to_string(bad / op["k"]) + ", " + std::to_string(bad % op["k"]) + "] is " +
-                 std::to_string(ids.as<int32_t>()[bad]) + ", expected 0 to " + std::to_string(num_experts - 1));
-}
-
 void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, const nb::tuple& gate_up_arg,
                const nb::tuple& down_arg, const std::string& activation, nb::handle residual_arg, nb::handle y_arg) {
   Op op("moe");
@@ -75,7 +68,7 @@ void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, con
   const Tensor y = op.tensor(y_arg, "out", {"T", "D"}, kFloats);
   OP_REQUIRE(op, op["k"] >= 1, "ids is " + to_string(ids) + ", expected at least one expert per token");
   if (residual) op.same_dtype(y, residual);
-  ids_in_range(op, ids, op["E"]);
+  require_of_results(Ids{op.name(), ids.name, ids.data, ids.dtype, ids.numel(), op["E"], op["k"]});
   MoeArgs args;
   args.x = op.rows(x);
   args.ids = ids.as<int32_t>();

@@ -1,6 +1,7 @@
 #include "kernels/rope/rope.h"
 
 #include "base/bf16.h"
+#include "bindings/checks.h"
 #include "bindings/tensor.h"
 
 namespace tilewright {
@@ -64,12 +65,7 @@ void rope_table_entry(nb::handle positions_arg, nb::handle inv_freq_arg, nb::han
   args.sin = table.sin.as<float>();
   args.num_tokens = op["T"];
   args.num_frequencies = op["R/2"];
-  for (int64_t j = 0; j < args.num_frequencies; ++j) {
-    const int32_t axis = args.axis_of_frequency[j];
-    OP_REQUIRE(op, axis >= 0 && axis < op["A"],
-               "axis_of_frequency[" + std::to_string(j) + "] is " + std::to_string(axis) + ", expected 0 to " +
-                   std::to_string(op["A"] - 1));
-  }
+  require_of_inputs(Ids{op.name(), axes.name, axes.data, axes.dtype, axes.numel(), op["A"]});
   launch(rope_table, args);
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/sequences.h"
+#include "bindings/checks.h"
 #include "bindings/tensor.h"
 
 namespace tilewright {
@@ -19,23 +20,10 @@ inline Sequences sequences_of(Op& op, nb::handle starts_arg, nb::handle read_arg
   const Sequences sequences = {starts.as<int32_t>(), read.as<int32_t>(), write.as<int32_t>(), op["B"]};
   OP_REQUIRE(op, starts.size(0) == op["B"] + 1,
              "starts has " + text(starts.size(0)) + " entries, expected " + text(op["B"] + 1));
-  const int32_t* s = sequences.starts;
-  OP_REQUIRE(op, s[0] == 0, "starts[0] is " + text(s[0]) + ", expected 0");
-  for (int64_t b = 0; b < op["B"]; ++b)
-    OP_REQUIRE(op, s[b] <= s[b + 1],
-               "starts must not decrease, but [" + text(b) + "] is " + text(s[b]) + " and [" + text(b + 1) + "] is " +
-                   text(s[b + 1]));
-  OP_REQUIRE(op, s[op["B"]] == num_tokens,
-             "starts[-1] is " + text(s[op["B"]]) + ", expected the " + text(num_tokens) + " tokens");
-  auto check_slots = [&](const Tensor& slots) {
-    const int32_t* slot = slots.as<int32_t>();
-    for (int64_t i = 0; i < slots.size(0); ++i)
-      OP_REQUIRE(op, slot[i] < num_slots,
-                 std::string(slots.name) + "[" + text(i) + "] is " + text(slot[i]) + ", the pool has " +
-                     text(num_slots) + " slots");
-  };
-  check_slots(read);
-  if (write) check_slots(write);
+  require_of_inputs(Starts{op.name(), starts.name, "the call", sequences.starts, sequences.count, num_tokens});
+  for (const Tensor* slots : {&read, &write})
+    if (*slots)
+      require_of_inputs(Slots{op.name(), slots->name, "pool", slots->data, slots->dtype, slots->size(0), num_slots});
   return sequences;
 }
 

@@ -70,6 +70,7 @@ struct Tensor {
 class Op {
  public:
   explicit Op(const char* name) : name_(name) {}
+  const char* name() const { return name_; }
 
   // A tensor whose axes have the given sizes: a symbol ("T"; the first use binds it, later ones must agree), a
   // number ("3"), "_" for any, or a leading "..." for any number of axes. Its last axis must be contiguous.

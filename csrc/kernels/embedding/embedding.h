@@ -32,8 +32,8 @@ struct ScatterArgs {
 void embedding(const EmbeddingArgs& args);
 void scatter_rows(const ScatterArgs& args);
 
-// The place of the first id that is not in [0, limit), or -1.
-int64_t first_out_of_range(const void* ids, DType id_dtype, int64_t count, int64_t limit);
+// The place of the first id that is not in [least, limit), or -1.
+int64_t first_out_of_range(const void* ids, DType id_dtype, int64_t count, int64_t limit, int64_t least = 0);
 // The place of the first of `rows` (all in [0, limit)) that was there before, or -1.
 int64_t first_repeated(const int64_t* rows, int64_t count, int64_t limit);
 

@@ -97,6 +97,8 @@ TEST(bad_numbers_are_found) {
   CHECK(first_out_of_range(ids, DType::i64, 2, 5) == -1);
   CHECK(first_out_of_range(ids, DType::i64, 4, 5) == 2);
   CHECK(first_out_of_range(ids, DType::i64, 4, 6) == 3);
+  CHECK(first_out_of_range(ids, DType::i64, 4, 6, -1) == -1);
+  CHECK(first_out_of_range(ids, DType::i64, 4, 5, -1) == 2);
   const int64_t rows[] = {3, 1, 0, 1};
   CHECK(first_repeated(rows, 3, 4) == -1);
   CHECK(first_repeated(rows, 4, 4) == 3);
