@@ -93,31 +93,18 @@ TILEWRIGHT_INLINE void multiply_lanes(const Vec (&left)[kRows], const TB* const 
     }
 }
 
-// acc += both depths of a pair, bf16 times bf16, by the level's dot product.
-template <class Pairs, int kRows, int kTiles>
-TILEWRIGHT_INLINE void multiply_pair(const bf16* left, int64_t lda, const bf16* const (&b)[kTiles], int pair,
-                                     Sums<kRows, kTiles>& acc) {
+// acc += both depths of a pair, bf16 times bf16: dot_row(row, columns, sum) is the level's dot product with A's row,
+// which comes from memory or is a lane of a vector.
+template <class Pairs, int kRows, int kTiles, class DotRow>
+TILEWRIGHT_INLINE void multiply_pair(const bf16* const (&b)[kTiles], int pair, Sums<kRows, kTiles>& acc,
+                                     DotRow dot_row) {
 #pragma GCC unroll 2
   for (int t = 0; t < kTiles; ++t)
 #pragma GCC unroll 4
     for (int v = 0; v < kDotVecs; ++v) {
       const Pairs columns = Pairs::load(b[t] + pair * 32 + v * Vec::kLanes * 2);
 #pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) acc[r][t][v] = dot(Pairs::set1(left + r * lda + pair * 2), columns, acc[r][t][v]);
-    }
-}
-
-// The same for levels that multiply by a lane.
-template <int kLane, class Pairs, int kRows, int kTiles>
-TILEWRIGHT_INLINE void multiply_pair_lane(const Pairs (&left)[kRows], const bf16* const (&b)[kTiles], int pair,
-                                          Sums<kRows, kTiles>& acc) {
-#pragma GCC unroll 2
-  for (int t = 0; t < kTiles; ++t)
-#pragma GCC unroll 4
-    for (int v = 0; v < kDotVecs; ++v) {
-      const Pairs columns = Pairs::load(b[t] + pair * 32 + v * Vec::kLanes * 2);
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) acc[r][t][v] = dot_lane<kLane>(columns, left[r], acc[r][t][v]);
+      for (int r = 0; r < kRows; ++r) acc[r][t][v] = dot_row(r, columns, acc[r][t][v]);
     }
 }
 
@@ -140,7 +127,10 @@ TILEWRIGHT_INLINE void multiply_tile_by_pairs(const Left* left, int64_t lda, con
       multiply_depth<0>(left, lda, b, pair, acc);
       multiply_depth<1>(left, lda, b, pair, acc);
     } else {
-      multiply_pair<LeftVec<Left>>(left, lda, b, pair, acc);
+      using Pairs = LeftVec<Left>;
+      multiply_pair<Pairs>(b, pair, acc, [&](int r, Pairs columns, Vec sum) __attribute__((always_inline)) {
+        return dot(Pairs::set1(left + r * lda + pair * 2), columns, sum);
+      });
     }
   }
 }
@@ -162,7 +152,9 @@ TILEWRIGHT_INLINE void multiply_tile_by_lanes(const Left* left, int64_t lda, con
       if constexpr (std::is_same_v<Left, float>)
         multiply_lanes<2 * kPair>(rows, b, pair, acc);
       else
-        multiply_pair_lane<kPair>(rows, b, pair, acc);
+        multiply_pair<Lefts>(b, pair, acc, [&](int r, Lefts columns, Vec sum) __attribute__((always_inline)) {
+          return dot_lane<kPair>(columns, rows[r], sum);
+        });
     };
     [&]<int... kPair>(std::integer_sequence<int, kPair...>) __attribute__((always_inline)) {
       (multiply(std::integral_constant<int, kPair>{}), ...);

@@ -11,16 +11,20 @@ namespace tilewright {
 namespace {
 
 // Eight bf16, or four pairs of them. Of the compiler's own vectors, so that they are any machine's.
-typedef uint16_t Bf16x8 __attribute__((vector_size(16), aligned(2), may_alias));
-typedef uint32_t Pairx4 __attribute__((vector_size(16), aligned(2), may_alias));
+typedef uint16_t Bf16x8 __attribute__((vector_size(16)));
+typedef uint32_t Pairx4 __attribute__((vector_size(16)));
 
+// By memcpy, which asks for no alignment: rows may begin at any element. (An alignment in the typedef would be lost on
+// its way through a template argument.)
 template <class Registers, class T>
 inline Registers load_registers(const T* p) {
-  return *reinterpret_cast<const Registers*>(p);
+  Registers value;
+  __builtin_memcpy(&value, p, sizeof(value));
+  return value;
 }
 template <class Registers, class T>
 inline void store_registers(T* p, Registers value) {
-  *reinterpret_cast<Registers*>(p) = value;
+  __builtin_memcpy(p, &value, sizeof(value));
 }
 
 // A Vec that packs a whole key tile at once.

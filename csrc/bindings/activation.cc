@@ -23,21 +23,18 @@ bool is_dense(const Tensor& t) {
 // Same-shaped tensors as rows; as one long row when none has gaps.
 void set_rows(const Op& op, ElementwiseArgs& args, const Tensor& x, const Tensor& other, const Tensor& y) {
   if (is_dense(x) && is_dense(y) && (!other || is_dense(other))) {
+    args.x = {x.data, 0, x.dtype};
+    args.y = {y.data, 0, y.dtype};
+    args.other = {other.data, 0, other.dtype};
     args.rows = 1;
     args.width = x.numel();
     return;
   }
   args.rows = op.num_rows(x);
   args.width = x.size(-1);
-  args.x_stride = op.row_stride(x);
-  args.y_stride = op.row_stride(y);
-  if (other) args.other_stride = op.row_stride(other);
-}
-
-// [..., H, K] as tokens and heads, or [..., K] as tokens of one head.
-GatedRows gated_rows(const Op& op, const Tensor& t) {
-  const bool per_head = t.rank >= 3;
-  return {t.data, op.row_stride(t, per_head ? 2 : 1), per_head ? t.stride(-2) : 0};
+  args.x = op.rows(x);
+  args.y = op.rows(y);
+  args.other = op.rows(other);
 }
 
 void sigmoid_gate_entry(nb::handle x_arg, nb::handle gate_arg, nb::handle y_arg) {
@@ -51,15 +48,13 @@ void sigmoid_gate_entry(nb::handle x_arg, nb::handle gate_arg, nb::handle y_arg)
   for (int i = 0; fits && i < x.rank - 1; ++i) fits = gate.shape[i] == x.shape[i];
   OP_REQUIRE(op, fits, "gate is " + to_string(gate) + ", expected the shape of x, " + to_string(x) + ", or 1 per row");
   SigmoidGateArgs args;
-  args.x = gated_rows(op, x);
-  args.gate = gated_rows(op, gate);
-  args.y = gated_rows(op, y);
+  args.x = op.heads(x);
+  args.gate = op.heads(gate);
+  args.y = op.heads(y);
   args.inner = x.rank >= 3 ? x.size(-2) : 1;
   args.outer = args.inner ? op.num_rows(x) / args.inner : 0;
   args.width = op["K"];
   args.one_per_row = gate.size(-1) == 1;
-  args.dtype = x.dtype;
-  args.gate_dtype = gate.dtype;
   launch(sigmoid_gate, args);
 }
 
@@ -76,11 +71,8 @@ void bind_activation(nb::module_& m) {
         op.same_dtype(x, y);
         same_shape(op, x, y);
         ElementwiseArgs args;
-        args.x = x.data;
-        args.y = y.data;
         set_rows(op, args, x, {}, y);
         args.activation = activation_named(op, activation);
-        args.dtype = x.dtype;
         launch(activate, args);
       },
       "x"_a, "out"_a, "activation"_a);
@@ -95,14 +87,11 @@ void bind_activation(nb::module_& m) {
         OP_REQUIRE(op, op["D"] == 2 * op["I"] && y.rank == x.rank && op.num_rows(y) == op.num_rows(x),
                    "out is " + to_string(y) + ", expected half of the last axis of x, " + to_string(x));
         ElementwiseArgs args;
-        args.x = x.data;
-        args.y = y.data;
+        args.x = op.rows(x);
+        args.y = op.rows(y);
         args.rows = op.num_rows(x);
         args.width = op["I"];
-        args.x_stride = op.row_stride(x);
-        args.y_stride = op.row_stride(y);
         args.activation = activation_named(op, activation);
-        args.dtype = x.dtype;
         launch(gate, args);
       },
       "x"_a, "out"_a, "activation"_a);
@@ -119,11 +108,7 @@ void bind_activation(nb::module_& m) {
           same_shape(op, x, *t);
         }
         ElementwiseArgs args;
-        args.x = x.data;
-        args.other = y.data;
-        args.y = out.data;
         set_rows(op, args, x, y, out);
-        args.dtype = x.dtype;
         launch(add, args);
       },
       "x"_a, "y"_a, "out"_a);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "bindings/checks.h"
 #include "bindings/tensor.h"
 #include "kernels/kv_cache/kv_cache.h"
 
@@ -28,32 +29,8 @@ KvLayout layout_of(Op& op, const Tensor& pages, int64_t page_size, int64_t head_
   return layout;
 }
 
-void check_starts(const Op& op, const Tensor& starts, int64_t num_tokens, const char* of_what) {
-  const int32_t* s = static_cast<const int32_t*>(starts.data);
-  const int64_t last = starts.size(0) - 1;
-  OP_REQUIRE(op, s[0] == 0, std::string(starts.name) + "[0] is " + text(s[0]) + ", expected 0");
-  for (int64_t i = 0; i < last; ++i)
-    OP_REQUIRE(op, s[i] <= s[i + 1],
-               std::string(starts.name) + " must not decrease, but [" + text(i) + "] is " + text(s[i]) + " and [" +
-                   text(i + 1) + "] is " + text(s[i + 1]));
-  OP_REQUIRE(op, s[last] == num_tokens,
-             std::string(starts.name) + "[-1] is " + text(s[last]) + ", expected the " + text(num_tokens) +
-                 " tokens of " + of_what);
-}
-
-// Keys and values [T, G, K], of the ops that read both.
-template <class Args>
-void set_keys_and_values(Args& args, const Tensor& k, const Tensor& v) {
-  args.k = k.data;
-  args.k_token_stride = k.stride(0);
-  args.k_head_stride = k.stride(1);
-  args.v = v.data;
-  args.v_token_stride = v.stride(0);
-  args.v_head_stride = v.stride(1);
-}
-
 // q and out are [T, H, K].
-AttentionArgs query_args(Op& op, const Tensor& q, const Tensor& out, int64_t kv_heads, const Tensor& starts,
+AttentionArgs query_args(const Op& op, const Tensor& q, const Tensor& out, int64_t kv_heads, const Tensor& starts,
                          float scale, bool causal, int64_t window, float soft_cap) {
   op.same_dtype(q, out);
   OP_REQUIRE(op, kv_heads > 0 && op["H"] % kv_heads == 0,
@@ -61,16 +38,11 @@ AttentionArgs query_args(Op& op, const Tensor& q, const Tensor& out, int64_t kv_
   OP_REQUIRE(op, window >= 0, "window is " + text(window) + ", expected 0 (none) or more");
   OP_REQUIRE(op, soft_cap >= 0, "soft_cap must not be negative");
   OP_REQUIRE(op, starts.size(0) >= 1, "query_starts is empty, expected B + 1 entries");
-  check_starts(op, starts, op["T"], "q");
+  require_of_inputs(Starts{op.name(), starts.name, "q", starts.as<int32_t>(), starts.size(0) - 1, op["T"]});
   AttentionArgs args = {};
-  args.q = q.data;
-  args.q_token_stride = q.stride(0);
-  args.q_head_stride = q.stride(1);
-  args.out = out.data;
-  args.out_token_stride = out.stride(0);
-  args.out_head_stride = out.stride(1);
-  args.dtype = q.dtype;
-  args.query_starts = static_cast<const int32_t*>(starts.data);
+  args.q = op.heads(q);
+  args.out = op.heads(out);
+  args.query_starts = starts.as<int32_t>();
   args.num_sequences = starts.size(0) - 1;
   args.num_heads = op["H"];
   args.scale = scale;
@@ -78,30 +50,6 @@ AttentionArgs query_args(Op& op, const Tensor& q, const Tensor& out, int64_t kv_
   args.window = window;
   args.soft_cap = soft_cap;
   return args;
-}
-
-// Every page that some query of the sequence may read must be in the cache.
-void check_pages(const Op& op, const AttentionArgs& args, int64_t num_pages, int64_t table_width) {
-  for (int64_t b = 0; b < args.num_sequences; ++b) {
-    const int64_t keys = args.kv_lengths[b];
-    const int64_t queries = args.query_starts[b + 1] - args.query_starts[b];
-    OP_REQUIRE(op, keys >= 0 && keys <= table_width * args.layout.page_size,
-               "kv_lengths[" + text(b) + "] is " + text(keys) + ", expected 0 to " +
-                   text(table_width * args.layout.page_size) + " (the block table's " + text(table_width) +
-                   " pages of " + text(args.layout.page_size) + ")");
-    OP_REQUIRE(
-        op, !args.causal || queries <= keys,
-        "kv_lengths[" + text(b) + "] is " + text(keys) + ", expected at least the " + text(queries) + " new tokens");
-    if (queries == 0) continue;
-    int64_t first = args.window > 0 ? std::max<int64_t>(0, keys - queries - args.window + 1) : 0;
-    first = first / kKeyBlock * kKeyBlock / args.layout.page_size;
-    for (int64_t i = first; i < ceil_div(keys, args.layout.page_size); ++i) {
-      const int32_t page = args.block_table[b * args.block_table_stride + i];
-      OP_REQUIRE(
-          op, page >= 0 && page < num_pages,
-          "block_table[" + text(b) + ", " + text(i) + "] is " + text(page) + ", expected 0 to " + text(num_pages - 1));
-    }
-  }
 }
 
 void bind_paged(nb::module_& m) {
@@ -124,10 +72,11 @@ void bind_paged(nb::module_& m) {
         args.pages = cache.data;
         args.kv_dtype = cache.dtype;
         args.layout = layout;
-        args.block_table = static_cast<const int32_t*>(table.data);
+        args.block_table = table.as<int32_t>();
         args.block_table_stride = table.stride(0);
-        args.kv_lengths = static_cast<const int32_t*>(lengths.data);
-        check_pages(op, args, cache.size(0), table.size(1));
+        args.kv_lengths = lengths.as<int32_t>();
+        require_of_inputs(Pages{op.name(), args.block_table, args.query_starts, args.kv_lengths, args.num_sequences,
+                                args.block_table_stride, table.size(1), cache.size(0), page_size, window, causal});
         launch(paged_attention, args);
       },
       "q"_a, "cache"_a, "page_size"_a, "block_table"_a, "query_starts"_a, "kv_lengths"_a, "out"_a, "scale"_a,
@@ -146,16 +95,14 @@ void bind_paged(nb::module_& m) {
           op.same_dtype(k, v);
           KvStoreArgs args = {};
           args.layout = layout_of(op, cache, page_size, op["K"]);
-          set_keys_and_values(args, k, v);
-          args.dtype = k.dtype;
+          args.k = op.heads(k);
+          args.v = op.heads(v);
           args.pages = cache.data;
           args.kv_dtype = cache.dtype;
-          args.slots = static_cast<const int64_t*>(slots.data);
+          args.slots = slots.as<int64_t>();
           args.num_tokens = op["T"];
-          for (int64_t t = 0; t < args.num_tokens; ++t)
-            OP_REQUIRE(op, args.slots[t] < cache.size(0) * page_size,
-                       "slots[" + text(t) + "] is " + text(args.slots[t]) + ", the cache has " +
-                           text(cache.size(0) * page_size));
+          require_of_inputs(Slots{op.name(), slots.name, "cache", slots.data, slots.dtype, args.num_tokens,
+                                  cache.size(0) * page_size});
           launch(kv_store, args);
         });
 }
@@ -180,11 +127,13 @@ void bind_varlen(nb::module_& m) {
                    "head width is " + text(op["K"]) + ", expected 1 to 256");
         VarlenArgs args = {};
         args.attention = query_args(op, q, out, op["G"], query_starts, scale, causal, window, soft_cap);
-        check_starts(op, key_starts, op["S"], "k");
+        require_of_inputs(
+            Starts{op.name(), key_starts.name, "k", key_starts.as<int32_t>(), key_starts.size(0) - 1, op["S"]});
         args.attention.kv_dtype = k.dtype;
         args.attention.layout = {0, op["G"], op["K"]};
-        set_keys_and_values(args, k, v);
-        args.key_starts = static_cast<const int32_t*>(key_starts.data);
+        args.k = op.heads(k);
+        args.v = op.heads(v);
+        args.key_starts = key_starts.as<int32_t>();
         if (mask) {
           const int32_t *qs = args.attention.query_starts, *ks = args.key_starts;
           int64_t queries = 0, keys = 0;

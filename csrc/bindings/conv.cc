@@ -26,23 +26,14 @@ void bind_conv(nb::module_& m) {
                    "states is " + to_string(states) + " with rows " + std::to_string(states.stride(1)) +
                        " apart, the states of a slot must be contiguous");
         OP_REQUIRE(op, x.data != y.data || x.numel() == 0, "out is x, expected other memory");
-        const Sequences sequences = sequences_of(op, starts_arg, read_arg, write_arg, op["T"], states.size(0));
         ConvArgs args = {};
-        args.x = x.data;
-        args.x_stride = x.stride(0);
-        args.y = y.data;
-        args.y_stride = y.stride(0);
-        args.dtype = x.dtype;
+        args.x = op.rows(x);
+        args.y = op.rows(y);
         args.weight = weight.data;
         args.bias = bias.data;
         args.weight_dtype = weight.dtype;
-        args.states = states.data;
-        args.slot_stride = states.stride(0);
-        args.state_dtype = states.dtype;
-        args.starts = sequences.starts;
-        args.read_slots = sequences.read_slots;
-        args.write_slots = sequences.write_slots;
-        args.num_sequences = sequences.count;
+        args.states = {states.data, states.stride(0), states.dtype};
+        args.sequences = sequences_of(op, starts_arg, read_arg, write_arg, op["T"], states.size(0));
         args.channels = op["C"];
         args.width = static_cast<int>(op["W"]);
         launch(causal_conv, args);

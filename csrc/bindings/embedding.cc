@@ -1,20 +1,14 @@
 #include "kernels/embedding/embedding.h"
 
+#include "bindings/checks.h"
 #include "bindings/packed.h"
 #include "bindings/tensor.h"
 
 namespace tilewright {
 namespace {
 
-std::string entry_of(const Tensor& ids, int64_t place) {
-  const int64_t id = ids.dtype == DType::i64 ? static_cast<const int64_t*>(ids.data)[place]
-                                             : static_cast<const int32_t*>(ids.data)[place];
-  return std::string(ids.name) + "[" + std::to_string(place) + "] is " + std::to_string(id);
-}
-
 void in_range(const Op& op, const Tensor& ids, int64_t limit) {
-  const int64_t bad = first_out_of_range(ids.data, ids.dtype, ids.numel(), limit);
-  if (bad >= 0) OP_REQUIRE(op, false, entry_of(ids, bad) + ", expected 0 to " + std::to_string(limit - 1));
+  require_of_results(Ids{op.name(), ids.name, ids.data, ids.dtype, ids.numel(), limit});
 }
 
 EmbeddingArgs args_of(const Op& op, const Tensor& ids, const Tensor& out, int64_t vocabulary) {
@@ -22,11 +16,9 @@ EmbeddingArgs args_of(const Op& op, const Tensor& ids, const Tensor& out, int64_
   EmbeddingArgs args;
   args.ids = ids.data;
   args.id_dtype = ids.dtype;
-  args.out = out.data;
-  args.out_stride = out.stride(0);
+  args.out = op.rows(out);
   args.count = op["T"];
   args.width = op["D"];
-  args.dtype = out.dtype;
   return args;
 }
 
@@ -37,8 +29,7 @@ void embedding_entry(nb::handle ids_arg, nb::handle table_arg, nb::handle out_ar
   const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, kFloats);
   op.same_dtype(table, out);
   EmbeddingArgs args = args_of(op, ids, out, op["V"]);
-  args.table = table.data;
-  args.table_stride = table.stride(0);
+  args.table = op.rows(table);
   launch(embedding, args);
 }
 
@@ -50,7 +41,7 @@ void embedding_packed_entry(nb::handle ids_arg, const nb::tuple& table_arg, nb::
   const Tensor ids = op.tensor(ids_arg, "ids", {"T"}, one_of({DType::i32, DType::i64}));
   const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, one_of({storage_of(table.format)}));
   EmbeddingArgs args = args_of(op, ids, out, table.n);
-  args.table = table.data;
+  args.table.data = table.data;
   args.packed = true;
   launch(embedding, args);
 }
@@ -63,17 +54,16 @@ void scatter_rows_entry(nb::handle out_arg, nb::handle rows_arg, nb::handle valu
   op.same_dtype(out, values);
   in_range(op, rows, op["T"]);
   ScatterArgs args;
-  args.rows = static_cast<const int64_t*>(rows.data);
-  args.values = values.data;
-  args.out = out.data;
-  args.values_stride = values.stride(0);
-  args.out_stride = out.stride(0);
+  args.rows = rows.as<int64_t>();
+  args.values = op.rows(values);
+  args.out = op.rows(out);
   args.count = op["M"];
   args.width = op["D"];
   args.accumulate = accumulate;
-  args.dtype = out.dtype;
   const int64_t repeated = first_repeated(args.rows, args.count, op["T"]);
-  if (repeated >= 0) OP_REQUIRE(op, false, entry_of(rows, repeated) + ", a row that was named before");
+  OP_REQUIRE(op, repeated < 0,
+             "rows[" + std::to_string(repeated) + "] is " + std::to_string(args.rows[repeated]) +
+                 ", a row that was named before");
   launch(scatter_rows, args);
 }
 

@@ -18,7 +18,7 @@ ImageArgs source_of(Op& op, nb::handle image_arg, int64_t height, int64_t width,
   OP_REQUIRE(op, image.rank <= 4, "image is " + to_string(image) + ", expected [H, W, 3] or [F, H, W, 3]");
   OP_REQUIRE(op, image.stride(-2) == 3, "image has a gap between pixels: its last two axes must be contiguous");
   ImageArgs args;
-  args.image = static_cast<const uint8_t*>(image.data);
+  args.image = image.as<uint8_t>();
   args.frames = image.rank == 4 ? image.size(0) : 1;
   args.frame_stride = image.rank == 4 ? image.stride(0) : 0;
   args.row_stride = image.stride(-3);

@@ -12,7 +12,7 @@ PackArgs pack_args(Op& op, nb::handle plain_arg, const char* name, const nb::tup
   op.bind("N", packed.n);
   op.bind("K", packed.k);
   const Tensor plain = op.tensor(plain_arg, name, {"N", "K"}, kFloats);
-  return {plain.data, op.row_stride(plain), plain.dtype, packed};
+  return {op.rows(plain), packed};
 }
 
 }  // namespace
@@ -51,16 +51,11 @@ void bind_linear(nb::module_& m) {
                      "residual is " + to_string(residual) + ", expected the shape of out");
         }
         LinearArgs args;
-        args.x = x.data;
-        args.x_stride = op.row_stride(x);
-        args.x_dtype = x.dtype;
+        args.x = op.rows(x);
         args.weight = weight;
-        args.bias = static_cast<const float*>(bias.data);
-        args.residual = residual.data;
-        args.residual_stride = residual ? op.row_stride(residual) : 0;
-        args.y = y.data;
-        args.y_stride = op.row_stride(y);
-        args.y_dtype = y.dtype;
+        args.bias = bias.as<float>();
+        args.residual = op.rows(residual);
+        args.y = op.rows(y);
         args.m = rows;
         args.activation = activation_named(op, activation);
         launch(linear, args);

@@ -1,8 +1,8 @@
 #include "kernels/moe/moe.h"
 
+#include "bindings/checks.h"
 #include "bindings/packed.h"
 #include "bindings/tensor.h"
-#include "kernels/embedding/embedding.h"
 
 namespace tilewright {
 namespace {
@@ -42,25 +42,15 @@ void route_entry(nb::handle logits_arg, nb::handle ids_arg, nb::handle weights_a
       op, op["k"] >= 1 && op["k"] <= op["E"],
       "top_k is " + std::to_string(op["k"]) + ", expected 1 to the number of experts, " + std::to_string(op["E"]));
   RouteArgs args;
-  args.logits = logits.data;
-  args.logit_stride = logits.stride(0);
-  args.dtype = logits.dtype;
+  args.logits = op.rows(logits);
   args.num_tokens = op["T"];
   args.num_experts = op["E"];
   args.top_k = op["k"];
   args.scoring = scoring_named(op, scoring);
   args.renormalize = renormalize;
-  args.ids = static_cast<int32_t*>(ids.data);
-  args.weights = static_cast<float*>(weights.data);
+  args.ids = ids.as<int32_t>();
+  args.weights = weights.as<float>();
   launch(route, args);
-}
-
-void ids_in_range(const Op& op, const Tensor& ids, int64_t num_experts) {
-  const int64_t bad = first_out_of_range(ids.data, ids.dtype, ids.numel(), num_experts);
-  OP_REQUIRE(op, bad < 0,
-             "ids[" + std::to_string(bad / op["k"]) + ", " + std::to_string(bad % op["k"]) + "] is " +
-                 std::to_string(static_cast<const int32_t*>(ids.data)[bad]) + ", expected 0 to " +
-                 std::to_string(num_experts - 1));
 }
 
 void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, const nb::tuple& gate_up_arg,
@@ -78,20 +68,15 @@ void moe_entry(nb::handle x_arg, nb::handle ids_arg, nb::handle weights_arg, con
   const Tensor y = op.tensor(y_arg, "out", {"T", "D"}, kFloats);
   OP_REQUIRE(op, op["k"] >= 1, "ids is " + to_string(ids) + ", expected at least one expert per token");
   if (residual) op.same_dtype(y, residual);
-  ids_in_range(op, ids, op["E"]);
+  require_of_results(Ids{op.name(), ids.name, ids.data, ids.dtype, ids.numel(), op["E"], op["k"]});
   MoeArgs args;
-  args.x = x.data;
-  args.x_stride = x.stride(0);
-  args.x_dtype = x.dtype;
-  args.ids = static_cast<const int32_t*>(ids.data);
-  args.weights = static_cast<const float*>(weights.data);
+  args.x = op.rows(x);
+  args.ids = ids.as<int32_t>();
+  args.weights = weights.as<float>();
   args.gate_up = gate_up;
   args.down = down;
-  args.residual = residual.data;
-  args.residual_stride = residual ? residual.stride(0) : 0;
-  args.y = y.data;
-  args.y_stride = y.stride(0);
-  args.y_dtype = y.dtype;
+  args.residual = op.rows(residual);
+  args.y = op.rows(y);
   args.num_tokens = op["T"];
   args.num_experts = op["E"];
   args.top_k = op["k"];

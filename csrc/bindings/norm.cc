@@ -3,16 +3,6 @@
 #include "bindings/tensor.h"
 
 namespace tilewright {
-namespace {
-
-// x, y, residual and gate are [..., H, D] or, with one head, [..., D].
-NormRows rows_of(const Op& op, const Tensor& t, bool per_head) {
-  if (!t) return {};
-  const int inner = per_head ? 2 : 1;
-  return {t.data, op.row_stride(t, inner), per_head ? t.stride(-2) : 0};
-}
-
-}  // namespace
 
 void bind_norm(nb::module_& m) {
   using namespace nb::literals;
@@ -32,19 +22,17 @@ void bind_norm(nb::module_& m) {
           OP_REQUIRE(op, t->rank == x.rank && op.num_rows(*t) == op.num_rows(x),
                      std::string(t->name) + " is " + to_string(*t) + ", expected the shape of x, " + to_string(x));
         }
-        const bool per_head = x.rank >= 3;
         NormArgs args;
-        args.x = rows_of(op, x, per_head);
-        args.y = rows_of(op, y, per_head);
-        args.residual = rows_of(op, residual, per_head);
-        args.gate = rows_of(op, gate, per_head);
+        args.x = op.heads(x);
+        args.y = op.heads(y);
+        args.residual = op.heads(residual);
+        args.gate = op.heads(gate);
         args.weight = weight.data;
-        args.inner = per_head ? x.size(-2) : 1;
+        args.inner = x.rank >= 3 ? x.size(-2) : 1;
         args.outer = args.inner ? op.num_rows(x) / args.inner : 0;
         args.width = op["D"];
         args.eps = eps;
         args.weight_plus_one = weight_plus_one;
-        args.dtype = x.dtype;
         args.weight_dtype = weight.dtype;
         launch(rms_norm, args);
       },
@@ -62,14 +50,13 @@ void bind_norm(nb::module_& m) {
         if (bias) op.same_dtype(weight, bias);
         OP_REQUIRE(op, op.num_rows(y) == op.num_rows(x), "out is " + to_string(y) + ", expected the shape of x");
         NormArgs args;
-        args.x = rows_of(op, x, false);
-        args.y = rows_of(op, y, false);
+        args.x = {x.data, op.row_stride(x), 0, x.dtype};
+        args.y = {y.data, op.row_stride(y), 0, y.dtype};
         args.weight = weight.data;
         args.bias = bias.data;
         args.outer = op.num_rows(x);
         args.width = op["D"];
         args.eps = eps;
-        args.dtype = x.dtype;
         args.weight_dtype = weight.dtype;
         launch(layer_norm, args);
       },

@@ -25,6 +25,7 @@ void Plan::end() {
 void Plan::replay() const {
   if (recording_plan) throw nb::value_error("plan: replayed while this thread is recording");
   nb::gil_scoped_release release;
+  for (const auto& [check, run] : checks_) run();
   for (const auto& call : calls_) call();
 }
 

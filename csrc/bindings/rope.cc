@@ -1,6 +1,7 @@
 #include "kernels/rope/rope.h"
 
 #include "base/bf16.h"
+#include "bindings/checks.h"
 #include "bindings/tensor.h"
 
 namespace tilewright {
@@ -17,34 +18,30 @@ Table table_of(Op& op, nb::handle cos_arg, nb::handle sin_arg) {
   return table;
 }
 
-RopeHeads heads_of(const Tensor& x, const Tensor& y) {
-  return {x.data, y.data, x.stride(0), x.stride(1), y.stride(0), y.stride(1), x.size(1)};
-}
+RopeHeads heads_of(const Op& op, const Tensor& x, const Tensor& y) { return {op.heads(x), op.heads(y), x.size(1)}; }
 
 // The weight as the kernel multiplies with it, widened once per call rather than once per head.
 std::vector<float> factors_of(const Tensor& weight, bool plus_one) {
   std::vector<float> factors(static_cast<size_t>(weight.numel()));
   for (size_t i = 0; i < factors.size(); ++i) {
-    const float value = weight.dtype == DType::f32 ? static_cast<const float*>(weight.data)[i]
-                                                   : to_float(static_cast<const bf16*>(weight.data)[i]);
+    const float value = weight.dtype == DType::f32 ? weight.as<float>()[i] : to_float(weight.as<bf16>()[i]);
     factors[i] = value + (plus_one ? 1.0f : 0.0f);
   }
   return factors;
 }
 
-RopeArgs args_of(const Op& op, const Tensor& x, const Table& table, bool interleaved) {
+RopeArgs args_of(const Op& op, const Table& table, bool interleaved) {
   OP_REQUIRE(
       op, 2 * op["R/2"] <= op["K"],
       "cos has " + std::to_string(op["R/2"]) + " frequencies, too many for heads of width " + std::to_string(op["K"]));
   RopeArgs args;
-  args.cos = static_cast<const float*>(table.cos.data);
-  args.sin = static_cast<const float*>(table.sin.data);
+  args.cos = table.cos.as<float>();
+  args.sin = table.sin.as<float>();
   args.table_stride = table.cos.stride(0);
   args.num_tokens = op["T"];
   args.head_width = op["K"];
   args.num_frequencies = op["R/2"];
   args.interleaved = interleaved;
-  args.dtype = x.dtype;
   return args;
 }
 
@@ -61,19 +58,14 @@ void rope_table_entry(nb::handle positions_arg, nb::handle inv_freq_arg, nb::han
   args.positions = positions.data;
   args.axis_stride = positions.stride(0);
   args.position_dtype = positions.dtype;
-  args.inv_freq = static_cast<const float*>(inv_freq.data);
-  args.axis_of_frequency = static_cast<const int32_t*>(axes.data);
+  args.inv_freq = inv_freq.as<float>();
+  args.axis_of_frequency = axes.as<int32_t>();
   args.attention_scaling = attention_scaling;
-  args.cos = static_cast<float*>(table.cos.data);
-  args.sin = static_cast<float*>(table.sin.data);
+  args.cos = table.cos.as<float>();
+  args.sin = table.sin.as<float>();
   args.num_tokens = op["T"];
   args.num_frequencies = op["R/2"];
-  for (int64_t j = 0; j < args.num_frequencies; ++j) {
-    const int32_t axis = args.axis_of_frequency[j];
-    OP_REQUIRE(op, axis >= 0 && axis < op["A"],
-               "axis_of_frequency[" + std::to_string(j) + "] is " + std::to_string(axis) + ", expected 0 to " +
-                   std::to_string(op["A"] - 1));
-  }
+  require_of_inputs(Ids{op.name(), axes.name, axes.data, axes.dtype, axes.numel(), op["A"]});
   launch(rope_table, args);
 }
 
@@ -82,8 +74,8 @@ void rope_entry(nb::handle x_arg, nb::handle cos_arg, nb::handle sin_arg, nb::ha
   const Tensor x = op.tensor(x_arg, "x", {"T", "H", "K"}, kFloats);
   const Tensor out = op.tensor(out_arg, "out", {"T", "H", "K"}, kFloats);
   op.same_dtype(x, out);
-  RopeArgs args = args_of(op, x, table_of(op, cos_arg, sin_arg), interleaved);
-  args.parts[0] = heads_of(x, out);
+  RopeArgs args = args_of(op, table_of(op, cos_arg, sin_arg), interleaved);
+  args.parts[0] = heads_of(op, x, out);
   launch(rope, args);
 }
 
@@ -96,9 +88,9 @@ void qk_norm_rope_entry(nb::handle q_arg, nb::handle k_arg, nb::handle q_weight_
   const Tensor k_weight = op.optional(k_weight_arg, "k_weight", {"K"}, kFloats);
   op.same_dtype(q, k);
   OP_REQUIRE(op, bool(q_weight) == bool(k_weight), "q_weight and k_weight are given together or not at all");
-  RopeArgs args = args_of(op, q, table_of(op, cos_arg, sin_arg), interleaved);
-  args.parts[0] = heads_of(q, q);
-  args.parts[1] = heads_of(k, k);
+  RopeArgs args = args_of(op, table_of(op, cos_arg, sin_arg), interleaved);
+  args.parts[0] = heads_of(op, q, q);
+  args.parts[1] = heads_of(op, k, k);
   args.num_parts = 2;
   args.eps = eps;
   std::vector<float> q_factors, k_factors;

@@ -3,14 +3,11 @@
 
 #include <string>
 
+#include "base/sequences.h"
+#include "bindings/checks.h"
 #include "bindings/tensor.h"
 
 namespace tilewright {
-
-struct Sequences {
-  const int32_t *starts, *read_slots, *write_slots;
-  int64_t count;
-};
 
 // starts [B + 1], read_slots [B] and write_slots [T] or none, int32; slots below `num_slots`.
 inline Sequences sequences_of(Op& op, nb::handle starts_arg, nb::handle read_arg, nb::handle write_arg,
@@ -20,27 +17,13 @@ inline Sequences sequences_of(Op& op, nb::handle starts_arg, nb::handle read_arg
   const Tensor read = op.tensor(read_arg, "read_slots", {"B"}, kInt32);
   const Tensor starts = op.tensor(starts_arg, "starts", {"_"}, kInt32);
   const Tensor write = op.optional(write_arg, "write_slots", {"T"}, kInt32);
-  const Sequences sequences = {static_cast<const int32_t*>(starts.data), static_cast<const int32_t*>(read.data),
-                               write ? static_cast<const int32_t*>(write.data) : nullptr, op["B"]};
+  const Sequences sequences = {starts.as<int32_t>(), read.as<int32_t>(), write.as<int32_t>(), op["B"]};
   OP_REQUIRE(op, starts.size(0) == op["B"] + 1,
              "starts has " + text(starts.size(0)) + " entries, expected " + text(op["B"] + 1));
-  const int32_t* s = sequences.starts;
-  OP_REQUIRE(op, s[0] == 0, "starts[0] is " + text(s[0]) + ", expected 0");
-  for (int64_t b = 0; b < op["B"]; ++b)
-    OP_REQUIRE(op, s[b] <= s[b + 1],
-               "starts must not decrease, but [" + text(b) + "] is " + text(s[b]) + " and [" + text(b + 1) + "] is " +
-                   text(s[b + 1]));
-  OP_REQUIRE(op, s[op["B"]] == num_tokens,
-             "starts[-1] is " + text(s[op["B"]]) + ", expected the " + text(num_tokens) + " tokens");
-  auto check_slots = [&](const Tensor& slots) {
-    const int32_t* slot = static_cast<const int32_t*>(slots.data);
-    for (int64_t i = 0; i < slots.size(0); ++i)
-      OP_REQUIRE(op, slot[i] < num_slots,
-                 std::string(slots.name) + "[" + text(i) + "] is " + text(slot[i]) + ", the pool has " +
-                     text(num_slots) + " slots");
-  };
-  check_slots(read);
-  if (write) check_slots(write);
+  require_of_inputs(Starts{op.name(), starts.name, "the call", sequences.starts, sequences.count, num_tokens});
+  for (const Tensor* slots : {&read, &write})
+    if (*slots)
+      require_of_inputs(Slots{op.name(), slots->name, "pool", slots->data, slots->dtype, slots->size(0), num_slots});
   return sequences;
 }
 

@@ -19,6 +19,7 @@
 
 #include "base/activation.h"
 #include "base/dtype.h"
+#include "base/rows.h"
 #include "bindings/plan.h"
 
 namespace tilewright {
@@ -47,6 +48,10 @@ struct Tensor {
   explicit operator bool() const { return data != nullptr || rank > 0; }
   int64_t size(int axis) const { return shape[axis < 0 ? rank + axis : axis]; }
   int64_t stride(int axis) const { return strides[axis < 0 ? rank + axis : axis]; }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
   int64_t numel() const {
     int64_t count = 1;
     for (int i = 0; i < rank; ++i) count *= shape[i];
@@ -65,6 +70,7 @@ struct Tensor {
 class Op {
  public:
   explicit Op(const char* name) : name_(name) {}
+  const char* name() const { return name_; }
 
   // A tensor whose axes have the given sizes: a symbol ("T"; the first use binds it, later ones must agree), a
   // number ("3"), "_" for any, or a leading "..." for any number of axes. Its last axis must be contiguous.
@@ -79,6 +85,15 @@ class Op {
   // Raises when they cannot be (a transposed or sliced middle axis).
   int64_t row_stride(const Tensor& x, int inner = 1) const;
   int64_t num_rows(const Tensor& x, int inner = 1) const;
+
+  // A tensor as kernels take it; nothing for an empty one. All axes but the last are rows, all but the last two tokens
+  // of heads (of one head where there are no more than two).
+  Rows rows(const Tensor& x) const { return x ? Rows{x.data, row_stride(x), x.dtype} : Rows{}; }
+  Heads heads(const Tensor& x) const {
+    if (!x) return {};
+    const bool per_head = x.rank >= 3;
+    return {x.data, row_stride(x, per_head ? 2 : 1), per_head ? x.stride(-2) : 0, x.dtype};
+  }
 
   void same_dtype(const Tensor& a, const Tensor& b) const;
   void contiguous(const Tensor& x) const;

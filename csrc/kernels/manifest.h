@@ -1,12 +1,14 @@
 // How an op picks its kernel: from its levels in CMakeLists.txt, best first, the first that may be used.
 //
-// From that list CMake writes kernels/lists.h, with the levels of this architecture:
+// From that list CMake compiles the op's files, once for each level with its flags, builds its C++ test, and writes the
+// levels of this architecture to kernels/lists.h:
 //
 //   #define TILEWRIGHT_KERNELS_OF_norm(KERNEL, ...) ... KERNEL(scalar, norm_scalar, __VA_ARGS__)
 //   #define TILEWRIGHT_OPS(OP) OP(norm) ...
 //
-// and everything else follows: which files are compiled with which flags, the tables here, what `tilewright info` and
-// Python's tests see, and which levels the C++ tests go through.
+// which the tables here are made of, and what `tilewright info` prints (registry.cc). Tests do not read the list: in
+// C++ and in Python they go through the levels that the machine has and cap the kernels at each, so that every kernel
+// that is listed and can run here is the one that some run picks.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +24,19 @@ struct Entry {
   const Kernels* kernels;
 };
 
+// Whether a table is what `select` takes for granted: best first, and scalar last, which runs anywhere.
+template <class Kernels, size_t kCount>
+consteval bool is_ordered(const Entry<Kernels> (&table)[kCount]) {
+  for (size_t i = 1; i < kCount; ++i)
+    if (table[i].isa <= table[i - 1].isa) return false;
+  return table[kCount - 1].isa == Isa::scalar;
+}
+
 template <class Kernels, size_t kCount>
 const Kernels& select(const Entry<Kernels> (&table)[kCount]) {
   for (const auto& entry : table)
     if (may_use(entry.isa)) return *entry.kernels;
-  return *table[kCount - 1].kernels;  // the last one is scalar: it runs anywhere
+  return *table[kCount - 1].kernels;
 }
 
 #define TILEWRIGHT_DECLARE(isa, name, Kernels) extern const Kernels name;
@@ -35,7 +45,8 @@ const Kernels& select(const Entry<Kernels> (&table)[kCount]) {
 // kTable, an op's kernels of type `Kernels`, best first.
 #define TILEWRIGHT_TABLE(op, Kernels)                                                                  \
   TILEWRIGHT_KERNELS_OF_##op(TILEWRIGHT_DECLARE, Kernels) static constexpr Entry<Kernels> kTable[] = { \
-      TILEWRIGHT_KERNELS_OF_##op(TILEWRIGHT_ENTRY, Kernels)};
+      TILEWRIGHT_KERNELS_OF_##op(TILEWRIGHT_ENTRY, Kernels)};                                          \
+  static_assert(is_ordered(kTable), "CMakeLists.txt lists the levels of " #op " best first, down to scalar");
 
 struct KernelInfo {
   Isa isa;

@@ -13,6 +13,7 @@
 #include "base/bf16.h"
 #include "base/dtype.h"
 #include "base/isa.h"
+#include "base/rows.h"
 
 namespace tilewright::testing {
 
@@ -102,6 +103,16 @@ class GuardedBuffer {
   GuardedBytes bytes_;
   int64_t count_;
 };
+
+// A buffer as kernels take it: rows of `stride` elements, or tokens of heads side by side.
+template <class T>
+Rows rows_of(const GuardedBuffer<T>& buffer, int64_t stride) {
+  return {buffer.data(), stride, dtype_of<T>()};
+}
+template <class T>
+Heads heads_of(const GuardedBuffer<T>& buffer, int64_t token_stride, int64_t head_stride) {
+  return {buffer.data(), token_stride, head_stride, dtype_of<T>()};
+}
 
 // |actual - expected| <= tolerance * max(1, |expected|) everywhere, where expected is fp32 or double; a bf16 `actual`
 // is given one rounding step (2^-8) more. Reports the first element that differs.

@@ -259,6 +259,20 @@ def test_threads_do_not_change_the_bits(isa, dtype):
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+def test_rows_may_begin_at_any_element(isa):
+    """Keys and values as slices of rows of odd length: what packs whole tiles of them asks for no alignment."""
+    packed = rand(70, 3 * 128 + 3, dtype=torch.bfloat16)
+    q, k, v = (packed[:, first : first + 128].unflatten(1, (2, 64)) for first in (1, 130, 258))
+    slices, copies = (KvCache.empty(3, 32, 2, 64, torch.bfloat16) for _ in range(2))
+    for cache in (slices, copies):
+        cache.data.zero_()
+    kv_store(k, v, slices, torch.arange(70))
+    kv_store(k.contiguous(), v.contiguous(), copies, torch.arange(70))
+    assert torch.equal(slices.data, copies.data)
+    out = attention.varlen_attention(q, k, v, starts_of([70]))
+    assert torch.equal(out, attention.varlen_attention(*(x.contiguous() for x in (q, k, v)), starts_of([70])))
+
+
 def test_errors():
     q, k, v = qkv(4, 4, 4, 2, 16, torch.float32)
     with pytest.raises(ValueError, match=r"query_starts\[-1\] is 5, expected the 4 tokens of q"):

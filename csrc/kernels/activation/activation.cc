@@ -17,8 +17,9 @@ constexpr int64_t kSpan = 8192;
 
 template <class Kernel>
 void over_spans(ElementwiseArgs args, Kernel kernel) {
-  const auto size = static_cast<int64_t>(size_of(args.dtype));
-  args.stream = args.y != args.other && worth_streaming(args.y, args.x, args.rows * args.width * size);
+  const auto size = static_cast<int64_t>(size_of(args.x.dtype));
+  args.stream =
+      args.y.data != args.other.data && worth_streaming(args.y.data, args.x.data, args.rows * args.width * size);
   const int64_t spans_per_row = (args.width + kSpan - 1) / kSpan;
   const int64_t spans = args.rows * spans_per_row;
   const int64_t span_bytes = std::min(args.width, kSpan) * size * 3;
@@ -39,7 +40,7 @@ void add(const ElementwiseArgs& args) { over_spans(args, select(kTable).add); }
 void sigmoid_gate(const SigmoidGateArgs& args) {
   const auto kernel = select(kTable).sigmoid_gate;
   const int64_t rows = args.outer * args.inner;
-  const int64_t row_bytes = args.width * static_cast<int64_t>(size_of(args.dtype)) * 3;
+  const int64_t row_bytes = args.width * static_cast<int64_t>(size_of(args.x.dtype)) * 3;
   parallel_chunks(rows, grain_for(rows, row_bytes), [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 

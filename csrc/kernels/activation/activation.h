@@ -9,32 +9,22 @@
 #include <cstdint>
 
 #include "base/activation.h"
-#include "base/dtype.h"
+#include "base/rows.h"
 
 namespace tilewright {
 
 struct ElementwiseArgs {
-  const void* x = nullptr;
-  const void* other = nullptr;  // add only
-  void* y = nullptr;
+  Rows x, y;   // of one type, as
+  Rows other;  // add only
   int64_t rows = 0, width = 0;
-  int64_t x_stride = 0, other_stride = 0, y_stride = 0;  // between rows, in elements
   Activation activation = Activation::none;
   bool stream = false;  // write y past the caches; set by the functions below, see base/stream.h
-  DType dtype;
-};
-
-// Rows of `outer` tokens and `inner` heads, each with its own stride in elements.
-struct GatedRows {
-  void* data = nullptr;
-  int64_t outer_stride = 0, inner_stride = 0;
 };
 
 struct SigmoidGateArgs {
-  GatedRows x, gate, y;
+  Heads x, gate, y;
   int64_t outer = 0, inner = 0, width = 0;
   bool one_per_row = false;  // gate has a width of 1
-  DType dtype, gate_dtype;
 };
 
 void activate(const ElementwiseArgs& args);

@@ -28,11 +28,6 @@ inline void with_type(DType dtype, Fn fn) {
   return dtype == DType::f32 ? fn(float{}) : fn(bf16{});
 }
 
-template <class T>
-inline const T* at(const void* data, int64_t offset) {
-  return static_cast<const T*>(data) + offset;
-}
-
 // Asked for this far ahead: the hardware's own look-ahead ends at a page of 4 KB.
 constexpr int64_t kAheadBytes = 4096;
 
@@ -52,10 +47,10 @@ inline void write_span(const ElementwiseArgs& args, T* y, int64_t width, Fn fn) 
 }
 
 void activate_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end) {
-  with_type(args.dtype, [&](auto t) {
+  with_type(args.x.dtype, [&](auto t) {
     using T = decltype(t);
-    const T* x = at<T>(args.x, row * args.x_stride + begin);
-    T* y = static_cast<T*>(args.y) + row * args.y_stride + begin;
+    const T* x = args.x.row<T>(row) + begin;
+    T* y = args.y.row<T>(row) + begin;
     with_activation(args.activation, [&](auto activation) {
       write_span(args, y, end - begin, [&](int64_t i, auto count) {
         return apply_activation<kIsBf16<T>>(load_ahead(x + i, count), activation);
@@ -65,11 +60,11 @@ void activate_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int6
 }
 
 void gate_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end) {
-  with_type(args.dtype, [&](auto t) {
+  with_type(args.x.dtype, [&](auto t) {
     using T = decltype(t);
-    const T* x = at<T>(args.x, row * args.x_stride + begin);
+    const T* x = args.x.row<T>(row) + begin;
     const T* up = x + args.width;
-    T* y = static_cast<T*>(args.y) + row * args.y_stride + begin;
+    T* y = args.y.row<T>(row) + begin;
     with_activation(args.activation, [&](auto activation) {
       write_span(args, y, end - begin, [&](int64_t i, auto count) {
         return apply_activation<kIsBf16<T>>(load_ahead(x + i, count), activation) * load_ahead(up + i, count);
@@ -79,32 +74,27 @@ void gate_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t 
 }
 
 void add_span(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end) {
-  with_type(args.dtype, [&](auto t) {
+  with_type(args.x.dtype, [&](auto t) {
     using T = decltype(t);
-    const T* x = at<T>(args.x, row * args.x_stride + begin);
-    const T* other = at<T>(args.other, row * args.other_stride + begin);
-    T* y = static_cast<T*>(args.y) + row * args.y_stride + begin;
+    const T* x = args.x.row<T>(row) + begin;
+    const T* other = args.other.row<T>(row) + begin;
+    T* y = args.y.row<T>(row) + begin;
     write_span(args, y, end - begin,
                [&](int64_t i, auto count) { return load_ahead(x + i, count) + load_ahead(other + i, count); });
   });
 }
 
-template <class T>
-inline T* row_of(const GatedRows& rows, int64_t outer, int64_t inner) {
-  return static_cast<T*>(rows.data) + outer * rows.outer_stride + inner * rows.inner_stride;
-}
-
 void sigmoid_gate_rows(const SigmoidGateArgs& args, int64_t begin, int64_t end) {
-  with_type(args.dtype, [&](auto t) {
-    with_type(args.gate_dtype, [&](auto g) {
+  with_type(args.x.dtype, [&](auto t) {
+    with_type(args.gate.dtype, [&](auto g) {
       using T = decltype(t);
       using G = decltype(g);
       constexpr bool kRough = kIsBf16<T>;
       for (int64_t row = begin; row < end; ++row) {
         const int64_t outer = row / args.inner, inner = row % args.inner;
-        const T* x = row_of<const T>(args.x, outer, inner);
-        const G* gate = row_of<const G>(args.gate, outer, inner);
-        T* y = row_of<T>(args.y, outer, inner);
+        const T* x = args.x.row<T>(outer, inner);
+        const G* gate = args.gate.row<G>(outer, inner);
+        T* y = args.y.row<T>(outer, inner);
         if (args.one_per_row) {
           const Vec share = sigmoid<kRough>(Vec::set1(to_float(*gate)));
           for_each_vec(args.width,

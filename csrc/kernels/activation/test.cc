@@ -29,15 +29,12 @@ void check_elementwise(int64_t width, Edge edge, Activation activation) {
   GuardedBuffer<T> x(kRows * x_stride - 1, edge), y(kRows * y_stride - 1, edge);
   x.fill(random, 8.0f);
   ElementwiseArgs args;
-  args.x = x.data();
-  args.other = x.data() + width;
-  args.y = y.data();
+  args.x = rows_of(x, x_stride);
+  args.other = {x.data() + width, x_stride, dtype_of<T>()};
+  args.y = rows_of(y, y_stride);
   args.rows = kRows;
   args.width = width;
-  args.x_stride = args.other_stride = x_stride;
-  args.y_stride = y_stride;
   args.activation = activation;
-  args.dtype = dtype_of<T>();
 
   const auto check = [&](const char* what, auto expected_of) {
     for (int64_t row = 0; row < kRows; ++row) {
@@ -85,15 +82,13 @@ void check_sigmoid_gate(int64_t width, Edge edge, bool one_per_row) {
   x.fill(random, 4.0f);
   gate.fill(random, 8.0f);
   SigmoidGateArgs args;
-  args.x = {x.data(), stride, width};
-  args.y = {y.data(), stride, width};
-  args.gate = {gate.data(), gate_stride, 2 * gate_width};
+  args.x = heads_of(x, stride, width);
+  args.y = heads_of(y, stride, width);
+  args.gate = heads_of(gate, gate_stride, 2 * gate_width);
   args.outer = kRows;
   args.inner = kInner;
   args.width = width;
   args.one_per_row = one_per_row;
-  args.dtype = dtype_of<T>();
-  args.gate_dtype = dtype_of<G>();
   sigmoid_gate(args);
   for (int64_t row = 0; row < kRows; ++row) {
     for (int64_t head = 0; head < kInner; ++head) {

@@ -18,6 +18,7 @@
 
 #include "base/dtype.h"
 #include "base/kv_layout.h"
+#include "base/rows.h"
 
 namespace tilewright {
 
@@ -31,11 +32,7 @@ struct AttentionMask {
 };
 
 struct AttentionArgs {
-  const void* q;  // [T, H, K]
-  int64_t q_token_stride, q_head_stride;
-  void* out;  // [T, H, K]
-  int64_t out_token_stride, out_head_stride;
-  DType dtype;  // of q and out
+  Heads q, out;  // [T, H, K], of one type
   const void* pages;
   DType kv_dtype;
   KvLayout layout;
@@ -57,9 +54,8 @@ void paged_attention(const AttentionArgs& args);
 
 // Variable-length attention: keys and values packed like q, pages made on the way.
 struct VarlenArgs {
-  AttentionArgs attention;  // pages, block_table, kv_lengths are filled in by the kernel; layout.page_size too
-  const void *k, *v;        // [T, G, K]
-  int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+  AttentionArgs attention;    // pages, block_table, kv_lengths are filled in by the kernel; layout.page_size too
+  Heads k, v;                 // [T, G, K]
   const int32_t* key_starts;  // [B + 1]
 };
 

@@ -78,12 +78,12 @@ inline void for_each_row(const AttentionArgs& args, const AttentionItem& item, F
 
 template <class TQ, class Left>
 void load_queries_as(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth) {
-  const TQ* first = static_cast<const TQ*>(args.q) + args.query_starts[item.sequence] * args.q_token_stride;
+  const int64_t first = args.query_starts[item.sequence];
   const int64_t width = args.layout.head_width;
   // The softmax takes the maximum of raw products, so a negative scale changes the sign here.
   const Vec sign = Vec::set1(args.scale < 0 ? -1.0f : 1.0f);
   for_each_row(args, item, [&](int row, const RowPlace& place) {
-    const TQ* q = first + place.token * args.q_token_stride + place.head * args.q_head_stride;
+    const TQ* q = args.q.row<TQ>(first + place.token, place.head);
     Left* to = queries + row * depth;
     int64_t i = 0;
     for (; i + Vec::kLanes <= width; i += Vec::kLanes) (Vec::load(q + i) * sign).store(to + i);
@@ -93,17 +93,17 @@ void load_queries_as(const AttentionArgs& args, const AttentionItem& item, Left*
 
 template <class Left>
 void load_queries(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth) {
-  args.dtype == DType::f32 ? load_queries_as<float>(args, item, queries, depth)
-                           : load_queries_as<bf16>(args, item, queries, depth);
+  args.q.dtype == DType::f32 ? load_queries_as<float>(args, item, queries, depth)
+                             : load_queries_as<bf16>(args, item, queries, depth);
 }
 
 template <class TQ>
 void store_output_as(const AttentionArgs& args, const AttentionItem& item, const Accumulator& result,
                      int64_t value_width) {
-  TQ* first = static_cast<TQ*>(args.out) + args.query_starts[item.sequence] * args.out_token_stride;
+  const int64_t first = args.query_starts[item.sequence];
   const int64_t width = args.layout.head_width;
   for_each_row(args, item, [&](int row, const RowPlace& place) {
-    TQ* out = first + place.token * args.out_token_stride + place.head * args.out_head_stride;
+    TQ* out = args.out.row<TQ>(first + place.token, place.head);
     // A row that sees no key gives zeros.
     const Vec scale = Vec::set1(result.sum[row] == 0.0f ? 0.0f : 1.0f / result.sum[row]);
     const float* from = result.output + row * value_width;
@@ -115,8 +115,8 @@ void store_output_as(const AttentionArgs& args, const AttentionItem& item, const
 
 void store_output(const AttentionArgs& args, const AttentionItem& item, const Accumulator& result,
                   int64_t value_width) {
-  args.dtype == DType::f32 ? store_output_as<float>(args, item, result, value_width)
-                           : store_output_as<bf16>(args, item, result, value_width);
+  args.q.dtype == DType::f32 ? store_output_as<float>(args, item, result, value_width)
+                             : store_output_as<bf16>(args, item, result, value_width);
 }
 
 struct KeyRange {
@@ -421,16 +421,16 @@ void pack_keys_as(const VarlenArgs& args, int64_t token, int64_t count, int64_t 
   const KvLayout& layout = args.attention.layout;
   const int64_t width = layout.head_width, depth_tiles = layout.key_depth_tiles();
   if (count < kTileDepth || width % kTileDepth) __builtin_memset(tiles, 0, 2 * depth_tiles * kTileElements * sizeof(T));
-  const T* k = static_cast<const T*>(args.k) + token * args.k_token_stride + head * args.k_head_stride;
+  const T* k = args.k.row<T>(token, head);
   if constexpr (std::is_same_v<T, bf16>) {
     if (count == kTileDepth && width % 8 == 0) {
       for (int half = 0; half < kTileDepth; half += kTileColumns)
-        pack_key_tiles<Vec>(k + half * args.k_token_stride, args.k_token_stride, width,
+        pack_key_tiles<Vec>(k + half * args.k.token_stride, args.k.token_stride, width,
                             tiles + half / kTileColumns * depth_tiles * kTileElements);
       return;
     }
   }
-  for (int64_t column = 0; column < count; ++column, k += args.k_token_stride) {
+  for (int64_t column = 0; column < count; ++column, k += args.k.token_stride) {
     T* tile = tiles + column / kTileColumns * depth_tiles * kTileElements;
     T* at = tile + tile_offset<T>(0, static_cast<int>(column % kTileColumns));
     // Pairs of one token are a tile row of 32 elements apart, through all its depth tiles.
@@ -446,16 +446,16 @@ void pack_values_as(const VarlenArgs& args, int64_t token, int64_t count, int64_
   const KvLayout& layout = args.attention.layout;
   const int64_t width = layout.head_width;
   if (count < kTileDepth) __builtin_memset(tiles, 0, layout.value_column_tiles() * kTileElements * sizeof(T));
-  const T* v = static_cast<const T*>(args.v) + token * args.v_token_stride + head * args.v_head_stride;
+  const T* v = args.v.row<T>(token, head);
   if constexpr (std::is_same_v<T, bf16>) {
-    if (count == kTileDepth && width % 8 == 0) return pack_value_tiles(v, args.v_token_stride, width, tiles);
+    if (count == kTileDepth && width % 8 == 0) return pack_value_tiles(v, args.v.token_stride, width, tiles);
   }
   static constexpr T kZeros[kTileColumns] = {};
-  for (int64_t depth = 0; depth < count; depth += 2, v += 2 * args.v_token_stride) {
+  for (int64_t depth = 0; depth < count; depth += 2, v += 2 * args.v.token_stride) {
     T* row = tiles + depth / 2 * 32;
     const bool last = depth + 1 == count;
     for (int64_t d = 0; d < width; d += kTileColumns, row += kTileElements) {
-      const T* odd = last ? kZeros : v + args.v_token_stride + d;
+      const T* odd = last ? kZeros : v + args.v.token_stride + d;
       if (d + kTileColumns <= width)
         put_pairs(row, v + d, odd, kTileColumns);
       else

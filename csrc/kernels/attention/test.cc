@@ -70,11 +70,9 @@ void check_case(const Case& c, Edge edge, bool paged) {
 
   VarlenArgs args = {};
   AttentionArgs& attention = args.attention;
-  attention.q = q.data();
-  attention.out = out.data();
-  attention.q_token_stride = attention.out_token_stride = c.heads * c.width;
-  attention.q_head_stride = attention.out_head_stride = c.width;
-  attention.dtype = attention.kv_dtype = dtype_of<T>();
+  attention.q = heads_of(q, c.heads * c.width, c.width);
+  attention.out = heads_of(out, c.heads * c.width, c.width);
+  attention.kv_dtype = dtype_of<T>();
   attention.layout = {0, c.kv_heads, c.width};
   attention.query_starts = query_starts.data();
   attention.num_sequences = sequences;
@@ -83,10 +81,8 @@ void check_case(const Case& c, Edge edge, bool paged) {
   attention.window = c.window;
   attention.soft_cap = c.soft_cap;
   attention.scale = 0.3f;
-  args.k = k.data();
-  args.v = v.data();
-  args.k_token_stride = args.v_token_stride = c.kv_heads * c.width;
-  args.k_head_stride = args.v_head_stride = c.width;
+  args.k = heads_of(k, c.kv_heads * c.width, c.width);
+  args.v = heads_of(v, c.kv_heads * c.width, c.width);
   args.key_starts = key_starts.data();
 
   if (!paged) {
@@ -106,8 +102,7 @@ void check_case(const Case& c, Edge edge, bool paged) {
       }
     }
     GuardedBuffer<T> cache(pages * attention.layout.page_elements(), edge);
-    kv_store({k.data(), v.data(), args.k_token_stride, c.width, args.v_token_stride, c.width, dtype_of<T>(),
-              cache.data(), dtype_of<T>(), attention.layout, slots.data(), keys});
+    kv_store({args.k, args.v, cache.data(), dtype_of<T>(), attention.layout, slots.data(), keys});
     attention.pages = cache.data();
     attention.block_table = table.data();
     attention.block_table_stride = width;

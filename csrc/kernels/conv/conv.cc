@@ -31,8 +31,8 @@ void causal_conv(const ConvArgs& args) {
   // A sequence of one piece of tokens keeps its states on the way; of the others all outputs come first, because the
   // state that is written may be the one that the first tokens read.
   std::vector<ConvPiece> alone, pieces, keeping;
-  for (int64_t b = 0; b < args.num_sequences; ++b) {
-    const int64_t begin = args.starts[b], end = args.starts[b + 1];
+  for (int64_t b = 0; b < args.sequences.count; ++b) {
+    const int64_t begin = args.sequences.starts[b], end = args.sequences.starts[b + 1];
     if (begin == end) continue;
     if (end - begin <= kTokensPerPiece) {
       add_pieces(args, b, begin, end, alone);

@@ -20,13 +20,13 @@ struct Convolution {
   const S* past;        // its state; null: it begins with nothing, or one tap looks at nothing before
 
   Convolution(const ConvArgs& args, const ConvPiece& piece)
-      : args(args), piece(piece), begin(args.starts[piece.sequence]), past(nullptr) {
-    const int64_t slot = args.read_slots[piece.sequence];
-    if (slot >= 0 && args.width > 1) past = static_cast<const S*>(args.states) + slot * args.slot_stride;
+      : args(args), piece(piece), begin(args.sequences.starts[piece.sequence]), past(nullptr) {
+    const int64_t slot = args.sequences.read_slots[piece.sequence];
+    if (slot >= 0 && args.width > 1) past = args.states.row<S>(slot);
   }
 
-  const T* input(int64_t token) const { return static_cast<const T*>(args.x) + token * args.x_stride; }
-  T* output(int64_t token) const { return static_cast<T*>(args.y) + token * args.y_stride; }
+  const T* input(int64_t token) const { return args.x.row<T>(token); }
+  T* output(int64_t token) const { return args.y.row<T>(token); }
   template <class Count>
   Vec tap(int i, int64_t channel, Count count) const {
     return load_some(static_cast<const W*>(args.weight) + i * args.channels + channel, count);
@@ -109,7 +109,7 @@ struct Convolution {
   void keep() const {
     const int64_t rows = args.width - 1, channels = piece.channel_end - piece.channel_begin;
     if (rows == 0) return;
-    const int64_t end = args.starts[piece.sequence + 1];
+    const int64_t end = args.sequences.starts[piece.sequence + 1];
     float* old = static_cast<float*>(thread_scratch(rows * channels * sizeof(float)));
     for (int64_t row = 0; row < rows; ++row)
       for_each_vec(channels, [&](int64_t i, auto count) {
@@ -117,9 +117,9 @@ struct Convolution {
         store_some(past ? load_some(past + place, count) : Vec::zero(), old + row * channels + i, count);
       });
     for (int64_t token = begin; token < end; ++token) {
-      const int64_t slot = args.write_slot(piece.sequence, token);
+      const int64_t slot = args.sequences.write_slot(piece.sequence, token);
       if (slot < 0) continue;
-      S* state = static_cast<S*>(args.states) + slot * args.slot_stride + piece.channel_begin;
+      S* state = args.states.row<S>(slot) + piece.channel_begin;
       for (int64_t row = 0; row < rows; ++row) {
         const int64_t source = token - begin - rows + 1 + row;  // among the sequence's tokens
         for_each_vec(channels, [&](int64_t i, auto count) {
@@ -138,11 +138,11 @@ inline void with_convolution(const ConvArgs& args, const ConvPiece& piece, Fn fn
   auto with_state = [&](auto t, auto w) {
     using T = decltype(t);
     using W = decltype(w);
-    args.state_dtype == DType::bf16 ? fn(Convolution<T, W, bf16>(args, piece))
-                                    : fn(Convolution<T, W, float>(args, piece));
+    args.states.dtype == DType::bf16 ? fn(Convolution<T, W, bf16>(args, piece))
+                                     : fn(Convolution<T, W, float>(args, piece));
   };
   auto with_weight = [&](auto t) { args.weight_dtype == DType::bf16 ? with_state(t, bf16{}) : with_state(t, float{}); };
-  args.dtype == DType::bf16 ? with_weight(bf16{}) : with_weight(float{});
+  args.x.dtype == DType::bf16 ? with_weight(bf16{}) : with_weight(float{});
 }
 
 void convolve(const ConvArgs& args, const ConvPiece& piece) {

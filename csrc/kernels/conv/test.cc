@@ -56,20 +56,13 @@ void check_conv(const std::vector<int32_t>& lengths, int64_t channels, int width
   }
 
   ConvArgs args = {};
-  args.x = x.data();
-  args.y = y.data();
-  args.x_stride = args.y_stride = channels;
-  args.dtype = dtype_of<T>();
+  args.x = rows_of(x, channels);
+  args.y = rows_of(y, channels);
   args.weight = weight.data();
   args.bias = bias.data();
   args.weight_dtype = dtype_of<W>();
-  args.states = states.data();
-  args.slot_stride = state_size;
-  args.state_dtype = dtype_of<S>();
-  args.starts = starts.data();
-  args.read_slots = read_slots.data();
-  args.write_slots = keep_all ? write_slots.data() : nullptr;
-  args.num_sequences = num_sequences;
+  args.states = rows_of(states, state_size);
+  args.sequences = {starts.data(), read_slots.data(), keep_all ? write_slots.data() : nullptr, num_sequences};
   args.channels = channels;
   args.width = width;
   causal_conv(args);

@@ -16,29 +16,28 @@ struct Reader {
   const char* source;
   int64_t element_bytes;
 
-  void copy(void* target, int64_t offset, int64_t count) {
+  void copy(const Rows& target, int64_t row, int64_t column, int64_t count) {
     const size_t bytes = static_cast<size_t>(count * element_bytes);
-    std::memcpy(static_cast<char*>(target) + offset * element_bytes, source, bytes);
+    std::memcpy(static_cast<char*>(target.data) + (row * target.stride + column) * element_bytes, source, bytes);
     source += bytes;
   }
 };
 
 void split_token(const SplitArgs& args, int64_t token) {
-  const int64_t element = static_cast<int64_t>(size_of(args.dtype));
+  const int64_t element = static_cast<int64_t>(size_of(args.qkvz.dtype));
   // Contiguous is the same with one group that has all the heads.
   const int64_t groups = args.interleaved ? args.key_heads : 1;
   const int64_t keys = args.key_heads / groups * args.key_width, heads = args.value_heads / groups;
   const int64_t values = heads * args.value_width;
-  Reader packed = {static_cast<const char*>(args.qkvz) + token * args.qkvz_stride * element, element};
-  Reader gates = {static_cast<const char*>(args.ba) + token * args.ba_stride * element, element};
+  Reader packed = {static_cast<const char*>(args.qkvz.from(token).data), element};
+  Reader gates = {static_cast<const char*>(args.ba.from(token).data), element};
   for (int64_t group = 0; group < groups; ++group) {
-    const int64_t row = token * args.qkv_stride;
-    packed.copy(args.qkv, row + group * keys, keys);
-    packed.copy(args.qkv, row + (groups + group) * keys, keys);
-    packed.copy(args.qkv, row + 2 * groups * keys + group * values, values);
-    packed.copy(args.z, token * args.z_stride + group * values, values);
-    gates.copy(args.b, token * args.b_stride + group * heads, heads);
-    gates.copy(args.a, token * args.a_stride + group * heads, heads);
+    packed.copy(args.qkv, token, group * keys, keys);
+    packed.copy(args.qkv, token, (groups + group) * keys, keys);
+    packed.copy(args.qkv, token, 2 * groups * keys + group * values, values);
+    packed.copy(args.z, token, group * values, values);
+    gates.copy(args.b, token, group * heads, heads);
+    gates.copy(args.a, token, group * heads, heads);
   }
 }
 
@@ -46,7 +45,7 @@ void split_token(const SplitArgs& args, int64_t token) {
 
 void split_projections(const SplitArgs& args) {
   const int64_t row_elements = 2 * (args.key_heads * args.key_width + args.value_heads * (args.value_width + 1));
-  const int64_t row_bytes = row_elements * static_cast<int64_t>(size_of(args.dtype));
+  const int64_t row_bytes = row_elements * static_cast<int64_t>(size_of(args.qkvz.dtype));
   parallel_chunks(args.num_tokens, grain_for(args.num_tokens, 2 * row_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) split_token(args, token);
   });

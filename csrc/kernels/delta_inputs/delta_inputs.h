@@ -9,30 +9,24 @@
 
 #include <cstdint>
 
-#include "base/dtype.h"
+#include "base/rows.h"
 
 namespace tilewright {
 
 struct SplitArgs {
-  const void *qkvz, *ba;
-  int64_t qkvz_stride, ba_stride;  // elements from token to token, as below
-  void *qkv, *z, *b, *a;
-  int64_t qkv_stride, z_stride, b_stride, a_stride;
+  Rows qkvz, ba;
+  Rows qkv, z, b, a;  // all six of one type
   int64_t num_tokens, key_heads, value_heads, key_width, value_width;
   bool interleaved;
-  DType dtype;
 };
 
 void split_projections(const SplitArgs& args);
 
 struct GatesArgs {
-  const void *a, *b;
-  int64_t a_stride, b_stride;
-  DType dtype;                  // of a, b
+  Rows a, b;                    // of one type
   const void *a_log, *dt_bias;  // [H]
   DType a_log_dtype, dt_bias_dtype;
-  float *g, *beta;
-  int64_t g_stride, beta_stride;
+  Rows g, beta;  // fp32
   int64_t num_tokens, num_heads;
 };
 

@@ -27,15 +27,13 @@ void check_gates(int64_t heads, Edge edge) {
     expected_beta.push_back(1.0 / (1.0 + std::exp(-to_float(b[i]))));
   }
   GatesArgs args = {};
-  args.a = a.data();
-  args.b = b.data();
-  args.a_stride = args.b_stride = args.g_stride = args.beta_stride = heads;
-  args.dtype = dtype_of<T>();
+  args.a = rows_of(a, heads);
+  args.b = rows_of(b, heads);
   args.a_log = a_log.data();
   args.dt_bias = dt_bias.data();
   args.a_log_dtype = args.dt_bias_dtype = dtype_of<P>();
-  args.g = g.data();
-  args.beta = beta.data();
+  args.g = rows_of(g, heads);
+  args.beta = rows_of(beta, heads);
   args.num_tokens = kTokens;
   args.num_heads = heads;
   delta_gates(args);
@@ -68,9 +66,9 @@ TEST(split_projections_puts_every_element_in_its_place) {
           GuardedBuffer<float> b(kTokens * heads, edge), a(kTokens * heads, edge);
           for (int64_t i = 0; i < qkvz.size(); ++i) qkvz[i] = static_cast<float>(i);
           for (int64_t i = 0; i < ba.size(); ++i) ba[i] = static_cast<float>(i);
-          split_projections({qkvz.data(), ba.data(), 2 * (keys + values), 2 * heads, qkv.data(), z.data(), b.data(),
-                             a.data(), 2 * keys + values, values, heads, heads, kTokens, key_heads, heads, kKeys,
-                             kValues, interleaved, DType::f32});
+          split_projections({rows_of(qkvz, 2 * (keys + values)), rows_of(ba, 2 * heads),
+                             rows_of(qkv, 2 * keys + values), rows_of(z, values), rows_of(b, heads), rows_of(a, heads),
+                             kTokens, key_heads, heads, kKeys, kValues, interleaved});
           for (int64_t t = 0; t < kTokens; ++t) {
             const float row = static_cast<float>(t * 2 * (keys + values)), gates = static_cast<float>(t * 2 * heads);
             for (int64_t h = 0; h < heads; ++h) {

@@ -9,37 +9,31 @@
 
 #include <cstdint>
 
-#include "base/dtype.h"
+#include "base/rows.h"
 
 namespace tilewright {
 
 struct EmbeddingArgs {
   const void* ids = nullptr;  // [T], in [0, V)
   DType id_dtype;             // int32 or int64
-  const void* table = nullptr;
-  int64_t table_stride = 0;  // of a plain table
+  Rows table;                 // [V, D]; where it is packed its data alone count
   bool packed = false;
-  void* out = nullptr;  // [T, D]
-  int64_t out_stride = 0;
+  Rows out;  // [T, D], of the table's type
   int64_t count = 0, width = 0;
-  DType dtype;
 };
 
 struct ScatterArgs {
   const int64_t* rows = nullptr;  // [M], distinct
-  const void* values = nullptr;   // [M, D]
-  void* out = nullptr;
-  int64_t values_stride = 0, out_stride = 0;
+  Rows values, out;               // [M, D], [T, D], of one type
   int64_t count = 0, width = 0;
   bool accumulate = false;
-  DType dtype;
 };
 
 void embedding(const EmbeddingArgs& args);
 void scatter_rows(const ScatterArgs& args);
 
-// The place of the first id that is not in [0, limit), or -1.
-int64_t first_out_of_range(const void* ids, DType id_dtype, int64_t count, int64_t limit);
+// The place of the first id that is not in [least, limit), or -1.
+int64_t first_out_of_range(const void* ids, DType id_dtype, int64_t count, int64_t limit, int64_t least = 0);
 // The place of the first of `rows` (all in [0, limit)) that was there before, or -1.
 int64_t first_repeated(const int64_t* rows, int64_t count, int64_t limit);
 

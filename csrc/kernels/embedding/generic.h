@@ -15,16 +15,12 @@ inline int64_t id_at(const EmbeddingArgs& args, int64_t i) {
   return static_cast<const int32_t*>(args.ids)[i];
 }
 
-inline void copy_row(void* to, int64_t to_row, int64_t to_stride, const void* from, int64_t from_row,
-                     int64_t from_stride, int64_t width, DType dtype) {
-  const auto size = static_cast<int64_t>(size_of(dtype));
-  std::memcpy(static_cast<char*>(to) + to_row * to_stride * size,
-              static_cast<const char*>(from) + from_row * from_stride * size, width * size);
+inline void copy_row(const Rows& to, int64_t to_row, const Rows& from, int64_t from_row, int64_t width) {
+  std::memcpy(to.from(to_row).data, from.from(from_row).data, width * static_cast<int64_t>(size_of(to.dtype)));
 }
 
 void gather_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i)
-    copy_row(args.out, i, args.out_stride, args.table, id_at(args, i), args.table_stride, args.width, args.dtype);
+  for (int64_t i = begin; i < end; ++i) copy_row(args.out, i, args.table, id_at(args, i), args.width);
 }
 
 // One column of the packed table: a pair of depths every 32 elements, so a token reads one line in sixteen of a tile.
@@ -50,29 +46,27 @@ void gather_packed_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
   const auto gather = [&](auto t) {
     using T = decltype(t);
     for (int64_t i = begin; i < end; ++i)
-      gather_packed_row(static_cast<const T*>(args.table), static_cast<T*>(args.out) + i * args.out_stride,
-                        id_at(args, i), args.width);
+      gather_packed_row(static_cast<const T*>(args.table.data), args.out.row<T>(i), id_at(args, i), args.width);
   };
-  args.dtype == DType::f32 ? gather(float{}) : gather(bf16{});
+  args.out.dtype == DType::f32 ? gather(float{}) : gather(bf16{});
 }
 
 void write_rows(const ScatterArgs& args, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i)
-    copy_row(args.out, args.rows[i], args.out_stride, args.values, i, args.values_stride, args.width, args.dtype);
+  for (int64_t i = begin; i < end; ++i) copy_row(args.out, args.rows[i], args.values, i, args.width);
 }
 
 void add_rows(const ScatterArgs& args, int64_t begin, int64_t end) {
   const auto add = [&](auto t) {
     using T = decltype(t);
     for (int64_t row = begin; row < end; ++row) {
-      const T* values = static_cast<const T*>(args.values) + row * args.values_stride;
-      T* out = static_cast<T*>(args.out) + args.rows[row] * args.out_stride;
+      const T* values = args.values.row<T>(row);
+      T* out = args.out.row<T>(args.rows[row]);
       for_each_vec(args.width, [&](int64_t i, auto count) {
         store_some(load_some(out + i, count) + load_some(values + i, count), out + i, count);
       });
     }
   };
-  args.dtype == DType::f32 ? add(float{}) : add(bf16{});
+  args.out.dtype == DType::f32 ? add(float{}) : add(bf16{});
 }
 
 }  // namespace

@@ -33,16 +33,13 @@ void check_embedding(int64_t width, Edge edge) {
   EmbeddingArgs args;
   args.ids = ids.data();
   args.id_dtype = DType::i32;
-  args.table_stride = width;
-  args.out = out.data();
-  args.out_stride = width + 1;
+  args.out = rows_of(out, width + 1);
   args.count = kIds;
   args.width = width;
-  args.dtype = dtype_of<T>();
   for (bool from_packed : {false, true}) {
     out.poison();
     args.packed = from_packed;
-    args.table = from_packed ? packed.data() : table.data();
+    args.table = rows_of(from_packed ? packed : table, width);
     embedding(args);
     for (int64_t i = 0; i < kIds; ++i) {
       for (int64_t k = 0; k < width; ++k) CHECK(same(out[i * (width + 1) + k], table[ids[i] * width + k]));
@@ -64,13 +61,11 @@ void check_scatter(int64_t width, Edge edge, bool accumulate) {
 
   ScatterArgs args;
   args.rows = rows.data();
-  args.values = values.data();
-  args.out = out.data();
-  args.values_stride = args.out_stride = width;
+  args.values = rows_of(values, width);
+  args.out = rows_of(out, width);
   args.count = kValues;
   args.width = width;
   args.accumulate = accumulate;
-  args.dtype = dtype_of<T>();
   scatter_rows(args);
   for (int64_t token = 0; token < kTokens; ++token)
     for (int64_t k = 0; k < width; ++k) {
@@ -102,6 +97,8 @@ TEST(bad_numbers_are_found) {
   CHECK(first_out_of_range(ids, DType::i64, 2, 5) == -1);
   CHECK(first_out_of_range(ids, DType::i64, 4, 5) == 2);
   CHECK(first_out_of_range(ids, DType::i64, 4, 6) == 3);
+  CHECK(first_out_of_range(ids, DType::i64, 4, 6, -1) == -1);
+  CHECK(first_out_of_range(ids, DType::i64, 4, 5, -1) == 2);
   const int64_t rows[] = {3, 1, 0, 1};
   CHECK(first_repeated(rows, 3, 4) == -1);
   CHECK(first_repeated(rows, 4, 4) == 3);

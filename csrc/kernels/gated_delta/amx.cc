@@ -127,7 +127,7 @@ struct TileMatrix {
 };
 
 void chunk_on_tiles(const GatedDeltaArgs& args, const DeltaItem& item) {
-  if (args.dtype == DType::bf16)
+  if (args.q.dtype == DType::bf16)
     Chunks<TileMatrix<bf16>, bf16>(args, item).run();
   else
     Chunks<TileMatrix<float>, float>(args, item).run();

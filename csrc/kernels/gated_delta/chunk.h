@@ -55,11 +55,11 @@ class Chunks {
   void run() {
     const FlushDenormals flush;
     load_states();
-    const int64_t end = args_.starts[item_.sequence + 1];
-    for (int64_t begin = args_.starts[item_.sequence]; begin < end; begin = token_end_) {
+    const int64_t end = args_.sequences.starts[item_.sequence + 1];
+    for (int64_t begin = args_.sequences.starts[item_.sequence]; begin < end; begin = token_end_) {
       begin_chunk(begin, end);
       for (int64_t head = item_.head_begin; head < item_.head_end; ++head) run_head(head);
-      const int64_t slot = args_.write_slot(item_.sequence, token_end_ - 1);
+      const int64_t slot = args_.sequences.write_slot(item_.sequence, token_end_ - 1);
       if (slot >= 0) store_states(slot);
     }
   }
@@ -113,7 +113,7 @@ class Chunks {
   }
 
   void load_states() {
-    const int64_t slot = args_.read_slots[item_.sequence];
+    const int64_t slot = args_.sequences.read_slots[item_.sequence];
     for (int64_t head = item_.head_begin; head < item_.head_end; ++head) {
       const float* state = args_.state(slot, head);
       for_each_row(head, [&](float* row, int64_t d, int64_t offset, int64_t count) {
@@ -138,14 +138,14 @@ class Chunks {
     token_begin_ = begin;
     if (end > begin + kChunkTokens) end = begin + kChunkTokens;
     for (token_end_ = begin + 1; token_end_ < end; ++token_end_)
-      if (args_.write_slot(item_.sequence, token_end_ - 1) >= 0) break;
+      if (args_.sequences.write_slot(item_.sequence, token_end_ - 1) >= 0) break;
     count_ = static_cast<int>(token_end_ - begin);
     padded_ = static_cast<int>(round_up(count_, kStripColumns));
 
-    const T* k = static_cast<const T*>(args_.k) + begin * args_.k_token_stride + key_head_ * args_.k_head_stride;
-    const T* q = static_cast<const T*>(args_.q) + begin * args_.q_token_stride + key_head_ * args_.q_head_stride;
-    load_rows(k, args_.k_token_stride, rows_, factors_.k);
-    load_rows(q, args_.q_token_stride, rows_ + padded_ * depth_, factors_.q);
+    const T* k = args_.k.row<T>(begin, key_head_);
+    const T* q = args_.q.row<T>(begin, key_head_);
+    load_rows(k, args_.k.token_stride, rows_, factors_.k);
+    load_rows(q, args_.q.token_stride, rows_ + padded_ * depth_, factors_.q);
     for (int i = 0; i < padded_; ++i) factors_.q[i] *= args_.scale;
     for (int part = 0; part < kInputParts; ++part)
       Matrix::transpose(rows_ + part * rows_stride(), padded_, depth_, key_tiles_ + part * depth_ * kChunkTokens,
@@ -176,8 +176,8 @@ class Chunks {
     double since = 0;
     for (int i = 0; i < padded_; ++i) {
       const int64_t token = token_begin_ + i;
-      if (i < count_) since += args_.g[token * args_.g_stride + head];
-      factors_.beta[i] = i < count_ ? args_.beta[token * args_.beta_stride + head] : 0.0f;
+      if (i < count_) since += args_.g.row<float>(token)[head];
+      factors_.beta[i] = i < count_ ? args_.beta.row<float>(token)[head] : 0.0f;
       factors_.since[i] = static_cast<float>(since);
       factors_.since_rest[i] = static_cast<float>(since - factors_.since[i]);
     }
@@ -259,18 +259,17 @@ class Chunks {
 
   // The rows of the chunk after this one: v of this head and, once, q and k.
   void plan_fetches(int64_t head) {
-    const int64_t left = args_.starts[item_.sequence + 1] - token_end_;
+    const int64_t left = args_.sequences.starts[item_.sequence + 1] - token_end_;
     const int64_t rows = left < kChunkTokens ? left : kChunkTokens;
-    auto plan = [&](const void* data, int64_t token_stride, int64_t head_offset, int64_t width, int64_t num_rows) {
-      const T* row = static_cast<const T*>(data) + token_end_ * token_stride + head_offset;
+    auto plan = [&](const Heads& rows, int64_t head, int64_t column, int64_t width, int64_t num_rows) {
+      const T* row = rows.row<T>(token_end_, head) + column;
       const int64_t element = static_cast<int64_t>(sizeof(T));
-      return RowPrefetch{reinterpret_cast<const char*>(row), token_stride * element, width * element, num_rows};
+      return RowPrefetch{reinterpret_cast<const char*>(row), rows.token_stride * element, width * element, num_rows};
     };
     const int64_t key_rows = head == item_.head_begin ? rows : 0;
-    fetches_ = {{plan(args_.v, args_.v_token_stride, head * args_.v_head_stride + item_.column_begin,
-                      item_.column_end - item_.column_begin, rows),
-                 plan(args_.k, args_.k_token_stride, key_head_ * args_.k_head_stride, args_.key_width, key_rows),
-                 plan(args_.q, args_.q_token_stride, key_head_ * args_.q_head_stride, args_.key_width, key_rows)}};
+    fetches_ = {{plan(args_.v, head, item_.column_begin, item_.column_end - item_.column_begin, rows),
+                 plan(args_.k, key_head_, 0, args_.key_width, key_rows),
+                 plan(args_.q, key_head_, 0, args_.key_width, key_rows)}};
   }
 
   void run_head(int64_t head) {
@@ -338,9 +337,8 @@ class Chunks {
   // beta (V - e K S) of 32 tokens, zero for those that pad the chunk.
   template <bool kWhole>
   void make_right_side(int64_t head, int64_t column, int row) {
-    const T* v = static_cast<const T*>(args_.v) + (token_begin_ + row) * args_.v_token_stride +
-                 head * args_.v_head_stride + column;
-    const int64_t columns = item_.column_end - column, stride = args_.v_token_stride;
+    const T* v = args_.v.row<T>(token_begin_ + row, head) + column;
+    const int64_t columns = item_.column_end - column, stride = args_.v.token_stride;
     const float *reads = reads_, *read = factors_.read + row, *beta = factors_.beta + row;
     const int count = count_ - row;
     auto value = [=](int i, int c) {
@@ -373,11 +371,10 @@ class Chunks {
   void store_outputs(int64_t head, int64_t column, int first) {
     const int64_t columns = item_.column_end - column, width = columns < kStripColumns ? columns : kStripColumns;
     const int end = count_ < first + kBlockRows ? count_ : first + kBlockRows;
-    T* out = static_cast<T*>(args_.out) + (token_begin_ + first) * args_.out_token_stride +
-             head * args_.out_head_stride + column;
+    T* out = args_.out.row<T>(token_begin_ + first, head) + column;
     const float *attended = reads_, *reads = reads_ + kBlock;
     for (int i = first; i < end;
-         ++i, reads += kStripColumns, attended += kStripColumns, out += args_.out_token_stride) {
+         ++i, reads += kStripColumns, attended += kStripColumns, out += args_.out.token_stride) {
       const Vec query = Vec::set1(factors_.query[i]);
       for_each_vec(width, [&](int64_t c, auto count) {
         store_some(fma(Vec::load(reads + c), query, Vec::load(attended + c)), out + c, count);

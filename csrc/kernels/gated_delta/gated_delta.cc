@@ -46,15 +46,15 @@ void gated_delta_rule(const GatedDeltaArgs& args) {
   if (args.value_heads == 0 || args.value_width == 0) return;
   const GatedDeltaKernels& kernels = select(kTable);
   std::vector<int64_t> longs, shorts;
-  for (int64_t b = 0; b < args.num_sequences; ++b) {
-    if (args.num_tokens(b) > kStepTokens)
+  for (int64_t b = 0; b < args.sequences.count; ++b) {
+    if (args.sequences.num_tokens(b) > kStepTokens)
       longs.push_back(b);
-    else if (args.num_tokens(b) > 0)
+    else if (args.sequences.num_tokens(b) > 0)
       shorts.push_back(b);
   }
   // The longest first: a thread that comes late then waits for little.
   std::stable_sort(longs.begin(), longs.end(),
-                   [&](int64_t a, int64_t b) { return args.num_tokens(a) > args.num_tokens(b); });
+                   [&](int64_t a, int64_t b) { return args.sequences.num_tokens(a) > args.sequences.num_tokens(b); });
   std::vector<DeltaItem> items;
   for (int64_t b : longs) add_chunks(args, b, static_cast<int64_t>(longs.size()), items);
   const int64_t num_long_items = static_cast<int64_t>(items.size());

@@ -18,47 +18,32 @@
 // lengths are divided out in fp32; S, U, P and the inverse enter as the sum of two bf16, 16 bits of mantissa. With fp32
 // inputs all of them enter as the sum of three, 24 bits. Decays, the inverse, the state and all sums are fp32.
 //
-// States lie in a pool of slots. A sequence's is read from read_slots[b] (negative: zeros), and the state after a token
-// is written to write_slots[token] (negative: not kept); without write_slots the state after the last token goes back
-// to where it was read. A slot that is written must not be read or written by another sequence of the call.
+// States lie in a pool of slots (base/sequences.h).
 #pragma once
 
 #include <cstdint>
 
-#include "base/dtype.h"
+#include "base/rows.h"
+#include "base/sequences.h"
 #include "base/tile.h"
 
 namespace tilewright {
 
 struct GatedDeltaArgs {
-  const void *q, *k;  // [T, G, K]
-  int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride;
-  const void* v;  // [T, H, V]
-  int64_t v_token_stride, v_head_stride;
-  void* out;  // [T, H, V]
-  int64_t out_token_stride, out_head_stride;
-  DType dtype;            // of q, k, v, out
-  const float *g, *beta;  // [T, H]
-  int64_t g_stride, beta_stride;
+  Heads q, k;     // [T, G, K], all four of one type
+  Heads v, out;   // [T, H, V]
+  Rows g, beta;   // [T, H] fp32
   float* states;  // [slots, H, K, V]
   int64_t slot_stride;
-  const int32_t* starts;       // [B + 1]
-  const int32_t* read_slots;   // [B]
-  const int32_t* write_slots;  // [T], or null
-  int64_t num_sequences, key_heads, value_heads, key_width, value_width;
+  Sequences sequences;
+  int64_t key_heads, value_heads, key_width, value_width;
   float scale, eps;
   bool normalize;
 
   TILEWRIGHT_INLINE int64_t group() const { return value_heads / key_heads; }
-  TILEWRIGHT_INLINE int64_t num_tokens(int64_t sequence) const { return starts[sequence + 1] - starts[sequence]; }
   // The state of a head, or null for a negative slot.
   TILEWRIGHT_INLINE float* state(int64_t slot, int64_t head) const {
     return slot < 0 ? nullptr : states + slot * slot_stride + head * key_width * value_width;
-  }
-  // Where the state after a token goes.
-  TILEWRIGHT_INLINE int64_t write_slot(int64_t sequence, int64_t token) const {
-    if (write_slots) return write_slots[token];
-    return token + 1 == starts[sequence + 1] ? read_slots[sequence] : -1;
   }
 };
 

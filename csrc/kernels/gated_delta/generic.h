@@ -10,7 +10,7 @@ namespace tilewright {
 namespace {
 
 void chunk(const GatedDeltaArgs& args, const DeltaItem& item) {
-  if (args.dtype == DType::bf16)
+  if (args.q.dtype == DType::bf16)
     Chunks<VectorMatrix, bf16>(args, item).run();
   else
     Chunks<VectorMatrix, float>(args, item).run();

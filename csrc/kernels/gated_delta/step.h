@@ -33,8 +33,8 @@ template <class T>
 void load_tokens(const GatedDeltaArgs& args, int64_t key_head, StepTokens& tokens) {
   for (int64_t t = 0; t < tokens.count; ++t) {
     const int64_t token = tokens.begin + t;
-    const T* q = static_cast<const T*>(args.q) + token * args.q_token_stride + key_head * args.q_head_stride;
-    const T* k = static_cast<const T*>(args.k) + token * args.k_token_stride + key_head * args.k_head_stride;
+    const T* q = args.q.row<T>(token, key_head);
+    const T* k = args.k.row<T>(token, key_head);
     const Vec q_factor = Vec::set1(unit_factor(args, sum_of_squares(q, args.key_width)) * args.scale);
     const Vec k_factor = Vec::set1(unit_factor(args, sum_of_squares(k, args.key_width)));
     float *q_out = tokens.q + t * args.key_width, *k_out = tokens.k + t * args.key_width;
@@ -105,24 +105,24 @@ template <class T, int kVecs, class Count>
 void step_block(const GatedDeltaArgs& args, int64_t sequence, int64_t head, const StepTokens& tokens, int64_t column,
                 Count count, const float* next, float* work) {
   StepBlock<kVecs, Count> block{args.key_width, count, next, args.value_width, {}, {}};
-  const float* source = args.state(args.read_slots[sequence], head);
+  const float* source = args.state(args.sequences.read_slots[sequence], head);
   if (source) source += column;
   int64_t source_stride = args.value_width;
   block.clear();
   if (source) block.read(source, source_stride, tokens.k, tokens.q);
   for (int64_t t = 0; t < tokens.count; ++t) {
     const int64_t token = tokens.begin + t;
-    const T* v_row = static_cast<const T*>(args.v) + token * args.v_token_stride + head * args.v_head_stride + column;
-    T* out = static_cast<T*>(args.out) + token * args.out_token_stride + head * args.out_head_stride + column;
-    const Vec decay = exp(Vec::set1(args.g[token * args.g_stride + head]));
-    const Vec beta = Vec::set1(args.beta[token * args.beta_stride + head]), dot = Vec::set1(tokens.dots[t]);
+    const T* v_row = args.v.row<T>(token, head) + column;
+    T* out = args.out.row<T>(token, head) + column;
+    const Vec decay = exp(Vec::set1(args.g.row<float>(token)[head]));
+    const Vec beta = Vec::set1(args.beta.row<float>(token)[head]), dot = Vec::set1(tokens.dots[t]);
     Vec change[kVecs];
     for (int v = 0; v < kVecs; ++v) {
       change[v] = beta * (load_some(v_row + v * Vec::kLanes, count) - decay * block.by_k[v]);
       store_some(fma(dot, change[v], decay * block.by_q[v]), out + v * Vec::kLanes, count);
     }
     const bool last = t + 1 == tokens.count;
-    float* kept = args.state(args.write_slot(sequence, token), head);
+    float* kept = args.state(args.sequences.write_slot(sequence, token), head);
     if (last && !kept) return;
     float* target = kept ? kept + column : work;
     const int64_t target_stride = kept ? args.value_width : kStepColumns;
@@ -145,7 +145,7 @@ void step_block(const GatedDeltaArgs& args, int64_t sequence, int64_t head, cons
 template <class T>
 void step_head(const GatedDeltaArgs& args, int64_t sequence, int64_t head, bool more_heads, const StepTokens& tokens,
                float* work) {
-  const float* state = args.state(args.read_slots[sequence], head);
+  const float* state = args.state(args.sequences.read_slots[sequence], head);
   for (int64_t column = 0; column < args.value_width;) {
     const int64_t left = args.value_width - column;
     const float* next = work;
@@ -169,11 +169,11 @@ void step_head(const GatedDeltaArgs& args, int64_t sequence, int64_t head, bool 
 
 template <class T>
 void step_as(const GatedDeltaArgs& args, const DeltaItem& item) {
-  const int64_t count = args.num_tokens(item.sequence), width = args.key_width;
+  const int64_t count = args.sequences.num_tokens(item.sequence), width = args.key_width;
   float* scratch =
       static_cast<float*>(thread_scratch(((2 * width + 1) * count + width * kStepColumns) * sizeof(float)));
   float* work = scratch;
-  StepTokens tokens = {args.starts[item.sequence], count, work + width * kStepColumns, nullptr, nullptr};
+  StepTokens tokens = {args.sequences.starts[item.sequence], count, work + width * kStepColumns, nullptr, nullptr};
   tokens.k = tokens.q + count * width;
   tokens.dots = tokens.k + count * width;
   for (int64_t head = item.head_begin; head < item.head_end; ++head) {
@@ -184,7 +184,7 @@ void step_as(const GatedDeltaArgs& args, const DeltaItem& item) {
 
 void step(const GatedDeltaArgs& args, const DeltaItem& item) {
   const FlushDenormals flush;
-  args.dtype == DType::bf16 ? step_as<bf16>(args, item) : step_as<float>(args, item);
+  args.q.dtype == DType::bf16 ? step_as<bf16>(args, item) : step_as<float>(args, item);
 }
 
 }  // namespace

@@ -57,24 +57,16 @@ struct Case {
 
   GatedDeltaArgs args() const {
     GatedDeltaArgs args = {};
-    args.q = q.data();
-    args.k = k.data();
-    args.v = v.data();
-    args.out = out.data();
-    args.q_head_stride = args.k_head_stride = shape.key_width;
-    args.q_token_stride = args.k_token_stride = shape.key_heads * shape.key_width;
-    args.v_head_stride = args.out_head_stride = shape.value_width;
-    args.v_token_stride = args.out_token_stride = shape.value_heads * shape.value_width;
-    args.dtype = dtype_of<T>();
-    args.g = g.data();
-    args.beta = beta.data();
-    args.g_stride = args.beta_stride = shape.value_heads;
+    args.q = heads_of(q, shape.key_heads * shape.key_width, shape.key_width);
+    args.k = heads_of(k, shape.key_heads * shape.key_width, shape.key_width);
+    args.v = heads_of(v, shape.value_heads * shape.value_width, shape.value_width);
+    args.out = heads_of(out, shape.value_heads * shape.value_width, shape.value_width);
+    args.g = rows_of(g, shape.value_heads);
+    args.beta = rows_of(beta, shape.value_heads);
     args.states = states.data();
     args.slot_stride = state_size();
-    args.starts = starts.data();
-    args.read_slots = read_slots.data();
-    args.write_slots = write_slots.size() ? write_slots.data() : nullptr;
-    args.num_sequences = num_sequences;
+    args.sequences = {starts.data(), read_slots.data(), write_slots.size() ? write_slots.data() : nullptr,
+                      num_sequences};
     args.key_heads = shape.key_heads;
     args.value_heads = shape.value_heads;
     args.key_width = shape.key_width;

@@ -62,13 +62,11 @@ void store_tiles(const KvStoreArgs& args, int64_t token) {
   const KvLayout& layout = args.layout;
   const int64_t place = args.slots[token] % layout.page_size;
   bf16* page = static_cast<bf16*>(args.pages) + args.slots[token] / layout.page_size * layout.page_elements();
-  const bf16* k = static_cast<const bf16*>(args.k) + token * args.k_token_stride;
-  const bf16* v = static_cast<const bf16*>(args.v) + token * args.v_token_stride;
   for (int64_t head = 0; head < layout.num_heads; ++head, page += layout.head_elements()) {
     for (int half = 0; half < kTileDepth; half += kTileColumns)
-      pack_key_tiles(k + head * args.k_head_stride + half * args.k_token_stride, args.k_token_stride, layout.head_width,
+      pack_key_tiles(args.k.row<bf16>(token + half, head), args.k.token_stride, layout.head_width,
                      page + layout.key_tile(place + half));
-    pack_value_tiles(v + head * args.v_head_stride, args.v_token_stride, layout.head_width,
+    pack_value_tiles(args.v.row<bf16>(token, head), args.v.token_stride, layout.head_width,
                      page + layout.value_tile(place));
   }
 }
@@ -87,17 +85,15 @@ void store_tokens(const KvStoreArgs& args, int64_t begin, int64_t end) {
     if (args.slots[token] < 0) continue;
     const int64_t place = args.slots[token] % layout.page_size;
     C* page = static_cast<C*>(args.pages) + args.slots[token] / layout.page_size * layout.page_elements();
-    const T* k = static_cast<const T*>(args.k) + token * args.k_token_stride;
-    const T* v = static_cast<const T*>(args.v) + token * args.v_token_stride;
     for (int64_t head = 0; head < layout.num_heads; ++head)
-      store_head<T, C>(args, k + head * args.k_head_stride, v + head * args.v_head_stride, page + head * head_elements,
+      store_head<T, C>(args, args.k.row<T>(token, head), args.v.row<T>(token, head), page + head * head_elements,
                        place);
   }
 }
 
 void store(const KvStoreArgs& args, int64_t begin, int64_t end) {
   const bool wide = args.kv_dtype == DType::f32;
-  if (args.dtype == DType::f32)
+  if (args.k.dtype == DType::f32)
     wide ? store_tokens<float, float>(args, begin, end) : store_tokens<float, bf16>(args, begin, end);
   else
     wide ? store_tokens<bf16, float>(args, begin, end) : store_tokens<bf16, bf16>(args, begin, end);

@@ -5,13 +5,12 @@
 
 #include "base/dtype.h"
 #include "base/kv_layout.h"
+#include "base/rows.h"
 
 namespace tilewright {
 
 struct KvStoreArgs {
-  const void *k, *v;  // [T, G, K]
-  int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
-  DType dtype;
+  Heads k, v;  // [T, G, K], of one type
   void* pages;
   DType kv_dtype;
   KvLayout layout;

@@ -15,9 +15,8 @@ inline void finish_row(const LinearArgs& args, const float* c, int64_t row, int6
   const int64_t total = args.weight.out_features();
   const int64_t count = total - column < width ? total - column : width;
   const float* bias = args.bias ? args.bias + strip * kStripColumns : nullptr;
-  T* y = static_cast<T*>(args.y) + row * args.y_stride + column;
-  const T* residual =
-      args.residual ? static_cast<const T*>(args.residual) + row * args.residual_stride + column : nullptr;
+  T* y = args.y.row<T>(row) + column;
+  const T* residual = args.residual ? args.residual.row<T>(row) + column : nullptr;
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
     Vec v = Vec::load(c + i);
     if (bias) v = v + Vec::load(bias + i);
@@ -40,7 +39,7 @@ inline void finish_row(const LinearArgs& args, const float* c, int64_t row, int6
 // c is [rows, 32], the sums of one strip for rows row_begin and on.
 inline void finish_block(const LinearArgs& args, const float* c, int64_t row_begin, int rows, int64_t strip) {
   for (int r = 0; r < rows; ++r) {
-    if (args.y_dtype == DType::bf16)
+    if (args.y.dtype == DType::bf16)
       finish_row<bf16>(args, c + r * kStripColumns, row_begin + r, strip);
     else
       finish_row<float>(args, c + r * kStripColumns, row_begin + r, strip);
@@ -50,7 +49,7 @@ inline void finish_block(const LinearArgs& args, const float* c, int64_t row_beg
 // Row i of the product's left side.
 template <class T>
 inline const T* row_of_x(const LinearArgs& args, int64_t i) {
-  return static_cast<const T*>(args.x) + (args.x_rows ? args.x_rows[i] : i) * args.x_stride;
+  return args.x.row<T>(args.x_rows ? args.x_rows[i] : i);
 }
 
 inline int rows_in_block(const LinearArgs& args, int64_t block) {

@@ -10,7 +10,7 @@ namespace {
 
 // Whether x stays bf16 for the bf16 dot product, or becomes fp32.
 inline bool bf16_products(const LinearArgs& args) {
-  return Vec::kHasBf16Dot && args.x_dtype == DType::bf16 && args.weight.format == WeightFormat::bf16;
+  return Vec::kHasBf16Dot && args.x.dtype == DType::bf16 && args.weight.format == WeightFormat::bf16;
 }
 
 int64_t linear_block_bytes(const LinearArgs& args) {
@@ -33,7 +33,7 @@ void pack_rows(const LinearArgs& args, int64_t block, Left* packed) {
 void linear_pack_block(const LinearArgs& args, int64_t block, void* packed) {
   if (bf16_products(args))
     pack_rows<bf16>(args, block, static_cast<bf16*>(packed));
-  else if (args.x_dtype == DType::f32)
+  else if (args.x.dtype == DType::f32)
     pack_rows<float>(args, block, static_cast<float*>(packed));
   else
     pack_rows<bf16>(args, block, static_cast<float*>(packed));

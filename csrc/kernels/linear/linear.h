@@ -10,24 +10,19 @@
 #include <cstdint>
 
 #include "base/activation.h"
-#include "base/dtype.h"
 #include "base/packed_weight.h"
+#include "base/rows.h"
 
 namespace tilewright {
 
 struct LinearArgs {
-  const void* x;
-  int64_t x_stride;  // elements from row to row
-  DType x_dtype;
+  Rows x;
   PackedWeight weight;
-  const float* bias;     // fp32 in packed order, padded to whole strips; or null
-  const void* residual;  // dtype and columns of y; or null
-  int64_t residual_stride;
-  void* y;
-  int64_t y_stride;
-  DType y_dtype;
-  int64_t m;
-  Activation activation;
+  const float* bias = nullptr;  // fp32 in packed order, padded to whole strips; or null
+  Rows residual;                // dtype and columns of y; optional
+  Rows y;
+  int64_t m = 0;
+  Activation activation = Activation::none;
   const int32_t* x_rows = nullptr;  // [m]: row i of the product is this row of x; null: row i
 };
 
@@ -58,9 +53,7 @@ const LinearKernels& linear_kernels();
 int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks);
 
 struct PackArgs {
-  void* weight;  // [N, K]
-  int64_t stride;
-  DType dtype;
+  Rows weight;  // [N, K]
   PackedWeight packed;
 };
 

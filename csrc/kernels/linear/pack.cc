@@ -23,7 +23,7 @@ void pack_strip(const PackArgs& args, int64_t strip) {
   P* packed = args.packed.strip<P>(strip);
   for (int column = 0; column < kStripColumns; ++column) {
     const int64_t row = source_row(args.packed, strip, column);
-    const T* source = row < 0 ? nullptr : static_cast<const T*>(args.weight) + row * args.stride;
+    const T* source = row < 0 ? nullptr : args.weight.row<T>(row);
     for (int64_t d = 0; d < depth_tiles; ++d) {
       P* tile = packed + (d * 2 + column / kTileColumns) * kTileElements;
       const int64_t depth = d * kTileDepth;
@@ -40,7 +40,7 @@ void unpack_strip(const PackArgs& args, int64_t strip) {
   for (int column = 0; column < kStripColumns; ++column) {
     const int64_t row = source_row(args.packed, strip, column);
     if (row < 0) continue;
-    T* target = static_cast<T*>(args.weight) + row * args.stride;
+    T* target = args.weight.row<T>(row);
     for (int64_t k = 0; k < args.packed.k; ++k) {
       const P* tile = packed + (k / kTileDepth * 2 + column / kTileColumns) * kTileElements;
       assign(target[k], to_float(tile[tile_offset<P>(static_cast<int>(k % kTileDepth), column % kTileColumns)]));
@@ -51,7 +51,7 @@ void unpack_strip(const PackArgs& args, int64_t strip) {
 template <class Fn>
 void with_types(const PackArgs& args, Fn fn) {
   const bool wide = args.packed.format == WeightFormat::f32;
-  if (args.dtype == DType::f32) return wide ? fn(float{}, float{}) : fn(float{}, bf16{});
+  if (args.weight.dtype == DType::f32) return wide ? fn(float{}, float{}) : fn(float{}, bf16{});
   return wide ? fn(bf16{}, float{}) : fn(bf16{}, bf16{});
 }
 

@@ -34,7 +34,7 @@ void check_linear(Size size, Edge edge, bool gated) {
   bias.fill(random);
   residual.fill(random);
   form.data = packed.data();
-  pack_weight({weight.data(), k, dtype_of<TW>(), form});
+  pack_weight({rows_of(weight, k), form});
 
   // Column c of a strip and the row of W it holds: plain strips are 32 rows, gated ones 16 of gate and 16 of up.
   auto sum = [&](int64_t row, int64_t out, bool up) {
@@ -52,16 +52,11 @@ void check_linear(Size size, Edge edge, bool gated) {
                          to_float(residual[row * columns + out]));
 
   LinearArgs args = {};
-  args.x = x.data();
-  args.x_stride = k;
-  args.x_dtype = dtype_of<TX>();
+  args.x = rows_of(x, k);
   args.weight = form;
   args.bias = bias.data();
-  args.residual = residual.data();
-  args.residual_stride = columns;
-  args.y = y.data();
-  args.y_stride = columns;
-  args.y_dtype = dtype_of<TY>();
+  args.residual = rows_of(residual, columns);
+  args.y = rows_of(y, columns);
   args.m = m;
   args.activation = Activation::silu;
   linear(args);
@@ -94,23 +89,19 @@ void check_rows_alone() {
   x.fill(random);
   weight.fill(random);
   form.data = packed.data();
-  pack_weight({weight.data(), k, dtype_of<T>(), form});
+  pack_weight({rows_of(weight, k), form});
   LinearArgs args = {};
-  args.x_stride = k;
-  args.x_dtype = dtype_of<T>();
   args.weight = form;
-  args.y_stride = n;
-  args.y_dtype = DType::f32;
-  const auto multiply = [&](int64_t row, int64_t rows, float* y) {
-    args.x = x.data() + row * k;
-    args.y = y + row * n;
+  const auto multiply = [&](int64_t row, int64_t rows, const GuardedBuffer<float>& y) {
+    args.x = rows_of(x, k).from(row);
+    args.y = rows_of(y, n).from(row);
     args.m = rows;
     linear(args);
   };
-  multiply(0, m, together.data());
+  multiply(0, m, together);
   for (int64_t batch : {1, 2, 3, 4, 5, 8, 13, 33}) {
     alone.poison();
-    for (int64_t row = 0; row < m; row += batch) multiply(row, std::min(batch, m - row), alone.data());
+    for (int64_t row = 0; row < m; row += batch) multiply(row, std::min(batch, m - row), alone);
     CHECK(std::memcmp(together.data(), alone.data(), m * n * sizeof(float)) == 0);
   }
 }
@@ -128,8 +119,8 @@ TEST(unpack_gives_back_the_weight) {
   const PackedWeight form = {.data = packed.data(), .format = WeightFormat::bf16, .n = 70, .k = 33};
   CHECK(form.elements() == packed.size());
   weight.fill(random);
-  pack_weight({weight.data(), 33, DType::bf16, form});
-  unpack_weight({back.data(), 33, DType::bf16, form});
+  pack_weight({rows_of(weight, 33), form});
+  unpack_weight({rows_of(back, 33), form});
   CHECK(std::memcmp(weight.data(), back.data(), 70 * 33 * 2) == 0);
 }
 

@@ -38,7 +38,7 @@ inline float sum_of(const T* row, int64_t width, Fn fn) {
 
 template <class T>
 void route_token(const RouteArgs& args, int64_t token) {
-  const T* logits = static_cast<const T*>(args.logits) + token * args.logit_stride;
+  const T* logits = args.logits.row<T>(token);
   const int64_t k = args.top_k;
   float* weights = args.weights + token * k;
   take_largest(logits, args.num_experts, k, args.ids + token * k, weights);
@@ -56,16 +56,15 @@ void route_token(const RouteArgs& args, int64_t token) {
 
 void route_tokens(const RouteArgs& args, int64_t token_begin, int64_t token_end) {
   for (int64_t token = token_begin; token < token_end; ++token)
-    args.dtype == DType::bf16 ? route_token<bf16>(args, token) : route_token<float>(args, token);
+    args.logits.dtype == DType::bf16 ? route_token<bf16>(args, token) : route_token<float>(args, token);
 }
 
 template <class T>
 void combine(const MoeArgs& args, const float* outputs, const int32_t* rows, int64_t token, int64_t column_begin,
              int64_t column_end) {
   const float* weights = args.weights + token * args.top_k;
-  T* y = static_cast<T*>(args.y) + token * args.y_stride + column_begin;
-  const T* residual =
-      args.residual ? static_cast<const T*>(args.residual) + token * args.residual_stride + column_begin : nullptr;
+  T* y = args.y.row<T>(token) + column_begin;
+  const T* residual = args.residual ? args.residual.row<T>(token) + column_begin : nullptr;
   for_each_vec(column_end - column_begin, [&](int64_t i, auto count) {
     Vec sum = Vec::zero();
     for (int64_t j = 0; j < args.top_k; ++j) {
@@ -79,7 +78,7 @@ void combine(const MoeArgs& args, const float* outputs, const int32_t* rows, int
 
 void combine_columns(const MoeArgs& args, const float* outputs, const int32_t* rows, int64_t token,
                      int64_t column_begin, int64_t column_end) {
-  if (args.y_dtype == DType::bf16)
+  if (args.y.dtype == DType::bf16)
     combine<bf16>(args, outputs, rows, token, column_begin, column_end);
   else
     combine<float>(args, outputs, rows, token, column_begin, column_end);

@@ -54,14 +54,11 @@ struct Product {
 
   LinearArgs of(const Group& group) const {
     LinearArgs result = args;
-    const auto offset = [&](int64_t stride, DType dtype) {
-      return group.first_row * stride * static_cast<int64_t>(size_of(dtype));
-    };
     if (args.x_rows)
       result.x_rows += group.first_row;
     else
-      result.x = static_cast<const char*>(args.x) + offset(args.x_stride, args.x_dtype);
-    result.y = static_cast<char*>(args.y) + offset(args.y_stride, args.y_dtype);
+      result.x = args.x.from(group.first_row);
+    result.y = args.y.from(group.first_row);
     result.weight.data = static_cast<char*>(args.weight.data) + group.expert * args.weight.size_bytes();
     result.m = group.num_rows;
     return result;
@@ -108,22 +105,15 @@ class Call {
  private:
   void describe_products() {
     LinearArgs& first = gate_up_.args;
-    first = {};
     first.x = args_.x;
-    first.x_stride = args_.x_stride;
-    first.x_dtype = first.y_dtype = args_.x_dtype;
     first.weight = args_.gate_up;
-    first.y_stride = args_.inner();
+    first.y = {nullptr, args_.inner(), args_.x.dtype};
     first.activation = args_.activation;
 
     LinearArgs& second = down_.args;
-    second = {};
-    second.x_stride = args_.inner();
-    second.x_dtype = args_.x_dtype;
+    second.x = first.y;
     second.weight = args_.down;
-    second.y_stride = args_.width();
-    second.y_dtype = DType::f32;
-    second.activation = Activation::none;
+    second.y = {nullptr, args_.width(), DType::f32};
 
     for (Product* product : {&gate_up_, &down_}) product->block_bytes = kernels_.block_bytes(product->args);
   }
@@ -142,12 +132,12 @@ class Call {
     // before the first output is written: each pair shares its memory.
     char* packed = arena.take<char>(max_blocks_ * std::max(gate_up_.block_bytes, down_.block_bytes));
     gate_up_.packed = down_.packed = packed;
-    const int64_t inner_bytes = args_.inner() * static_cast<int64_t>(size_of(args_.x_dtype));
+    const int64_t inner_bytes = args_.inner() * static_cast<int64_t>(size_of(args_.x.dtype));
     const int64_t output_bytes = args_.width() * static_cast<int64_t>(sizeof(float));
     char* between = arena.take<char>(num_rows_ * std::max(inner_bytes, output_bytes));
-    gate_up_.args.y = between;
+    gate_up_.args.y.data = between;
     gate_up_.args.x_rows = rows_;
-    down_.args.x = down_.args.y = between;
+    down_.args.x.data = down_.args.y.data = between;
     outputs_ = reinterpret_cast<float*>(between);
   }
 
@@ -229,14 +219,12 @@ class Call {
 };
 
 MoeArgs chunk_of(const MoeArgs& args, int64_t begin, int64_t end) {
-  const auto size = [](DType dtype) { return static_cast<int64_t>(size_of(dtype)); };
   MoeArgs chunk = args;
-  chunk.x = static_cast<const char*>(args.x) + begin * args.x_stride * size(args.x_dtype);
+  chunk.x = args.x.from(begin);
   chunk.ids += begin * args.top_k;
   chunk.weights += begin * args.top_k;
-  if (args.residual)
-    chunk.residual = static_cast<const char*>(args.residual) + begin * args.residual_stride * size(args.y_dtype);
-  chunk.y = static_cast<char*>(args.y) + begin * args.y_stride * size(args.y_dtype);
+  if (args.residual) chunk.residual = args.residual.from(begin);
+  chunk.y = args.y.from(begin);
   chunk.num_tokens = end - begin;
   return chunk;
 }

@@ -14,8 +14,8 @@
 #include <cstdint>
 
 #include "base/activation.h"
-#include "base/dtype.h"
 #include "base/packed_weight.h"
+#include "base/rows.h"
 
 namespace tilewright {
 
@@ -26,9 +26,7 @@ inline constexpr int kNumScorings = 2;
 inline constexpr const char* name_of(Scoring scoring) { return scoring == Scoring::softmax ? "softmax" : "sigmoid"; }
 
 struct RouteArgs {
-  const void* logits = nullptr;  // [T, E]
-  int64_t logit_stride = 0;
-  DType dtype;
+  Rows logits;  // [T, E]
   int64_t num_tokens = 0, num_experts = 0, top_k = 0;
   Scoring scoring = Scoring::softmax;
   bool renormalize = false;  // the k weights of a token sum to 1
@@ -39,17 +37,12 @@ struct RouteArgs {
 void route(const RouteArgs& args);
 
 struct MoeArgs {
-  const void* x = nullptr;
-  int64_t x_stride = 0;
-  DType x_dtype;
+  Rows x;
   const int32_t* ids = nullptr;    // [T, k], each in [0, num_experts): the caller has looked
   const float* weights = nullptr;  // [T, k]
   PackedWeight gate_up, down;      // [2I, D] gated and [D, I], each of E experts one after the other
-  const void* residual = nullptr;  // dtype of y; may be y; or null
-  int64_t residual_stride = 0;
-  void* y = nullptr;
-  int64_t y_stride = 0;
-  DType y_dtype;
+  Rows residual;                   // dtype of y; may be y; optional
+  Rows y;
   int64_t num_tokens = 0, num_experts = 0, top_k = 0;
   Activation activation = Activation::silu;
 

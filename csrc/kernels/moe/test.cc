@@ -34,9 +34,8 @@ void check_route(int64_t tokens, int64_t experts, int64_t k, Edge edge, bool ren
   GuardedBuffer<float> weights(tokens * k, edge);
   logits.fill(random, 4.0f);
   RouteArgs args;
-  args.logits = logits.data();
-  args.logit_stride = args.num_experts = experts;
-  args.dtype = dtype_of<T>();
+  args.logits = rows_of(logits, experts);
+  args.num_experts = experts;
   args.num_tokens = tokens;
   args.top_k = k;
   args.renormalize = renormalize;
@@ -95,9 +94,9 @@ void check_moe(const Size& size, Edge edge, Choose choose) {
   for (int64_t i = 0; i < tokens * k; ++i) ids[i] = static_cast<int32_t>(choose(i / k, i % k));
   for (int64_t e = 0; e < experts; ++e) {
     gate_up_form.data = packed_gate_up.data() + e * gate_up_form.elements();
-    pack_weight({gate_up.data() + e * 2 * inner * width, width, dtype_of<TW>(), gate_up_form});
+    pack_weight({rows_of(gate_up, width).from(e * 2 * inner), gate_up_form});
     down_form.data = packed_down.data() + e * down_form.elements();
-    pack_weight({down.data() + e * width * inner, inner, dtype_of<TW>(), down_form});
+    pack_weight({rows_of(down, inner).from(e * width), down_form});
   }
   gate_up_form.data = packed_gate_up.data();
   down_form.data = packed_down.data();
@@ -124,15 +123,13 @@ void check_moe(const Size& size, Edge edge, Choose choose) {
   }
 
   MoeArgs args;
-  args.x = x.data();
-  args.x_stride = args.residual_stride = args.y_stride = width;
-  args.x_dtype = args.y_dtype = dtype_of<TX>();
+  args.x = rows_of(x, width);
+  args.residual = rows_of(residual, width);
+  args.y = rows_of(y, width);
   args.ids = ids.data();
   args.weights = weights.data();
   args.gate_up = gate_up_form;
   args.down = down_form;
-  args.residual = residual.data();
-  args.y = y.data();
   args.num_tokens = tokens;
   args.num_experts = experts;
   args.top_k = k;

@@ -11,9 +11,8 @@ namespace tilewright {
 namespace {
 
 template <class T>
-T* row_of(const NormRows& rows, int64_t inner, int64_t row) {
-  if (!rows.data) return nullptr;
-  return static_cast<T*>(rows.data) + row / inner * rows.outer_stride + row % inner * rows.inner_stride;
+T* row_of(const Heads& rows, int64_t inner, int64_t row) {
+  return rows ? rows.row<T>(row / inner, row % inner) : nullptr;
 }
 
 template <class T, class W>
@@ -83,7 +82,7 @@ void layer_norm_row(const NormArgs& args, int64_t row) {
 template <class Fn>
 inline void with_types(const NormArgs& args, Fn fn) {
   const bool wide_weight = args.weight_dtype == DType::f32;
-  if (args.dtype == DType::f32) return wide_weight ? fn(float{}, float{}) : fn(float{}, bf16{});
+  if (args.x.dtype == DType::f32) return wide_weight ? fn(float{}, float{}) : fn(float{}, bf16{});
   return wide_weight ? fn(bf16{}, float{}) : fn(bf16{}, bf16{});
 }
 

@@ -10,25 +10,20 @@
 
 #include <cstdint>
 
-#include "base/dtype.h"
+#include "base/rows.h"
 
 namespace tilewright {
 
-struct NormRows {
-  void* data = nullptr;
-  int64_t outer_stride = 0, inner_stride = 0;  // in elements
-};
-
 struct NormArgs {
-  NormRows x, y;
-  NormRows residual;                              // rms_norm only, optional, updated
-  NormRows gate;                                  // rms_norm only, optional
+  Heads x, y;                                     // rows are [outer, inner]; x, y, residual, gate of one type
+  Heads residual;                                 // rms_norm only, optional, updated
+  Heads gate;                                     // rms_norm only, optional
   const void *weight = nullptr, *bias = nullptr;  // bias: layer_norm only, optional
   int64_t outer = 0, inner = 1, width = 0;
   float eps = 0;
   bool weight_plus_one = false;
-  bool stream = false;        // write y past the caches; set by rms_norm and layer_norm, see base/stream.h
-  DType dtype, weight_dtype;  // of x, y, residual, gate; of weight, bias
+  bool stream = false;  // write y past the caches; set by rms_norm and layer_norm, see base/stream.h
+  DType weight_dtype;   // of weight, bias
 };
 
 void rms_norm(const NormArgs& args);

@@ -14,9 +14,9 @@ constexpr float kEps = 1e-6f;
 // Rows of `width` with a gap after each, so that a kernel that ignores a stride or runs past a row is seen. The last
 // row ends the buffer.
 template <class T>
-struct Rows {
-  Rows(int64_t width, Edge edge) : width(width), buffer(kOuter * kInner * (width + 1) - 1, edge) {}
-  operator NormRows() const { return {buffer.data(), kInner * (width + 1), width + 1}; }
+struct GappedRows {
+  GappedRows(int64_t width, Edge edge) : width(width), buffer(kOuter * kInner * (width + 1) - 1, edge) {}
+  operator Heads() const { return heads_of(buffer, kInner * (width + 1), width + 1); }
   T* row(int64_t i) const { return buffer.data() + i * (width + 1); }
   int64_t width;
   GuardedBuffer<T> buffer;
@@ -35,7 +35,7 @@ struct Form {
 template <class T, class W>
 void check_rms_norm(int64_t width, Edge edge, Form form) {
   Random random(static_cast<uint64_t>(width));
-  Rows<T> x(width, edge), y(width, edge), residual(width, edge), gate(width, edge);
+  GappedRows<T> x(width, edge), y(width, edge), residual(width, edge), gate(width, edge);
   GuardedBuffer<W> weight(width, edge);
   x.buffer.fill(random);
   residual.buffer.fill(random);
@@ -73,7 +73,6 @@ void check_rms_norm(int64_t width, Edge edge, Form form) {
   args.width = width;
   args.eps = kEps;
   args.weight_plus_one = form.weight_plus_one;
-  args.dtype = dtype_of<T>();
   args.weight_dtype = dtype_of<W>();
   rms_norm(args);
 
@@ -88,7 +87,7 @@ void check_rms_norm(int64_t width, Edge edge, Form form) {
 template <class T, class W>
 void check_layer_norm(int64_t width, Edge edge, bool with_bias) {
   Random random(static_cast<uint64_t>(width));
-  Rows<T> x(width, edge), y(width, edge);
+  GappedRows<T> x(width, edge), y(width, edge);
   GuardedBuffer<W> weight(width, edge), bias(width, edge);
   x.buffer.fill(random, 1.0f, 5.0f);  // a mean far from zero shows cancellation in the variance
   weight.fill(random);
@@ -103,7 +102,6 @@ void check_layer_norm(int64_t width, Edge edge, bool with_bias) {
   args.inner = kInner;
   args.width = width;
   args.eps = kEps;
-  args.dtype = dtype_of<T>();
   args.weight_dtype = dtype_of<W>();
   layer_norm(args);
 
@@ -159,10 +157,10 @@ TEST(norm_of_no_rows_touches_nothing) {
   for_each_isa([] {
     GuardedBuffer<float> empty(0);
     NormArgs args;
-    args.x = args.y = {empty.data(), 0, 0};
+    args.x = args.y = heads_of(empty, 0, 0);
     args.weight = empty.data();
     args.width = 8;
-    args.dtype = args.weight_dtype = DType::f32;
+    args.weight_dtype = DType::f32;
     rms_norm(args);
     layer_norm(args);
   });

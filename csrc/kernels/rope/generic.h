@@ -124,23 +124,23 @@ template <class T>
 void rotate_token(const RopeArgs& args, const RopeHeads& heads, int64_t token) {
   const float* cos_row = args.cos + token * args.table_stride;
   const float* sin_row = args.sin + token * args.table_stride;
-  const T* x = static_cast<const T*>(heads.x) + token * heads.x_token_stride;
-  T* y = static_cast<T*>(heads.y) + token * heads.y_token_stride;
+  const T* x = heads.x.row<T>(token, 0);
+  T* y = heads.y.row<T>(token, 0);
   if (!heads.norm_weight) {
     for (int64_t head = 0; head < heads.num_heads; ++head) {
-      prefetch_head(x + heads.x_token_stride + head * heads.x_head_stride, args.head_width);
-      rotate_head(args, x + head * heads.x_head_stride, y + head * heads.y_head_stride, cos_row, sin_row, NoNorm{});
+      prefetch_head(x + heads.x.token_stride + head * heads.x.head_stride, args.head_width);
+      rotate_head(args, x + head * heads.x.head_stride, y + head * heads.y.head_stride, cos_row, sin_row, NoNorm{});
     }
     return;
   }
   for (int64_t first = 0; first < heads.num_heads; first += kHeadsAtOnce) {
     const int count = static_cast<int>(heads.num_heads - first < kHeadsAtOnce ? heads.num_heads - first : kHeadsAtOnce);
     float scale[kHeadsAtOnce] = {};
-    for (int i = 0; i < count; ++i) scale[i] = sum_of_squares(x + (first + i) * heads.x_head_stride, args.head_width);
+    for (int i = 0; i < count; ++i) scale[i] = sum_of_squares(x + (first + i) * heads.x.head_stride, args.head_width);
     for (float& value : scale) value = 1.0f / std::sqrt(value / static_cast<float>(args.head_width) + args.eps);
     for (int i = 0; i < count; ++i) {
-      prefetch_head(x + heads.x_token_stride + (first + i) * heads.x_head_stride, args.head_width);
-      rotate_head(args, x + (first + i) * heads.x_head_stride, y + (first + i) * heads.y_head_stride, cos_row, sin_row,
+      prefetch_head(x + heads.x.token_stride + (first + i) * heads.x.head_stride, args.head_width);
+      rotate_head(args, x + (first + i) * heads.x.head_stride, y + (first + i) * heads.y.head_stride, cos_row, sin_row,
                   NormFactor{heads.norm_weight, Vec::set1(scale[i])});
     }
   }
@@ -153,7 +153,7 @@ void rotate_tokens(const RopeArgs& args, int64_t begin, int64_t end) {
 }
 
 void rope_tokens(const RopeArgs& args, int64_t begin, int64_t end) {
-  args.dtype == DType::f32 ? rotate_tokens<float>(args, begin, end) : rotate_tokens<bf16>(args, begin, end);
+  args.parts[0].x.dtype == DType::f32 ? rotate_tokens<float>(args, begin, end) : rotate_tokens<bf16>(args, begin, end);
 }
 
 }  // namespace

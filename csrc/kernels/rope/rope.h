@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "base/dtype.h"
+#include "base/rows.h"
 
 namespace tilewright {
 
@@ -26,12 +26,9 @@ struct RopeTableArgs {
   int64_t num_tokens = 0, num_frequencies = 0;
 };
 
-// Heads [T, H, K] at a stride per token and per head, in elements: slices of a packed qkv row. y may be x.
+// [T, H, K]; y may be x.
 struct RopeHeads {
-  const void* x = nullptr;
-  void* y = nullptr;
-  int64_t x_token_stride = 0, x_head_stride = 0;
-  int64_t y_token_stride = 0, y_head_stride = 0;
+  Heads x, y;  // of one type, which that of all parts is
   int64_t num_heads = 0;
   const float* norm_weight = nullptr;  // [K], or null: no norm
 };
@@ -44,7 +41,6 @@ struct RopeArgs {
   int64_t num_tokens = 0, head_width = 0, num_frequencies = 0;
   bool interleaved = false;
   float eps = 0;
-  DType dtype;
 };
 
 void rope_table(const RopeTableArgs& args);

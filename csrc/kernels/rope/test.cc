@@ -52,8 +52,8 @@ void check_rope(int64_t width, int64_t half, Edge edge, Form form) {
 
   RopeArgs args;
   T* target = form.in_place ? x.data() : y.data();
-  args.parts[0] = {x.data(),     target,      token_stride, head_stride,
-                   token_stride, head_stride, kHeads,       form.normed ? weight.data() : nullptr};
+  args.parts[0] = {heads_of(x, token_stride, head_stride), heads_of(form.in_place ? x : y, token_stride, head_stride),
+                   kHeads, form.normed ? weight.data() : nullptr};
   args.cos = cos.data();
   args.sin = sin.data();
   args.table_stride = half;
@@ -62,7 +62,6 @@ void check_rope(int64_t width, int64_t half, Edge edge, Form form) {
   args.num_frequencies = half;
   args.interleaved = form.interleaved;
   args.eps = kEps;
-  args.dtype = dtype_of<T>();
   rope(args);
   for (int64_t i = 0; i < kTokens * kHeads; ++i) {
     check_close(target + i * head_stride, expected[i].data(), width, 1e-5,

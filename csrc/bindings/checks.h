@@ -1,0 +1,74 @@
+// What must hold of the numbers by which a call finds rows, slots and pages: a wrong one reads or writes wild memory.
+//
+// A recorded call finds other numbers in the same memory at each replay, so its checks are recorded beside it
+// (bindings/plan.h). They are plain structs, as the arguments of kernels are; `run` raises ValueError "<op>:
+// <message>".
+#pragma once
+
+#include <cstdint>
+
+#include "bindings/tensor.h"
+#include "kernels/attention/attention.h"
+
+namespace tilewright {
+
+// Ids [count], or a matrix of them of so many columns: each in [0, limit).
+struct Ids {
+  const char *op, *name;
+  const void* data;
+  DType dtype;  // int32 or int64
+  int64_t count, limit;
+  int64_t columns = 0;
+
+  bool operator==(const Ids&) const = default;
+  void run() const;
+};
+
+// Slots [count] below `limit`, the number that `holder` ("cache", "pool") has. A negative one is none.
+struct Slots {
+  const char *op, *name, *holder;
+  const void* data;
+  DType dtype;
+  int64_t count, limit;
+
+  bool operator==(const Slots&) const = default;
+  void run() const;
+};
+
+// Where sequences start among `num_tokens` tokens of `of_what`: [num_sequences + 1], from 0 to num_tokens, rising.
+struct Starts {
+  const char *op, *name, *of_what;
+  const int32_t* data;
+  int64_t num_sequences, num_tokens;
+
+  bool operator==(const Starts&) const = default;
+  void run() const;
+};
+
+// Every page that some query of a sequence may read is in the cache, and its keys are in the table's pages.
+struct Pages {
+  const char* op;
+  const int32_t *block_table, *query_starts, *kv_lengths;
+  int64_t num_sequences, table_stride, table_width, num_pages, page_size, window;
+  bool causal;
+
+  bool operator==(const Pages&) const = default;
+  void run() const;
+};
+
+// Checks the numbers that a step is given, now and at the start of each replay: the layers of a model share them, and
+// are checked once.
+template <class Check>
+void require_of_inputs(const Check& check) {
+  check.run();
+  if (Plan* plan = Plan::recording()) plan->check_at_start(check);
+}
+
+// Checks numbers that may be results of earlier calls of a step, now and where the call stands in each replay.
+template <class Check>
+void require_of_results(const Check& check) {
+  check.run();
+  if (Plan* plan = Plan::recording()) plan->check_in_place(check);
+}
+
+}  // namespace tilewright
