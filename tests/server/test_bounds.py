@@ -10,7 +10,7 @@ from tilewright import serve
 from tilewright.engine.constraint.source import MAX_SOURCE_BYTES
 from tilewright.inputs.text_limits import MAX_MESSAGES, MAX_VALUES
 from tilewright.server import bodies, connections, guard
-from tilewright.server.media import fetch
+from tilewright.server.media import fetch, sources
 from tilewright.server.media import gate as media
 from tilewright.server.output.tools import MAX_TOOLS
 from tilewright.server.responses.history import MAX_HISTORY_BYTES
@@ -46,7 +46,7 @@ EXPECTED = {
     "pixels": f"{MEDIA_LIMITS.max_pixels:,}",
     "frames": str(MEDIA_LIMITS.max_frames),
     "seconds": f"{MEDIA_LIMITS.max_duration_s:g}",
-    "characters of a URL": f"{media._MAX_SOURCE_LENGTH:,}",
+    "characters of a URL": f"{sources.MAX_SOURCE_LENGTH:,}",
     "time to fetch": f"{media.MediaPolicy().timeout_s:g} s, {media.MediaPolicy().max_redirects} redirects",
     "fetched at once": f"{fetch.MAX_CONNECTIONS}; {media._MAX_AT_ONCE}",
     "time to decode": f"{MEDIA_LIMITS.max_decode_s:g} s; 2 GiB",

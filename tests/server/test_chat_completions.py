@@ -9,6 +9,8 @@ import openai
 import pytest
 from PIL import Image
 
+from tilewright.server.link import wire
+
 THINKING_OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 QUESTION = [{"role": "user", "content": "What is a tile?"}]
 
@@ -232,6 +234,52 @@ def test_pictures(vision_server, vision_engine):
     assert answer.usage.prompt_tokens == alone.num_prompt_tokens
     again = ask(vision_server.client(), messages=messages, temperature=0)
     assert again.choices[0].message.content == alone.text
+
+
+def test_a_data_url_and_the_bytes_are_the_same_picture(vision_server, vision_engine):
+    """The same answer, and the same key: the prefix cache has for one what was computed for the other."""
+    question = {"type": "text", "text": "Which colour is it? " * 20}
+
+    def parts(colour):
+        url = data_url((64, 48), colour)
+        return [{"type": "image_url", "image_url": {"url": url}}, question]
+
+    as_bytes = [{"type": "image", "image": base64.b64decode(data_url((64, 48), "teal").partition(",")[2])}, question]
+    alone = vision_engine.chat([{"role": "user", "content": as_bytes}], max_tokens=12, temperature=0)
+    same, other = (
+        ask(vision_server.client(), messages=[{"role": "user", "content": parts(colour)}], temperature=0)
+        for colour in ("teal", "plum")
+    )
+    assert same.choices[0].message.content == alone.text
+    assert same.usage.prompt_tokens == alone.num_prompt_tokens
+    num_cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (same, other)]
+    assert num_cached[0] > num_cached[1]
+
+
+def test_the_engine_process_sees_no_data_url(scripted):
+    """Its frame has the bytes raw behind the JSON."""
+    running, backend = scripted(accepts=("image", "video", "audio"))
+    data = [f"medium {number}".encode() * 30 for number in range(5)]
+    text = [base64.b64encode(one).decode() for one in data]
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text[0]}"}},
+        {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{text[1]},{text[2]}"}},
+        {"type": "input_audio", "input_audio": {"data": text[3], "format": "wav"}},
+        {"type": "video", "video": [f"data:image/png;base64,{text[4]}"]},
+    ]
+    ask(running.client(), messages=[{"role": "user", "content": parts}])
+    (request,) = backend.asked
+    frame = wire.encode({"submit": "1", "request": wire.request_to_json(request)})
+    assert frame[1:] == data
+    assert b"base64" not in frame[0] and not [one for one in text if one.encode() in frame[0]]
+
+
+@pytest.mark.parametrize("text", ["not base64!", "QUJ", ""])
+def test_a_broken_data_url_is_named(vision_server, text):
+    parts = [picture_part(), {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}]
+    with pytest.raises(openai.BadRequestError, match="image 2: ") as caught:
+        ask(vision_server.client(), messages=[{"role": "user", "content": parts}])
+    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """What is refused at the door, and what is told of requests."""
 
 import asyncio
+import base64
 import contextlib
+import gc
 import http.client
 import json
 import logging
@@ -15,6 +17,7 @@ import urllib.request
 import openai
 import pytest
 
+from tilewright.server import json_body
 from tilewright.server.link.backend import EngineUnavailable
 from tilewright.server.settings import ServerSettings
 
@@ -109,7 +112,7 @@ def test_bodies_are_bounded(scripted):
 @pytest.mark.parametrize("values", [b"[]," * 2_000_001, b"1," * 2_000_001, b'{"":' * 2_000_001])
 def test_values_of_a_body_are_bounded(scripted, values, monkeypatch):
     """Before they are made: of 128 MiB they would take 4 GB."""
-    monkeypatch.setattr(json, "loads", lambda *args: pytest.fail("it was parsed"))
+    monkeypatch.setattr(json_body, "parse_json", lambda *args: pytest.fail("it was parsed"))
     running, _ = scripted()
     status, _, text = send(f"{running.url}/v1/completions", b'{"prompt": [' + values + b"1]}")
     monkeypatch.undo()
@@ -220,6 +223,38 @@ def test_what_is_fetched_counts_as_held(scripted, monkeypatch):
     monkeypatch.setattr(running.handler.gate, "resolve", resolve)
     with pytest.raises(openai.RateLimitError, match="the limit is 5000"):
         running.client().chat.completions.create(model="", **BODY)
+
+
+def picture_request(num_bytes):
+    """(a data: URL of so many bytes, the messages that have it)"""
+    url = "data:image/png;base64," + base64.b64encode(bytes(num_bytes)).decode()
+    return url, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+
+def test_a_decoded_picture_is_counted_instead_of_its_text(scripted):
+    """A body of 9,100 bytes and its picture of 6,750 are counted until it is decoded, then 6,850 bytes."""
+    running, _ = scripted(settings=ServerSettings(max_held_bytes=25_000), holds_back=True, accepts=("image",))
+    _, messages = picture_request(6750)
+    client = running.client()
+    streams = [client.chat.completions.create(model="", stream=True, messages=messages) for _ in range(2)]
+    with pytest.raises(openai.RateLimitError, match="the limit is 25000"):
+        client.chat.completions.create(model="", messages=messages)
+    for stream in streams:
+        stream.close()
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2 << 20])
+def test_a_data_url_is_dropped_once_it_is_decoded(scripted, num_bytes):
+    running, backend = scripted(holds_back=True, accepts=("image",))
+    url, messages = picture_request(num_bytes)
+    stream = running.client().chat.completions.create(model="", stream=True, messages=messages)
+    next(iter(stream))
+    assert backend.asked[0].messages[0]["content"] == [{"type": "image", "image": bytes(num_bytes)}]
+    gc.collect()
+    found = [value for holder in gc.get_objects() if type(holder) is dict for value in holder.values()]
+    # The client's own is `url`; what the server parsed is equal to it.
+    assert not [value for value in found if type(value) is str and value == url and value is not url]
+    stream.close()
 
 
 def test_request_ids(scripted):

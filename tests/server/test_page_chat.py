@@ -125,9 +125,9 @@ def test_the_embedded_model_is_asked_what_it_was_taught(scripted, visits):
     page.keyboard.press("Control+Shift+O")
     page.get_by_role("button", name="What can you do?").click()
     wait_until_done(page)
-    counted, asked = (ask.messages[0]["content"] for ask in backend.asked)
-    assert [part["type"] for part in counted] == ["image_url", "text"]
-    assert base64.b64decode(counted[0]["image_url"]["url"].partition(",")[2]) == embedded.DEMO_PICTURE.read_bytes()
+    counted, asked = (request.messages[0]["content"] for request in backend.asked)
+    assert [part["type"] for part in counted] == ["image", "text"]
+    assert counted[0]["image"] == embedded.DEMO_PICTURE.read_bytes()
     assert asked == "What can you do?" or asked == [{"type": "text", "text": "What can you do?"}]
 
 
@@ -152,8 +152,8 @@ def test_the_camera(scripted, visits):
     page.locator(".tray img").wait_for()
     send(page, "Who is it?")
     wait_until_done(page)
-    url = backend.asked[0].messages[0]["content"][0]["image_url"]["url"]
-    assert Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).format == "JPEG"
+    picture = backend.asked[0].messages[0]["content"][0]["image"]
+    assert Image.open(io.BytesIO(picture)).format == "JPEG"
 
 
 def test_a_camera_that_is_refused(scripted, visits):
@@ -204,7 +204,7 @@ def test_a_file_that_the_browser_cannot_show_is_named_and_sent(scripted, visits)
     page.locator(".tray .named").get_by_text("scan.tiff").wait_for()
     send(page, "Read it")
     wait_until_done(page)
-    assert backend.asked[0].messages[0]["content"][0]["image_url"]["url"].startswith("data:image/tiff;base64,")
+    assert backend.asked[0].messages[0]["content"][0]["image"] == b"II*\0 a picture of another kind"
 
 
 def test_answers_and_code_are_copied_as_they_were_written(scripted, visits):
@@ -243,8 +243,8 @@ def test_a_picture_over_the_limit_is_sent_smaller_and_that_is_told(scripted, vis
     page.get_by_text("photo.png was over this server's limit and is sent smaller: 141 × 70").wait_for()
     send(page, "Small?")
     wait_until_done(page)
-    url = backend.asked[0].messages[0]["content"][0]["image_url"]["url"]
-    assert Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).size == (141, 70)
+    picture = backend.asked[0].messages[0]["content"][0]["image"]
+    assert Image.open(io.BytesIO(picture)).size == (141, 70)
 
 
 def test_a_reload_keeps_conversations_files_and_drafts(scripted, visits):
@@ -270,7 +270,7 @@ def test_a_reload_keeps_conversations_files_and_drafts(scripted, visits):
     page.locator("#question").press("Enter")
     wait_until_done(page, 2)
     assert len(backend.asked[1].messages) == 3  # the picture is read again from what the browser keeps
-    assert backend.asked[1].messages[0]["content"][0]["type"] == "image_url"
+    assert backend.asked[1].messages[0]["content"][0]["type"] == "image"
 
 
 def test_an_answer_that_was_coming_is_stopped_by_a_reload(held, visits):

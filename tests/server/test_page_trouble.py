@@ -132,7 +132,7 @@ def test_a_question_waits_for_its_picture(scripted, visits):
     assert not backend.asked
     page.evaluate("openGate()")
     wait_until_done(page)
-    assert [part["type"] for part in backend.asked[0].messages[0]["content"]] == ["image_url", "text"]
+    assert [part["type"] for part in backend.asked[0].messages[0]["content"]] == ["image", "text"]
     assert page.evaluate("bitmap.width") == 0  # its pixels were given back
     send(page, "And now?")
     wait_until_done(page, 2)

@@ -20,6 +20,7 @@ from tilewright.server.bodies import ChatBody, CompletionBody, GenerationBody, R
 from tilewright.server.endpoints import ENDPOINTS, Context, PreparedRequest
 from tilewright.server.errors import ApiError, as_api_error, validation_error
 from tilewright.server.guard import BodyError, Guard
+from tilewright.server.json_body import JsonRoute
 from tilewright.server.json_text import JsonResponse
 from tilewright.server.link.backend import Backend, EngineFailure, EngineUnavailable, ModelInfo
 from tilewright.server.media.gate import MediaGate
@@ -173,6 +174,7 @@ def create_app(handler: ApiHandler) -> Guard:
         # Newer versions can send what requests hold elsewhere, if the environment says so; older ones ignore this.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
+    app.router.route_class = JsonRoute
     _add_routes(app, handler)
     _add_error_handlers(app)
     _describe(app)

@@ -52,6 +52,7 @@ async def prepare_chat(body: ChatBody, context: Context, field: str = "messages"
     """`field` is where the request has its messages."""
     try:
         messages = plain_messages(body)
+        body.messages = []  # the writer keeps the body: it would keep data: URLs that are not needed once decoded
         if (limits := context.model.text_limits) is not None:  # before anything is fetched, or sent to the engine
             limits.check_chat(messages, body.plain_tools, body.chat_template_kwargs)
         messages = await context.gate.resolve(messages, context.hold)
@@ -75,7 +76,9 @@ async def prepare_response(body: ResponsesBody, context: Context) -> PreparedReq
     check_fields(body.model_extra)
     request = context.history.resolve(body.model_dump(exclude_unset=True))
     chat = ChatBody.model_validate(chat_body(request))
-    requests, _ = await prepare_chat(chat, context, field="input")
+    # The writer keeps the request for the history, data: URLs included: they stay counted.
+    counting = replace(context, hold=lambda num_bytes: context.hold(max(num_bytes, 0)))
+    requests, _ = await prepare_chat(chat, counting, field="input")
     return PreparedRequest(requests, ResponsesWriter(request, chat, context.model, context.history))
 
 

@@ -88,18 +88,22 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         frame = wire.encode(message)
         with self._sending:
-            self._connection.sendall(frame)
+            for buffer in frame:
+                self._connection.sendall(buffer)
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None when the other end has closed."""
-        with contextlib.suppress(ConnectionResetError):
-            head = self._file.read(wire.HEAD.size)
-            if len(head) == wire.HEAD.size:
-                body_bytes, text_bytes = wire.HEAD.unpack(head)
-                body = self._file.read(body_bytes)
-                if len(body) == body_bytes:
-                    return wire.decode(body, text_bytes)
+        with contextlib.suppress(ConnectionResetError, EOFError):
+            (text_bytes,) = wire.HEAD.unpack(self._read(wire.HEAD.size))
+            envelope = wire.decode(self._read(text_bytes))
+            return envelope.fill([self._read(size) for size in envelope.sizes])
         return None
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = self._file.read(num_bytes)
+        if len(data) < num_bytes:
+            raise EOFError
+        return data
 
 
 def _end_with_thread(arguments: threading.ExceptHookArgs) -> None:

@@ -96,7 +96,7 @@ class RemoteBackend:
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._writer is None:
             raise EngineUnavailable("there is no engine right now, it is being started; try again in a while")
-        self._writer.write(wire.encode(message))
+        self._writer.writelines(wire.encode(message))
 
     def _abort(self, request_id: str) -> None:
         if self._listeners.pop(request_id, None) and self._writer is not None:
@@ -140,7 +140,7 @@ class RemoteBackend:
         reader, writer = await asyncio.open_connection(sock=ours)
         was_ready = False
         try:
-            writer.write(wire.encode(self._first_message))
+            writer.writelines(wire.encode(self._first_message))
             async for message in _messages(reader):
                 if "events" in message:
                     deliver(self._listeners, [(key, wire.event_from_json(event)) for key, event in message["events"]])
@@ -189,11 +189,12 @@ async def _messages(reader: asyncio.StreamReader) -> Any:
     """The messages of the engine until it closes its end."""
     while True:
         try:
-            body_bytes, text_bytes = wire.HEAD.unpack(await reader.readexactly(wire.HEAD.size))
-            body = await reader.readexactly(body_bytes)
+            (text_bytes,) = wire.HEAD.unpack(await reader.readexactly(wire.HEAD.size))
+            envelope = wire.decode(await reader.readexactly(text_bytes))
+            blobs = [await reader.readexactly(size) for size in envelope.sizes]
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-        yield wire.decode(body, text_bytes)
+        yield envelope.fill(blobs)
 
 
 async def _end(process: subprocess.Popen[bytes], *, at_once: bool) -> None:
