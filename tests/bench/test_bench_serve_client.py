@@ -11,16 +11,11 @@ from hypothesis import strategies as st
 from odd_server import OddServer, chunked, plain
 
 from tilewright.bench import http_client
-from tilewright.bench.http_client import (
-    ChunkDecoder,
-    Client,
-    ConnectError,
-    ConnectionLost,
-    HttpError,
-    MalformedAnswer,
-    Server,
-)
+from tilewright.bench.chunk_decoder import ChunkDecoder
+from tilewright.bench.http_client import Client
+from tilewright.bench.http_errors import ConnectError, ConnectionLost, HttpError, MalformedAnswer
 from tilewright.bench.serve.events import EventDecoder
+from tilewright.bench.server_url import Server
 from tilewright.types import RequestError
 
 

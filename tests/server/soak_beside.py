@@ -26,7 +26,8 @@ from pathlib import Path
 from processes import family_of, memory_bytes
 from soak import CHAT, COMPLETIONS, WORDS, said
 
-from tilewright.bench.http_client import Client, Server
+from tilewright.bench.http_client import Client
+from tilewright.bench.server_url import Server
 
 LONG_PROMPT_BYTES = 20_000_000
 NUM_LONG_SENDERS, NUM_HALF_SENT, NUM_SLOW_READERS = 2, 64, 8

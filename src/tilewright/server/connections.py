@@ -9,8 +9,6 @@ import asyncio
 import functools
 import json
 import logging
-import resource
-from collections import Counter
 from typing import Any, cast
 
 import httptools
@@ -18,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from tilewright.server.connection_limit import ConnectionLimit
 from tilewright.server.errors import ApiError
 from tilewright.server.metrics import Metrics
 from tilewright.server.request_log import access_log
@@ -28,69 +27,8 @@ _log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 1 << 16  # of the request line and all headers; cookies and tokens of browsers and proxies take 16 KiB
 MAX_HEADERS = 100
 MAX_LINE_BYTES = 1 << 14  # of one header, or of the address that is asked for
-# Connections for which there is no need: 4,096 take a few hundred MB where all of them send the longest of heads.
-MOST_CONNECTIONS = 4096
-# Files that are open beside connections of clients: the engine, media that are fetched or read, libraries.
-RESERVED_FILES = 192
 LINGER_S = 1.0  # for a client to read why it was refused: one that is cut off while it sends does not see the answer
 MAX_LINGERING = 64
-LOG_EVERY_S = 10.0  # who refuses thousands of connections a second must not fill the disk
-
-
-class ConnectionLimit:
-    """Counts connections, in all and of each address."""
-
-    def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
-        limit = settings.max_connections or default_max_connections()
-        self.max_connections = limit
-        # Half, so that one address alone shuts nobody out. Behind a proxy all clients have its address.
-        self.max_per_address = settings.max_connections_per_address or max(1, limit // 2)
-        self.num_connections = 0
-        self.num_lingering = 0  # refused, and not closed yet
-        self._num_of: Counter[str] = Counter()
-        self._metrics = metrics
-        self._num_refused = 0  # that no line has told of yet
-        self._log_timer: asyncio.TimerHandle | None = None
-
-    def enter(self, address: str) -> None:
-        """Counts a connection; ApiError if it is one too many."""
-        if self.num_connections >= self.max_connections:
-            message = f"{self.num_connections} connections are open"
-            self._refuse(503, f"{message}, the limit is {self.max_connections}", address)
-        if self._num_of[address] >= self.max_per_address:
-            message = f"{self._num_of[address]} connections of this address are open"
-            self._refuse(429, f"{message}, the limit is {self.max_per_address}", address)
-        self.num_connections += 1
-        self._num_of[address] += 1
-
-    def leave(self, address: str) -> None:
-        self.num_connections -= 1
-        self._num_of[address] -= 1
-        if not self._num_of[address]:
-            del self._num_of[address]
-
-    def _refuse(self, status: int, message: str, address: str) -> None:
-        self._metrics.connections_refused.inc()
-        if self._log_timer is None:
-            _log.warning("a connection of %s was refused: %s", address, message)
-            self._log_timer = asyncio.get_running_loop().call_later(LOG_EVERY_S, self._tell_of_more)
-        else:
-            self._num_refused += 1
-        kind = "server_error" if status == 503 else "rate_limit_error"
-        raise ApiError(status, message, kind=kind, code="too_many_connections", headers={"Retry-After": "5"})
-
-    def _tell_of_more(self) -> None:
-        if self._num_refused:
-            _log.warning("%d more connections were refused in %g s", self._num_refused, LOG_EVERY_S)
-        self._log_timer, self._num_refused = None, 0
-
-
-def default_max_connections() -> int:
-    """As many as the limit on open files leaves room for, where that is less than anybody needs."""
-    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if max_files == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(1, min(MOST_CONNECTIONS, max_files - min(RESERVED_FILES, max_files // 2)))
 
 
 class Connection(HttpToolsProtocol):

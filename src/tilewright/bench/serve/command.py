@@ -143,10 +143,11 @@ def _object(text: str) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where no request was answered."""
-    from tilewright.bench.http_client import Client, Server
+    from tilewright.bench.http_client import Client
     from tilewright.bench.serve import limits, report
     from tilewright.bench.serve.run import first_model, measure
     from tilewright.bench.serve.summary import parse_goodput, summarise
+    from tilewright.bench.server_url import Server
     from tilewright.event_loop import run_loop
 
     if options.plot and not common.can_plot():

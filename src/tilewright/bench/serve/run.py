@@ -10,7 +10,8 @@ from time import perf_counter, process_time
 
 from tqdm import tqdm
 
-from tilewright.bench.http_client import Client, HttpError
+from tilewright.bench.http_client import Client
+from tilewright.bench.http_errors import HttpError
 from tilewright.bench.serve import load
 from tilewright.bench.serve.sample import Sample, StreamError, check
 from tilewright.bench.serve.workload import Request

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewright.bench.http_client import Client, HttpError, Response
+from tilewright.bench.http_client import Client, Response
+from tilewright.bench.http_errors import HttpError
 from tilewright.bench.serve.events import EventDecoder
 from tilewright.bench.serve.workload import Request
 
