@@ -66,8 +66,8 @@ def figures_of(run: Summary) -> dict[str, float]:
         ("TPOT p50", "tpot", "p50", 1000),
         ("E2E p50", "e2e", "p50", 1),
     ):
-        if key in run.spreads:
-            found[name] = getattr(run.spreads[key], part) * scale
+        if key in run.distributions:
+            found[name] = getattr(run.distributions[key], part) * scale
     return found
 
 

@@ -1,4 +1,4 @@
-"""`tilewright serve`: the flags of the server, and its life from start to drained end."""
+"""`tilewright serve`: starts the server, and drains it when it is stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 PORT = 8000
-CUT_S = 2.0  # for clients to be told that their answers are cut off
+FINAL_ERRORS_S = 2.0  # for the errors of answers that are cut off to be sent
 
 _log = logging.getLogger(__name__)
 
@@ -34,28 +34,28 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     """Adds the command `serve`."""
     parser = commands.add_parser(
         "serve",
-        help="a server with OpenAI's interface",
-        description="Serves MODEL to many clients at once, by OpenAI's interface, at http://127.0.0.1:8000/v1. "
-        "Without MODEL, the small one that comes with the package.",
+        help="run an OpenAI-compatible server",
+        description="Serves MODEL to many clients at once, with OpenAI's interface, at http://127.0.0.1:8000/v1. "
+        "Without MODEL: the small model that is part of the package.",
         epilog="""examples:
   tilewright serve                                    the embedded model, which is tiny
   tilewright serve ./Qwen3-VL-2B-Instruct
   tilewright serve Qwen/Qwen3-VL-2B-Instruct --port 9000
   TILEWRIGHT_API_KEY=secret tilewright serve MODEL --host 0.0.0.0
-  tilewright serve MODEL --allow-files ~/Pictures     clients may name pictures that lie there
+  tilewright serve MODEL --allow-files ~/Pictures     clients may use file:// URLs of pictures in it
   curl http://127.0.0.1:8000/v1/models""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=engine_flags.MODEL_HELP)
-    parser.add_argument("--host", default=HOST, help=f"address to listen on (default {HOST}: this machine alone)")
+    parser.add_argument("--host", default=HOST, help=f"address to listen on (default {HOST}: local clients only)")
     parser.add_argument("--port", type=engine_flags.natural, default=PORT, help=f"default {PORT}; 0: any free one")
-    parser.add_argument("--name", help="what the model is called by clients (default: its folder's name)")
+    parser.add_argument("--name", help="the model's name for clients (default: its folder's name)")
     flags.add_arguments(parser)
     group = parser.add_argument_group("log", "One line per request, on standard error.")
     group.add_argument("--log-format", choices=("text", "json"), help="default: text on a terminal, else json")
-    group.add_argument("--log-content", action="store_true", help="log what is asked, which may be private")
+    group.add_argument("--log-content", action="store_true", help="log the content of requests, which may be private")
     group.add_argument("-q", "--quiet", action="store_true", help="only warnings")
-    group.add_argument("-v", "--verbose", action="store_true", help="tell what is going on")
+    group.add_argument("-v", "--verbose", action="store_true", help="log more")
     engine_flags.add_engine_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -92,13 +92,13 @@ def _log_level(options: argparse.Namespace) -> int:
 
 
 def _allow_many_connections() -> None:
-    """Raises the limit on open files to what the system allows: many shells begin with 1,024, one per client."""
+    """Raises the limit on open files to the maximum: many shells start with 1,024, and each client needs one."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that a port that is taken is known before a model is loaded."""
+    """A listening socket, opened before the model is loaded: a port in use is reported at once."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -109,7 +109,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(settings: ServerSettings, backend: RemoteBackend, listener: socket.socket, drain_s: float) -> int:
-    """Serves until a signal says to end, then finishes what is being answered."""
+    """Serves until SIGINT or SIGTERM, then finishes the answers under way."""
     import uvicorn
 
     from tilewright.server.app import create_app
@@ -120,20 +120,20 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            yield  # ours do the same, and end the engine too
+            yield  # our own handlers end the engine too
 
     handler = ApiHandler(settings, backend)
-    # uvicorn cancels what is left; a little later than the handler ends it, which tells clients.
-    options = {"timeout_graceful_shutdown": round(drain_s + CUT_S)}
+    # uvicorn cancels what is left, a little after the handler has sent errors for it.
+    options = {"timeout_graceful_shutdown": round(drain_s + FINAL_ERRORS_S)}
     server = Server(server_config(create_app(handler), settings, handler.metrics, **options))
     loop = asyncio.get_running_loop()
 
     def end() -> None:
-        server.force_exit = server.should_exit  # told twice, it ends at once
+        server.force_exit = server.should_exit  # a second signal ends it at once
         if not server.should_exit:
-            loop.call_later(drain_s, handler.cut)
+            loop.call_later(drain_s, handler.shut_down)
         server.should_exit = True
-        _log.info("ending: finishing what is being answered")
+        _log.info("shutting down: finishing the answers under way")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
@@ -143,7 +143,7 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
     if num_keys:
         _log.info("clients must send %s", "the API key" if num_keys == 1 else f"one of {num_keys} API keys")
     elif settings.allowed_hosts == ():
-        _log.warning("anybody who can reach %s may use it: there is no API key", url)
+        _log.warning("anyone who can reach %s can use it: no API key is set", url)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(backend.start())
     try:

@@ -55,7 +55,7 @@ def exchange(running, data):
 )
 def test_heads_are_bounded(scripted, caplog, head, status, words):
     caplog.set_level(logging.INFO, "tilewright.access")
-    running, _ = scripted(settings=ServerSettings(api_keys=("secret",)))  # before the key is asked for
+    running, _ = scripted(settings=ServerSettings(api_keys=("secret",)))  # before the key is checked
     found, error = exchange(running, GET + head)
     assert found == status and words in error["message"]
     assert send(f"{running.url}/health")[0] == 200

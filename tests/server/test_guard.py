@@ -1,4 +1,4 @@
-"""What is refused at the door, and what is told of requests."""
+"""What the guard refuses, and the log of requests."""
 
 import asyncio
 import base64
@@ -83,8 +83,8 @@ def test_cors_is_off_unless_asked_for(scripted):
     status, headers, _ = send(f"{allowing.url}/v1/models", origin="https://tiles.example")
     assert status == 401 and headers["access-control-allow-origin"] == "https://tiles.example"  # the page sees why
     names = "authorization, content-type, x-stainless-os, x-stainless-lang"
-    asked = {**origin, "access_control_request_headers": names}
-    assert send(f"{allowing.url}/v1/chat/completions", method="OPTIONS", **asked)[0] == 200
+    preflight = {**origin, "access_control_request_headers": names}
+    assert send(f"{allowing.url}/v1/chat/completions", method="OPTIONS", **preflight)[0] == 200
     other = {**origin, "origin": "https://else.example"}
     assert (
         "access-control-allow-origin" not in send(f"{allowing.url}/v1/models", authorization="Bearer key", **other)[1]
@@ -179,7 +179,7 @@ def test_only_json_is_read_as_json(scripted):
         connection.request("POST", "/v1/chat/completions", json.dumps(BODY).encode(), headers)
         assert connection.getresponse().status == 400
         connection.close()
-    assert not backend.asked
+    assert not backend.requests
 
 
 def test_a_body_that_trickles(scripted):
@@ -249,7 +249,7 @@ def test_a_data_url_is_dropped_once_it_is_decoded(scripted, num_bytes):
     url, messages = picture_request(num_bytes)
     stream = running.client().chat.completions.create(model="", stream=True, messages=messages)
     next(iter(stream))
-    assert backend.asked[0].messages[0]["content"] == [{"type": "image", "image": bytes(num_bytes)}]
+    assert backend.requests[0].messages[0]["content"] == [{"type": "image", "image": bytes(num_bytes)}]
     gc.collect()
     found = [value for holder in gc.get_objects() if type(holder) is dict for value in holder.values()]
     # The client's own is `url`; what the server parsed is equal to it.
@@ -331,8 +331,8 @@ def test_content_is_logged_only_if_asked(scripted, caplog, logs_content):
     lines = [record.fields for record in caplog.records if record.name == "tilewright.access"]
     assert [line["status"] for line in lines] == [200, 400, 400]
     assert lines[0]["prompt_tokens"] == 3 and lines[0]["output_tokens"] == 3 and lines[0]["ttft_s"] >= 0
-    told = json.dumps(lines) + caplog.text
-    assert all((secret in told) == logs_content for secret in ("my secret tile", "my secret stop", "my secret role"))
+    logged = json.dumps(lines) + caplog.text
+    assert all((secret in logged) == logs_content for secret in ("my secret tile", "my secret stop", "my secret role"))
 
 
 def test_metrics(chat_server):
@@ -370,7 +370,7 @@ def test_lines_tell_the_method_and_addresses_that_do_not_exist(scripted, caplog)
         send(f"{running.url}/wp-login.php", b"x", method="PUT")
         send(f"{running.url}/{'x' * 1000}")
         wait_until(lambda: len(caplog.records) == 3)
-    told = [(record.fields["method"], record.fields["path"]) for record in caplog.records]
-    assert told == [("GET", "/v1/modles"), ("PUT", "/wp-login.php"), ("GET", "/" + "x" * 199)]
+    logged = [(record.fields["method"], record.fields["path"]) for record in caplog.records]
+    assert logged == [("GET", "/v1/modles"), ("PUT", "/wp-login.php"), ("GET", "/" + "x" * 199)]
     figures = running.handler.metrics.text(None, 0).decode()
     assert 'path="other",status="404"' in figures and "modles" not in figures

@@ -121,7 +121,7 @@ def test_a_request_has_a_few_connections_at_once():
         (picture("U/missing"), "image 2: http://u:PORT/missing: the server answered 404"),
         (picture("http://me:secret@u/a"), "image 2: http://u/a: the URL names a user, expected none"),
         (picture("http://127.0.0.2/" + "x" * 200),
-         f"image 2: http://127.0.0.2/{'x' * 80}...: its host does not lead to public addresses alone"),
+         f"image 2: http://127.0.0.2/{'x' * 80}...: its host has an address that is not public, or none"),
         (picture("U/empty"), "image 2: it is empty"),
         (picture("U/large"), "image 2: http://u:PORT/large: 101 bytes, the limit is 100"),
         (picture("ftp://u/a"), "image 2: the URL begins with 'ftp://u/a', expected data:, http:, https: or file:"),

@@ -1,4 +1,4 @@
-"""Bodies of HTTP/1.1 in chunks."""
+"""HTTP/1.1's chunked bodies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ MAX_LINE_BYTES = 1 << 12  # the line with a chunk's size
 
 
 class ChunkDecoder:
-    """The body out of chunks that come in pieces cut anywhere."""
+    """Decodes a chunked body that arrives in arbitrary pieces."""
 
     def __init__(self) -> None:
         self.is_complete = False
-        self.rest = b""  # what is not decoded yet
-        self._missing = 0  # bytes of the chunk at hand
+        self.rest = b""  # received, not decoded yet
+        self._missing = 0  # bytes of the current chunk
         self._is_line_end_due = False  # the one after a chunk
         self._is_in_trailer = False
 

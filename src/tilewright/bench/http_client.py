@@ -19,13 +19,13 @@ from tilewright.bench.server_url import Server
 
 READ_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 16
-# Under what servers grant a connection that waits (uvicorn and node: 5 s): one that is just being closed is not used.
+# Below the idle timeout of servers (uvicorn and node: 5 s), so that no connection is reused while it is closed.
 MAX_IDLE_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
 
 
 class Client:
-    """Connections to one server, used again while they are fresh."""
+    """Connections to one server, reused while they are fresh."""
 
     def __init__(self, server: Server, headers: Mapping[str, str] | None = None) -> None:
         self.server = server
@@ -35,7 +35,7 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def request(self, method: str, path: str, body: bytes | None = None) -> AsyncIterator[Response]:
-        """The answer, whose body is still to be read. HttpError if none comes."""
+        """The response, whose body is not read yet. HttpError if none comes."""
         connection = self._take_idle() or await self._connect()
         try:
             response = await connection.send(self._head(method, path, body), body or b"")
@@ -67,7 +67,7 @@ class Client:
             return _Connection(*await asyncio.wait_for(opening, CONNECT_TIMEOUT_S))
         except (asyncio.TimeoutError, TimeoutError):
             raise ConnectError(f"{server.address} did not answer within {CONNECT_TIMEOUT_S:.0f} s") from None
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             raise ConnectError(f"{server.address} cannot be reached: {error}") from None
 
     def _head(self, method: str, path: str, body: bytes | None) -> bytes:
@@ -87,7 +87,7 @@ class _Connection:
         self._writer.close()
 
     async def send(self, head: bytes, body: bytes) -> Response:
-        # A server that refuses early answers, and closes, before it has read the whole body.
+        # A server may refuse, and close, before it has read the whole body.
         with contextlib.suppress(OSError):
             self._writer.write(head + body if len(body) < READ_BYTES else head)
             if len(body) >= READ_BYTES:
@@ -95,7 +95,7 @@ class _Connection:
             await self._writer.drain()
         while True:
             response = _parse_head(await self._read_head(), self.reader)
-            if response.status >= 200:  # before it there may be others, such as 100 Continue
+            if response.status >= 200:  # 1xx responses, such as 100 Continue, come before it
                 return response
 
     async def _read_head(self) -> bytes:
@@ -125,7 +125,7 @@ def _parse_head(head: bytes, reader: asyncio.StreamReader) -> Response:
 
 
 class Response:
-    """Status and headers (names in lower case) of an answer, and its body as it comes."""
+    """Status and headers (lower-case names) of a response, and its body as it arrives."""
 
     def __init__(
         self, status: int, reason: str, headers: dict[str, str], reader: asyncio.StreamReader, *, is_1_0: bool
@@ -144,7 +144,7 @@ class Response:
         return self._is_complete and self._keeps_alive
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body, piece by piece as it arrives. ConnectionLost if it ends before its length says so."""
+        """The body, piece by piece as it arrives. ConnectionLost if it is shorter than its length."""
         if "chunked" in self.headers.get("transfer-encoding", "").lower():
             chunks = ChunkDecoder()
             while not chunks.is_complete:
@@ -167,7 +167,7 @@ class Response:
         self._is_complete = True
 
     async def read(self, max_bytes: int) -> bytes:
-        """The body, cut after about `max_bytes`."""
+        """The body, truncated after about `max_bytes`."""
         body = b""
         async for piece in self.pieces():
             body += piece

@@ -1,16 +1,16 @@
-"""Why an HTTP request had no whole answer."""
+"""Errors of the HTTP client."""
 
 from __future__ import annotations
 
 
 class HttpError(Exception):
-    """No whole answer came; `kind` says why in a word."""
+    """There is no complete response; `kind` is the reason in a word."""
 
     kind = "error"
 
 
 class ConnectError(HttpError):
-    """Nobody answered, or TLS could not be agreed upon."""
+    """No connection could be made, or its TLS handshake failed."""
 
     kind = "connect"
 

@@ -10,7 +10,7 @@ from tilewright.types import RequestError
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server is: http://HOST:PORT, or https; a path in front of /v1 is kept, /v1 itself may be left out."""
+    """The base URL of a server: http(s)://HOST:PORT, perhaps with a path; a final /v1 is optional."""
 
     host: str
     port: int
@@ -19,7 +19,7 @@ class Server:
 
     @classmethod
     def parse(cls, url: str) -> Server:
-        """The Server a URL names; a RequestError otherwise."""
+        """The Server of a URL; RequestError if it is invalid."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -40,7 +40,7 @@ class Server:
 
     @property
     def authority(self) -> str:
-        """The address as a URL has it: without the port where that goes without saying."""
+        """The address as a URL has it: without the scheme's default port."""
         return self.address.removesuffix(":443" if self.is_tls else ":80")
 
     @property

@@ -1,4 +1,4 @@
-"""The application: which address does what."""
+"""The HTTP application: its routes and error handlers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
     }
     for status, description in {
-        400: "The request cannot be served as asked",
+        400: "The request is invalid or not supported",
         401: "The API key is missing or wrong",
-        404: "There is no such model",
+        404: "The model does not exist",
         413: "The body is too large",
-        429: "Too many requests wait already",
-        503: "The engine is being started",
-        504: "The answer took too long",
+        429: "The queue is full",
+        503: "The engine is starting",
+        504: "The answer took longer than the timeout",
     }.items()
 }
 
@@ -43,10 +43,10 @@ def create_app(handler: ApiHandler) -> Guard:
     app = FastAPI(
         title="Tilewright",
         version=__version__,
-        docs_url=None,  # their page loads scripts from elsewhere
+        docs_url=None,  # its page loads scripts from other sites
         redoc_url=None,
         responses=_ERRORS,
-        # Newer versions can send what requests hold elsewhere, if the environment says so; older ones ignore this.
+        # Newer versions can export request data if environment variables say so; older ones ignore this.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.router.route_class = JsonRoute
@@ -64,17 +64,17 @@ def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """What follows a prompt: a text, token ids, or several of them."""
+        """The continuation of a prompt: a text, token ids, or a list of them."""
         return await handler.answer(body, request)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        """The answer to a conversation by the newer interface."""
+        """The answer to a conversation by the Responses interface."""
         return await handler.answer(body, request)
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The model this server has."""
+        """The served model."""
         return JsonResponse({"object": "list", "data": [_model_object(handler)]})
 
     @app.get("/v1/models/{name:path}")
@@ -96,7 +96,7 @@ def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Figures in Prometheus' form."""
+        """Metrics in Prometheus' text format."""
         return await handler.metrics_text()
 
     @app.get("/version")
@@ -134,7 +134,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         content_type = request.headers.get("content-type", "")
-        # Bodies of other types are not read as JSON, and every one of them would be said to be no object.
+        # FastAPI does not parse bodies of other types: the error would say that the body is not an object.
         if error.body is not None and not isinstance(error.body, dict | list) and not _is_json(content_type):
             message = f"the content type is {content_type[:100]!r}, expected application/json"
             return await answer(request, ApiError(400, message))
@@ -146,7 +146,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             return await answer(request, error.error)
         message = str(error.detail)
         if error.status_code == 404:
-            message = f"there is no {request.url.path[:200]} here"
+            message = f"there is no {request.url.path[:200]} on this server"
         return await answer(request, ApiError(error.status_code, message, headers=error.headers))
 
     for kind in (ApiError, RequestError, EngineUnavailable, EngineFailure, Exception):
@@ -161,7 +161,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _describe(app: FastAPI) -> None:
-    """Makes the OpenAPI document tell errors as they are: in OpenAI's shape, and none with status 422."""
+    """Puts this server's errors into the OpenAPI document: OpenAI's shape, and no status 422."""
     fields: dict[str, Any] = {
         "message": {"type": "string"},
         "type": {"type": "string"},

@@ -66,7 +66,7 @@ class BoundedBody:
         try:
             return await asyncio.wait_for(self._receive(), min(patience_s, left_s))
         except asyncio.TimeoutError:
-            message = f"the body does not come: {self._size_bytes} bytes in {time.monotonic() - self._began_s:.1f} s"
+            message = f"the body is too slow: {self._size_bytes} bytes in {time.monotonic() - self._began_s:.1f} s"
             raise BodyError(ApiError(408, message, code="body_timeout", headers={"Connection": "close"})) from None
 
     async def discard(self) -> None:

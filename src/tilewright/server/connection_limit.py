@@ -21,22 +21,22 @@ LOG_EVERY_S = 10.0  # thousands of refused connections a second must not fill th
 
 
 class ConnectionLimit:
-    """Counts connections, in all and of each address."""
+    """Counts open connections, in all and per address."""
 
     def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
         limit = settings.max_connections or default_max_connections()
         self.max_connections = limit
-        # Half, so that one address alone shuts nobody out. Behind a proxy all clients have its address.
+        # Half, so that one address cannot use them all. Behind a proxy all clients have its address.
         self.max_per_address = settings.max_connections_per_address or max(1, limit // 2)
         self.num_connections = 0
         self.num_lingering = 0  # refused, and not closed yet
         self._num_of: Counter[str] = Counter()
         self._metrics = metrics
-        self._num_refused = 0  # that no line has told of yet
+        self._num_refused = 0  # not logged yet
         self._log_timer: asyncio.TimerHandle | None = None
 
     def enter(self, address: str) -> None:
-        """Counts a connection; ApiError if it is one too many."""
+        """Counts a connection; ApiError if there are too many."""
         if self.num_connections >= self.max_connections:
             message = f"{self.num_connections} connections are open"
             self._refuse(503, f"{message}, the limit is {self.max_connections}", address)
@@ -56,20 +56,20 @@ class ConnectionLimit:
         self._metrics.connections_refused.inc()
         if self._log_timer is None:
             _log.warning("a connection of %s was refused: %s", address, message)
-            self._log_timer = asyncio.get_running_loop().call_later(LOG_EVERY_S, self._tell_of_more)
+            self._log_timer = asyncio.get_running_loop().call_later(LOG_EVERY_S, self._log_more)
         else:
             self._num_refused += 1
         kind = "server_error" if status == 503 else "rate_limit_error"
         raise ApiError(status, message, kind=kind, code="too_many_connections", headers={"Retry-After": "5"})
 
-    def _tell_of_more(self) -> None:
+    def _log_more(self) -> None:
         if self._num_refused:
             _log.warning("%d more connections were refused in %g s", self._num_refused, LOG_EVERY_S)
         self._log_timer, self._num_refused = None, 0
 
 
 def default_max_connections() -> int:
-    """As many as the limit on open files leaves room for, where that is less than anybody needs."""
+    """MOST_CONNECTIONS, or as many as the limit on open files allows."""
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if max_files == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS

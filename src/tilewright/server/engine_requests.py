@@ -11,7 +11,7 @@ from tilewright.server.constraints import chat_constraint, completion_constraint
 from tilewright.server.errors import ApiError
 from tilewright.server.fields import check_fields
 from tilewright.server.link.backend import EngineRequest, ModelInfo
-from tilewright.server.output import check_tools, thinks
+from tilewright.server.output import check_tools, has_reasoning
 from tilewright.types import SamplingParams
 
 # Names the template gets from elsewhere, or that mean something to the processor.
@@ -38,9 +38,11 @@ def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: M
     check_tools(body.plain_tools)
     _check_history(body, messages, model)
     template_args = _template_args(body)
-    # Reasoning comes before the constrained text, unless it is turned off: then the prompt has an empty one already.
+    # Reasoning precedes the constrained text, unless it is turned off: the prompt then has an empty one already.
     allows_reasoning = (
-        model.template is not None and thinks(model.template) and template_args.get("enable_thinking") is not False
+        model.template is not None
+        and has_reasoning(model.template)
+        and template_args.get("enable_thinking") is not False
     )
     constraint_field, sampling["constraint"] = chat_constraint(body, model, allows_reasoning)
     return EngineRequest(

@@ -25,54 +25,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("who may ask, and how much")
+    group = parser.add_argument_group("clients and their limits")
     group.add_argument(
         "--api-key", action="append", metavar="KEY",
-        help="clients must send it; may be repeated. TILEWRIGHT_API_KEY does the same, unseen by other users",
+        help="a key that clients must send; may be repeated. TILEWRIGHT_API_KEY does the same, and does not show in ps",
     )  # fmt: skip
     group.add_argument(
-        "--cors-origin", action="append", default=[], metavar="URL", help="a web page that may ask; *: any"
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="origin of a web page that may send requests; *: any",
     )
     group.add_argument(
         "--allowed-host", action="append", metavar="NAME",
-        help="a name the server answers to; *: any (default: those of this machine, or any where --host is not)",
+        help="a host name that requests may use; *: any (default: localhost, or any if --host is not local)",
     )  # fmt: skip
     group.add_argument(
         "--max-connections", type=engine_flags.positive, metavar="N",
-        help="of all clients (default: what the limit on open files allows, at most 4096)",
+        help="open connections of all clients (default: what the limit on open files allows, at most 4096)",
     )  # fmt: skip
     group.add_argument(
         "--max-connections-per-address", type=engine_flags.positive, metavar="N",
-        help="of one address (default: half of all)",
+        help="open connections from one address (default: half of all)",
     )  # fmt: skip
-    group.add_argument("--max-body", default="128MiB", metavar="SIZE", help="of one request (default 128MiB)")
+    group.add_argument(
+        "--max-body", default="128MiB", metavar="SIZE", help="size of one request's body (default 128MiB)"
+    )
     group.add_argument(
         "--max-queue", type=engine_flags.natural, default=256, metavar="N",
-        help="answers that may wait beside those computed; more are refused with status 429 (default 256)",
+        help="answers that may wait in the queue; more are refused with status 429 (default 256)",
     )  # fmt: skip
-    group.add_argument("--request-timeout", type=_seconds, default=1800.0, metavar="S", help="default 1800")
+    group.add_argument(
+        "--request-timeout", type=_seconds, default=1800.0, metavar="S", help="time for one answer (default 1800)"
+    )
     group.add_argument(
         "--drain-timeout", type=_seconds, default=DRAIN_S, metavar="S",
-        help="what is being answered may take so long to finish when the server is told to end (default 60)",
+        help="time for answers under way to finish when the server shuts down (default 60)",
     )  # fmt: skip
 
 
 def _add_media(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("pictures and videos that clients name or send")
+    group = parser.add_argument_group("pictures, videos and sounds in requests")
     group.add_argument(
-        "--allow-files", action="append", default=[], metavar="DIR", help="file:// URLs under DIR are read"
+        "--allow-files",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="allow file:// URLs of files in DIR; may be repeated",
+    )
+    group.add_argument("--allow-private-urls", action="store_true", help="also fetch URLs from private addresses")
+    group.add_argument(
+        "--media-timeout", type=_seconds, default=30.0, metavar="S", help="time to fetch one URL (default 30)"
+    )
+    group.add_argument("--max-media-bytes", metavar="SIZE", help="size of one item (default 64MiB)")
+    group.add_argument(
+        "--max-pixels",
+        type=engine_flags.positive,
+        metavar="N",
+        help="pixels of one picture or frame (default 67108864)",
     )
     group.add_argument(
-        "--allow-private-urls", action="store_true", help="also fetch from addresses of the local network"
+        "--max-frames", type=engine_flags.positive, metavar="N", help="frames of one video (default 768)"
     )
-    group.add_argument("--media-timeout", type=_seconds, default=30.0, metavar="S", help="to fetch one (default 30)")
-    group.add_argument("--max-media-bytes", metavar="SIZE", help="of one (default 64MiB)")
-    group.add_argument(
-        "--max-pixels", type=engine_flags.positive, metavar="N", help="of one picture (default 67108864)"
-    )
-    group.add_argument("--max-frames", type=engine_flags.positive, metavar="N", help="of one video (default 768)")
-    group.add_argument("--max-duration", type=_seconds, metavar="S", help="of one video (default 600)")
-    group.add_argument("--max-media", type=engine_flags.positive, metavar="N", help="of one request (default 32)")
+    group.add_argument("--max-duration", type=_seconds, metavar="S", help="seconds of one video or sound (default 600)")
+    group.add_argument("--max-media", type=engine_flags.positive, metavar="N", help="items in one request (default 32)")
 
 
 def _seconds(text: str) -> float:
@@ -86,7 +103,7 @@ def _seconds(text: str) -> float:
 
 
 def make_settings(options: argparse.Namespace) -> ServerSettings:
-    """The ServerSettings of the flags and the environment."""
+    """ServerSettings from the flags and the environment."""
     from tilewright.server.media.gate import MediaPolicy
     from tilewright.server.settings import LOOPBACK_HOSTS, MEDIA_LIMITS, ServerSettings
 
@@ -127,7 +144,7 @@ def make_settings(options: argparse.Namespace) -> ServerSettings:
 
 
 def _origin(text: str) -> str:
-    """What browsers call the origin of a page: without a path, and no / at its end."""
+    """The origin of a page as browsers send it: without a path or a final /."""
     if text != "*" and not re.fullmatch(r"https?://[^\s/?#@]+", text):
         raise RequestError(f"--cors-origin is {text!r}, expected *, or such as https://tiles.example:8443")
     return text
@@ -136,5 +153,5 @@ def _origin(text: str) -> str:
 def _folder(name: str) -> Path:
     path = Path(name).expanduser().resolve()
     if not path.is_dir():
-        raise RequestError(f"--allow-files is {name!r}, which is no folder")
+        raise RequestError(f"--allow-files is {name!r}, which is not a folder")
     return path

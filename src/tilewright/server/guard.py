@@ -1,4 +1,4 @@
-"""What every request passes first: names and keys are checked, bodies are bounded, and a line is logged at the end."""
+"""Middleware around all requests: checks host names and API keys, bounds bodies, logs a line at the end."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tilewright.server.memory_budget import MemoryBudget, MemoryReservation
 from tilewright.server.metrics import Metrics
 from tilewright.server.page_files import PAGE_FILES
 from tilewright.server.request_log import RequestLog
-from tilewright.server.respond import cut_off
+from tilewright.server.respond import shutting_down
 from tilewright.server.settings import ServerSettings
 
-_OPEN_PATHS = ("/health", "/version")  # for those who watch over it, and have no key
-NO_STATUS = 499  # the client left before there was one; nginx' number for it
+_OPEN_PATHS = ("/health", "/version")  # for monitors that have no key
+NO_STATUS = 499  # the client left before a status was sent; nginx has the same number
 MAX_LOGGED_PATH = 200  # characters of an address that does not exist
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
@@ -37,18 +37,18 @@ class Guard:
         self._app = app
         self.openapi = app.openapi
         self._entry: ASGIApp = self._guard
-        if settings.cors_origins:  # around all, so that a page sees what it was refused for
+        if settings.cors_origins:  # outermost, so that a page can read why it was refused
             self._entry = CORSMiddleware(
                 self._guard, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
                 allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
             )  # fmt: skip
         self._settings = settings
         self._metrics = metrics
-        # Those that exist; others are counted together.
+        # Existing paths; all others are counted as one.
         self._paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        self._open_paths = {*_OPEN_PATHS, *PAGE_FILES}  # the page asks for the key itself
-        self._held = MemoryBudget(settings.max_held_bytes)
-        # Digests have one length, so that comparing them takes one time whatever was sent.
+        self._open_paths = {*_OPEN_PATHS, *PAGE_FILES}  # the page asks its user for the key
+        self._memory = MemoryBudget(settings.max_held_bytes)
+        # Digests have one length: comparing them takes the same time whatever was sent.
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,22 +73,22 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        reservation = scope["state"]["reservation"] = MemoryReservation(self._held)
+        reservation = scope["state"]["reservation"] = MemoryReservation(self._memory)
         body = BoundedBody(receive, self._settings, reservation)
         try:
             self._check(scope, headers)
-            # What a GET would be answered with; uvicorn, which has a scope of its own, leaves the body out.
+            # Answered as a GET; uvicorn, which keeps its own scope, leaves the body out.
             is_head = scope["method"] == "HEAD"
             await self._app({**scope, "method": "GET"} if is_head else scope, body.receive, noting_send)
         except ApiError as error:
             log.fail(error, error)
             await body.discard()
             await JsonResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
-        except asyncio.CancelledError:  # the server ends; the loop has nobody who waits for what is cancelled
-            log.outcome = cut_off().code or ""
+        except asyncio.CancelledError:  # the server shuts down; nothing awaits this task
+            log.outcome = shutting_down().code or ""
             if status == NO_STATUS:
-                await JsonResponse(cut_off().body(), cut_off().status)(scope, receive, noting_send)
-        except Exception as error:  # told to the client by the application already
+                await JsonResponse(shutting_down().body(), shutting_down().status)(scope, receive, noting_send)
+        except Exception as error:  # the application has answered the client already
             if log.outcome == "ok":
                 log.fail(as_api_error(error), error)
         finally:
@@ -99,7 +99,7 @@ class Guard:
         settings = self._settings
         host = re.sub(r":\d+$", "", headers.get("host", "")).lower()
         if settings.allowed_hosts and host not in settings.allowed_hosts:
-            # A page elsewhere whose name was made to point here would otherwise be the same origin to a browser.
+            # DNS rebinding: a web page whose name points to this address would be the same origin to the browser.
             message = f"the server does not answer to the name {host[:100]!r}; --allowed-host allows it"
             raise ApiError(403, message, code="host_not_allowed")
         if self._key_digests and scope["path"] not in self._open_paths and scope["method"] != "OPTIONS":

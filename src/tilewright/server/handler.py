@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import PlainTextResponse, Response
 
 from tilewright.server.admission import Admission
-from tilewright.server.answers import Answer, Cut
+from tilewright.server.answers import Answer, ShuttingDown
 from tilewright.server.bodies import GenerationBody
 from tilewright.server.endpoints import ENDPOINTS, Context, PreparedRequest
 from tilewright.server.errors import ApiError
@@ -21,7 +21,7 @@ from tilewright.server.media.gate import MediaGate
 from tilewright.server.memory_budget import MemoryReservation
 from tilewright.server.metrics import Metrics
 from tilewright.server.request_log import RequestLog
-from tilewright.server.respond import AnswerResponse, cut_off, disconnected, too_slow
+from tilewright.server.respond import AnswerResponse, disconnected, shutting_down, timed_out
 from tilewright.server.responses import History
 from tilewright.server.settings import ServerSettings
 
@@ -31,7 +31,7 @@ MAX_LOGGED = 10_000  # characters of a body in the log, with --log-content: pict
 
 
 class ApiHandler:
-    """Takes requests in: from a checked body to a response that is being written."""
+    """Answers requests: from a checked body to a response that is being written."""
 
     def __init__(self, settings: ServerSettings, backend: Backend) -> None:
         self.settings = settings
@@ -40,8 +40,8 @@ class ApiHandler:
         self.gate = MediaGate(settings.media)
         self._admission = Admission(settings.max_queue, metrics)
         self._history = History()
-        self._answers: set[Answer] = set()  # that are being written
-        self._is_cut = asyncio.Event()
+        self._answers: set[Answer] = set()  # under way
+        self._is_shutting_down = asyncio.Event()
         self.started_s = int(time.time())
 
     @property
@@ -50,7 +50,7 @@ class ApiHandler:
         return replace(model, name=self.settings.served_name or model.name)
 
     def check_model(self, name: str | None) -> ModelInfo:
-        """The model, if `name` means it."""
+        """The model; 404 if `name` is another's."""
         model = self.model
         if name and not model.is_meant_by(name) and name != self.backend.model.name:
             message = f"there is no model {name[:200]!r} here, only {model.name!r}"
@@ -58,7 +58,7 @@ class ApiHandler:
         return model
 
     async def answer(self, body: GenerationBody, request: Request) -> Response:
-        """The response to a request at one of the ENDPOINTS, which is being computed from here on."""
+        """The response to a request at one of the ENDPOINTS, whose answer the engine now computes."""
         model = self.check_model(body.model)
         log: RequestLog = request.state.log
         self._log_content(body, log)
@@ -87,26 +87,26 @@ class ApiHandler:
             slot.release()
             raise
 
-    def cut(self) -> None:
-        """Ends what is being answered, and tells the clients so: the server ends and has waited long enough."""
-        self._is_cut.set()
+    def shut_down(self) -> None:
+        """Ends all answers under way with an error that says so: the drain timeout is over."""
+        self._is_shutting_down.set()
         for answer in self._answers:
-            answer.tell(Cut())
+            answer.notify(ShuttingDown())
 
     async def _prepare(self, body: GenerationBody, model: ModelInfo, request: Request) -> PreparedRequest:
-        """The request made ready: its media fetched, as long as the client waits and time is left."""
+        """The request with its media read, unless the client leaves, time runs out or the server shuts down first."""
         reservation: MemoryReservation = request.state.reservation
         context = Context(model, self.gate, self._history, reservation.add)
         preparing = asyncio.ensure_future(ENDPOINTS[request.url.path].prepare(body, context))
         leaving = asyncio.ensure_future(disconnected(request.receive))
-        ending = asyncio.ensure_future(self._is_cut.wait())
+        ending = asyncio.ensure_future(self._is_shutting_down.wait())
         timeout_s = self.settings.request_timeout_s
         try:
             await asyncio.wait({preparing, leaving, ending}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not preparing.done():
                 if ending.done():
-                    raise cut_off()
-                raise ApiError(499, "the client left", code="client_left") if leaving.done() else too_slow(timeout_s)
+                    raise shutting_down()
+                raise ApiError(499, "the client left", code="client_left") if leaving.done() else timed_out(timeout_s)
             return preparing.result()
         finally:
             for task in (leaving, ending, preparing):
@@ -120,7 +120,7 @@ class ApiHandler:
             )
 
     async def health(self) -> Response:
-        """200 when a request would be answered now."""
+        """200 if a request would be answered now."""
         try:
             stats = await self.backend.stats()
         except EngineUnavailable as error:

@@ -25,11 +25,11 @@ Hold = Callable[[int], None]
 
 @dataclass(frozen=True)
 class MediaPolicy:
-    """What requests may bring, and where it may come from."""
+    """Limits on the media of requests, and where they may come from."""
 
     limits: MediaLimits = field(default_factory=MediaLimits)
     allow_private_addresses: bool = False
-    folders: tuple[Path, ...] = ()  # whose files may be read, by path or file: URL; empty: none
+    folders: tuple[Path, ...] = ()  # of files that requests may name by path or file: URL; empty: none
     timeout_s: float = 30.0  # for one item, redirects included
     max_redirects: int = 3
 
