@@ -25,12 +25,13 @@ from peer_report import as_table, summary, write_plot
 from server_process import ServerError, ServerProcess
 
 from tilewright.bench.common import size
-from tilewright.bench.http_client import Client, Server
+from tilewright.bench.http_client import Client
 from tilewright.bench.serve import limits
 from tilewright.bench.serve.load import ClosedLoop
 from tilewright.bench.serve.run import first_model, measure
 from tilewright.bench.serve.summary import Summary, summarise
 from tilewright.bench.serve.workload import Workload
+from tilewright.bench.server_url import Server
 from tilewright.event_loop import run_loop
 from tilewright.types import RequestError
 
@@ -65,8 +66,8 @@ def figures_of(run: Summary) -> dict[str, float]:
         ("TPOT p50", "tpot", "p50", 1000),
         ("E2E p50", "e2e", "p50", 1),
     ):
-        if key in run.spreads:
-            found[name] = getattr(run.spreads[key], part) * scale
+        if key in run.distributions:
+            found[name] = getattr(run.distributions[key], part) * scale
     return found
 
 

@@ -20,9 +20,10 @@ from time import perf_counter, process_time
 
 from server_process import ServerProcess
 
-from tilewright.bench.http_client import Client, Server
+from tilewright.bench.http_client import Client
 from tilewright.bench.serve import load
 from tilewright.bench.serve.workload import Workload
+from tilewright.bench.server_url import Server
 from tilewright.event_loop import run_loop
 
 READY_TIMEOUT_S = 300.0
@@ -126,7 +127,8 @@ def run_thread_server(options):
     import uvicorn
 
     from tilewright import Engine
-    from tilewright.server.app import ApiHandler, create_app
+    from tilewright.server.app import create_app
+    from tilewright.server.handler import ApiHandler
     from tilewright.server.link.local import LocalBackend
     from tilewright.server.settings import ServerSettings
 

@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
 from tilewright import Engine, cli
-from tilewright.batch.ending import ENGINE_LOST
+from tilewright.batch.interruption import ENGINE_LOST
 from tilewright.batch.results import ResultFile
 from tilewright.engine.loop import EngineLoop
 from tilewright.ops.native import kernels
@@ -141,8 +141,8 @@ def test_answers_are_the_engines_and_failures_say_why(text_model, tmp_path, outp
     assert errors["too hot"]["param"] == "temperature" and errors["too hot"]["type"] == "invalid_request_error"
     assert "256" in errors["too long"]["message"] and "takes text alone" in errors["a picture"]["message"]
     assert errors["no prompt"]["param"] == "prompt"
-    told = capsys.readouterr()
-    assert "10 of 10 done, 4 failed" in told.err and not told.out
+    printed = capsys.readouterr()
+    assert "10 of 10 done, 4 failed" in printed.err and not printed.out
 
 
 def test_failures_in_a_file_of_their_own(text_model, source, output, tmp_path):
@@ -152,7 +152,7 @@ def test_failures_in_a_file_of_their_own(text_model, source, output, tmp_path):
     assert set(read(errors)) == failed
     assert set(read(output)) == {f"number {number}" for number in range(40)} - failed
     before = output.read_bytes(), errors.read_bytes()
-    assert run(source, output, text_model, "--errors", str(errors)) == 1  # and nothing is asked again
+    assert run(source, output, text_model, "--errors", str(errors)) == 1  # and nothing is sent again
     assert (output.read_bytes(), errors.read_bytes()) == before
 
 
@@ -216,8 +216,8 @@ def test_requests_added_later_are_answered(text_model, tmp_path, output):
     ("requests", "words"),
     [
         ([chat("a", "Hello"), chat("c", "Hello")], "line 2: custom_id 'b' is not in"),
-        ([chat("a", "Hello"), chat("b", "Goodbye")], "line 2: custom_id 'b' asks something else"),
-        ([chat("a", "Hello"), request("b", COMPLETIONS, prompt="Hello")], "line 2: custom_id 'b' asks something else"),
+        ([chat("a", "Hello"), chat("b", "Goodbye")], "line 2: custom_id 'b' is another request"),
+        ([chat("a", "Hello"), request("b", COMPLETIONS, prompt="Hello")], "line 2: custom_id 'b' is another request"),
     ],
 )
 def test_an_output_of_other_requests_is_refused(requests, words, text_model, tmp_path, output, capsys):
@@ -227,8 +227,8 @@ def test_an_output_of_other_requests_is_refused(requests, words, text_model, tmp
     write(source, requests)
     assert run(source, output, text_model) == 2
     assert output.read_bytes() == before
-    told = capsys.readouterr().err
-    assert words in told and "--restart" in told
+    printed = capsys.readouterr().err
+    assert words in printed and "--restart" in printed
     assert run(source, output, text_model, "--restart") == 0
     assert set(read(output)) == {one["custom_id"] for one in requests}
 
@@ -238,7 +238,7 @@ def test_a_file_that_is_no_output_is_left_alone(content, text_model, source, out
     output.write_bytes(content)
     assert run(source, output, text_model) == 2
     assert output.read_bytes() == content
-    assert "line 1: it is no line of a batch's output" in capsys.readouterr().err
+    assert "line 1: it is not a line of a batch's output" in capsys.readouterr().err
 
 
 def test_an_id_twice_in_the_output(text_model, source, output, capsys):
@@ -246,7 +246,7 @@ def test_an_id_twice_in_the_output(text_model, source, output, capsys):
     with output.open("ab") as file:
         file.write(output.read_bytes().splitlines(keepends=True)[0])
     assert run(source, output, text_model) == 2
-    assert "line 41: custom_id" in (told := capsys.readouterr().err) and "is answered twice" in told
+    assert "line 41: custom_id" in (printed := capsys.readouterr().err) and "is answered twice" in printed
 
 
 def test_models_by_other_names(text_model, tmp_path, output, capsys):
@@ -269,16 +269,19 @@ def test_answers_of_another_model_are_not_gone_on_with(text_model, tmp_path, out
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([chat("a", "Hello"), "not json"], "line 2: it is no JSON"),
-        ([chat("a", "Hello"), "[1]"], "line 2: it is no object"),
+        ([chat("a", "Hello"), "not json"], "line 2: it is not JSON"),
+        ([chat("a", "Hello"), "[1]"], "line 2: it is not an object"),
         (["", "", {**chat("a", "Hello"), "custom_id": ""}], "line 3: custom_id is ''"),
         ([{**chat("a", "Hello"), "custom_id": 7}], "line 1: custom_id is 7"),
         ([{**chat("a", "Hello"), "method": "GET"}], "line 1: method is 'GET', expected POST"),
         ([{**chat("a", "Hello"), "url": "/v1/embeddings"}], "line 1: url is '/v1/embeddings', expected /v1/chat"),
         ([{**chat("a", "Hello"), "url": ["/v1/completions"]}], "line 1: url is ['/v1/completions']"),
         ([{**chat("a", "Hello"), "body": "Hello"}], "line 1: body is 'Hello'"),
-        (["", chat("a", "Hello"), "", chat("b", "Hello"), chat("a", "Bye")], "line 5: custom_id 'a' is that of line 2"),
-        (["[" * 100_000], "line 1: its values are nested too deep"),
+        (
+            ["", chat("a", "Hello"), "", chat("b", "Hello"), chat("a", "Bye")],
+            "line 5: custom_id 'a' is also that of line 2",
+        ),
+        (["[" * 100_000], "line 1: its values are nested too deeply"),
         ([chat("a", "Hello"), chat("b", "x" * 2000)], "line 2: more than 2000 bytes"),
     ],
 )
@@ -287,8 +290,8 @@ def test_an_input_that_is_refused_before_anything_runs(lines, words, tmp_path, o
     source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
     flags = ["--max-line", "2000"] if "bytes" in words else []
     assert run(source, output, "no model is loaded", *flags) == 2
-    told = capsys.readouterr().err
-    assert words in told and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert words in printed and printed.count("\n") == 1
     assert not output.exists()
 
 
@@ -304,8 +307,8 @@ def test_files_that_cannot_be(text_model, tmp_path, source, output, capsys):
     (tmp_path / "link.jsonl").symlink_to(source)
     for input_path, output_path, words in (
         (tmp_path / "nothing.jsonl", output, "No such file"),
-        (tmp_path / "pipe", output, "is no file"),
-        (tmp_path, output, "is no file"),
+        (tmp_path / "pipe", output, "is not a regular file"),
+        (tmp_path, output, "is not a regular file"),
         (source, tmp_path, "cannot be written: Is a directory"),
         (source, tmp_path / "nowhere" / "out.jsonl", "cannot be written: No such file"),
         (source, tmp_path / "link.jsonl", "must be different files"),
@@ -346,7 +349,7 @@ def test_a_signal_leaves_what_can_be_gone_on_with(number, status, text_model, tm
     watcher = when_lines(output, 3, lambda: os.kill(os.getpid(), number))
     assert run(source, output, text_model, "--max-sequences", "1", "--concurrency", "2") == status
     watcher.join()
-    assert "the same command goes on with the rest" in capsys.readouterr().err
+    assert "run the same command again to continue" in capsys.readouterr().err
     stopped = output.read_bytes()
     assert 3 <= stopped.count(b"\n") < 40 and stopped.endswith(b"\n")
     assert run(source, output, text_model) == 0
@@ -368,7 +371,7 @@ def test_an_engine_that_is_lost_is_not_waited_for(text_model, source, output, mo
         patch.setattr(EngineLoop, "_deliver", fail_late)
         assert run(source, output, text_model, "--concurrency", "2") == ENGINE_LOST
     assert "the same command goes on" in capsys.readouterr().err
-    assert "a thread ended" in caplog.text
+    assert "a thread failed" in caplog.text
     assert run(source, output, text_model) == 1
     assert len(read(output)) == 40
 

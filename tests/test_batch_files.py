@@ -17,7 +17,7 @@ from tilewright.batch.index import IdIndex
 from tilewright.batch.paths import PathGate
 from tilewright.batch.requests import Request, RequestFile, parse
 from tilewright.batch.results import ResultFile, Results, record
-from tilewright.batch.work import BatchWorkers, Tally
+from tilewright.batch.work import BatchWorkers, Totals
 from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Started
 from tilewright.types import RequestError, Timings
 
@@ -334,7 +334,7 @@ class SlowBackend:
         self.running = set()
         self.most_running = 0
 
-    def submit(self, ask, listener):
+    def submit(self, request, listener):
         request = object()
         self.running.add(request)
         self.most_running = max(self.most_running, len(self.running))
@@ -354,15 +354,15 @@ def wanted(number):
 
 def test_as_many_as_wanted_are_under_way():
     async def main():
-        backend, tally, lines = SlowBackend(), Tally(), []
-        crew = BatchWorkers(backend, backend.model, KeepingGate(), lines.append, tally)
-        await crew.work((wanted(number) for number in range(40)), 7)
-        return backend, tally, lines
+        backend, totals, lines = SlowBackend(), Totals(), []
+        workers = BatchWorkers(backend, backend.model, KeepingGate(), lines.append, totals)
+        await workers.work((wanted(number) for number in range(40)), 7)
+        return backend, totals, lines
 
-    backend, tally, lines = asyncio.run(main())
+    backend, totals, lines = asyncio.run(main())
     assert backend.most_running == 7
-    assert (tally.num_answered, tally.num_failed) == (32, 8)
-    assert (tally.num_prompt_tokens, tally.num_output_tokens) == (32 * 3, 32 * 2)
+    assert (totals.num_answered, totals.num_failed) == (32, 8)
+    assert (totals.num_prompt_tokens, totals.num_output_tokens) == (32 * 3, 32 * 2)
     assert sorted(int(one["custom_id"]) for one in lines) == list(range(40))
 
 
@@ -372,25 +372,25 @@ def test_where_it_cannot_write_it_stops_and_frees_what_is_under_way():
             raise RequestError("the disk is full")
 
     async def main():
-        backend, tally = SlowBackend(), Tally()
-        crew = BatchWorkers(backend, backend.model, KeepingGate(), fail, tally)
+        backend, totals = SlowBackend(), Totals()
+        workers = BatchWorkers(backend, backend.model, KeepingGate(), fail, totals)
         with pytest.raises(RequestError, match="the disk is full"):
-            await crew.work((wanted(number) for number in range(1000)), 7)
-        return backend, tally, asyncio.all_tasks()
+            await workers.work((wanted(number) for number in range(1000)), 7)
+        return backend, totals, asyncio.all_tasks()
 
-    backend, tally, tasks = asyncio.run(main())
-    assert tally.num_done < 40
+    backend, totals, tasks = asyncio.run(main())
+    assert totals.num_done < 40
     assert not backend.running and len(tasks) == 1
 
 
 def test_requests_that_fail_at_once_let_others_run():
     async def main():
         backend, seen = SlowBackend(), []
-        crew = BatchWorkers(
-            backend, backend.model, KeepingGate(), lambda line: seen.append(asyncio.current_task()), Tally()
+        workers = BatchWorkers(
+            backend, backend.model, KeepingGate(), lambda line: seen.append(asyncio.current_task()), Totals()
         )
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(crew.work((wanted(1) for _ in range(10**5)), 2), 0.02)
+            await asyncio.wait_for(workers.work((wanted(1) for _ in range(10**5)), 2), 0.02)
         return seen
 
     assert len(set(asyncio.run(main()))) == 2

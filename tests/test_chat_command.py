@@ -68,11 +68,11 @@ def test_quiet_says_nothing_else(text_model, capsys):
 
 def test_dash_reads_standard_input(text_model, capsys, monkeypatch):
     assert cli.main(["chat", "Hello", "-m", text_model, *FLAGS]) == 0
-    told = capsys.readouterr().out
-    for arguments in (["-"], []):  # asked to, or because it is no terminal
+    printed = capsys.readouterr().out
+    for arguments in (["-"], []):  # explicitly, or because it is not a terminal
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
         assert cli.main(["chat", *arguments, "-m", text_model, *FLAGS]) == 0
-        assert capsys.readouterr().out == told
+        assert capsys.readouterr().out == printed
 
 
 def test_as_a_program(text_model):
@@ -120,7 +120,7 @@ def said(lines):
     """What a terminal would give: the lines, then Ctrl-D. An exception among them is raised."""
     waiting = list(lines)
 
-    def ask():
+    def read_line():
         if not waiting:
             raise EOFError
         line = waiting.pop(0)
@@ -128,7 +128,7 @@ def said(lines):
             raise line
         return line
 
-    return ask
+    return read_line
 
 
 @pytest.fixture
@@ -160,7 +160,12 @@ def test_commands(conversation, capsys):
     assert converse(conversation, said(lines)) == 0
     assert [turn["content"] for turn in conversation.turns if turn["role"] == "user"] == ["Two"]
     errors = capsys.readouterr().err
-    for words in ("forgotten", "/video FILE", "image nowhere.png: there is no such file", "/dance is no command"):
+    for words in (
+        "conversation cleared",
+        "/video FILE",
+        "image nowhere.png: there is no such file",
+        "/dance is not a command",
+    ):
         assert words in errors
 
 

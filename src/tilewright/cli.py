@@ -1,4 +1,4 @@
-"""The `tilewright` command. Each subcommand imports what it needs when it runs, so that --help answers at once."""
+"""The `tilewright` command. Each subcommand imports what it needs when it runs: --help is fast."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tilewright",
-        description="Multimodal models, served fast on the CPUs people already have.",
+        description="Runs and serves multimodal models on CPUs.",
         epilog="Each command has its own help: tilewright info --help",
     )
     parser.add_argument("--version", action="version", version=f"tilewright {__version__}")
@@ -78,8 +78,8 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "bench",
         help="measure a model, a server, or the kernels",
-        description="Measures a model at decoding, prefill, pictures and many requests at once, any server that speaks "
-        "as OpenAI's, or each kernel.",
+        description="Measures a model at decoding, prefill, pictures and many requests at once, an OpenAI-compatible "
+        "server, or each kernel.",
         epilog="Each has its own help: tilewright bench decode --help",
     )
     what = parser.add_subparsers(metavar="WHAT", required=True)
@@ -91,12 +91,12 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "info",
-        help="what this machine has and which kernels it gets",
+        help="show this machine and the kernels it uses",
         description="Prints the CPU, its ISA levels, memory and caches, and the kernel each op runs.",
         epilog="""examples:
-  tilewright info                            what this machine has
-  tilewright info --measure                  and how fast it can be
-  tilewright info --json > machine.json      the same for programs
+  tilewright info                            show this machine
+  tilewright info --measure                  and measure its limits
+  tilewright info --json > machine.json      the same as JSON
   TILEWRIGHT_MAX_ISA=scalar tilewright info  as a machine without vector instructions""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""`tilewright demo`: questions about a picture, answered before your eyes."""
+"""`tilewright demo`: answers questions about a picture."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     """Adds the command `demo`."""
     parser = commands.add_parser(
         "demo",
-        help="questions about a picture, answered before your eyes",
+        help="answer questions about a picture",
         description="Answers each QUESTION about a picture on standard output, with the time to the first token and "
-        "the speed. Without any of it: three questions about the picture that comes with the package, to the model "
-        "that does. NO_COLOR turns colours off, and so does a pipe.",
+        "the speed. Without arguments: three questions about a picture, for a model, which are both part of "
+        "the package. NO_COLOR or a pipe turns colours off.",
         epilog="""examples:
   tilewright demo
   tilewright demo "How many circles are there?" "Where is the star?"
@@ -42,7 +42,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"default: {' '.join(QUESTIONS)}")
-    parser.add_argument("--image", metavar="FILE", help="the picture (default: the one that comes with the package)")
+    parser.add_argument("--image", metavar="FILE", help="the picture (default: one that is part of the package)")
     parser.add_argument(
         "--max-tokens", type=engine_flags.positive, default=MAX_TOKENS, metavar="N",
         help=f"tokens of an answer at most (default {MAX_TOKENS})",
@@ -69,12 +69,12 @@ def run(options: argparse.Namespace) -> int:
                 completion = answer(engine, picture, question, options.max_tokens)
                 print(f"\n{style.dim(chat.speeds(completion))}", flush=True)
         except BrokenPipeError:
-            chat.forget_reader()
+            chat.discard_output()
     return 0
 
 
 def _opened(picture: Path) -> Image.Image:
-    """The picture; RequestError before a model is loaded for nothing."""
+    """The picture; checked before the model is loaded."""
     from PIL import Image
 
     try:
@@ -92,7 +92,7 @@ def answer(engine: Engine, picture: Path, question: str, max_tokens: int) -> Com
     try:
         for delta in handle:
             print(delta.text, end="", flush=True)
-    except BaseException:  # Ctrl-C, or a reader that has gone
+    except BaseException:  # Ctrl-C, or a closed pipe
         handle.abort()
         raise
     (completion,) = handle.result()
@@ -101,7 +101,7 @@ def answer(engine: Engine, picture: Path, question: str, max_tokens: int) -> Com
 
 @dataclass(frozen=True)
 class Style:
-    """Bold and dim text where standard output shows it, plain text elsewhere."""
+    """Bold and dim text if standard output is a terminal that shows it, else plain text."""
 
     is_colourful: bool
 

@@ -40,16 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the engine's options, for a command that has its own way of naming the model."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: as the checkpoint")
-    group.add_argument(
-        "--backend", choices=("native", "torch"),
-        help="what computes: our kernels (default), or plain torch, slowly, to compare with",
-    )  # fmt: skip
-    group.add_argument("--kv-memory", metavar="SIZE", help='for keys and values, such as "4GB" (default: half of free)')
-    group.add_argument("--max-context", type=positive, metavar="N", help="tokens of a prompt and its answer")
+    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: that of the checkpoint")
+    text = "what computes: our kernels (default), or plain torch, slowly, to compare with"
+    group.add_argument("--backend", choices=("native", "torch"), help=text)
+    text = 'for the KV cache, such as "4GB" (default: half of the free memory)'
+    group.add_argument("--kv-memory", metavar="SIZE", help=text)
+    group.add_argument("--max-context", type=positive, metavar="N", help="tokens of a prompt and its answer together")
     group.add_argument("--max-sequences", type=positive, metavar="N", help="answers computed together")
     group.add_argument("--max-tokens-per-step", type=positive, metavar="N", help="tokens computed in one step")
-    group.add_argument("--speculate", type=natural, metavar="N", help="tokens guessed ahead, at most; 0: none")
+    text = "draft tokens per step at most; 0: no speculative decoding"
+    group.add_argument("--speculate", type=natural, metavar="N", help=text)
     for name, what in (
         ("prefix_cache", "compute every prompt from its first token on"),
         ("replay", "run steps op by op"),
@@ -59,7 +59,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, dest=name, action="store_const", const=False, help=what)
     group.add_argument(
         "--allow-special-tokens", action="store_const", const=True,
-        help="special tokens spelled out in messages are such: whoever writes one can write as system and assistant",
+        help="parse special tokens in the text of messages: their authors can then pose as system or assistant",
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def check_model(model: str | None) -> None:
 def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> Engine:
     """The Engine of the flags, and of `more` that has none. A model that cannot be loaded is a RequestError.
 
-    That the embedded model is used, where none is named, is told on standard error unless the flags say to be quiet.
+    Unless --quiet, a line on standard error says so if the embedded model is used because none is named.
     """
     given = engine_options(options)
     if options.model is None and not getattr(options, "quiet", False):

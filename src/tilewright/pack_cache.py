@@ -1,4 +1,4 @@
-"""The command `cache`: packed weights on disk, listed, or read through."""
+"""`tilewright cache`: lists or verifies the packed weights on disk."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     """Adds the command `cache`."""
     parser = commands.add_parser(
         "cache",
-        help="check the packed weights kept on disk",
-        description="Lists the packed weights kept on disk. With verify, reads each file and compares its checksums; a "
-        "damaged one is removed, and its model packed anew at its next start.",
+        help="list or verify the packed weights on disk",
+        description="Lists the packed weights on disk. With verify, compares the checksums of each file; a "
+        "damaged one is removed, and its model is packed again at its next start.",
         epilog="""examples:
-  tilewright cache            what is kept, and where
-  tilewright cache verify     exit status 1 where something was damaged""",
+  tilewright cache            list files and sizes
+  tilewright cache verify     exit status 1 if a file was damaged""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("action", nargs="?", choices=("list", "verify"), default="list", help="default: list")
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
 
     folder = config.current().cache_dir
     if folder is None:
-        print("no packed weights are kept: TILEWRIGHT_CACHE_DIR is off")
+        print("there is no cache of packed weights: TILEWRIGHT_CACHE_DIR is off")
         return 0
     paths = entries(folder)
     print(f"{folder}: {len(paths)} of packed weights, {sum(path.stat().st_size for path in paths) / 1e9:.1f} GB")

@@ -30,32 +30,40 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     """Adds the command `chat`."""
     parser = commands.add_parser(
         "chat",
-        help="an answer, or a conversation, in the terminal",
-        description="Answers PROMPT on standard output as it is generated; all else goes to standard error. "
-        "Without PROMPT, on a terminal: a conversation. Without -m, the model that comes with the package.",
+        help="chat in the terminal, or print one answer",
+        description="Prints the answer to PROMPT on standard output as it is generated, the rest on standard error. "
+        "Without PROMPT, on a terminal: a conversation. Without -m: the model that is part of the package.",
         epilog="""examples:
   tilewright chat "What is on it?" --image shapes.png      the embedded model, which is tiny
   tilewright chat "What is a tile?" -m ./Qwen3-VL-2B-Instruct
   tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png
   tilewright chat "What happens here?" -m MODEL --video clip.mp4 --max-tokens 200
   git diff | tilewright chat - -m MODEL --system "Write a commit message."
-  tilewright chat -m MODEL --temperature 0                 a conversation; /help says how""",
+  tilewright chat -m MODEL --temperature 0                 a conversation; /help lists its commands""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to answer; -: read it from standard input")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the message; -: read it from standard input")
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     parser.add_argument("--video", action="append", default=[], metavar="FILE", help="a video; may be repeated")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("-q", "--quiet", action="store_true", help="no loading bar, no speeds, no notices")
-    parser.add_argument("-v", "--verbose", action="store_true", help="tell what is going on")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     group = parser.add_argument_group("sampling", "Where nothing is given, as the checkpoint recommends.")
     group.add_argument("--max-tokens", type=engine_flags.positive, metavar="N", help="tokens of an answer at most")
-    group.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
-    group.add_argument("--top-p", type=float, metavar="P", help="only the likeliest tokens that make up P together")
-    group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    group.add_argument("--min-p", type=float, metavar="P", help="only tokens at least P times as likely as the best")
-    group.add_argument("--repetition-penalty", type=float, metavar="R", help="over 1: what was said gets less likely")
-    group.add_argument("--seed", type=int, metavar="N", help="the same answer every time")
+    group.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities sum to P"
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the most likely one"
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="above 1: repeated tokens become less likely"
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="seed of the sampling: the same seed gives the same answer"
+    )
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before TEXT; may be repeated")
     engine_flags.add_arguments(parser, max_sequences=1)
     parser.set_defaults(run=run)
@@ -72,10 +80,10 @@ def run(options: argparse.Namespace) -> int:
     media = [_part("image", file) for file in options.image] + [_part("video", file) for file in options.video]
     sampling = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
     with engine_flags.open_engine(options, progress=sys.stderr.isatty() and not options.quiet) as engine:
-        engine.sampling_params(**sampling)  # refused before anybody types
+        engine.sampling_params(**sampling)  # errors come before the first line is typed
         conversation = Conversation(engine, sampling, options.system, show_speed=not options.quiet, media=media)
         if prompt is None:
-            return converse(conversation, _ask)
+            return converse(conversation, _read_line)
         return answer_once(conversation, prompt)
 
 
@@ -83,13 +91,13 @@ def _part(kind: str, file: str) -> dict[str, str]:
     """A part of a message; RequestError if there is no such file."""
     path = Path(file).expanduser()
     if not path.is_file():
-        raise RequestError(f"{kind} {file}: {'it is no file' if path.exists() else 'there is no such file'}")
+        raise RequestError(f"{kind} {file}: {'it is not a file' if path.exists() else 'there is no such file'}")
     return {"type": kind, kind: str(path)}
 
 
 @dataclass
 class Conversation:
-    """What was said so far, and what will be shown with the next message."""
+    """The turns so far, and the media for the next message."""
 
     engine: Engine
     sampling: dict[str, Any]
@@ -101,7 +109,7 @@ class Conversation:
     def answer(self, text: str) -> Completion:
         """The answer to `text` and the waiting media, written to standard output as it comes. Ctrl-C ends it early.
 
-        What cannot be answered is not kept: a RequestError leaves the conversation as it was, without the media.
+        A RequestError leaves the conversation as it was, and drops the media.
         """
         media, self.media = self.media, []
         content: Any = [*media, {"type": "text", "text": text}] if media else text
@@ -125,7 +133,7 @@ class Conversation:
 
 
 def speeds(completion: Completion) -> str:
-    """How many tokens, and how fast."""
+    """The number of tokens, and their speed."""
     count, timings = len(completion.token_ids), completion.timings
     if not count:
         return "0 tokens"
@@ -141,57 +149,57 @@ def answer_once(conversation: Conversation, prompt: str) -> int:
     try:
         completion = conversation.answer(prompt)
     except BrokenPipeError:
-        forget_reader()
+        discard_output()
         return 0
     if completion.finish_reason == "abort":
-        raise KeyboardInterrupt  # what was said stays on standard output; the exit status tells
+        raise KeyboardInterrupt  # the text stays on standard output; the exit status is that of an interrupt
     return 0
 
 
-def forget_reader() -> None:
-    """Ends standard output well for a reader that had enough, as `| head` has."""
-    # Python writes what is left when it ends, and would complain.
+def discard_output() -> None:
+    """Closes standard output quietly after its reader has closed the pipe, as `| head` does."""
+    # Python flushes it at exit, and would print an error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _ask() -> str:
-    """A line from the terminal, with the arrow keys and the history of readline where Python has it."""
+def _read_line() -> str:
+    """A line from the terminal, with readline's arrow keys and history if Python has it."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() uses it once it is imported
     return input("> ")
 
 
-def converse(conversation: Conversation, ask: Callable[[], str]) -> int:
-    """Answers line by line until `ask` raises EOFError or a line says /exit."""
+def converse(conversation: Conversation, read_line: Callable[[], str]) -> int:
+    """Answers line by line until `read_line` raises EOFError or a line is /exit."""
     print("/help for help, Ctrl-D to end", file=sys.stderr)
     while True:
         try:
-            line = ask().strip()
+            line = read_line().strip()
             if line == "/exit":
                 return 0
             if line.startswith("/"):
-                _obey(conversation, line)
+                _run_command(conversation, line)
             elif line:
                 conversation.answer(line)
         except EOFError:
             print(file=sys.stderr)
             return 0
-        except KeyboardInterrupt:  # while nothing was being answered: the line is dropped
+        except KeyboardInterrupt:  # at the prompt: the line is dropped
             print(file=sys.stderr)
         except RequestError as error:
             print(f"tilewright: {error}", file=sys.stderr)
 
 
-def _obey(conversation: Conversation, line: str) -> None:
+def _run_command(conversation: Conversation, line: str) -> None:
     command, _, rest = line.partition(" ")
     if command in ("/image", "/video"):
         conversation.media.append(_part(command[1:], rest.strip().strip("'\"")))
-        print(f"{len(conversation.media)} to be shown with the next message", file=sys.stderr)
+        print(f"{len(conversation.media)} attached to the next message", file=sys.stderr)
     elif command == "/clear":
         conversation.turns.clear()
         conversation.media.clear()
-        print("forgotten", file=sys.stderr)
+        print("conversation cleared", file=sys.stderr)
     elif command == "/help":
         print(HELP, file=sys.stderr)
     else:
-        raise RequestError(f"{command} is no command, expected /image, /video, /clear, /help or /exit")
+        raise RequestError(f"{command} is not a command, expected /image, /video, /clear, /help or /exit")

@@ -11,7 +11,7 @@ Answer = Iterable[bytes | None]  # pieces, each sent on its own; None closes the
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReceivedRequest:
     """A request as it came."""
 
     method: str
@@ -25,13 +25,15 @@ class Asked:
 
 
 class OddServer:
-    """`with OddServer(answer) as server`: `answer(asked)` gives the bytes of each answer, head and all."""
+    """`with OddServer(answer) as server`: `answer(request)` gives the bytes of each answer, head and all."""
 
-    def __init__(self, answer: Callable[[Asked], Answer], tls: ssl.SSLContext | None = None, port: int = 0) -> None:
+    def __init__(
+        self, answer: Callable[[ReceivedRequest], Answer], tls: ssl.SSLContext | None = None, port: int = 0
+    ) -> None:
         self.answer = answer
         self.port = port  # 0: one that is free
         self.tls = tls
-        self.asked: list[Asked] = []
+        self.requests: list[ReceivedRequest] = []
         self.num_connections = 0
         self.num_under_way = 0
         self.most_under_way = 0
@@ -75,12 +77,12 @@ class OddServer:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         method, path, _ = first.split(" ")
-        asked = Asked(method, path, headers, body, connection)
-        self.asked.append(asked)
+        request = ReceivedRequest(method, path, headers, body, connection)
+        self.requests.append(request)
         self.num_under_way += 1
         self.most_under_way = max(self.most_under_way, self.num_under_way)
         try:
-            for piece in self.answer(asked):
+            for piece in self.answer(request):
                 if piece is None:
                     return False
                 writer.write(piece)
@@ -127,11 +129,11 @@ def models(*names: str) -> list[bytes]:
     return plain(json.dumps({"object": "list", "data": [{"id": name} for name in names]}).encode())
 
 
-def well_behaved(asked: Asked) -> Answer:
-    """What a good server answers: a model, and as many tokens as were asked for."""
-    if asked.path.endswith("/v1/models"):
+def well_behaved(request: ReceivedRequest) -> Answer:
+    """What a good server answers: a model, and as many tokens as requested."""
+    if request.path.endswith("/v1/models"):
         return models("first", "second")
-    body = asked.json()
+    body = request.json()
     count = body["max_tokens"]
     if "messages" in body:
         role = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])

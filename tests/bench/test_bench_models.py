@@ -8,7 +8,7 @@ from tiny_checkpoint import write_cross_model, write_experts_model, write_text_m
 
 from tilewright import Engine, cli, machine
 from tilewright.bench import models, probe
-from tilewright.bench.rounds import Amount, Prompts, Round, costs
+from tilewright.bench.rounds import Measurement, Prompts, Round, costs
 
 FIGURES = {
     "decode": {"decode", "read", "read, of read_gb_s", "read per token", "first token"},
@@ -138,8 +138,8 @@ def test_shares_are_of_the_probe_between():
     between = probe.between(before, after)
     assert between == probe.Probe(20.0, 9.0, 1.5, 2.0, "float32")
     assert probe.median([before, after, after]) == after
-    made = Round.of({"read": Amount(10.0, "GB/s", "read_gb_s"), "first token": Amount(1.0, "s")}, between)
-    assert made.amounts["read, of read_gb_s"] == Amount(50.0, "%")
+    made = Round.of({"read": Measurement(10.0, "GB/s", "read_gb_s"), "first token": Measurement(1.0, "s")}, between)
+    assert made.amounts["read, of read_gb_s"] == Measurement(50.0, "%")
     assert set(made.amounts) == {"read", "read, of read_gb_s", "first token"}
 
 

@@ -37,16 +37,16 @@ def run(capsys, tmp_path, monkeypatch):
 
 def answering(*pieces: bytes, head=chunked):
     """A server with a model that answers every chat the same."""
-    return OddServer(lambda asked: models("m") if asked.path == "/v1/models" else head(*pieces))
+    return OddServer(lambda request: models("m") if request.path == "/v1/models" else head(*pieces))
 
 
 def test_a_good_server(run):
     with OddServer(well_behaved) as server:
         status, document, text, _ = run(server)
     assert status == 0 and "6 answered, 0 failed" in text
-    chats = [asked for asked in server.asked if asked.path == "/v1/chat/completions"]
-    assert len(chats) == 8 and {asked.json()["model"] for asked in chats} == {"first"}
-    assert len({asked.body for asked in chats}) == 8  # nothing twice: caches do not help
+    chats = [request for request in server.requests if request.path == "/v1/chat/completions"]
+    assert len(chats) == 8 and {request.json()["model"] for request in chats} == {"first"}
+    assert len({request.body for request in chats}) == 8  # nothing twice: caches do not help
     assert server.most_under_way <= 3
     assert document["totals"]["num_answered"] == 6 and document["totals"]["num_shorter"] == 0
     assert [sample["number"] for sample in document["samples"]] == list(range(6))
@@ -63,9 +63,9 @@ def test_a_model_by_name_a_key_and_another_interface(run, monkeypatch):
     with OddServer(well_behaved) as server:
         arguments = ["--model", "mine", "--api-key", "secret", "--endpoint", "completions", "--no-limits"]
         status, document, text, _ = run(server.url + "/v1", *arguments)
-    assert status == 0 and {asked.path for asked in server.asked} == {"/v1/completions"}
-    assert {asked.json()["model"] for asked in server.asked} == {"mine"}
-    assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
+    assert status == 0 and {request.path for request in server.requests} == {"/v1/completions"}
+    assert {request.json()["model"] for request in server.requests} == {"mine"}
+    assert {request.headers["authorization"] for request in server.requests} == {"Bearer secret"}
     assert "secret" not in json.dumps(document) and "limits" not in document and "GB/s" not in text
 
 
@@ -78,7 +78,7 @@ def test_the_key_of_the_environment(run, monkeypatch):
     finally:
         monkeypatch.undo()
         config.current.cache_clear()
-    assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer from-the-environment"}
+    assert {request.headers["authorization"] for request in server.requests} == {"Bearer from-the-environment"}
 
 
 def test_pictures_and_extra_fields(run):
@@ -86,9 +86,11 @@ def test_pictures_and_extra_fields(run):
         extra = '{"chat_template_kwargs": {"enable_thinking": false}}'
         status, document, _, _ = run(server, "--pictures", "1", "--picture-size", "32x16", "--extra", extra, "--plain")
     assert status == 0 and document["workload"]["picture_size"] == [32, 16]
-    for asked in server.asked[1:]:
-        assert asked.json()["chat_template_kwargs"] == {"enable_thinking": False} and "ignore_eos" not in asked.json()
-        assert asked.json()["messages"][0]["content"][0]["type"] == "image_url"
+    for request in server.requests[1:]:
+        assert (
+            request.json()["chat_template_kwargs"] == {"enable_thinking": False} and "ignore_eos" not in request.json()
+        )
+        assert request.json()["messages"][0]["content"][0]["type"] == "image_url"
 
 
 def test_open_loop(run):
@@ -112,7 +114,7 @@ def test_usage_absent_done_missing_comments_and_crlf(run):
     tokens = [token(text).replace(b"\n", b"\r\n") for text in "abcd"]
     with answering(b": hello\r\n\r\n", *tokens, b": ping\r\n\r\n", finish()) as server:
         status, document, text, _ = run(server)
-    assert status == 0 and "6 answers' tokens were counted by chunks" in text and "tells no prompt's" in text
+    assert status == 0 and "6 answers' tokens were counted by chunks" in text and "reports no prompt tokens" in text
     assert {(s["output_tokens"], s["is_counted_by_chunks"]) for s in document["samples"]} == {(4, True)}
 
 
@@ -121,7 +123,7 @@ def test_data_split_anywhere(run):
     chunks = b"".join(chunked(*(body[at : at + 7] for at in range(0, len(body), 7))))
     with answering(head=lambda: [chunks[at : at + 11] for at in range(0, len(chunks), 11)]) as server:
         status, document, text, _ = run(server)
-    assert status == 0 and "6 answers had fewer tokens than asked" in text
+    assert status == 0 and "6 answers had fewer tokens than requested" in text
     assert {(s["output_tokens"], s["num_chunks"], len(s["gaps_s"])) for s in document["samples"]} == {(2, 2, 1)}
 
 
@@ -153,14 +155,20 @@ def test_several_choices(run):
 def test_failures_are_told_by_kind(run, answer, kind, message):
     """One request fails, then all do."""
 
-    def some_fail(asked):
-        return models("m") if asked.path == "/v1/models" else well_behaved(asked) if len(server.asked) > 4 else answer
+    def some_fail(request):
+        return (
+            models("m")
+            if request.path == "/v1/models"
+            else well_behaved(request)
+            if len(server.requests) > 4
+            else answer
+        )
 
     with OddServer(some_fail) as server:
         status, document, text, _ = run(server)
     assert status == 0 and document["totals"]["num_failed"] == 1 and kind in text and message in text
     assert document["totals"]["num_answered"] == 5 and document["totals"]["output_tokens_per_s"] > 0
-    with OddServer(lambda asked: models("m") if asked.path == "/v1/models" else answer) as server:
+    with OddServer(lambda request: models("m") if request.path == "/v1/models" else answer) as server:
         status, document, text, _ = run(server)
     assert status == 1 and document["totals"]["num_failed"] == 6 and document["figures"] == {}
     ((found_kind, messages),) = document["totals"]["failures"].items()
@@ -170,7 +178,7 @@ def test_failures_are_told_by_kind(run, answer, kind, message):
 
 
 def test_a_server_that_hangs(run):
-    with OddServer(lambda asked: models("m") if asked.path == "/v1/models" else [b"HTTP/1.1 200 OK\r\n"]) as server:
+    with OddServer(lambda request: models("m") if request.path == "/v1/models" else [b"HTTP/1.1 200 OK\r\n"]) as server:
         status, document, _, _ = run(server, "--timeout-s", "0.05", "--warmup", "0", count=2)
     assert status == 1 and document["totals"]["failures"] == {"timeout": {"no whole answer within 0.05 s": 2}}
 
@@ -194,7 +202,7 @@ def test_no_server(run):
     ],
 )
 def test_no_models(run, answer, message):
-    with OddServer(lambda asked: answer) as server:
+    with OddServer(lambda request: answer) as server:
         status, _, _, errors = run(server)
     assert status == 2 and message in errors
 
@@ -202,7 +210,7 @@ def test_no_models(run, answer, message):
 def test_plot(run, tmp_path):
     require("matplotlib")
     path = tmp_path / "serve.png"
-    with OddServer(lambda asked: well_behaved(asked) if len(server.asked) != 5 else [None]) as server:
+    with OddServer(lambda request: well_behaved(request) if len(server.requests) != 5 else [None]) as server:
         assert run(server, "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -214,8 +222,8 @@ def test_plot(run, tmp_path):
         (["--rate", "nan"], "'nan' is not a number of 0 or more"),
         (["--concurrency", "2", "--rate", "1"], "not allowed with argument"),
         (["--prompt-tokens", "ten"], "expected such as 128 or 64-256"),
-        (["--extra", "[1]"], "it is no JSON object"),
-        (["--extra", "{"], "it is no JSON:"),
+        (["--extra", "[1]"], "it is not a JSON object"),
+        (["--extra", "{"], "it is not JSON:"),
         (["--picture-size", "0x5"], "expected such as 1024x768"),
     ],
 )
@@ -266,5 +274,5 @@ def test_a_machine_that_cannot_be_measured(monkeypatch):
 def test_the_process_that_measures_the_machine(monkeypatch, capsys):
     monkeypatch.setattr(probe, "probe", lambda: probe.Probe(**PROBE))
     limits._main()
-    told = json.loads(capsys.readouterr().out)
-    assert told["probe"] == PROBE and told["machine"]["cpu_model"] == machine.describe().cpu_model
+    document = json.loads(capsys.readouterr().out)
+    assert document["probe"] == PROBE and document["machine"]["cpu_model"] == machine.describe().cpu_model

@@ -11,16 +11,11 @@ from hypothesis import strategies as st
 from odd_server import OddServer, chunked, plain
 
 from tilewright.bench import http_client
-from tilewright.bench.http_client import (
-    ChunkDecoder,
-    Client,
-    ConnectError,
-    ConnectionLost,
-    HttpError,
-    MalformedAnswer,
-    Server,
-)
+from tilewright.bench.chunk_decoder import ChunkDecoder
+from tilewright.bench.http_client import Client
+from tilewright.bench.http_errors import ConnectError, ConnectionLost, HttpError, MalformedAnswer
 from tilewright.bench.serve.events import EventDecoder
+from tilewright.bench.server_url import Server
 from tilewright.types import RequestError
 
 
@@ -118,7 +113,7 @@ def test_urls_that_are_none(url):
 
 
 def get(server: OddServer, *paths: str, **options):
-    """(status, body) or the HttpError of each path, asked one after the other by one client."""
+    """(status, body) or the HttpError of each path, requested one after the other by one client."""
 
     async def main():
         client = Client(Server.parse(server.url), **options)
@@ -136,9 +131,9 @@ def get(server: OddServer, *paths: str, **options):
 
 
 def test_a_connection_is_used_again():
-    with OddServer(lambda asked: plain(b"one") if asked.path == "/1" else chunked(b"t", b"wo")) as server:
+    with OddServer(lambda request: plain(b"one") if request.path == "/1" else chunked(b"t", b"wo")) as server:
         assert get(server, "/1", "/2", "/1", headers={"X-Key": "k"}) == [(200, b"one"), (200, b"two"), (200, b"one")]
-    assert server.num_connections == 1 and {asked.headers["x-key"] for asked in server.asked} == {"k"}
+    assert server.num_connections == 1 and {request.headers["x-key"] for request in server.requests} == {"k"}
 
 
 @pytest.mark.parametrize(
@@ -151,13 +146,13 @@ def test_a_connection_is_used_again():
     ],
 )
 def test_or_not_where_the_server_does_not_keep_it(answer):
-    with OddServer(lambda asked: answer) as server:
+    with OddServer(lambda request: answer) as server:
         assert get(server, "/", "/") == [(200, b"one")] * 2
     assert server.num_connections == 2
 
 
 def test_a_connection_that_was_closed_meanwhile_is_not_used():
-    with OddServer(lambda asked: [*plain(b"one"), None]) as server:
+    with OddServer(lambda request: [*plain(b"one"), None]) as server:
 
         async def main():
             client = Client(Server.parse(server.url))
@@ -173,7 +168,7 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used():
 
 def test_old_connections_are_left(monkeypatch):
     monkeypatch.setattr(http_client, "MAX_IDLE_S", 0.0)
-    with OddServer(lambda asked: plain(b"one")) as server:
+    with OddServer(lambda request: plain(b"one")) as server:
         get(server, "/", "/")
     assert server.num_connections == 2
 
@@ -181,7 +176,7 @@ def test_old_connections_are_left(monkeypatch):
 def test_what_comes_before_the_answer():
     hints = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
     answers = {"/": [hints, *plain(b"one")], "/none": [b"HTTP/1.1 204 No Content\r\n\r\n"]}
-    with OddServer(lambda asked: answers[asked.path]) as server:
+    with OddServer(lambda request: answers[request.path]) as server:
         assert get(server, "/", "/none", "/") == [(200, b"one"), (204, b""), (200, b"one")]
     assert server.num_connections == 1
 
@@ -199,7 +194,7 @@ def test_what_comes_before_the_answer():
     ],
 )
 def test_answers_that_are_none(answer, kind, message):
-    with OddServer(lambda asked: answer) as server:
+    with OddServer(lambda request: answer) as server:
         (error,) = get(server, "/")
     assert isinstance(error, kind) and message in str(error)
 
@@ -227,7 +222,7 @@ def test_a_refusal_before_the_whole_body_was_read():
 
 
 def test_nobody_there():
-    with OddServer(lambda asked: plain(b"one")) as server:
+    with OddServer(lambda request: plain(b"one")) as server:
         pass
     (error,) = get(server, "/")
     assert isinstance(error, ConnectError) and f"localhost:{server.port} cannot be reached" in str(error)
@@ -241,7 +236,7 @@ def test_tls(tmp_path, monkeypatch):
     subprocess.run(["openssl", "req", *shape.split(), *names], check=True, capture_output=True)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
-    with OddServer(lambda asked: chunked(b"sec", b"ret"), tls) as server:
+    with OddServer(lambda request: chunked(b"sec", b"ret"), tls) as server:
         (error,) = get(server, "/")
         assert isinstance(error, ConnectError) and "CERTIFICATE_VERIFY_FAILED" in str(error)
         monkeypatch.setenv("SSL_CERT_FILE", certificate)

@@ -17,13 +17,13 @@ from dataclasses import replace
 sys.path.insert(0, {tests!r})
 from odd_server import OddServer, plain, well_behaved
 
-def answer(asked):
-    if asked.path == "/health":
+def answer(request):
+    if request.path == "/health":
         return plain(b"")
     with open({calls!r}, "a") as file:
-        print({name!r}, asked.path, asked.body.decode(), file=file)
+        print({name!r}, request.path, request.body.decode(), file=file)
     {body}
-    return well_behaved(asked)
+    return well_behaved(request)
 
 with OddServer(answer, port=int(sys.argv[1])):
     with open({pids!r}, "a") as file:
@@ -105,9 +105,9 @@ def test_one_alone(run, tmp_path):
     "body,message",
     [
         ("print('no tiles left', flush=True); os._exit(3)", "no tiles left"),
-        ("if asked.body: raise ConnectionError", "failures {'closed'"),
+        ("if request.body: raise ConnectionError", "failures {'closed'"),
         (
-            'if asked.body: asked = replace(asked, body=b\'{"messages": [], "max_tokens": 1}\')',
+            'if request.body: request = replace(request, body=b\'{"messages": [], "max_tokens": 1}\')',
             "4 answers were shorter",
         ),
     ],
@@ -125,7 +125,7 @@ def test_a_server_that_does_not_start(run):
 
 
 def test_other_work_is_refused(run):
-    body = "return [p.replace(b'prompt_tokens\": 100', b'prompt_tokens\": 101') for p in well_behaved(asked)]"
+    body = "return [p.replace(b'prompt_tokens\": 100', b'prompt_tokens\": 101') for p in well_behaved(request)]"
     status, _, _, captured = run("--rounds", "1", body=body)
     assert status == 2 and "the servers count different prompt tokens" in captured.err
 

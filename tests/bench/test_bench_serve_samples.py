@@ -15,7 +15,7 @@ from odd_server import DONE, event, finish, token, usage
 from tilewright.bench.serve import load
 from tilewright.bench.serve.load import ClosedLoop, OpenLoop, arrivals
 from tilewright.bench.serve.sample import Answer, Failure, Sample, StreamError, error_message
-from tilewright.bench.serve.summary import Spread, is_good, parse_goodput, percentile, summarise
+from tilewright.bench.serve.summary import Distribution, is_good, parse_goodput, percentile, summarise
 from tilewright.bench.serve.workload import Request
 from tilewright.types import RequestError
 
@@ -146,12 +146,19 @@ def test_percentiles_are_numpys(values, percent):
 
 
 @given(numbers)
-def test_spreads(values):
-    spread = Spread.of(values)
+def test_distributions(values):
+    distribution = Distribution.of(values)
     expected = [np.mean(values), *np.percentile(values, [50, 90, 95, 99]), max(values)]
-    found = [spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.max]
-    assert found == pytest.approx(expected, rel=1e-9, abs=1e-6) and spread.count == len(values)
-    assert Spread.of([]) is None
+    found = [
+        distribution.mean,
+        distribution.p50,
+        distribution.p90,
+        distribution.p95,
+        distribution.p99,
+        distribution.max,
+    ]
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-6) and distribution.count == len(values)
+    assert Distribution.of([]) is None
 
 
 def made(number: int, **fields) -> Sample:
@@ -177,8 +184,8 @@ def test_a_run_by_hand():
     assert summary.wall_s == 10  # from 0 to the late one's end
     assert (summary.requests_per_s, summary.output_tokens_per_s, summary.total_tokens_per_s) == (0.3, 1.0, 4.0)
     assert summary.mean_concurrency == pytest.approx((4 * 2 + 7) / 10)
-    assert summary.spreads["ttft"].mean == pytest.approx(5 / 3) and summary.spreads["ttft"].p50 == 0.5
-    assert summary.spreads["itl"].count == 7 and "cached_tokens" not in summary.spreads
+    assert summary.distributions["ttft"].mean == pytest.approx(5 / 3) and summary.distributions["ttft"].p50 == 0.5
+    assert summary.distributions["itl"].count == 7 and "cached_tokens" not in summary.distributions
     assert summary.failures == {"HTTP 503": {"busy": 2}}
     assert (summary.goodput.share, summary.goodput.requests_per_s) == (0.4, 0.2)
 
@@ -187,7 +194,7 @@ def test_runs_of_which_little_is_known():
     summary = summarise([made(0, prompt_tokens=None), made(1)])
     assert summary.total_tokens_per_s is None and summary.goodput is None
     summary = summarise([failed(0, "connect", "refused")])
-    assert summary.spreads == {} and summary.requests_per_s == 0 and math.isfinite(summary.wall_s)
+    assert summary.distributions == {} and summary.requests_per_s == 0 and math.isfinite(summary.wall_s)
 
 
 def test_goodput():
@@ -236,7 +243,7 @@ def sent(pace, count: int, monkeypatch, answer_s=lambda number: 1.0) -> tuple[li
     times_s: list[float] = []
     under_way = most = 0
 
-    async def ask(request):
+    async def send_one(request):
         nonlocal under_way, most
         times_s.append(time() - 100.0)
         under_way += 1
@@ -247,7 +254,7 @@ def sent(pace, count: int, monkeypatch, answer_s=lambda number: 1.0) -> tuple[li
 
     async def main():
         requests = [Request(number, b"", 4) for number in range(count)]
-        return await pace.send(requests, ask, time)
+        return await pace.send(requests, send_one, time)
 
     with monkeypatch.context() as patch:
         patch.setattr(load.asyncio, "sleep", time.sleep)

@@ -13,8 +13,9 @@ from tiny_checkpoint import write_chat_model, write_vision_model
 
 from tilewright.engine.engine import Engine
 from tilewright.ops.native import kernels
-from tilewright.server.app import ApiHandler, create_app
+from tilewright.server.app import create_app
 from tilewright.server.connections import server_config
+from tilewright.server.handler import ApiHandler
 from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Started
 from tilewright.server.link.local import LocalBackend
 from tilewright.server.settings import ServerSettings
@@ -120,14 +121,14 @@ class ScriptedBackend:
         self.model = ModelInfo(name, 4096, 8, template, accepts)
         self.opens_reasoning = opens_reasoning
         self.holds_back = holds_back  # nothing comes after the first piece
-        self.asked = []
+        self.requests = []
         self.num_aborted = 0
         self.error: Exception | None = None
 
-    def submit(self, ask, listener):
+    def submit(self, request, listener):
         if self.error is not None:
             raise self.error
-        self.asked.append(ask)
+        self.requests.append(request)
         loop = asyncio.get_running_loop()
         events = [Started(3, self.opens_reasoning)]
         events += [AnswerDelta(0, piece, 1) for piece in self.pieces[: 1 if self.holds_back else None]]

@@ -78,15 +78,15 @@ async def serving(answers: Mapping[str, Answer], tls: ssl.SSLContext | None = No
 class Names:
     """A resolver of a few names, each with the answers to give in turn, the last one for ever; and of numbers.
 
-    Nothing is asked of the network.
+    The network is not used.
     """
 
     def __init__(self, names: Mapping[str, Sequence[Sequence[str]]]) -> None:
         self.names = {name: list(answers) for name, answers in names.items()}
-        self.asked: list[str] = []
+        self.hosts: list[str] = []
 
     def __call__(self, host: str, port: int) -> list[str]:
-        self.asked.append(host)
+        self.hosts.append(host)
         answers = self.names.get(host)
         if answers:
             return list(answers.pop(0) if len(answers) > 1 else answers[0])

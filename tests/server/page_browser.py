@@ -79,7 +79,7 @@ class Visits:
                 request.url.split(":")[0] not in ("data", "blob")
                 and urlsplit(request.url).netloc != urlsplit(url).netloc
             ):
-                self.problems.append(f"asked for {request.url}")
+                self.problems.append(f"requested {request.url}")
 
         def console(message):
             if message.type in ("error", "warning"):
@@ -119,10 +119,10 @@ class HeldBackend(ScriptedBackend):
         self._rests = []
         self.has_asked = threading.Semaphore(0)
 
-    def submit(self, ask, listener):
+    def submit(self, request, listener):
         if self.error is not None:
             raise self.error
-        self.asked.append(ask)
+        self.requests.append(request)
         loop = asyncio.get_running_loop()
         for event in (Started(3, self.opens_reasoning), AnswerDelta(0, self.pieces[0], 1)):
             loop.call_soon(listener, event)
@@ -140,7 +140,7 @@ class HeldBackend(ScriptedBackend):
         return abort
 
     def release(self):
-        """Lets all that were asked so far come to their end."""
+        """Ends all requests so far."""
         rests, self._rests = self._rests, []
         for loop, listener, rest in rests:
             for event in rest:
@@ -179,11 +179,11 @@ def answers(page):
     return page.locator(".answer")
 
 
-def wait_for(page, holds, told):
+def wait_for(page, holds, what):
     """Returns when `holds()`. Playwright's own waiting needs eval within the page, which is forbidden."""
     ends_s = time.monotonic() + TIMEOUT_MS / 1000
     while not holds():
-        assert time.monotonic() < ends_s, f"{told} does not hold after {TIMEOUT_MS} ms"
+        assert time.monotonic() < ends_s, f"{what} does not hold after {TIMEOUT_MS} ms"
         page.wait_for_timeout(20)
 
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from tilewright.bench.http_client import Client, HttpError, Server
+from tilewright.bench.http_client import Client
+from tilewright.bench.http_errors import HttpError
+from tilewright.bench.server_url import Server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WORDS = ("tile", "grout", "kiln", "glaze", "slip", "clay", "wall", "floor", "edge", "square", "corner", "row")

@@ -26,7 +26,8 @@ from pathlib import Path
 from processes import family_of, memory_bytes
 from soak import CHAT, COMPLETIONS, WORDS, said
 
-from tilewright.bench.http_client import Client, Server
+from tilewright.bench.http_client import Client
+from tilewright.bench.server_url import Server
 
 LONG_PROMPT_BYTES = 20_000_000
 NUM_LONG_SENDERS, NUM_HALF_SENT, NUM_SLOW_READERS = 2, 64, 8
@@ -89,7 +90,7 @@ async def _timed(client: Client, body: bytes, found: Streams) -> tuple[int, byte
 
 
 class Misbehaviour:
-    """Threads that send what no client should, until they are told to stop; sockets' own calls leave the interpreter
+    """Threads that send what no client should, until they are stopped; sockets' own calls leave the interpreter
     to the streams that are measured."""
 
     def __init__(self, url: str, num_long: int, num_half_sent: int, num_slow: int) -> None:
@@ -164,7 +165,7 @@ def _answer(connection: socket.socket) -> tuple[int, bytes]:
     return (int(head.split()[1]), body) if head else (0, b"")
 
 
-def told(name: str, streams: Streams) -> str:
+def table_row(name: str, streams: Streams) -> str:
     gaps = sorted(streams.gaps_s)
     return (
         f"{name}: {len(gaps)} streams, {len(streams.wrong)} wrong; worst gap {gaps[-1]:.2f} s, of half of them under "
@@ -190,11 +191,11 @@ def main() -> int:
         size = (options.concurrency, options.concurrency, options.seconds)
         for _ in range(2):  # once to warm up
             alone = asyncio.run(run_streams(server.url, server.process.pid, *size))
-        print(told("alone", alone))
+        print(table_row("alone", alone))
         misbehaviour = Misbehaviour(server.url, NUM_LONG_SENDERS, NUM_HALF_SENT, NUM_SLOW_READERS)
         with misbehaviour.under_way():
             beside = asyncio.run(run_streams(server.url, server.process.pid, *size))
-        print(told("beside", beside))
+        print(table_row("beside", beside))
         print("the others:", dict(misbehaviour.statuses), dict(misbehaviour.errors))
         return bool(alone.wrong or beside.wrong)
     finally:

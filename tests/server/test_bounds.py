@@ -9,8 +9,9 @@ from sources import ROOT
 from tilewright import serve
 from tilewright.engine.constraint.source import MAX_SOURCE_BYTES
 from tilewright.inputs.text_limits import MAX_MESSAGES, MAX_VALUES
-from tilewright.server import bodies, connections, guard
-from tilewright.server.media import fetch
+from tilewright.server import bodies, bounded_body, connections, flags
+from tilewright.server import connection_limit as limit
+from tilewright.server.media import fetch, sources
 from tilewright.server.media import gate as media
 from tilewright.server.output.tools import MAX_TOOLS
 from tilewright.server.responses.history import MAX_HISTORY_BYTES
@@ -20,7 +21,7 @@ DEFAULTS = {field.name: field.default for field in fields(ServerSettings)}
 MIB, KIB = 1 << 20, 1 << 10
 # The beginning of a row, and what its default must hold.
 EXPECTED = {
-    "of all clients": f"less {connections.RESERVED_FILES}, or half of it; at most {connections.MOST_CONNECTIONS:,}",
+    "of all clients": f"less {limit.RESERVED_FILES}, or half of it; at most {limit.MOST_CONNECTIONS:,}",
     "silence before": f"{DEFAULTS['head_timeout_s']:g} s, then {DEFAULTS['idle_timeout_s']:g} s",
     "time for the request line": f"{DEFAULTS['head_timeout_s']:g} s",
     "request line and headers together": f"{connections.MAX_HEAD_BYTES // KIB} KiB",
@@ -29,8 +30,8 @@ EXPECTED = {
     "the address": f"{connections.MAX_LINE_BYTES // KIB} KiB",
     "a client that reads nothing": f"{DEFAULTS['write_timeout_s']:g} s",
     "bytes": f"{DEFAULTS['max_body_bytes'] // MIB} MiB",
-    "commas": f"{guard.MAX_BODY_VALUES:,}",
-    "silence while": f"{DEFAULTS['body_timeout_s']:g} s, and at least {guard.MIN_BYTES_PER_S // KIB} KiB",
+    "commas": f"{bounded_body.MAX_BODY_VALUES:,}",
+    "silence while": f"{DEFAULTS['body_timeout_s']:g} s, and at least {bounded_body.MIN_BYTES_PER_S // KIB} KiB",
     "all bodies": f"{DEFAULTS['max_held_bytes'] // MIB} MiB",
     "messages": f"{MAX_MESSAGES:,}",
     "keys and values": f"{MAX_VALUES:,}",
@@ -46,13 +47,13 @@ EXPECTED = {
     "pixels": f"{MEDIA_LIMITS.max_pixels:,}",
     "frames": str(MEDIA_LIMITS.max_frames),
     "seconds": f"{MEDIA_LIMITS.max_duration_s:g}",
-    "characters of a URL": f"{media._MAX_SOURCE_LENGTH:,}",
+    "characters of a URL": f"{sources.MAX_SOURCE_LENGTH:,}",
     "time to fetch": f"{media.MediaPolicy().timeout_s:g} s, {media.MediaPolicy().max_redirects} redirects",
     "fetched at once": f"{fetch.MAX_CONNECTIONS}; {media._MAX_AT_ONCE}",
     "time to decode": f"{MEDIA_LIMITS.max_decode_s:g} s; 2 GiB",
     "waiting": str(DEFAULTS["max_queue"]),
     "time for one": f"{DEFAULTS['request_timeout_s']:g} s",
-    "time to finish": f"{serve.DRAIN_S:g} s",
+    "time to finish": f"{flags.DRAIN_S:g} s",
 }
 
 

@@ -140,7 +140,7 @@ def test_a_stream_by_curl_is_whole(server, run_example):
 
 
 class ScriptedModel(ScriptedBackend):
-    """Calls a tool twice, then says what it was told; where it is held to a schema, it answers with a report."""
+    """Calls a tool twice, then repeats their results; with a constraint it answers with a report."""
 
     CALL = '<tool_call>\n{{"name": "temperature", "arguments": {{"{}": "{}"}}}}\n</tool_call>'
     REPORT = '{"kind": "bug", "severity": 2, "summary": "Upside down"}'
@@ -149,13 +149,13 @@ class ScriptedModel(ScriptedBackend):
         super().__init__(template=TEMPLATE.read_text())
         self.calls = [self.CALL.format(parameter, city) for city in ("Berlin", "Lisbon")]
 
-    def submit(self, ask, listener):
-        told = [message["content"] for message in ask.messages if message["role"] == "tool"]
-        if "constraint" in ask.sampling:
+    def submit(self, request, listener):
+        results = [message["content"] for message in request.messages if message["role"] == "tool"]
+        if "constraint" in request.sampling:
             self.pieces = [self.REPORT]
         else:
-            self.pieces = ["I was told: ", "; ".join(told)] if told else self.calls
-        return super().submit(ask, listener)
+            self.pieces = ["The tools say: ", "; ".join(results)] if results else self.calls
+        return super().submit(request, listener)
 
 
 @pytest.fixture
@@ -173,24 +173,24 @@ def ask_script(run_example):
 def test_what_tools_return_comes_back_to_the_model(page, ask_script):
     model = ScriptedModel()
     out = ask_script(example_with(page, "tool_calls"), model)
-    assert out == "I was told: 12 degrees; 21 degrees\n"
-    *_, first, second = model.asked
+    assert out == "The tools say: 12 degrees; 21 degrees\n"
+    *_, first, second = model.requests
     assert first.tools[0]["function"]["parameters"]["required"] == ["city"]
-    asked, *results = second.messages[-3:]
-    assert [call["id"] for call in asked["tool_calls"]] == [result["tool_call_id"] for result in results]
+    call_message, *results = second.messages[-3:]
+    assert [call["id"] for call in call_message["tool_calls"]] == [result["tool_call_id"] for result in results]
 
 
 @pytest.mark.parametrize("page", ["openai.md", "langchain.md"])
 def test_a_call_with_wrong_arguments_is_told_of(page, ask_script):
     out = ask_script(example_with(page, "tool_calls"), ScriptedModel(parameter="town"))
-    assert out.startswith("I was told: ") and "error" in out
+    assert out.startswith("The tools say: ") and "error" in out
 
 
 @pytest.mark.parametrize("page", ["openai.md", "langchain.md"])
 def test_a_schema_reaches_the_engine_and_its_answer_the_class(page, ask_script):
     model = ScriptedModel()
     assert ask_script(example_with(page, "class Report"), model) == "bug 2 Upside down\n"
-    constraint = model.asked[-1].sampling["constraint"]
+    constraint = model.requests[-1].sampling["constraint"]
     assert constraint.kind == "json_schema"
     properties = json.loads(constraint.source)["properties"]
     assert properties["kind"]["enum"] == ["bug", "wish", "question"]

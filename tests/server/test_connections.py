@@ -10,8 +10,9 @@ import socket
 import pytest
 from test_guard import BODY, error_of, send, wait_until
 
-from tilewright.server import connections
-from tilewright.server.connections import MAX_HEAD_BYTES, MAX_HEADERS, MAX_LINE_BYTES, default_max_connections
+from tilewright.server import connection_limit
+from tilewright.server.connection_limit import default_max_connections
+from tilewright.server.connections import MAX_HEAD_BYTES, MAX_HEADERS, MAX_LINE_BYTES
 from tilewright.server.settings import ServerSettings
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
@@ -54,7 +55,7 @@ def exchange(running, data):
 )
 def test_heads_are_bounded(scripted, caplog, head, status, words):
     caplog.set_level(logging.INFO, "tilewright.access")
-    running, _ = scripted(settings=ServerSettings(api_keys=("secret",)))  # before the key is asked for
+    running, _ = scripted(settings=ServerSettings(api_keys=("secret",)))  # before the key is checked
     found, error = exchange(running, GET + head)
     assert found == status and words in error["message"]
     assert send(f"{running.url}/health")[0] == 200
@@ -146,7 +147,7 @@ def test_clients_that_do_not_read_are_cut_off(scripted):
 
 
 def test_connections_are_bounded_in_all(scripted, caplog, monkeypatch):
-    monkeypatch.setattr(connections, "LOG_EVERY_S", 0.5)
+    monkeypatch.setattr(connection_limit, "LOG_EVERY_S", 0.5)
     running, _ = scripted(settings=ServerSettings(max_connections=4, max_connections_per_address=4))
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(running)) for _ in range(4)]
@@ -156,7 +157,7 @@ def test_connections_are_bounded_in_all(scripted, caplog, monkeypatch):
         silent.pop().close()
         wait_until(lambda: any("more connections" in record.getMessage() for record in caplog.records))
         assert send(f"{running.url}/health")[0] == 200
-    lines = [record.getMessage() for record in caplog.records if record.name == connections.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == connection_limit.__name__]
     assert lines[0].startswith("a connection of 127.0.0.1 was refused: 4 connections are open, the limit is 4")
     assert len(lines) == 2 and "more connections were refused in 0.5 s" in lines[1]  # not one for each
     assert b"connections_refused_total 0.0" not in running.handler.metrics.text(None, 0)

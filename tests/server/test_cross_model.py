@@ -106,5 +106,5 @@ def test_the_benchmark_with_pictures(server, tmp_path, capsys):
     assert all(sample["output_tokens"] == 5 for sample in document["samples"])
     assert cli.main(["bench", "serve", server.url, *flags, *pictures, "--same-media"]) == 0
     refused = cli.main(["bench", "serve", server.url, *flags, *pictures, "--system", "Be brief."])
-    told = capsys.readouterr()
-    assert refused != 0 and "incompatible with system messages" in told.out + told.err
+    printed = capsys.readouterr()
+    assert refused != 0 and "incompatible with system messages" in printed.out + printed.err

@@ -61,10 +61,10 @@ def test_every_query_asks_for_what_there_is(dashboard, labels):
 
 
 def test_every_metric_is_drawn(dashboard, exposed):
-    asked = {name for _, query in queries(dashboard) for name in NAME.findall(query)}
+    queried = {name for _, query in queries(dashboard) for name in NAME.findall(query)}
     for name, kind in re.findall(r"# TYPE (\S+) (\S+)", exposed):
         samples = {f"{name}_bucket", f"{name}_sum", f"{name}_count"} if kind == "histogram" else {name}
-        assert bool(samples & asked) != (name in LEFT_OUT), name
+        assert bool(samples & queried) != (name in LEFT_OUT), name
 
 
 def test_counters_are_drawn_as_rates(dashboard, exposed):

@@ -1,4 +1,4 @@
-"""Fields that change what is asked are served or refused by name; none is passed over."""
+"""Fields that change an answer are supported or refused by name; none is ignored."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import httpx
 import pytest
 
-from tilewright.server.fields import UNSERVED
+from tilewright.server.fields import UNSUPPORTED
 
 QUESTION = [{"role": "user", "content": "What is a tile?"}]
 TOOL = {"type": "function", "function": {"name": "lay_tile", "parameters": {"type": "object", "properties": {}}}}
@@ -48,7 +48,7 @@ REFUSED = {
 def test_what_is_not_served_is_refused_by_name(post, path, name):
     error = refusal_of(post(path, **{name: REFUSED[name]}))
     assert error["param"] == name and error["code"] == "unsupported_parameter"
-    assert error["message"].startswith(f"{name} is ") and UNSERVED[name].reason in error["message"]
+    assert error["message"].startswith(f"{name} is ") and UNSUPPORTED[name].reason in error["message"]
 
 
 def test_what_a_chat_alone_does_not_serve(post):
@@ -70,7 +70,7 @@ def test_what_is_not_served_of_a_message(post, field):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_what_means_nothing_is_taken(post, path):
-    """Values that ask for nothing, and fields about other things than the answer."""
+    """Values that change nothing, and fields about other things than the answer."""
     more = {
         "user": "ada", "store": False, "service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "k",
         "function_call": None, "functions": [], "skip_special_tokens": True, "repeat_penalty": 1.2, "mirostat": 2,
@@ -91,20 +91,20 @@ GUIDED = {
 
 @pytest.mark.parametrize("name", GUIDED)
 def test_guided_answers_are_those_of_structured_outputs(post, name):
-    asked, allowed = GUIDED[name]
+    given, allowed = GUIDED[name]
     off = {"enable_thinking": False, "max_tokens": 60}
-    for value in [asked, json.dumps(asked)] if name == "guided_json" else [asked]:
+    for value in [given, json.dumps(given)] if name == "guided_json" else [given]:
         content = answer_of(post("/v1/chat/completions", **{name: value}, **off))["message"]["content"]
         assert re.fullmatch(allowed, content)
         assert re.fullmatch(allowed, answer_of(post("/v1/completions", **{name: value}, max_tokens=60))["text"])
-    error = refusal_of(post("/v1/chat/completions", **{name: asked}, response_format={"type": "json_object"}))
-    assert error["param"] == name and f"response_format and {name} bind the answer" in error["message"]
+    error = refusal_of(post("/v1/chat/completions", **{name: given}, response_format={"type": "json_object"}))
+    assert error["param"] == name and f"response_format and {name} constrain the answer" in error["message"]
 
 
 def test_a_response_format_binds_a_completion(post):
     schema = {"schema": {"enum": ["tile"]}}
-    asked = {"type": "json_schema", "json_schema": schema}
-    assert answer_of(post("/v1/completions", response_format=asked, max_tokens=60))["text"] == '"tile"'
+    response_format = {"type": "json_schema", "json_schema": schema}
+    assert answer_of(post("/v1/completions", response_format=response_format, max_tokens=60))["text"] == '"tile"'
 
 
 def test_tools_that_the_model_would_not_see(scripted, chat_engine):
@@ -117,14 +117,14 @@ def test_tools_that_the_model_would_not_see(scripted, chat_engine):
     error = refusal_of(httpx.post(path, json={"messages": [*QUESTION, said]}))
     assert error["param"] == "messages" and "no form for tool_calls" in error["message"]
     assert httpx.post(path, json={"messages": QUESTION, "tools": [TOOL], "tool_choice": "none"}).status_code == 200
-    assert len(backend.asked) == 1
+    assert len(backend.requests) == 1
 
 
 def test_a_refusal_is_what_was_said(scripted):
     running, backend = scripted()
     said = {"role": "assistant", "content": None, "refusal": "I will not."}
     httpx.post(f"{running.url}/v1/chat/completions", json={"messages": [*QUESTION, said, *QUESTION]})
-    assert backend.asked[0].messages[1]["content"] == "I will not."
+    assert backend.requests[0].messages[1]["content"] == "I will not."
 
 
 def test_the_answer_goes_on_with_the_last_message(post, scripted):
@@ -132,12 +132,12 @@ def test_the_answer_goes_on_with_the_last_message(post, scripted):
     path = f"{running.url}/v1/chat/completions"
     httpx.post(path, json={"messages": QUESTION, "continue_final_message": True, "add_generation_prompt": False})
     httpx.post(path, json={"messages": QUESTION, "add_generation_prompt": False, "enable_thinking": False})
-    assert backend.asked[0].template_args == {"continue_final_message": True, "add_generation_prompt": False}
-    assert backend.asked[1].template_args == {"add_generation_prompt": False, "enable_thinking": False}
+    assert backend.requests[0].template_args == {"continue_final_message": True, "add_generation_prompt": False}
+    assert backend.requests[1].template_args == {"add_generation_prompt": False, "enable_thinking": False}
     both = {"continue_final_message": True, "add_generation_prompt": True}
     assert refusal_of(post("/v1/chat/completions", **both))["param"] == "add_generation_prompt"
     assert refusal_of(post("/v1/chat/completions", continue_final_message=True))["param"] == "continue_final_message"
     messages = [*QUESTION, {"role": "assistant", "content": "A tile is"}]
-    asked = post("/v1/chat/completions", messages=messages, continue_final_message=True)
+    continued = post("/v1/chat/completions", messages=messages, continue_final_message=True)
     turn = post("/v1/chat/completions", messages=messages)
-    assert asked.json()["usage"]["prompt_tokens"] < turn.json()["usage"]["prompt_tokens"]
+    assert continued.json()["usage"]["prompt_tokens"] < turn.json()["usage"]["prompt_tokens"]

@@ -1,7 +1,9 @@
-"""What is refused at the door, and what is told of requests."""
+"""What the guard refuses, and the log of requests."""
 
 import asyncio
+import base64
 import contextlib
+import gc
 import http.client
 import json
 import logging
@@ -15,6 +17,7 @@ import urllib.request
 import openai
 import pytest
 
+from tilewright.server import json_body
 from tilewright.server.link.backend import EngineUnavailable
 from tilewright.server.settings import ServerSettings
 
@@ -80,8 +83,8 @@ def test_cors_is_off_unless_asked_for(scripted):
     status, headers, _ = send(f"{allowing.url}/v1/models", origin="https://tiles.example")
     assert status == 401 and headers["access-control-allow-origin"] == "https://tiles.example"  # the page sees why
     names = "authorization, content-type, x-stainless-os, x-stainless-lang"
-    asked = {**origin, "access_control_request_headers": names}
-    assert send(f"{allowing.url}/v1/chat/completions", method="OPTIONS", **asked)[0] == 200
+    preflight = {**origin, "access_control_request_headers": names}
+    assert send(f"{allowing.url}/v1/chat/completions", method="OPTIONS", **preflight)[0] == 200
     other = {**origin, "origin": "https://else.example"}
     assert (
         "access-control-allow-origin" not in send(f"{allowing.url}/v1/models", authorization="Bearer key", **other)[1]
@@ -109,7 +112,7 @@ def test_bodies_are_bounded(scripted):
 @pytest.mark.parametrize("values", [b"[]," * 2_000_001, b"1," * 2_000_001, b'{"":' * 2_000_001])
 def test_values_of_a_body_are_bounded(scripted, values, monkeypatch):
     """Before they are made: of 128 MiB they would take 4 GB."""
-    monkeypatch.setattr(json, "loads", lambda *args: pytest.fail("it was parsed"))
+    monkeypatch.setattr(json_body, "parse_json", lambda *args: pytest.fail("it was parsed"))
     running, _ = scripted()
     status, _, text = send(f"{running.url}/v1/completions", b'{"prompt": [' + values + b"1]}")
     monkeypatch.undo()
@@ -176,7 +179,7 @@ def test_only_json_is_read_as_json(scripted):
         connection.request("POST", "/v1/chat/completions", json.dumps(BODY).encode(), headers)
         assert connection.getresponse().status == 400
         connection.close()
-    assert not backend.asked
+    assert not backend.requests
 
 
 def test_a_body_that_trickles(scripted):
@@ -220,6 +223,38 @@ def test_what_is_fetched_counts_as_held(scripted, monkeypatch):
     monkeypatch.setattr(running.handler.gate, "resolve", resolve)
     with pytest.raises(openai.RateLimitError, match="the limit is 5000"):
         running.client().chat.completions.create(model="", **BODY)
+
+
+def picture_request(num_bytes):
+    """(a data: URL of so many bytes, the messages that have it)"""
+    url = "data:image/png;base64," + base64.b64encode(bytes(num_bytes)).decode()
+    return url, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+
+def test_a_decoded_picture_is_counted_instead_of_its_text(scripted):
+    """A body of 9,100 bytes and its picture of 6,750 are counted until it is decoded, then 6,850 bytes."""
+    running, _ = scripted(settings=ServerSettings(max_held_bytes=25_000), holds_back=True, accepts=("image",))
+    _, messages = picture_request(6750)
+    client = running.client()
+    streams = [client.chat.completions.create(model="", stream=True, messages=messages) for _ in range(2)]
+    with pytest.raises(openai.RateLimitError, match="the limit is 25000"):
+        client.chat.completions.create(model="", messages=messages)
+    for stream in streams:
+        stream.close()
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2 << 20])
+def test_a_data_url_is_dropped_once_it_is_decoded(scripted, num_bytes):
+    running, backend = scripted(holds_back=True, accepts=("image",))
+    url, messages = picture_request(num_bytes)
+    stream = running.client().chat.completions.create(model="", stream=True, messages=messages)
+    next(iter(stream))
+    assert backend.requests[0].messages[0]["content"] == [{"type": "image", "image": bytes(num_bytes)}]
+    gc.collect()
+    found = [value for holder in gc.get_objects() if type(holder) is dict for value in holder.values()]
+    # The client's own is `url`; what the server parsed is equal to it.
+    assert not [value for value in found if type(value) is str and value == url and value is not url]
+    stream.close()
 
 
 def test_request_ids(scripted):
@@ -296,8 +331,8 @@ def test_content_is_logged_only_if_asked(scripted, caplog, logs_content):
     lines = [record.fields for record in caplog.records if record.name == "tilewright.access"]
     assert [line["status"] for line in lines] == [200, 400, 400]
     assert lines[0]["prompt_tokens"] == 3 and lines[0]["output_tokens"] == 3 and lines[0]["ttft_s"] >= 0
-    told = json.dumps(lines) + caplog.text
-    assert all((secret in told) == logs_content for secret in ("my secret tile", "my secret stop", "my secret role"))
+    logged = json.dumps(lines) + caplog.text
+    assert all((secret in logged) == logs_content for secret in ("my secret tile", "my secret stop", "my secret role"))
 
 
 def test_metrics(chat_server):
@@ -335,7 +370,7 @@ def test_lines_tell_the_method_and_addresses_that_do_not_exist(scripted, caplog)
         send(f"{running.url}/wp-login.php", b"x", method="PUT")
         send(f"{running.url}/{'x' * 1000}")
         wait_until(lambda: len(caplog.records) == 3)
-    told = [(record.fields["method"], record.fields["path"]) for record in caplog.records]
-    assert told == [("GET", "/v1/modles"), ("PUT", "/wp-login.php"), ("GET", "/" + "x" * 199)]
+    logged = [(record.fields["method"], record.fields["path"]) for record in caplog.records]
+    assert logged == [("GET", "/v1/modles"), ("PUT", "/wp-login.php"), ("GET", "/" + "x" * 199)]
     figures = running.handler.metrics.text(None, 0).decode()
     assert 'path="other",status="404"' in figures and "modles" not in figures

@@ -1,4 +1,4 @@
-"""Qwen3.5 behind the server, as users start it: thoughts apart from answers, pictures, video, turns, and who leaves."""
+"""Qwen3.5 behind the server, as users start it: reasoning, pictures, video, turns, and clients that leave."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ def client(server):
     return server.client()
 
 
-def ask(client, *messages, max_tokens=12, extra=None, **options):
+def complete(client, *messages, max_tokens=12, extra=None, **options):
     body = {"ignore_eos": True, **(extra or {})}
     options = {"temperature": 0, **options}
     return client.chat.completions.create(
@@ -44,7 +44,7 @@ def ask(client, *messages, max_tokens=12, extra=None, **options):
     )
 
 
-def thoughts_of(message):
+def reasoning_of(message):
     return getattr(message, "reasoning_content", None) or ""
 
 
@@ -62,48 +62,48 @@ def wait_until_idle(server):
 
 
 def test_thoughts_are_told_apart(client):
-    """Thinking is on unless told otherwise; what comes before the end of thoughts is no part of the answer."""
-    message = ask(client, user(text("Why?"))).choices[0].message
-    assert thoughts_of(message) and not message.content
+    """Reasoning is on by default, and no part of the answer."""
+    message = complete(client, user(text("Why?"))).choices[0].message
+    assert reasoning_of(message) and not message.content
     for off in (QUIET, {"reasoning_effort": "none"}):
-        message = ask(client, user(text("Why?")), extra=off).choices[0].message
-        assert message.content and not thoughts_of(message)
+        message = complete(client, user(text("Why?")), extra=off).choices[0].message
+        assert message.content and not reasoning_of(message)
     drawn = [
-        ask(client, user(text("Why?")), max_tokens=30, temperature=1.0, seed=seed, logit_bias={str(THINK_END): 6})
+        complete(client, user(text("Why?")), max_tokens=30, temperature=1.0, seed=seed, logit_bias={str(THINK_END): 6})
         for seed in range(8)
     ]
-    parted = [(thoughts_of(one.choices[0].message), one.choices[0].message.content) for one in drawn]
-    assert any(thoughts and answer for thoughts, answer in parted)
-    assert not any("</think>" in thoughts for thoughts, _ in parted)
+    parted = [(reasoning_of(one.choices[0].message), one.choices[0].message.content) for one in drawn]
+    assert any(reasoning and answer for reasoning, answer in parted)
+    assert not any("</think>" in reasoning for reasoning, _ in parted)
 
 
 @pytest.mark.parametrize("extra", [{}, QUIET], ids=["thinking", "quiet"])
 def test_a_stream_is_the_answer_in_pieces(client, extra):
-    asked = user(image(40, 56, 1), text("What is it?"))
-    whole = ask(client, asked, max_tokens=40, extra=extra).choices[0].message
-    pieces = [chunk.choices[0].delta for chunk in ask(client, asked, max_tokens=40, extra=extra, stream=True)]
+    question = user(image(40, 56, 1), text("What is it?"))
+    whole = complete(client, question, max_tokens=40, extra=extra).choices[0].message
+    pieces = [chunk.choices[0].delta for chunk in complete(client, question, max_tokens=40, extra=extra, stream=True)]
     assert "".join(piece.content or "" for piece in pieces) == (whole.content or "")
-    assert "".join(thoughts_of(piece) for piece in pieces) == thoughts_of(whole)
+    assert "".join(reasoning_of(piece) for piece in pieces) == reasoning_of(whole)
 
 
 def test_pictures_and_a_video_are_seen(client, tmp_path):
     clip = base64.b64encode(write_clip(tmp_path / "clip.mp4", 30)).decode()
     video = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}}
-    asked = [[], [image(40, 56, 1)], [image(40, 56, 2)], [video]]
-    answers = [ask(client, user(*media, text("What?")), extra=QUIET) for media in asked]
-    assert len({answer.choices[0].message.content for answer in answers}) == len(asked)
+    parts = [[], [image(40, 56, 1)], [image(40, 56, 2)], [video]]
+    answers = [complete(client, user(*media, text("What?")), extra=QUIET) for media in parts]
+    assert len({answer.choices[0].message.content for answer in answers}) == len(parts)
     assert answers[0].usage.prompt_tokens < answers[1].usage.prompt_tokens < answers[3].usage.prompt_tokens
 
 
 def test_the_second_turn_is_found_and_is_the_same(folder, server, client):
     turns = [user(text(LONG), image(40, 56, 1), text("What?"))]
-    first = ask(client, *turns, max_tokens=30, extra=QUIET)
+    first = complete(client, *turns, max_tokens=30, extra=QUIET)
     turns += [{"role": "assistant", "content": first.choices[0].message.content}, user(text("And why?"))]
-    second = ask(client, *turns, max_tokens=30, extra=QUIET)
+    second = complete(client, *turns, max_tokens=30, extra=QUIET)
     assert second.usage.prompt_tokens_details.cached_tokens >= 192
     plain = ServerProcess(folder, "--dtype", "float32", "--kv-memory", "8MB", "--no-prefix-cache", "--speculate", "0")
     try:
-        alone = ask(plain.client(), *turns, max_tokens=30, extra=QUIET)
+        alone = complete(plain.client(), *turns, max_tokens=30, extra=QUIET)
     finally:
         plain.end()
     assert alone.usage.prompt_tokens_details.cached_tokens == 0
@@ -113,16 +113,16 @@ def test_the_second_turn_is_found_and_is_the_same(folder, server, client):
 
 def test_several_answers_at_once(client):
     drawn = {"max_tokens": 20, "temperature": 1.0, "seed": 5, "extra": QUIET}
-    answers = [choice.message.content for choice in ask(client, user(text(LONG)), n=3, **drawn).choices]
+    answers = [choice.message.content for choice in complete(client, user(text(LONG)), n=3, **drawn).choices]
     assert len(set(answers)) == 3
-    again = [choice.message.content for choice in ask(client, user(text(LONG)), n=3, **drawn).choices]
+    again = [choice.message.content for choice in complete(client, user(text(LONG)), n=3, **drawn).choices]
     assert again == answers
 
 
 def test_constrained_answers(client):
     schema = {"type": "object", "properties": {"whale": {"const": "a very large animal"}}, "required": ["whale"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
-    answer = ask(client, user(text("What?")), max_tokens=80, extra=QUIET, response_format=form)
+    answer = complete(client, user(text("What?")), max_tokens=80, extra=QUIET, response_format=form)
     assert json.loads(answer.choices[0].message.content) == {"whale": "a very large animal"}
 
 
@@ -134,12 +134,12 @@ def test_log_probabilities_of_a_prompt(client):
 
 def test_who_leaves_holds_nothing(server, client):
     for count in (0, 1, 9):
-        stream = ask(client, user(text(LONG + str(count))), max_tokens=600, extra=QUIET, stream=True)
+        stream = complete(client, user(text(LONG + str(count))), max_tokens=600, extra=QUIET, stream=True)
         for _ in range(count):
             next(stream)
         stream.close()
     wait_until_idle(server)
-    assert ask(client, user(text("Still there?")), extra=QUIET).choices[0].message.content
+    assert complete(client, user(text("Still there?")), extra=QUIET).choices[0].message.content
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_who_leaves_holds_nothing(server, client):
 )
 def test_what_is_refused(client, message, words):
     with pytest.raises(openai.BadRequestError, match=words):
-        ask(client, message, user(text("x")))
+        complete(client, message, user(text("x")))
 
 
 def test_a_placeholder_in_the_text_of_a_message_is_text(client):
-    placeholder, word = (ask(client, user(text(f"see {it}"))).usage.prompt_tokens for it in ("<|image_pad|>", "x"))
+    placeholder, word = (complete(client, user(text(f"see {it}"))).usage.prompt_tokens for it in ("<|image_pad|>", "x"))
     assert placeholder > word  # its letters, not one token that a picture would have to stand for
 
 

@@ -112,10 +112,10 @@ def test_the_code_survives_the_way_from_the_engine():
     from tilewright.server.link.backend import EngineRequest
     from tilewright.server.link.service import failure
 
-    def told(error):
+    def api_error(error):
         event = wire.event_to_json(failure(error, EngineRequest(text="", names={"prompt": "input"})))
         return as_api_error(wire.event_from_json(json.loads(json.dumps(event))).error())
 
-    too_long = told(ContextLengthExceeded("long"))
+    too_long = api_error(ContextLengthExceeded("long"))
     assert (too_long.code, too_long.param) == ("context_length_exceeded", "input")
-    assert told(RequestError("x")).code is None
+    assert api_error(RequestError("x")).code is None

@@ -73,13 +73,13 @@ def test_without_folders_nothing_is_read(disk):
     [
         ("DISK/open/nothing", "cannot be read: No such file or directory"),
         ("DISK/open/a b.png/c", "cannot be read: Not a directory"),
-        ("DISK/open", "it is no regular file"),
-        ("DISK/open/nul\0byte", "cannot be read: it is no path"),
-        ("file://DISK/open/nul%00byte", "cannot be read: it is no path"),
+        ("DISK/open", "it is not a regular file"),
+        ("DISK/open/nul\0byte", "cannot be read: it is not a path"),
+        ("file://DISK/open/nul%00byte", "cannot be read: it is not a path"),
         ("DISK/open/\ud800", "cannot be read: "),
         ("file://server/share/a.png", "expected file:///PATH"),
         ("file:a.png", "expected file:///PATH"),
-        ("file://[a", "cannot be read: it is no path"),
+        ("file://[a", "cannot be read: it is not a path"),
         ("DISK/open/" + "x" * 300, "cannot be read: File name too long"),
     ],
 )  # fmt: skip
@@ -90,14 +90,14 @@ def test_what_cannot_be_read(disk, source, message):
 
 def test_only_regular_files(disk, monkeypatch):
     os.mkfifo(disk / "open" / "pipe")
-    with pytest.raises(FileError, match="it is no regular file"):
+    with pytest.raises(FileError, match="it is not a regular file"):
         read(disk, "DISK/open/pipe")
     with socket.socket(socket.AF_UNIX) as listening:
         monkeypatch.chdir(disk)  # names of sockets are short
         listening.bind("open/socket")
         with pytest.raises(FileError, match="cannot be read: No such device or address"):
             read(disk, "DISK/open/socket")
-    with pytest.raises(FileError, match="it is no regular file"):
+    with pytest.raises(FileError, match="it is not a regular file"):
         FolderReader((disk, *map(type(disk), ["/dev"]))).read("/dev/zero", 100)
 
 
@@ -132,5 +132,5 @@ def test_no_handle_is_left_open(disk):
 
 
 def test_folders_must_be_there(disk):
-    with pytest.raises(RequestError, match=r"nowhere, which is no folder"):
+    with pytest.raises(RequestError, match=r"nowhere, which is not a folder"):
         FolderReader((disk / "nowhere",))

@@ -20,7 +20,7 @@ def public_loopback(monkeypatch):
     monkeypatch.setattr(addresses, "is_public", lambda address: address == "127.0.0.1" or real(address))
 
 
-def bring(content, answers=None, **policy):
+def resolve(content, answers=None, **policy):
     """(the parts that come out, or the error; the origin). U stands for the origin's address."""
 
     async def run():
@@ -69,22 +69,28 @@ def test_every_form_of_part(tmp_path):
         {"type": "image", "image": f"file://{tmp_path}/f.png"},
         {"type": "image", "image": f"{tmp_path}/f.png"},
         picture(DATA_URL),
+        {"type": "image", "image": "data:,a%20b"},
+        {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,b25l,dHdv"}, "fps": 8},
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
         "a bare text",
     ]
-    resolved, origin = bring(content, answers, folders=(tmp_path,))
+    resolved, origin = resolve(content, answers, folders=(tmp_path,))
     assert resolved == [
         content[0] | {"text": resolved[0]["text"]},
         {"type": "image", "image": b"a", "cache_control": {"type": "ephemeral"}},
         {"type": "image", "image": b"b"},
         {"type": "video", "video": b"c", "fps": 2},
         {"type": "image", "image": b"d"},
-        {"type": "video", "video": [b"e", DATA_URL, b"file"], "fps": 4},
+        {"type": "video", "video": [b"e", b"inline", b"file"], "fps": 4},
         {"type": "audio", "audio": b"f"},
         {"type": "image", "image": b"g"},
         {"type": "image", "image": b"file"},
         {"type": "image", "image": b"file"},
-        *content[10:],
+        {"type": "image", "image": b"inline"},
+        {"type": "image", "image": b"a b"},
+        {"type": "video", "video": [b"one", b"two"], "fps": 8},
+        {"type": "audio", "audio": b"\x00\x00\x00"},
+        "a bare text",
     ]
     assert sorted(origin.paths) == [f"/{name}" for name in "abcdefg"]
     # The engine takes it, though it reads no files and fetches nothing.
@@ -94,7 +100,7 @@ def test_every_form_of_part(tmp_path):
 
 def test_a_url_that_comes_twice_is_fetched_once():
     content = [picture("U/a"), {"type": "image", "image": "U/a"}, {"type": "video", "video": ["U/a", "U/b", "U/a"]}]
-    resolved, origin = bring(content, {"/a": ok(b"a"), "/b": ok(b"b")})
+    resolved, origin = resolve(content, {"/a": ok(b"a"), "/b": ok(b"b")})
     assert [part[part["type"]] for part in resolved] == [b"a", b"a", [b"a", b"b", b"a"]]
     assert sorted(origin.paths) == ["/a", "/b"]
 
@@ -105,7 +111,7 @@ def test_a_request_has_a_few_connections_at_once():
         writer.write(ok(b"x"))
 
     content = [picture(f"U/{index}") for index in range(24)]
-    resolved, origin = bring(content, {f"/{index}": slowly for index in range(24)})
+    resolved, origin = resolve(content, {f"/{index}": slowly for index in range(24)})
     assert len(resolved) == 24 and 2 <= origin.most_open <= 8
 
 
@@ -115,7 +121,7 @@ def test_a_request_has_a_few_connections_at_once():
         (picture("U/missing"), "image 2: http://u:PORT/missing: the server answered 404"),
         (picture("http://me:secret@u/a"), "image 2: http://u/a: the URL names a user, expected none"),
         (picture("http://127.0.0.2/" + "x" * 200),
-         f"image 2: http://127.0.0.2/{'x' * 80}...: its host does not lead to public addresses alone"),
+         f"image 2: http://127.0.0.2/{'x' * 80}...: its host has an address that is not public, or none"),
         (picture("U/empty"), "image 2: it is empty"),
         (picture("U/large"), "image 2: http://u:PORT/large: 101 bytes, the limit is 100"),
         (picture("ftp://u/a"), "image 2: the URL begins with 'ftp://u/a', expected data:, http:, https: or file:"),
@@ -131,6 +137,19 @@ def test_a_request_has_a_few_connections_at_once():
          "video 1: 5 frames, the limit is 4"),
         (picture("data:image/png;base64," + "A" * 140), "image 2: 105 bytes or more, the limit is 100"),
         (picture("data:image/png"), "image 2: the data: URL has no comma"),
+        (picture("data:image/png;base64,"), "image 2: it is empty"),
+        (picture("data:image/png;base64,AAA"), "image 2: the data: URL is not base64: Incorrect padding"),
+        (picture("data:image/png;base64,A/§="),
+         "image 2: the data: URL is not base64: string argument should contain only ASCII characters"),
+        (picture("data:," + "%" * 101), "image 2: 101 bytes or more, the limit is 100"),
+        (picture("data:,\ud800"), "image 2: the data: URL is not text: 'utf-8' codec can't encode character '\\ud800' "
+         "in position 0: surrogates not allowed"),
+        ({"type": "video", "video": [DATA_URL, "data:image/png;base64,!"]},
+         "video 1, frame 2: the data: URL is not base64: 1 characters, one more than a multiple of 4"),
+        ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,YQ==,YQ"}},
+         "video 1, frame 2: the data: URL is not base64: Incorrect padding"),
+        ({"type": "input_audio", "input_audio": {"data": "YQ", "format": "wav"}},
+         "audio 1: the data: URL is not base64: Incorrect padding"),
         (picture("http://u/" + "x" * 9000), "image 2: the URL has 9009 characters, the limit is 8192"),
         ({"type": "image_url", "image_url": {}}, 'image_url is {}, expected {"url": ...}'),
     ],
@@ -138,12 +157,12 @@ def test_a_request_has_a_few_connections_at_once():
 def test_errors_name_the_item(part, message):
     missing = b"HTTP/1.1 404 Not here\r\nContent-Length: 6\r\n\r\nsecret"
     answers = {"/a": ok(b"a"), "/missing": missing, "/empty": ok(b""), "/large": ok(b"x" * 101)}
-    error, origin = bring([picture("U/a"), part], answers, limits=MediaLimits(max_bytes=100, max_frames=4))
+    error, origin = resolve([picture("U/a"), part], answers, limits=MediaLimits(max_bytes=100, max_frames=4))
     assert error == message.replace("PORT", str(origin.port))
 
 
 def test_too_many_items_are_not_fetched():
-    error, origin = bring([picture(f"U/{index}") for index in range(4)], limits=MediaLimits(max_items=3))
+    error, origin = resolve([picture(f"U/{index}") for index in range(4)], limits=MediaLimits(max_items=3))
     assert error == "image 4: the request has more than 3 pictures, videos and sounds" and origin.requests == []
 
 
@@ -156,9 +175,34 @@ def test_all_items_together():
         [picture("U/a")] * 2,
         [picture("data:," + "x" * 60), picture("U/a")],
     ):
-        error, _ = bring(content, answers, limits=limits)
+        error, _ = resolve(content, answers, limits=limits)
         assert error.endswith(": the request's media are more than 119 bytes, the limit")
-    assert len(bring([picture("U/a"), picture("U/b")], answers, limits=MediaLimits(max_total_bytes=120))[0]) == 2
+    assert len(resolve([picture("U/a"), picture("U/b")], answers, limits=MediaLimits(max_total_bytes=120))[0]) == 2
+
+
+def test_percent_signs_do_not_make_room_for_others():
+    """A "%" counts as a third of an escape before it is decoded: many of them alone must not count below zero."""
+    content = [picture("data:," + "%" * 90), picture("data:," + "x" * 60)]
+    error, _ = resolve(content, limits=MediaLimits(max_bytes=100, max_total_bytes=119))
+    assert error.endswith(": the request's media are more than 119 bytes, the limit")
+
+
+@pytest.mark.parametrize("num_bytes", [30, 3 << 20])  # decoded on the event loop, and by a thread
+def test_the_text_of_a_data_url_is_no_longer_counted_once_it_is_decoded(num_bytes):
+    data = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    held = [len(url)]  # the body was counted as it came
+
+    async def run():
+        gate = MediaGate(MediaPolicy())
+        try:
+            return await gate.resolve([{"role": "user", "content": [picture(url)]}], held.append)
+        finally:
+            await gate.close()
+
+    (message,) = asyncio.run(run())
+    assert message["content"] == [{"type": "image", "image": data}]
+    assert held[1] >= num_bytes and sum(held) == num_bytes
 
 
 def test_the_rest_is_given_up_when_one_fails():
@@ -173,7 +217,7 @@ def test_the_rest_is_given_up_when_one_fails():
     async def fail(writer):
         writer.write(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n")
 
-    error, _ = bring([picture("U/never"), picture("U/fail")], {"/never": never, "/fail": fail})
+    error, _ = resolve([picture("U/never"), picture("U/fail")], {"/never": never, "/fail": fail})
     assert error.startswith("image 2: ") and error.endswith("the server answered 500")
 
 
@@ -192,7 +236,7 @@ def test_whoever_asked_may_leave():
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert [other for other in asyncio.all_tasks() if "bring" in repr(other)] == []
+            assert [other for other in asyncio.all_tasks() if "resolve" in repr(other)] == []
             await gate.close()
 
     asyncio.run(run())

@@ -8,7 +8,8 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
 from tilewright.engine.engine import Engine
-from tilewright.server.app import ApiHandler, create_app
+from tilewright.server.app import create_app
+from tilewright.server.handler import ApiHandler
 from tilewright.server.link.local import LocalBackend
 from tilewright.server.settings import ServerSettings
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from output_answers import FORMATS, HERMES, LLAMA, TOOLS, XML, Answer, parse
 
 from tilewright.inputs.chat_template import ChatTemplate
-from tilewright.server.output import OutputParser, thinks, tool_format_of
+from tilewright.server.output import OutputParser, has_reasoning, tool_format_of
 
 CALLS = [
     ("get_weather", {"city": 'Köln "Mitte"\n\\ </tool_call>', "days": 3, "hours": [1.5, -2], "where": {"zip": "1}2"}}),
@@ -21,14 +21,14 @@ CALLS = [
 def rendered(template, content, calls, reasoning=None):
     """What the model of this template says to have said this, by the template itself."""
     messages = [{"role": "user", "content": "Go"}]
-    asked = ChatTemplate((DATA / template).read_text(), {}).render(messages, tools=TOOLS)
+    prompt = ChatTemplate((DATA / template).read_text(), {}).render(messages, tools=TOOLS)
     tool_calls = [{"type": "function", "function": {"name": name, "arguments": args}} for name, args in calls]
     said = {"role": "assistant", "content": content, "tool_calls": tool_calls, "reasoning_content": reasoning}
     text = ChatTemplate((DATA / template).read_text(), {}).render(
         [*messages, said], tools=TOOLS, add_generation_prompt=False
     )
-    assert text.startswith(asked.removesuffix("<think>\n"))
-    return text.removeprefix(asked.removesuffix("<think>\n")).removesuffix("<|im_end|>\n")
+    assert text.startswith(prompt.removesuffix("<think>\n"))
+    return text.removeprefix(prompt.removesuffix("<think>\n")).removesuffix("<|im_end|>\n")
 
 
 def llama_answer(calls, separator="; ", mark=""):
@@ -57,8 +57,8 @@ TRANSCRIPTS = {
     "xml, malformed": (XML, "a <function=nobody>\n<tool_call>\n<func\n<tool_call><function=stop.now>b</function> c"),
     "llama, another's JSON": (LLAMA, ' {"name": "Ann", "parameters": {}}; {"name": "stop.now"}'),
     "llama, then text": (LLAMA, '{"name": "stop.now", "parameters": {}} ; then {"name": "stop.now"}'),
-    "thoughts": (None, "\n<think>\n\n hm </thin\n\n</think>\n\n\n </think> yes \n"),
-    "thoughts cut off": (HERMES, "<think>hm\n\n</thi"),
+    "reasoning": (None, "\n<think>\n\n hm </thin\n\n</think>\n\n\n </think> yes \n"),
+    "reasoning cut off": (HERMES, "<think>hm\n\n</thi"),
 }
 
 
@@ -379,7 +379,7 @@ LONG_TEXTS = {
     "parameters": (XML, "<tool_call><function=f>", "<parameter=a>1</parameter>"),
     "functions": (XML, "<function=f><tool_call><function="),
     "key": (LLAMA, '{"', "a"),
-    "thoughts": (LLAMA, "<think>", "\n</thin"),
+    "reasoning": (LLAMA, "<think>", "\n</thin"),
 }
 
 
@@ -406,7 +406,7 @@ def test_time_is_linear(name):
 def test_formats_are_found_in_templates():
     qwen3, qwen3_vl, qwen3_5 = ((DATA / f"{name}.jinja").read_text() for name in ("qwen3", "qwen3_vl", "qwen3_5"))
     assert [tool_format_of(source) for source in (qwen3, qwen3_vl, qwen3_5)] == [HERMES, HERMES, XML]
-    assert [thinks(source) for source in (qwen3, qwen3_vl, qwen3_5)] == [True, False, True]
+    assert [has_reasoning(source) for source in (qwen3, qwen3_vl, qwen3_5)] == [True, False, True]
     llama = (
         """{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{{- '{"name": ' ~ name ~ ', "parameters": ' }}"""
     )
@@ -417,4 +417,4 @@ def test_formats_are_found_in_templates():
     assert tool_format_of(in_pieces) == HERMES
     assert tool_format_of("<tool_call>{{ name }}\n<arg_key>city</arg_key>") is None
     assert tool_format_of("{% for message in messages %}{{ message.content }}{% endfor %}") is None
-    assert not thinks("{{ messages }}")
+    assert not has_reasoning("{{ messages }}")

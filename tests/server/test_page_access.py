@@ -73,7 +73,7 @@ def url():
 
 
 def names(page):
-    """(role, name) of all controls, as a screen reader is told them."""
+    """(role, name) of all controls, as a screen reader gets them."""
     devtools = page.context.new_cdp_session(page)
     nodes = devtools.send("Accessibility.getFullAXTree")["nodes"]
     devtools.detach()

@@ -35,8 +35,8 @@ def test_a_question_is_answered_as_it_comes(held, visits):
     assert "0.10 s to first token" in figures and "30 tokens/s" in figures and "4 tokens" in figures
     assert "40 % of the machine’s memory bandwidth" in figures
     assert page.locator("#announcer").inner_text().startswith("Answer: Hello there")
-    (asked,) = backend.asked
-    assert asked.messages == [{"role": "user", "content": "Who is there?"}]
+    (request,) = backend.requests
+    assert request.messages == [{"role": "user", "content": "Who is there?"}]
     assert page.evaluate("document.activeElement.id") == "question"
 
 
@@ -46,7 +46,7 @@ def test_the_conversation_so_far_is_sent_along(scripted, visits):
     for number, text in enumerate(("One", "Two"), 1):
         send(page, text)
         wait_until_done(page, number)
-    assert [message["content"] for message in backend.asked[-1].messages] == ["One", "Hello there", "Two"]
+    assert [message["content"] for message in backend.requests[-1].messages] == ["One", "Hello there", "Two"]
 
 
 def test_stopping_keeps_what_came(held, visits):
@@ -72,14 +72,14 @@ def test_answering_again_and_editing(scripted, visits):
     wait_until_done(page)
     page.get_by_role("button", name="Answer again").click()
     wait_until_done(page)
-    assert len(backend.asked) == 2 and backend.asked[0].messages == backend.asked[1].messages
+    assert len(backend.requests) == 2 and backend.requests[0].messages == backend.requests[1].messages
     page.locator("#question").press("ArrowUp")
     editor = page.get_by_role("textbox", name="Edit question")
     assert editor.input_value() == "First"
     editor.fill("Second")
     editor.press("Enter")
     wait_until_done(page)
-    assert backend.asked[2].messages == [{"role": "user", "content": "Second"}]
+    assert backend.requests[2].messages == [{"role": "user", "content": "Second"}]
     assert page.locator(".question").count() == 1 and page.locator(".bubble").inner_text() == "Second"
 
 
@@ -125,10 +125,10 @@ def test_the_embedded_model_is_asked_what_it_was_taught(scripted, visits):
     page.keyboard.press("Control+Shift+O")
     page.get_by_role("button", name="What can you do?").click()
     wait_until_done(page)
-    counted, asked = (ask.messages[0]["content"] for ask in backend.asked)
-    assert [part["type"] for part in counted] == ["image_url", "text"]
-    assert base64.b64decode(counted[0]["image_url"]["url"].partition(",")[2]) == embedded.DEMO_PICTURE.read_bytes()
-    assert asked == "What can you do?" or asked == [{"type": "text", "text": "What can you do?"}]
+    counted, question = (request.messages[0]["content"] for request in backend.requests)
+    assert [part["type"] for part in counted] == ["image", "text"]
+    assert counted[0]["image"] == embedded.DEMO_PICTURE.read_bytes()
+    assert question == "What can you do?" or question == [{"type": "text", "text": "What can you do?"}]
 
 
 def test_a_video_is_answered(vision_server, visits, tmp_path):
@@ -152,8 +152,8 @@ def test_the_camera(scripted, visits):
     page.locator(".tray img").wait_for()
     send(page, "Who is it?")
     wait_until_done(page)
-    url = backend.asked[0].messages[0]["content"][0]["image_url"]["url"]
-    assert Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).format == "JPEG"
+    picture = backend.requests[0].messages[0]["content"][0]["image"]
+    assert Image.open(io.BytesIO(picture)).format == "JPEG"
 
 
 def test_a_camera_that_is_refused(scripted, visits):
@@ -172,7 +172,7 @@ def test_what_the_model_cannot_take_is_told_before_it_is_sent(scripted, visits):
     assert page.get_by_role("button", name="Add files").is_disabled()
     hand_over(page, "drop", png())
     assert "photo.png cannot be sent: scripted takes text only." in page.locator(".notice").inner_text()
-    assert page.locator(".tray").is_hidden() and not backend.asked
+    assert page.locator(".tray").is_hidden() and not backend.requests
 
 
 def test_files_that_are_neither_are_refused(scripted, visits):
@@ -204,7 +204,7 @@ def test_a_file_that_the_browser_cannot_show_is_named_and_sent(scripted, visits)
     page.locator(".tray .named").get_by_text("scan.tiff").wait_for()
     send(page, "Read it")
     wait_until_done(page)
-    assert backend.asked[0].messages[0]["content"][0]["image_url"]["url"].startswith("data:image/tiff;base64,")
+    assert backend.requests[0].messages[0]["content"][0]["image"] == b"II*\0 a picture of another kind"
 
 
 def test_answers_and_code_are_copied_as_they_were_written(scripted, visits):
@@ -243,8 +243,8 @@ def test_a_picture_over_the_limit_is_sent_smaller_and_that_is_told(scripted, vis
     page.get_by_text("photo.png was over this server's limit and is sent smaller: 141 × 70").wait_for()
     send(page, "Small?")
     wait_until_done(page)
-    url = backend.asked[0].messages[0]["content"][0]["image_url"]["url"]
-    assert Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).size == (141, 70)
+    picture = backend.requests[0].messages[0]["content"][0]["image"]
+    assert Image.open(io.BytesIO(picture)).size == (141, 70)
 
 
 def test_a_reload_keeps_conversations_files_and_drafts(scripted, visits):
@@ -269,8 +269,8 @@ def test_a_reload_keeps_conversations_files_and_drafts(scripted, visits):
     assert page.locator(".conversations .title").all_inner_texts() == ["Keep this"]
     page.locator("#question").press("Enter")
     wait_until_done(page, 2)
-    assert len(backend.asked[1].messages) == 3  # the picture is read again from what the browser keeps
-    assert backend.asked[1].messages[0]["content"][0]["type"] == "image_url"
+    assert len(backend.requests[1].messages) == 3  # the picture is read again from what the browser keeps
+    assert backend.requests[1].messages[0]["content"][0]["type"] == "image"
 
 
 def test_an_answer_that_was_coming_is_stopped_by_a_reload(held, visits):
@@ -327,15 +327,15 @@ def test_settings_arrive_in_the_request(scripted, visits):
     page.get_by_role("button", name="Save").click()
     send(page, "Hi")
     wait_until_done(page)
-    (asked,) = backend.asked
+    (request,) = backend.requests
     wanted = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "max_tokens": 7, "seed": -5, "stop": ["END", "STOP"]}
-    assert asked.sampling == wanted and asked.messages[0] == {"role": "system", "content": "Be kind."}
+    assert request.sampling == wanted and request.messages[0] == {"role": "system", "content": "Be kind."}
     page.get_by_role("button", name="Settings").click()
     page.get_by_role("button", name="Defaults").click()
     page.get_by_role("button", name="Save").click()
     page.get_by_role("button", name="Answer again").click()
     wait_until_done(page)
-    assert backend.asked[1].sampling == {} and len(backend.asked[1].messages) == 1
+    assert backend.requests[1].sampling == {} and len(backend.requests[1].messages) == 1
 
 
 def test_an_error_is_told_in_its_place_and_can_be_tried_again(scripted, visits):
@@ -358,8 +358,8 @@ def test_a_mistake_of_the_user_is_told_in_the_servers_words(chat_server, visits)
     page = visits.open(chat_server.url)
     send(page, "long " * 2000)
     wait_until_done(page)
-    told = answers(page).locator(".error p").inner_text()
-    assert told.startswith("The prompt has 10") and "8192" in told
+    shown = answers(page).locator(".error p").inner_text()
+    assert shown.startswith("The prompt has 10") and "8192" in shown
 
 
 def test_the_server_may_go_and_come_back(scripted, visits):
@@ -436,8 +436,8 @@ def test_the_key_is_asked_for_and_gone_with_the_tab(scripted, visits):
     visits.expected.append(REFUSED)
     running, _ = scripted(settings=ServerSettings(api_keys=("open sesame",)))
     page = visits.open(running.url, wait=False)
-    for key, told in (("wrong", "This server wants an API key."), ("open sesame", "The server refused that key.")):
-        page.get_by_role("dialog").get_by_text(told).wait_for()
+    for key, text in (("wrong", "This server wants an API key."), ("open sesame", "The server refused that key.")):
+        page.get_by_role("dialog").get_by_text(text).wait_for()
         page.get_by_label("Key", exact=True).fill(key)
         page.keyboard.press("Enter")
     until(page, "document.querySelector('#model').value")
@@ -457,7 +457,7 @@ def test_a_full_disk_is_told_and_the_conversation_goes_on(scripted, visits):
     page.get_by_text("The browser has no room left to keep this conversation.").wait_for()
     send(page, "And now?")
     wait_until_done(page, 2)
-    assert len(backend.asked[1].messages) == 3
+    assert len(backend.requests[1].messages) == 3
 
 
 def test_a_browser_that_keeps_nothing(scripted, visits):

@@ -18,7 +18,7 @@ POLICY = (
 )
 
 
-def ask(running, path, method="GET", **headers):
+def fetch(running, path, method="GET", **headers):
     """The response to a path as it is written: no client tidies it up."""
     connection = http.client.HTTPConnection(urllib.parse.urlsplit(running.url).netloc, timeout=30)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
@@ -45,7 +45,7 @@ def test_every_file_is_sent_as_it_is(running):
     assert len(PAGE_FILES) == len(list(FOLDER.iterdir()))
     for path in PAGE_FILES:
         name = path.removeprefix("/page/").strip("/") or "index.html"
-        response = ask(running, path)
+        response = fetch(running, path)
         assert response.status == 200 and response.content == (FOLDER / name).read_bytes()
         assert response.headers["content-type"].split(";")[0] == types[name.rpartition(".")[2]]
         assert response.headers["content-security-policy"] == POLICY
@@ -55,19 +55,19 @@ def test_every_file_is_sent_as_it_is(running):
 
 
 def test_an_upgrade_is_seen_and_the_rest_is_not_sent_again(running):
-    first = ask(running, "/page/app.js")
+    first = fetch(running, "/page/app.js")
     assert first.headers["cache-control"] == "no-cache" and re.fullmatch(r'"\w{32}"', first.headers["etag"])
-    again = ask(running, "/page/app.js", if_none_match=f'"old", W/{first.headers["etag"]}')
+    again = fetch(running, "/page/app.js", if_none_match=f'"old", W/{first.headers["etag"]}')
     assert again.status == 304 and again.content == b"" and again.headers["etag"] == first.headers["etag"]
-    assert ask(running, "/page/app.js", if_none_match='"old"').content == first.content
+    assert fetch(running, "/page/app.js", if_none_match='"old"').content == first.content
     tags = [file.etag for file in PAGE_FILES.values()]
     assert len(set(tags)) == len(tags)
 
 
 def test_head_has_no_body(running):
-    response = ask(running, "/", "HEAD")
+    response = fetch(running, "/", "HEAD")
     assert response.status == 200 and response.content == b"" and response.headers["content-length"] != "0"
-    assert ask(running, "/", "POST").status == 405
+    assert fetch(running, "/", "POST").status == 405
 
 
 @pytest.mark.parametrize(
@@ -79,26 +79,26 @@ def test_head_has_no_body(running):
     ],
 )  # fmt: skip
 def test_nothing_else_is_sent(running, path):
-    assert ask(running, path).status == 404
+    assert fetch(running, path).status == 404
 
 
 def test_the_page_needs_no_key_but_what_it_asks_does(scripted):
     running, _ = scripted(settings=ServerSettings(api_keys=("secret",)))
-    assert all(ask(running, path).status == 200 for path in PAGE_FILES)
-    assert ask(running, "/v1/models").status == 401 and ask(running, "/page/nothing.js").status == 401
-    assert ask(running, "/", host="evil.example").status == 403
+    assert all(fetch(running, path).status == 200 for path in PAGE_FILES)
+    assert fetch(running, "/v1/models").status == 401 and fetch(running, "/page/nothing.js").status == 401
+    assert fetch(running, "/", host="evil.example").status == 403
 
 
 def test_it_is_no_part_of_the_interface(running):
     assert not any(
-        path == "/" or path.startswith("/page") for path in json.loads(ask(running, "/openapi.json").content)["paths"]
+        path == "/" or path.startswith("/page") for path in json.loads(fetch(running, "/openapi.json").content)["paths"]
     )
 
 
 def test_its_files_are_one_line_of_the_metrics(running):
-    ask(running, "/page/app.js")
-    ask(running, "/page/style.css")
-    text = ask(running, "/metrics").content.decode()
+    fetch(running, "/page/app.js")
+    fetch(running, "/page/style.css")
+    text = fetch(running, "/metrics").content.decode()
     assert 'tilewright_requests_total{path="/",status="200"} 2.0' in text and "/page" not in text
 
 
@@ -115,7 +115,7 @@ def test_scripts_name_only_files_that_are_there():
 
 
 def test_the_model_tells_what_it_takes(vision_server, chat_server):
-    model = json.loads(ask(vision_server, "/v1/models").content)["data"][0]
+    model = json.loads(fetch(vision_server, "/v1/models").content)["data"][0]
     assert model["input_modalities"] == ["text", "image", "video"]
     assert model["limits"] == {
         "max_body_bytes": 128 * 2**20,
@@ -125,9 +125,9 @@ def test_the_model_tells_what_it_takes(vision_server, chat_server):
         "max_pixels": 2**26,
         "max_duration_s": 600.0,
     }
-    assert json.loads(ask(chat_server, "/v1/models").content)["data"][0]["input_modalities"] == ["text"]
+    assert json.loads(fetch(chat_server, "/v1/models").content)["data"][0]["input_modalities"] == ["text"]
 
 
 def test_its_limits_are_those_of_the_settings(scripted):
     running, _ = scripted(settings=ServerSettings(max_body_bytes=1000))
-    assert json.loads(ask(running, "/v1/models").content)["data"][0]["limits"]["max_body_bytes"] == 1000
+    assert json.loads(fetch(running, "/v1/models").content)["data"][0]["limits"]["max_body_bytes"] == 1000

@@ -98,7 +98,7 @@ def test_one_editor_that_closes_when_something_else_is_asked(held, visits):
     assert page.locator(".editor").count() == 0
     backend.release()
     wait_until_done(page, 2)
-    assert page.evaluate(BUBBLES) == ["One", "Two"] and len(backend.asked) == 2
+    assert page.evaluate(BUBBLES) == ["One", "Two"] and len(backend.requests) == 2
 
 
 def test_the_sample_is_asked_once_and_where_it_was_clicked(held, visits):
@@ -118,7 +118,7 @@ def test_the_sample_is_asked_once_and_where_it_was_clicked(held, visits):
     until(page, "document.querySelector('.bubble')")
     waiting.pop().continue_()
     page.wait_for_timeout(200)
-    assert page.evaluate(BUBBLES) == ["What's in this picture?"] and len(backend.asked) == 1
+    assert page.evaluate(BUBBLES) == ["What's in this picture?"] and len(backend.requests) == 1
     assert len(kept(page, "files")) == 1
 
 
@@ -129,14 +129,14 @@ def test_a_question_waits_for_its_picture(scripted, visits):
     page.locator(".tray").get_by_text("Reading photo.png…").wait_for()
     send(page, "What is it?")
     page.get_by_text("sent when its files are read").wait_for()
-    assert not backend.asked
+    assert not backend.requests
     page.evaluate("openGate()")
     wait_until_done(page)
-    assert [part["type"] for part in backend.asked[0].messages[0]["content"]] == ["image_url", "text"]
+    assert [part["type"] for part in backend.requests[0].messages[0]["content"]] == ["image", "text"]
     assert page.evaluate("bitmap.width") == 0  # its pixels were given back
     send(page, "And now?")
     wait_until_done(page, 2)
-    assert backend.asked[1].messages[-1]["content"] == "And now?"
+    assert backend.requests[1].messages[-1]["content"] == "And now?"
 
 
 def test_a_picture_stays_with_the_question_it_was_added_to(scripted, visits):
@@ -232,26 +232,28 @@ def test_a_key_that_no_header_can_carry_is_not_taken(scripted, visits):
     page.get_by_label("Key", exact=True).fill("secret")
     page.keyboard.press("Enter")
     until(page, "document.querySelector('#model').value")
-    with page.expect_request("**/health") as asked:
+    with page.expect_request("**/health") as sent:
         page.evaluate("import('/page/api.js').then(({ Api }) => new Api().health())")
-    assert "authorization" not in asked.value.headers
+    assert "authorization" not in sent.value.headers
 
 
 @pytest.mark.parametrize(
-    ("told", "pauses_s"),
+    ("message", "pauses_s"),
     [
         ("the model is being loaded", (5, 10, 20)),
-        ("the engine ended (signal 9) and is being started again; please ask again", (5,)),
+        ("the engine ended (signal 9) and is being restarted; send the request again", (5,)),
     ],
 )
-def test_asking_again_has_an_end(scripted, visits, told, pauses_s):
-    assert "please ask again" in Path(remote.__file__).read_text()  # by which the page knows that the engine was lost
+def test_asking_again_has_an_end(scripted, visits, message, pauses_s):
+    assert (
+        "send the request again" in Path(remote.__file__).read_text()
+    )  # by which the page knows that the engine was lost
     visits.expected.append(REFUSED)
     running, backend = scripted()
-    backend.error = EngineUnavailable(told)
+    backend.error = EngineUnavailable(message)
     page = visits.open(running.url)
-    asked = []
-    page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
+    sent = []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
     page.clock.install()
     send(page, "Ready?")
     for pause_s in pauses_s:
@@ -259,7 +261,7 @@ def test_asking_again_has_an_end(scripted, visits, told, pauses_s):
         page.clock.run_for(pause_s * 1000 + 500)
     page.clock.resume()
     wait_until_done(page)
-    assert len(asked) == len(pauses_s) + 1
+    assert len(sent) == len(pauses_s) + 1
     backend.error = None
     page.get_by_role("button", name="Try again").click()
     wait_until_done(page)
@@ -326,7 +328,7 @@ def test_haste_does_not_outrun_the_browsers_store(scripted, visits):
     page.keyboard.press("Enter")  # sent when its conversation is there, and to no other
     wait_until_done(page, 2)
     assert page.evaluate(BUBBLES) == ["First", "More"]
-    assert [message["content"] for message in backend.asked[-1].messages] == ["First", "Hello there", "More"]
+    assert [message["content"] for message in backend.requests[-1].messages] == ["First", "Hello there", "More"]
     page.get_by_role("button", name="Second", exact=True).click()
     page.get_by_role("button", name="First", exact=True).click()
     until(page, "document.querySelectorAll('.bubble').length === 2")
@@ -349,7 +351,7 @@ def test_a_draft_that_comes_late_is_not_lost(scripted, visits):
     page.evaluate("openStore()")
     until(page, "document.querySelector('#question').value === 'Half written'")
     wait_until_done(page)
-    assert backend.asked[0].messages[0]["content"] == "In haste"
+    assert backend.requests[0].messages[0]["content"] == "In haste"
     until_kept(page, "drafts", lambda rows: [row["text"] for row in rows] == ["Half written"])
 
 
@@ -359,7 +361,7 @@ def test_a_conversation_that_is_gone_leaves_what_was_written_for_it(scripted, vi
     send(page, "Is it there?")
     page.evaluate("openStore()")
     page.locator(".welcome").wait_for()
-    assert page.locator("#question").input_value() == "Is it there?" and not backend.asked
+    assert page.locator("#question").input_value() == "Is it there?" and not backend.requests
     assert page.evaluate("location.search") == ""
 
 

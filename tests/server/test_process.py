@@ -51,7 +51,7 @@ def test_a_lost_engine_is_replaced(serve):
         time.sleep(0.2)
         os.kill(server.engine_pid(), signal.SIGKILL)
         for stream in streams:
-            with pytest.raises(openai.APIError, match=r"SIGKILL.*being started again"):
+            with pytest.raises(openai.APIError, match=r"SIGKILL.*being restarted"):
                 list(stream)
         with pytest.raises(openai.InternalServerError, match="SIGKILL") as caught:
             waiting.result()
@@ -102,10 +102,10 @@ def test_what_takes_longer_than_the_drain_is_told_so(serve):
         time.sleep(0.1)
         os.kill(server.process.pid, signal.SIGTERM)
         for stream in streams:
-            with pytest.raises(openai.APIError, match="the server is ending"):
+            with pytest.raises(openai.APIError, match="the server is shutting down"):
                 list(stream)
         assert list(response)[-1].type == "response.failed"
-        with pytest.raises(openai.InternalServerError, match="the server is ending") as caught:
+        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as caught:
             waiting.result()
         assert caught.value.status_code == 503 and caught.value.code == "server_ending"
     assert server.process.wait(30) == 0

@@ -31,7 +31,7 @@ def test_it_goes_on_trying_once_it_was_there(tmp_path, monkeypatch):
             {"model": str(folder), "kv_memory": "16MB", "pack_cache": False, "media_limits": limits}
         )
         await asyncio.wait_for(backend.start(), 60)
-        with pytest.raises(RequestError, match="nested too deep"):
+        with pytest.raises(RequestError, match="nested too deeply"):
             deep = {}
             for _ in range(5000):
                 deep = {"in": deep}

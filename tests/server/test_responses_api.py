@@ -24,14 +24,14 @@ def client(chat_server):
     return chat_server.client()
 
 
-def ask(client, given="What is a tile?", **options):
+def respond(client, given="What is a tile?", **options):
     return client.responses.create(
         **{"model": "", "input": given, "max_output_tokens": 12, "temperature": 0, **options}
     )
 
 
 def test_an_answer_is_that_of_a_chat(client):
-    answer = ask(client, instructions="Be brief.")
+    answer = respond(client, instructions="Be brief.")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a tile?"}]
     chat = client.chat.completions.create(model="", messages=messages, max_tokens=12, temperature=0)
     assert answer.output_text == chat.choices[0].message.content
@@ -40,8 +40,8 @@ def test_an_answer_is_that_of_a_chat(client):
 
 
 def test_a_stream_says_the_same(client):
-    whole = ask(client)
-    events = list(ask(client, stream=True))
+    whole = respond(client)
+    events = list(respond(client, stream=True))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     assert events[-1].response.output_text == whole.output_text
@@ -49,8 +49,8 @@ def test_a_stream_says_the_same(client):
 
 
 def test_one_goes_on_from_another(client):
-    first = ask(client)
-    second = ask(client, "And a wall?", previous_response_id=first.id)
+    first = respond(client)
+    second = respond(client, "And a wall?", previous_response_id=first.id)
     said = [
         {"role": "user", "content": "What is a tile?"},
         {"role": "assistant", "content": first.output_text},
@@ -59,29 +59,29 @@ def test_one_goes_on_from_another(client):
     chat = client.chat.completions.create(model="", messages=said, max_tokens=12, temperature=0)
     assert second.output_text == chat.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="resp_unknown"):
-        ask(client, previous_response_id="resp_unknown")
-    unkept = ask(client, store=False)
+        respond(client, previous_response_id="resp_unknown")
+    unkept = respond(client, store=False)
     with pytest.raises(openai.BadRequestError, match="still kept"):
-        ask(client, previous_response_id=unkept.id)
+        respond(client, previous_response_id=unkept.id)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_forced_tool_call_and_its_result(client, is_stream):
     options = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
-    answer = ask(client, extra_body=THINKING_OFF, stream=is_stream, **options)
+    answer = respond(client, extra_body=THINKING_OFF, stream=is_stream, **options)
     if is_stream:
         *_, last = answer
         answer = last.response
     (call,) = [item for item in answer.output if item.type == "function_call"]
     assert call.name == "lay_tile" and json.loads(call.arguments)["colour"] in ("red", "blue")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "laid"}
-    assert ask(client, [result], previous_response_id=answer.id, tools=[TOOL]).usage.input_tokens > 0
+    assert respond(client, [result], previous_response_id=answer.id, tools=[TOOL]).usage.input_tokens > 0
 
 
 def test_json(client):
     schema = {"type": "object", "properties": {"large": {"type": "boolean"}}, "required": ["large"]}
     text = {"format": {"type": "json_schema", "name": "t", "schema": {**schema, "additionalProperties": False}}}
-    answer = ask(client, text=text, max_output_tokens=3000, temperature=1, extra_body={**THINKING_OFF, "seed": 1})
+    answer = respond(client, text=text, max_output_tokens=3000, temperature=1, extra_body={**THINKING_OFF, "seed": 1})
     assert isinstance(json.loads(answer.output_text)["large"], bool)
 
 
@@ -89,7 +89,7 @@ def test_pictures(vision_server):
     url = picture_part()["image_url"]["url"]
     parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "Which colour?"}]
     client = vision_server.client()
-    answer = ask(client, [{"role": "user", "content": parts}])
+    answer = respond(client, [{"role": "user", "content": parts}])
     messages = [{"role": "user", "content": [picture_part(), {"type": "text", "text": "Which colour?"}]}]
     chat = client.chat.completions.create(model="", messages=messages, max_tokens=12, temperature=0)
     assert answer.output_text == chat.choices[0].message.content
@@ -108,7 +108,7 @@ def test_pictures(vision_server):
 )
 def test_what_cannot_be_asked(client, options, message):
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, **options)
+        respond(client, **options)
     assert message in caught.value.message
 
 

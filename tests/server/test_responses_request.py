@@ -77,7 +77,12 @@ def chat_output(number, content="sunny"):
 
 def test_what_a_model_said_in_one_go_is_one_message():
     user = {"role": "user", "content": "Hi"}
-    thought = {"id": "rs_1", "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    reasoning = {
+        "id": "rs_1",
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "hm"}],
+    }
     summed = {"id": "rs_2", "type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
     sealed = {"id": "rs_3", "type": "reasoning", "summary": [], "encrypted_content": "x", "content": None}
     said = {
@@ -86,7 +91,7 @@ def test_what_a_model_said_in_one_go_is_one_message():
         "content": [{"type": "output_text", "text": "Wait", "annotations": []}],
     }
     assert messages(
-        [user, thought, summed, sealed, said, call(1), call(2), output(1), output(2), thought, said, said]
+        [user, reasoning, summed, sealed, said, call(1), call(2), output(1), output(2), reasoning, said, said]
     ) == [
         user,
         {
@@ -100,7 +105,7 @@ def test_what_a_model_said_in_one_go_is_one_message():
         {"role": "assistant", "reasoning_content": "hm", "content": "Wait"},
         {"role": "assistant", "content": "Wait"},
     ]
-    assert messages([user, call(1), said, thought, call(2), thought]) == [
+    assert messages([user, call(1), said, reasoning, call(2), reasoning]) == [
         user,
         {"role": "assistant", "content": "", "tool_calls": [chat_call(1)]},
         {"role": "assistant", "content": "Wait"},
@@ -156,7 +161,7 @@ def part(**fields):
         ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]\.type is 'item_reference'"),
         ({"input": [{"role": "boss", "content": "Hi"}]}, r"input\[0\]\.role is 'boss'"),
         ({"input": [{"role": "user"}]}, r"input\[0\]\.content is None"),
-        (part(type="input_file", file_id="f"), r"content\[0\]\.type is 'input_file'.* files are not read here"),
+        (part(type="input_file", file_id="f"), r"content\[0\]\.type is 'input_file'.* files are not supported"),
         (part(type="input_image", file_id="f"), "file_id is given, expected image_url"),
         (part(type="input_image"), "image_url is None"),
         (part(type="input_text"), r"content\[0\]\.text is None"),
@@ -180,7 +185,7 @@ def part(**fields):
         ({"input": "Hi", "conversation": "c"}, "conversation is 'c'"),
         ({"input": "Hi", "prompt": {"id": "p"}}, "prompt is"),
         ({"input": "Hi", "top_logprobs": 3}, "top_logprobs is 3"),
-        ({"input": "Hi", "include": ["message.output_text.logprobs"]}, "include asks for message.output_text.logprobs"),
+        ({"input": "Hi", "include": ["message.output_text.logprobs"]}, "include has message.output_text.logprobs"),
         ({"input": "Hi", "metadata": {"a": 1}}, "metadata is"),
         ({"input": "Hi", "metadata": {str(number): "" for number in range(17)}}, "17 entries, expected at most 16"),
         ({"input": "Hi", "metadata": {"a": "b" * 513}}, "value of 513"),

@@ -55,7 +55,7 @@ def test_soak(tmp_path):
 
 
 def test_streams_beside_clients_that_misbehave(tmp_path):
-    """64 at once. How long they wait is told by `python tests/server/soak_beside.py`."""
+    """64 at once. `python tests/server/soak_beside.py`."""
     server = ServerProcess(write_vision_model(tmp_path), "--max-sequences", "16")
     try:
         pid = server.process.pid

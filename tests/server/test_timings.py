@@ -1,4 +1,4 @@
-"""How fast an answer came is told with it: the engine counts, the last chunk carries it, others read on."""
+"""The timings of an answer are sent with it: the engine counts, the last chunk carries it, others read on."""
 
 import pytest
 from conftest import serving
@@ -16,7 +16,7 @@ QUESTION = [{"role": "user", "content": "How fast?"}]
 
 @pytest.fixture(scope="module")
 def engine(chat_folder):
-    # Without drafts a step gives one token: what was counted can be told apart.
+    # Without drafts a step gives one token: the counts of steps and tokens are equal.
     with Engine(chat_folder, pack_cache=False, kv_memory="64MB", speculate=0) as engine:
         yield engine
 
@@ -51,12 +51,12 @@ def test_reads():
 
 def test_whole_answers_tell_it(client):
     answer = client.chat.completions.create(model="", messages=QUESTION, max_tokens=20)
-    told = answer.timings
+    timings = answer.timings
     num_later_tokens = answer.usage.completion_tokens - 1
-    assert 0 <= told["queued_s"] <= told["time_to_first_token_s"] <= told["total_s"]
-    decode_s = told["total_s"] - told["time_to_first_token_s"]
-    assert told["tokens_per_s"] == pytest.approx(num_later_tokens / decode_s)
-    assert told["bandwidth_share"] > 0
+    assert 0 <= timings["queued_s"] <= timings["time_to_first_token_s"] <= timings["total_s"]
+    decode_s = timings["total_s"] - timings["time_to_first_token_s"]
+    assert timings["tokens_per_s"] == pytest.approx(num_later_tokens / decode_s)
+    assert timings["bandwidth_share"] > 0
 
 
 def test_streams_tell_it_with_the_usage_alone(client):

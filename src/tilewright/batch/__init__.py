@@ -1,1 +1,1 @@
-"""`tilewright batch`: files of requests in OpenAI's form, answered offline by the server's own code."""
+"""`tilewright batch`: answers files of requests in OpenAI's batch format, with the server's own code."""

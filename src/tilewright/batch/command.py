@@ -1,4 +1,4 @@
-"""The command `batch`: its flags, and a batch from its first look at the files to its last line."""
+"""`tilewright batch`: its flags, and the run of a batch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tilewright.types import RequestError
 if TYPE_CHECKING:
     from tilewright.batch.requests import RequestFile
     from tilewright.batch.results import Results
-    from tilewright.batch.work import Tally
+    from tilewright.batch.work import Totals
     from tilewright.engine.engine import Engine
     from tilewright.server.link.backend import ModelInfo
 
-# The user's own, as the library's are; paths are read before the engine sees them.
+# As large as the library's: the files are the user's own. Paths are read by the gate, not by the engine.
 MEDIA_LIMITS = MediaLimits(allow_paths=False)
 
 
@@ -32,43 +32,41 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "batch",
         help="answer a file of requests",
-        description="Answers the requests of IN, a file in the form of OpenAI's batches, into OUT: a line for each, in "
-        "the order they are done. A request that cannot be served gets a line too, with its status and error. "
-        "Stopped or killed, the same command goes on where it was.",
+        description="Answers the requests in IN, a file in OpenAI's batch format, and writes a line for each to OUT, "
+        "in the order they finish. A request that fails gets a line with its status and error. "
+        "After an interruption, run the same command again to continue.",
         epilog="""examples:
-  tilewright batch questions.jsonl answers.jsonl               by the embedded model, which is tiny
+  tilewright batch questions.jsonl answers.jsonl               with the embedded model, which is tiny
   tilewright batch questions.jsonl answers.jsonl -m ./Qwen3-VL-2B-Instruct
   tilewright batch in.jsonl out.jsonl -m MODEL --errors failed.jsonl
-  tilewright batch in.jsonl out.jsonl -m MODEL --name gpt-4o-mini      a file that was made for another model
+  tilewright batch in.jsonl out.jsonl -m MODEL --name gpt-4o-mini      a file written for another model
   tilewright batch in.jsonl out.jsonl -m MODEL --retry-failed
 
 a line of IN:
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
    "body": {"messages": [{"role": "user", "content": "What is a tile?"}], "max_tokens": 100}}
 
-exit status: 0 all are answered, 1 some failed, 2 it cannot be run or cannot go on, 70 the engine broke,
-130 or 143 a signal stopped it""",
+exit status: 0 all requests succeeded, 1 some failed, 2 the batch cannot run or continue, 70 the engine failed,
+130 or 143 stopped by a signal""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("input", metavar="IN", type=Path, help="requests, a line of JSON each")
+    parser.add_argument("input", metavar="IN", type=Path, help="requests, one JSON object per line")
     parser.add_argument(
-        "output", metavar="OUT", type=Path, help="their answers; what it has already is not asked again"
+        "output", metavar="OUT", type=Path, help="the answers; requests that it answers already are skipped"
     )
-    parser.add_argument("--errors", metavar="FILE", type=Path, help="lines of failed requests go there instead of OUT")
+    parser.add_argument("--errors", metavar="FILE", type=Path, help="write failed requests there instead of OUT")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--restart", action="store_true", help="forget what OUT, and the file of --errors, have")
-    how.add_argument("--retry-failed", action="store_true", help="ask again what failed in an earlier run")
-    parser.add_argument("--name", help="what the requests call the model (default: its folder's name)")
+    how.add_argument("--restart", action="store_true", help="empty OUT and the file of --errors first")
+    how.add_argument("--retry-failed", action="store_true", help="retry requests that failed in an earlier run")
+    parser.add_argument("--name", help="the model's name in the requests (default: its folder's name)")
     parser.add_argument(
         "--concurrency", type=engine_flags.positive, metavar="N",
         help="requests under way at once (default: twice --max-sequences)",
     )  # fmt: skip
-    parser.add_argument("--max-line", default="128MiB", metavar="SIZE", help="of one request (default 128MiB)")
-    parser.add_argument(
-        "--allow-private-urls", action="store_true", help="also fetch media from addresses of the local network"
-    )
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress, only what goes wrong")
-    parser.add_argument("-v", "--verbose", action="store_true", help="tell what is going on")
+    parser.add_argument("--max-line", default="128MiB", metavar="SIZE", help="size of one request (default 128MiB)")
+    parser.add_argument("--allow-private-urls", action="store_true", help="also fetch media from private addresses")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     engine_flags.add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -77,12 +75,12 @@ def run(options: argparse.Namespace) -> int:
     """The exit status."""
     from tilewright.batch.requests import RequestFile
     from tilewright.batch.results import Results
-    from tilewright.batch.work import Tally
+    from tilewright.batch.work import Totals
     from tilewright.server.endpoints import ENDPOINTS
 
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
     paths = [options.input, options.output, *([options.errors] if options.errors else [])]
-    # Links are followed first: a file that is replaced must not take the place of a link to it.
+    # Links are resolved first: replacing a file must not replace a link to it.
     source, *targets = (path.expanduser().resolve() for path in paths)
     if len({source, *targets}) < len(paths):
         raise RequestError("IN, OUT and the file of --errors must be different files")
@@ -92,44 +90,44 @@ def run(options: argparse.Namespace) -> int:
     ):
         if options.restart:
             results.clear()
-        tally = Tally()
-        answered_by = _take_up(requests, results, tally, drops_failed=options.retry_failed)
+        totals = Totals()
+        answered_by = _resume(requests, results, totals, drops_failed=options.retry_failed)
         if not options.quiet:
-            done = f"{tally.num_done} done already, {tally.num_failed} of them failed"
+            done = f"{totals.num_done} done already, {totals.num_failed} of them failed"
             print(f"{source}: {len(requests)} requests, {done}", file=sys.stderr)
         if requests.num_done == len(requests):
-            return int(tally.num_failed > 0)
+            return int(totals.num_failed > 0)
         shows_loading = sys.stderr.isatty() and not options.quiet
-        # A medium that crashes its decoder fails alone, or it would end the batch each time that is taken up again.
+        # Media are decoded in another process: a crash of the decoder must not end the batch each time it is resumed.
         with engine_flags.open_engine(
             options, progress=shows_loading, isolate_media=True, media_limits=MEDIA_LIMITS
         ) as engine:
-            return asyncio.run(_answer_all(options, engine, requests, results, tally, answered_by))
+            return asyncio.run(_answer_all(options, engine, requests, results, totals, answered_by))
 
 
-def _take_up(requests: RequestFile, results: Results, tally: Tally, *, drops_failed: bool) -> set[str]:
-    """Marks and counts what is done already; the names of the models that answered."""
+def _resume(requests: RequestFile, results: Results, totals: Totals, *, drops_failed: bool) -> set[str]:
+    """Marks and counts the requests that are done; returns the names of the models that answered."""
     answered_by: set[str] = set()
     for path, entry in results.entries(drops_failed=drops_failed):
         try:
             requests.mark_done(entry.custom_id, entry.id)
         except RequestError as error:
-            message = f"{path}, line {entry.line_number}: {error}; choose another OUT, or --restart to begin anew"
+            message = f"{path}, line {entry.line_number}: {error}; choose another OUT, or --restart to start over"
             raise RequestError(message) from error
         if entry.status == 200:
-            tally.num_answered += 1
+            totals.num_answered += 1
             answered_by.add(str(entry.model))
         else:
-            tally.num_failed += 1
+            totals.num_failed += 1
     return answered_by
 
 
 async def _answer_all(
-    options: argparse.Namespace, engine: Engine, requests: RequestFile, results: Results, tally: Tally,
+    options: argparse.Namespace, engine: Engine, requests: RequestFile, results: Results, totals: Totals,
     answered_by: Collection[str],
 ) -> int:  # fmt: skip
-    """The exit status, when all is done or something ended it."""
-    from tilewright.batch.ending import Ending
+    """The exit status, when all requests are done or something stops the batch."""
+    from tilewright.batch.interruption import Interruption
     from tilewright.batch.paths import PathGate
     from tilewright.batch.progress import Progress
     from tilewright.batch.work import BatchWorkers
@@ -140,44 +138,44 @@ async def _answer_all(
     own_name = backend.model.name
     model = replace(backend.model, name=options.name or own_name)
     _check_names(requests, answered_by, model, own_name)
-    # Whoever runs this may read the machine's files anyway.
+    # The user who runs this can read the machine's files anyway.
     policy = MediaPolicy(MEDIA_LIMITS, allow_private_addresses=options.allow_private_urls, folders=(Path("/"),))
     gate = MediaGate(policy)
-    crew = BatchWorkers(backend, model, PathGate(gate, requests.path.parent), results.append, tally)
+    workers = BatchWorkers(backend, model, PathGate(gate, requests.path.parent), results.append, totals)
     concurrency = min(options.concurrency or 2 * model.max_sequences, len(requests) - requests.num_done)
-    progress = Progress(tally, len(requests), engine.stats, is_quiet=options.quiet)
-    working = asyncio.create_task(crew.work(requests.left(), concurrency))
+    progress = Progress(totals, len(requests), engine.stats, is_quiet=options.quiet)
+    working = asyncio.create_task(workers.work(requests.left(), concurrency))
     showing = asyncio.create_task(progress.show())
-    with Ending(working) as ending:
+    with Interruption(working) as interruption:
         try:
             await working
         except asyncio.CancelledError:
-            if not ending.status:
+            if not interruption.status:
                 raise
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
             await gate.close()
-            await asyncio.to_thread(engine.close)  # while this loop still takes what the engine's thread tells
+            await asyncio.to_thread(engine.close)  # while this loop still receives the engine's events
     results.sync()
     if not options.quiet:
         print(progress.summary(), file=sys.stderr)
-    if ending.status:
-        print("tilewright: stopped; the same command goes on with the rest", file=sys.stderr)
-    return ending.status or int(tally.num_failed > 0)
+    if interruption.status:
+        print("tilewright: stopped; run the same command again to continue", file=sys.stderr)
+    return interruption.status or int(totals.num_failed > 0)
 
 
 def _check_names(requests: RequestFile, answered_by: Collection[str], model: ModelInfo, own_name: str) -> None:
-    """RequestError where requests want another model, or have answers of another."""
-    for asked, line_number in requests.models.items():
-        if asked and not model.is_meant_by(asked) and asked != own_name:
+    """RequestError if requests name another model, or OUT has answers of another."""
+    for name, line_number in requests.models.items():
+        if name and not model.is_meant_by(name) and name != own_name:
             raise RequestError(
-                f"{requests.path}, line {line_number}: model is {asked[:200]!r}, this one is {model.name!r}; "
-                f"--name {asked[:200]!r} lets it answer"
+                f"{requests.path}, line {line_number}: model is {name[:200]!r}, this one is {model.name!r}; "
+                f"--name {name[:200]!r} lets it answer"
             )
     for other in answered_by:
         if other != model.name:
             raise RequestError(
                 f"OUT has answers of {other[:200]!r}, this model is {model.name!r}; choose another OUT, --restart to "
-                f"begin anew, or --name {other[:200]!r} if it is the same"
+                f"start over, or --name {other[:200]!r} if it is the same"
             )

@@ -1,4 +1,4 @@
-"""Which request a custom_id names, for files of millions: digests in arrays, 24 bytes each."""
+"""Finds requests by custom_id, in files of millions: digests in arrays, 24 bytes each."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 
 
 class IdIndex:
-    """Numbers ids in the order they are added, then finds them. 128 bits stand for an id: two never share them."""
+    """Numbers ids in the order they are added, then finds them by a digest of 128 bits, which no two ids share."""
 
     def __init__(self) -> None:
         self._added = array("Q")
         self._halves = np.empty((0, 2), np.uint64)  # sorted
-        self._order = np.empty(0, np.int64)  # the numbers of the sorted ones
+        self._order = np.empty(0, np.int64)  # the number of each sorted digest
 
     def add(self, custom_id: str) -> None:
         self._added.extend(_digest(custom_id))
 
     def sort(self) -> tuple[int, int] | None:
-        """Makes `find` work; two numbers of one id, where there are such."""
+        """Prepares `find`; returns the numbers of two equal ids, if there are any."""
         halves = np.frombuffer(self._added, np.uint64).reshape(-1, 2)
         self._order = np.lexsort((halves[:, 1], halves[:, 0]))
         self._halves = halves[self._order]
@@ -44,6 +44,6 @@ class IdIndex:
 
 
 def _digest(custom_id: str) -> tuple[int, int]:
-    # JSON can hold half of a surrogate pair, UTF-8 cannot.
+    # JSON can hold a lone surrogate, UTF-8 cannot.
     digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")

@@ -1,4 +1,4 @@
-"""Pictures, videos and sounds that a batch names by their paths."""
+"""Media that the requests of a batch name by path."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from tilewright.server.endpoints import Gate, Hold
 
 _KINDS = ("image", "video", "audio")
-_MAX_PATH = 4096  # characters; what is longer is no path but bytes that lack their "data:"
+_MAX_PATH = 4096  # characters; longer text is base64 without its "data:"
 
 
 class PathGate:
-    """Before a gate that knows URLs alone: paths become file:// URLs, those that are not whole within `folder`."""
+    """Turns paths into file:// URLs for the gate behind it; relative paths are relative to `folder`."""
 
     def __init__(self, gate: Gate, folder: Path) -> None:
         self._gate = gate

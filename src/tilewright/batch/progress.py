@@ -1,4 +1,4 @@
-"""How far a batch is: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a batch: a bar on a terminal, else a line every minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from tilewright.batch.work import Tally
+from tilewright.batch.work import Totals
 
 if TYPE_CHECKING:
     from tilewright.engine.stats import Stats
@@ -20,17 +20,17 @@ LINE_INTERVAL_S = 60.0
 
 
 class Progress:
-    """Shows, on standard error, a Tally that others change."""
+    """Shows Totals on standard error while they change."""
 
-    def __init__(self, tally: Tally, num_requests: int, stats: Callable[[], Stats], *, is_quiet: bool) -> None:
-        self._tally = tally
+    def __init__(self, totals: Totals, num_requests: int, stats: Callable[[], Stats], *, is_quiet: bool) -> None:
+        self._totals = totals
         self._num_requests = num_requests
         self._stats = stats
         self._is_quiet = is_quiet
         self._began_s = time.perf_counter()
 
     async def show(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         if sys.stderr.isatty() and not self._is_quiet:
             await self._draw()
         while not self._is_quiet:
@@ -38,19 +38,19 @@ class Progress:
             print(f"{self._counts()}, {self._speed()}", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
-        tally, took_s = self._tally, time.perf_counter() - self._began_s
-        tokens = f"{tally.num_prompt_tokens} prompt and {tally.num_output_tokens} output tokens"
+        totals, took_s = self._totals, time.perf_counter() - self._began_s
+        tokens = f"{totals.num_prompt_tokens} prompt and {totals.num_output_tokens} output tokens"
         return f"{self._counts()}; {tokens} in {took_s:.1f} s, {self._speed()}"
 
     def _counts(self) -> str:
-        return f"{self._tally.num_done} of {self._num_requests} done, {self._tally.num_failed} failed"
+        return f"{self._totals.num_done} of {self._num_requests} done, {self._totals.num_failed} failed"
 
     def _speed(self) -> str:
         speed = self._stats().num_output_tokens / (time.perf_counter() - self._began_s)
         return f"{speed:.1f} tokens/s"
 
     async def _draw(self) -> None:
-        bar = tqdm(total=self._num_requests, initial=self._tally.num_done, unit="request", dynamic_ncols=True)
+        bar = tqdm(total=self._num_requests, initial=self._totals.num_done, unit="request", dynamic_ncols=True)
         try:
             while True:
                 self._update(bar)
@@ -60,5 +60,5 @@ class Progress:
             bar.close()
 
     def _update(self, bar: tqdm) -> None:
-        bar.set_postfix_str(f"{self._tally.num_failed} failed, {self._speed()}", refresh=False)
-        bar.update(self._tally.num_done - bar.n)
+        bar.set_postfix_str(f"{self._totals.num_failed} failed, {self._speed()}", refresh=False)
+        bar.update(self._totals.num_done - bar.n)

@@ -1,4 +1,4 @@
-"""The input of a batch: a request per line, all checked before anything runs, then read as they are needed."""
+"""The input of a batch: one request per line, all checked before the batch starts, then read again one by one."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Request:
 
     @property
     def id(self) -> str:
-        """Its id in the output. The same request has the same, so that answers to another are told apart."""
+        """Its id in the output: equal for equal requests, so that answers to a changed request are noticed."""
         return f"batch_req_{self.fingerprint:016x}"
 
 
 def parse(line: bytes, urls: Collection[str]) -> Request:
-    """The Request of a line; RequestError if it is none."""
+    """The Request of a line; RequestError if it is invalid."""
     try:
         fields = json.loads(line.decode())
         if not isinstance(fields, dict):
-            raise RequestError("it is no object")
+            raise RequestError("it is not an object")
         custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARACTERS:
             raise RequestError(f"custom_id is {custom_id!r:.60}, expected 1 to {MAX_ID_CHARACTERS} characters")
@@ -49,29 +49,29 @@ def parse(line: bytes, urls: Collection[str]) -> Request:
             raise RequestError(f"url is {url!r:.60}, expected {' or '.join(urls)}")
         if not isinstance(body, dict):
             raise RequestError(f"body is {body!r:.60}, expected an object")
-        # Written anew, so that neither spaces nor the order of names matter.
+        # Serialized again, so that spaces and the order of keys do not matter.
         content = json.dumps([custom_id, url, body], sort_keys=True).encode()
     except RecursionError:
-        raise RequestError("its values are nested too deep") from None
+        raise RequestError("its values are nested too deeply") from None
     except ValueError as error:
         if isinstance(error, RequestError):
             raise
-        raise RequestError(f"it is no JSON: {error}") from error
+        raise RequestError(f"it is not JSON: {error}") from error
     fingerprint = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
     return Request(custom_id, url, body, fingerprint)
 
 
 class RequestFile:
-    """Requests in a file, each with an id of its own. One takes 17 bytes of memory, 24 more until `left` is called."""
+    """Requests in a file, with unique ids. Each takes 17 bytes of memory, and 24 more until `left` is called."""
 
     def __init__(self, path: Path, urls: Collection[str], max_line_bytes: int) -> None:
-        """Reads the whole file once; RequestError names the first line that is not as it should be."""
+        """Reads the whole file once; RequestError names the first invalid line."""
         self.path = path
         self._urls = urls
         self._max_line_bytes = max_line_bytes
         self._offsets = array("q")
         self._fingerprints = array("Q")
-        self.models: dict[str, int] = {}  # names of models that are asked for, and the first line of each
+        self.models: dict[str, int] = {}  # names of models, and the first line of each
         self._file = _open(path)
         try:
             self._index: IdIndex | None = self._scan()
@@ -91,13 +91,13 @@ class RequestFile:
         self._file.close()
 
     def mark_done(self, custom_id: str, request_id: str) -> None:
-        """Takes a request out of those left; RequestError if `request_id` is not what it has here."""
+        """Marks a request as done; RequestError if the request of that `request_id` was another."""
         assert self._index is not None, "left() was called"
         number = self._index.find(custom_id)
         if number is None:
             raise RequestError(f"custom_id {custom_id!r} is not in {self.path}")
         if request_id != f"batch_req_{self._fingerprints[number]:016x}":
-            raise RequestError(f"custom_id {custom_id!r} asks something else in {self.path}")
+            raise RequestError(f"custom_id {custom_id!r} is another request in {self.path}")
         if self._is_done[number]:
             raise RequestError(f"custom_id {custom_id!r} is answered twice")
         self._is_done[number] = True
@@ -131,13 +131,13 @@ class RequestFile:
             index.add(request.custom_id)
             self._offsets.append(offset)
             self._fingerprints.append(request.fingerprint)
-        twins = index.sort()
-        if twins is not None:
-            first, second = (self._offsets[number] for number in twins)
-            custom_id = self._read(twins[0]).custom_id
+        duplicates = index.sort()
+        if duplicates is not None:
+            first, second = (self._offsets[number] for number in duplicates)
+            custom_id = self._read(duplicates[0]).custom_id
             raise RequestError(
-                f"{self.path}, line {self._line_number(second)}: custom_id {custom_id!r:.60} is that of line "
-                f"{self._line_number(first)} too, expected another for each request"
+                f"{self.path}, line {self._line_number(second)}: custom_id {custom_id!r:.60} is also that of line "
+                f"{self._line_number(first)}, expected unique ids"
             )
         return index
 
@@ -174,8 +174,8 @@ class RequestFile:
 
 def _open(path: Path) -> BufferedReader:
     try:
-        if not path.is_file() and path.exists():  # asked before it is opened: that of a pipe would wait
-            raise RequestError(f"{path} is no file: it is read twice, which a pipe cannot be")
+        if not path.is_file() and path.exists():  # checked first: opening a pipe would block
+            raise RequestError(f"{path} is not a regular file: it is read twice, which a pipe does not allow")
         return path.open("rb")
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""The output of a batch: a line for each request that is done, and what a run that was cut short left of it."""
+"""The output of a batch: one line per request, also after a run that was interrupted."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tilewright.server.json_text import to_json
 from tilewright.types import RequestError
 
 SYNC_INTERVAL_S = 5.0
-# To Python's splitlines, which many read such files with, these end a line; JSON escapes the others that do.
+# Python's splitlines ends a line at these, and many read such files with it; JSON escapes the other line ends.
 _LINE_ENDS = "\x85\u2028\u2029"
-_BEGINNING = b'{"id":"batch_req_'  # of every line
+_BEGINNING = b'{"id":"batch_req_'  # of each line
 
 
 class Entry(NamedTuple):
-    """A line that was read back."""
+    """A line of the output."""
 
     line_number: int
     offset: int
-    is_damaged: bool = False  # by a power cut: the rest is unknown
+    is_damaged: bool = False  # by a power failure; the other fields are unknown
     custom_id: str = ""
     id: str = ""
     status: int = 0
-    model: str | None = None  # that answered
+    model: str | None = None  # that generated the answer
 
 
 def record(custom_id: str, id: str, request_id: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the output, as OpenAI has it."""
+    """A line of the output, in OpenAI's format."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": id, "custom_id": custom_id, "response": response, "error": None}
 
@@ -42,8 +42,8 @@ def record(custom_id: str, id: str, request_id: str, status: int, body: Mapping[
 class ResultFile:
     """Lines in a file that one process at a time appends to.
 
-    A process that is killed leaves what it wrote with the system, the last line torn at worst. A power cut may take, or
-    blank out, what came after the last sync. DraftInput the file back mends both.
+    A killed process leaves an incomplete last line at worst. A power failure may lose, or fill with zeros, what was
+    written after the last sync. `entries` and `remove` repair both when the batch is resumed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class ResultFile:
         os.close(self._descriptor)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Adds a line, whole or not at all; now and then waits until the disk has it."""
+        """Appends a line, completely or not at all; syncs every SYNC_INTERVAL_S."""
         text = to_json(line)
         for character in _LINE_ENDS:
             text = text.replace(character.encode(), f"\\u{ord(character):04x}".encode())
@@ -74,7 +74,7 @@ class ResultFile:
             self.sync()
 
     def sync(self) -> None:
-        """Waits until what was added would survive a power cut."""
+        """Waits until the lines are on disk."""
         try:
             os.fsync(self._descriptor)
         except OSError as error:
@@ -86,12 +86,12 @@ class ResultFile:
         self._size_bytes = 0
 
     def entries(self) -> Iterator[Entry]:
-        """What the file has, line by line; a torn last line is cut off. RequestError for a file that is not ours."""
+        """The lines of the file; an incomplete last one is truncated. RequestError if it is not a batch's output."""
         offset = 0
         with open(self._descriptor, "rb", closefd=False) as file:
             file.seek(0)
             for line_number, line in enumerate(file, 1):
-                if not line.endswith(b"\n") and _is_torn(line):
+                if not line.endswith(b"\n") and _is_incomplete(line):
                     os.ftruncate(self._descriptor, offset)
                     self._size_bytes = offset
                     return
@@ -99,7 +99,7 @@ class ResultFile:
                 offset += len(line)
 
     def remove(self, offsets: Sequence[int]) -> None:
-        """Takes out the lines that begin there, in ascending order; a copy without them replaces the file at once."""
+        """Removes the lines at these ascending offsets; a copy without them replaces the file atomically."""
         path = self.path.with_name(f".{self.path.name}.new")
         descriptor = _open_locked(path)
         removed = iter([*offsets, -1])
@@ -121,7 +121,7 @@ class ResultFile:
         self._descriptor, self._size_bytes = descriptor, os.fstat(descriptor).st_size
 
     def _entry(self, line_number: int, offset: int, line: bytes) -> Entry:
-        # JSON has no zero bytes; blocks that a power cut kept from the disk have nothing else.
+        # JSON has no zero bytes; blocks lost in a power failure read as zeros.
         if b"\0" in line and offset:
             return Entry(line_number, offset, is_damaged=True)
         try:
@@ -130,12 +130,12 @@ class ResultFile:
             model = body.get("model") if status == 200 else None
             return Entry(line_number, offset, False, str(fields["custom_id"]), str(fields["id"]), status, model)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            message = f"{self.path}, line {line_number}: it is no line of a batch's output; --restart begins anew"
+            message = f"{self.path}, line {line_number}: it is not a line of a batch's output; --restart starts over"
             raise RequestError(message) from error
 
 
 class Results:
-    """Where answers go, and failures too unless they have a file of their own."""
+    """The files for answers and failures, which may be one."""
 
     def __init__(self, answers: Path, failures: Path | None) -> None:
         self._answers = ResultFile(answers)
@@ -157,7 +157,7 @@ class Results:
         return list(dict.fromkeys([self._answers, self._failures]))
 
     def entries(self, *, drops_failed: bool) -> Iterator[tuple[Path, Entry]]:
-        """What an earlier run left. Damaged lines and, if so wished, failures are taken out of their files instead."""
+        """The lines of an earlier run. Damaged ones and, with `drops_failed`, failures are removed from the files."""
         for file in self._files:
             removed = array("q")
             for entry in file.entries():
@@ -181,14 +181,14 @@ class Results:
             file.clear()
 
 
-def _is_torn(line: bytes) -> bool:
-    """Whether it can be the beginning of one of our lines; another's file is better left alone."""
+def _is_incomplete(line: bytes) -> bool:
+    """Whether it can be the beginning of a batch's line; other files are not changed."""
     beginning = line.rstrip(b"\0")
     return beginning.startswith(_BEGINNING) or _BEGINNING.startswith(beginning)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Waits until the names in it would survive a power cut, where its file system can tell."""
+    """Waits until new file names in it are on disk, if its file system supports that."""
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.fsync(descriptor)
@@ -196,7 +196,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """A descriptor that appends to the file, which no other process has so opened."""
+    """A descriptor that appends to the file, locked against other batches."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -204,7 +204,7 @@ def _open_locked(path: Path) -> int:
             raise RequestError(f"{path} cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A file that another process replaced in the meantime is not the one at this path any more.
+            # Another process may have replaced the file at this path meanwhile.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except FileNotFoundError:

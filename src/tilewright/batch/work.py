@@ -1,4 +1,4 @@
-"""Requests to results: many under way at once, so that the engine never waits."""
+"""Answers the requests of a batch, many at once, so that the engine is never idle."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Tally:
-    """What has been done."""
+class Totals:
+    """Counts of a batch so far."""
 
     num_answered: int = 0
     num_failed: int = 0
@@ -35,18 +35,23 @@ class Tally:
 
 
 class BatchWorkers:
-    """Answers requests and hands on each line of the output as it is ready."""
+    """Answers requests, and delivers each line of the output as it is ready."""
 
     def __init__(
-        self, backend: Backend, model: ModelInfo, gate: Gate, deliver: Callable[[Mapping[str, Any]], None], tally: Tally
+        self,
+        backend: Backend,
+        model: ModelInfo,
+        gate: Gate,
+        deliver: Callable[[Mapping[str, Any]], None],
+        totals: Totals,
     ) -> None:
         self._backend = backend
-        self._context = Context(model, gate, History(max_size_bytes=0))  # nobody goes on from one of these later
+        self._context = Context(model, gate, History(max_size_bytes=0))  # no previous_response_id in a batch
         self._deliver = deliver
-        self._tally = tally
+        self._totals = totals
 
     async def work(self, requests: Iterator[Request], concurrency: int) -> None:
-        """Ends when all are done. When it is cancelled, or cannot go on, what is under way is dropped."""
+        """Returns when all requests are done. When it is cancelled or fails, those under way are aborted."""
         workers = [asyncio.create_task(self._work(requests)) for _ in range(concurrency)]
         try:
             await asyncio.gather(*workers)
@@ -60,10 +65,10 @@ class BatchWorkers:
             status, body = await self._answer(request)
             self._deliver(record(request.custom_id, request.id, f"req_{uuid.uuid4().hex}", status, body))
             if status == 200:
-                self._tally.num_answered += 1
+                self._totals.num_answered += 1
             else:
-                self._tally.num_failed += 1
-            await asyncio.sleep(0)  # requests that fail at once must not keep all others waiting
+                self._totals.num_failed += 1
+            await asyncio.sleep(0)  # requests that fail at once must not block all others
 
     async def _answer(self, request: Request) -> tuple[int, Mapping[str, Any]]:
         try:
@@ -83,14 +88,14 @@ class BatchWorkers:
         try:
             while num_left:
                 prompt_index, event = await answer.next()
-                assert isinstance(event, Started | AnswerDelta | Ended), "nobody tells it of clients"
+                assert isinstance(event, Started | AnswerDelta | Ended), "there is no client"
                 for _ in writer.add(prompt_index, event):
                     pass
                 if isinstance(event, Ended):
                     num_left -= 1
-                    self._tally.num_prompt_tokens += event.num_prompt_tokens
-                    self._tally.num_output_tokens += event.num_output_tokens
+                    self._totals.num_prompt_tokens += event.num_prompt_tokens
+                    self._totals.num_output_tokens += event.num_output_tokens
         finally:
             answer.abort()
-        # All are submitted together: how long one took says nothing, and would make equal answers differ.
+        # All requests run together: timings mean little, and would make equal answers differ.
         return {name: value for name, value in writer.result().items() if name != "timings"}

@@ -1,1 +1,1 @@
-"""Measurements: every kernel beside torch, and whole models beside what the machine allows."""
+"""Benchmarks: kernels against torch, and models and servers against the machine's limits."""

@@ -1,4 +1,4 @@
-"""What all benchmarks take, say of themselves and check before minutes of measuring. Imports no torch."""
+"""Flags and checks that all benchmarks share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def size(text: str) -> tuple[int, int]:
 
 
 def can_plot() -> bool:
-    """Whether there is matplotlib; says so where there is not."""
+    """Whether matplotlib is installed; prints how to install it if not."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -28,7 +28,7 @@ def can_plot() -> bool:
 
 
 def load_average() -> float:
-    """Runnable threads in the last minute; warns where they leave too little of the machine."""
+    """The load average of the last minute; warns if other processes use too much of the machine."""
     load = os.getloadavg()[0]
     if load > 0.5 * (os.cpu_count() or 1):
         print(

@@ -1,4 +1,4 @@
-"""Rounds of a model's benchmark as a table, as JSON and as a picture."""
+"""The rounds of a model's benchmark as a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilewright.bench.rounds import Round
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, dict[str, object]]:
-    """Median, least and most of each amount over the rounds."""
+    """Median, minimum and maximum of each value over the rounds."""
     found: dict[str, dict[str, object]] = {}
     for name, amount in rounds[0].amounts.items():
         values = [one.amounts[name].value for one in rounds]
@@ -31,7 +31,7 @@ def limits(rounds: Sequence[Round]) -> Probe:
 
 
 def as_table(rounds: Sequence[Round]) -> str:
-    """The amounts for people to read, and how fast the machine was meanwhile."""
+    """The values as a table, with the machine's speed during the rounds."""
     lines = [("", "median", "min", "max", "unit")]
     for name, entry in summary(rounds).items():
         numbers = (f"{entry[key]:.4g}" for key in ("median", "min", "max"))
@@ -50,7 +50,7 @@ def as_table(rounds: Sequence[Round]) -> str:
 
 
 def write_json(path: Path, rounds: Sequence[Round], about: dict[str, object]) -> None:
-    """What was measured beside what the machine is and what it reached."""
+    """The measurements, the machine and its limits."""
     document = {
         "figures": summary(rounds),
         "limits": asdict(limits(rounds)),
@@ -60,8 +60,8 @@ def write_json(path: Path, rounds: Sequence[Round], about: dict[str, object]) ->
 
 
 def write_plot(path: Path, rounds: Sequence[Round], title: str) -> None:
-    """A panel for each amount: its rounds as dots, their median as a line."""
-    from matplotlib.figure import Figure  # only here: a benchmark without a picture does not need it
+    """A panel for each value: its rounds as dots, their median as a line."""
+    from matplotlib.figure import Figure  # imported here: only plots need it
 
     entries = summary(rounds)
     figure = Figure(figsize=(3.4 * len(entries), 3.6), layout="constrained")

@@ -11,86 +11,21 @@ import contextlib
 import re
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from time import monotonic
-from urllib.parse import urlsplit
 
-from tilewright.types import RequestError
+from tilewright.bench.chunk_decoder import ChunkDecoder
+from tilewright.bench.http_errors import ConnectError, ConnectionLost, MalformedAnswer
+from tilewright.bench.server_url import Server
 
 READ_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 16
-MAX_LINE_BYTES = 1 << 12  # the line with a chunk's size
-# Under what servers grant a connection that waits (uvicorn and node: 5 s): one that is just being closed is not used.
+# Below the idle timeout of servers (uvicorn and node: 5 s), so that no connection is reused while it is closed.
 MAX_IDLE_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
 
 
-class HttpError(Exception):
-    """No whole answer came; `kind` says why in a word."""
-
-    kind = "error"
-
-
-class ConnectError(HttpError):
-    """Nobody answered, or TLS could not be agreed upon."""
-
-    kind = "connect"
-
-
-class ConnectionLost(HttpError):
-    """The server closed the connection before its answer was complete."""
-
-    kind = "closed"
-
-
-class MalformedAnswer(HttpError):
-    """The answer is not HTTP/1.1."""
-
-    kind = "malformed"
-
-
-@dataclass(frozen=True)
-class Server:
-    """Where a server is: http://HOST:PORT, or https; a path in front of /v1 is kept, /v1 itself may be left out."""
-
-    host: str
-    port: int
-    path: str
-    is_tls: bool
-
-    @classmethod
-    def parse(cls, url: str) -> Server:
-        """The Server a URL names; a RequestError otherwise."""
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError as error:
-            raise RequestError(f"the URL is {url!r}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise RequestError(f"the URL is {url!r}, expected such as http://127.0.0.1:8000")
-        if parts.username is not None:
-            raise RequestError("the URL has a user name in it, expected none: --api-key is for secrets")
-        is_tls = parts.scheme == "https"
-        path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-        return cls(parts.hostname, port or (443 if is_tls else 80), path, is_tls)
-
-    @property
-    def address(self) -> str:
-        """host:port, an IPv6 address in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def authority(self) -> str:
-        """The address as a URL has it: without the port where that goes without saying."""
-        return self.address.removesuffix(":443" if self.is_tls else ":80")
-
-    @property
-    def url(self) -> str:
-        return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.path}"
-
-
 class Client:
-    """Connections to one server, used again while they are fresh."""
+    """Connections to one server, reused while they are fresh."""
 
     def __init__(self, server: Server, headers: Mapping[str, str] | None = None) -> None:
         self.server = server
@@ -100,7 +35,7 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def request(self, method: str, path: str, body: bytes | None = None) -> AsyncIterator[Response]:
-        """The answer, whose body is still to be read. HttpError if none comes."""
+        """The response, whose body is not read yet. HttpError if none comes."""
         connection = self._take_idle() or await self._connect()
         try:
             response = await connection.send(self._head(method, path, body), body or b"")
@@ -132,7 +67,7 @@ class Client:
             return _Connection(*await asyncio.wait_for(opening, CONNECT_TIMEOUT_S))
         except (asyncio.TimeoutError, TimeoutError):
             raise ConnectError(f"{server.address} did not answer within {CONNECT_TIMEOUT_S:.0f} s") from None
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             raise ConnectError(f"{server.address} cannot be reached: {error}") from None
 
     def _head(self, method: str, path: str, body: bytes | None) -> bytes:
@@ -152,7 +87,7 @@ class _Connection:
         self._writer.close()
 
     async def send(self, head: bytes, body: bytes) -> Response:
-        # A server that refuses early answers, and closes, before it has read the whole body.
+        # A server may refuse, and close, before it has read the whole body.
         with contextlib.suppress(OSError):
             self._writer.write(head + body if len(body) < READ_BYTES else head)
             if len(body) >= READ_BYTES:
@@ -160,7 +95,7 @@ class _Connection:
             await self._writer.drain()
         while True:
             response = _parse_head(await self._read_head(), self.reader)
-            if response.status >= 200:  # before it there may be others, such as 100 Continue
+            if response.status >= 200:  # 1xx responses, such as 100 Continue, come before it
                 return response
 
     async def _read_head(self) -> bytes:
@@ -190,7 +125,7 @@ def _parse_head(head: bytes, reader: asyncio.StreamReader) -> Response:
 
 
 class Response:
-    """Status and headers (names in lower case) of an answer, and its body as it comes."""
+    """Status and headers (lower-case names) of a response, and its body as it arrives."""
 
     def __init__(
         self, status: int, reason: str, headers: dict[str, str], reader: asyncio.StreamReader, *, is_1_0: bool
@@ -209,7 +144,7 @@ class Response:
         return self._is_complete and self._keeps_alive
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body, piece by piece as it arrives. ConnectionLost if it ends before its length says so."""
+        """The body, piece by piece as it arrives. ConnectionLost if it is shorter than its length."""
         if "chunked" in self.headers.get("transfer-encoding", "").lower():
             chunks = ChunkDecoder()
             while not chunks.is_complete:
@@ -232,7 +167,7 @@ class Response:
         self._is_complete = True
 
     async def read(self, max_bytes: int) -> bytes:
-        """The body, cut after about `max_bytes`."""
+        """The body, truncated after about `max_bytes`."""
         body = b""
         async for piece in self.pieces():
             body += piece
@@ -254,50 +189,3 @@ class Response:
         if not data and expected:
             raise ConnectionLost(f"the connection was closed within the answer, expected {expected}")
         return data
-
-
-class ChunkDecoder:
-    """The body out of chunks that come in pieces cut anywhere."""
-
-    def __init__(self) -> None:
-        self.is_complete = False
-        self.rest = b""  # what is not decoded yet
-        self._missing = 0  # bytes of the chunk at hand
-        self._is_line_end_due = False  # the one after a chunk
-        self._is_in_trailer = False
-
-    def feed(self, data: bytes) -> bytes:
-        data, at, parts = self.rest + data, 0, []
-        while not self.is_complete:
-            if self._missing:
-                part = data[at : at + self._missing]
-                if not part:
-                    break
-                parts.append(part)
-                at += len(part)
-                self._missing -= len(part)
-                self._is_line_end_due = not self._missing
-                continue
-            end = data.find(b"\n", at)
-            if end < 0:
-                if len(data) - at > MAX_LINE_BYTES:
-                    raise MalformedAnswer(f"the line with a chunk's size is over {MAX_LINE_BYTES} bytes")
-                break
-            self._take_line(data[at:end].rstrip(b"\r"))
-            at = end + 1
-        self.rest = data[at:]
-        return b"".join(parts)
-
-    def _take_line(self, line: bytes) -> None:
-        if self._is_line_end_due:
-            if line:
-                raise MalformedAnswer("a chunk is longer than its size says")
-            self._is_line_end_due = False
-        elif self._is_in_trailer:
-            self.is_complete = not line
-        else:
-            size = re.match(rb"[0-9a-fA-F]{1,15}(?=[ \t;]|$)", line)
-            if not size:
-                raise MalformedAnswer(f"the size of a chunk is {line[:40]!r}")
-            self._missing = int(size[0], 16)
-            self._is_in_trailer = not self._missing

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.engine_flags import positive
 
-if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help answers at once
+if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
     from tilewright.bench.report import MachineLimits, Result
     from tilewright.bench.row import Row
 
@@ -37,7 +37,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status: 0, 1 where a check failed, 2 where the request cannot be met."""
+    """The exit status: 0, 1 if a check failed, 2 if no row matches or a flag cannot be used."""
     from tilewright.bench import common
 
     if options.plot and not common.can_plot():

@@ -1,4 +1,4 @@
-"""`tilewright bench decode|prefill|picture|batch`: a whole model, beside what the machine allows at that moment."""
+"""`tilewright bench decode|prefill|picture|batch`: a whole model against the machine's current limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tilewright import engine_flags
 from tilewright.bench import common
 
-if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help answers at once
+if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
     from tilewright.bench.rounds import Round
     from tilewright.engine.engine import Engine
 

@@ -1,4 +1,4 @@
-"""How fast the machine is at this moment: short enough to take between measurements, which drift with it."""
+"""The machine's current speed, measured briefly between the rounds of a benchmark: it drifts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tilewright.bench.torch_dtype import dtype_name, fastest_dtype
 
 GEMM_SHAPE = (2048, 4096, 4096)  # rows, inputs, outputs: 69 GFLOP, 80 MB, over any cache but far from memory-bound
 NUM_GEMMS = 4
-MAX_GEMM_S = 1.0  # in all: a slow machine takes seconds for one, and one tells enough
+MAX_GEMM_S = 1.0  # in all: on a slow machine one product takes seconds, and is enough
 SECONDS = 0.5  # of the kernels that read and that multiply, beside the matrix products
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The best of several short passes, and the median of those that read, for how steady they are."""
+    """The best of several short passes, and the median of the reading ones, to show how steady they are."""
 
     read_gb_s: float
     read_gb_s_median: float
-    gemm_tflops: float  # torch's matrix product, in the type that it multiplies fastest here
+    gemm_tflops: float  # torch's matrix product, in its fastest dtype on this machine
     peak_tflops: float  # bf16 multiply-adds with everything in registers
-    gemm_dtype: str  # that type
+    gemm_dtype: str  # that dtype
 
 
 def probe() -> Probe:
@@ -39,7 +39,7 @@ def probe() -> Probe:
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     times_s: list[float] = []
     with torch.inference_mode():
-        while len(times_s) <= NUM_GEMMS and sum(times_s) < MAX_GEMM_S:  # the first one makes oneDNN's kernel
+        while len(times_s) <= NUM_GEMMS and sum(times_s) < MAX_GEMM_S:  # the first one compiles oneDNN's kernel
             begin = perf_counter()
             torch.nn.functional.linear(x, weight)
             times_s.append(perf_counter() - begin)
@@ -48,7 +48,7 @@ def probe() -> Probe:
 
 
 def between(before: Probe, after: Probe) -> Probe:
-    """The machine while something ran between two probes: their mean."""
+    """The mean of two probes, for what ran between them."""
     return _combined([before, after], statistics.mean)
 
 
@@ -58,6 +58,6 @@ def median(probes: Sequence[Probe]) -> Probe:
 
 
 def _combined(probes: Sequence[Probe], combine: Callable[[list[float]], float]) -> Probe:
-    names = [field.name for field in fields(Probe) if field.name != "gemm_dtype"]  # which is one for a process
+    names = [field.name for field in fields(Probe) if field.name != "gemm_dtype"]  # the same in all probes of a process
     figures = {name: combine([getattr(probe, name) for probe in probes]) for name in names}
     return Probe(**figures, gemm_dtype=probes[0].gemm_dtype)

@@ -1,4 +1,4 @@
-"""What was measured, as a table, as JSON and as a picture."""
+"""Results of the kernel benchmark as a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # timing knows torch, which tables do not need
+if TYPE_CHECKING:  # timing imports torch, which tables do not need
     from tilewright.bench.timing import Times
 
 FAILED = "FAILED CHECK"
@@ -17,19 +17,19 @@ FAILED = "FAILED CHECK"
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The machine at its best, as measured in the same run."""
+    """The machine's limits, measured in the same run."""
 
     read_gb_s: float
     bf16_tflops: float
 
     def seconds(self, bytes_moved: int, flops: int) -> float:
-        """The least time any kernel could take here."""
+        """The minimum time of any kernel on this machine."""
         return max(bytes_moved / (self.read_gb_s * 1e9), flops / (self.bf16_tflops * 1e12))
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row measured."""
+    """The measurement of one row."""
 
     name: str
     shape: str
@@ -37,21 +37,21 @@ class Result:
     bytes_moved: int
     flops: int
     limit_s: float
-    times: Times | None  # none where the check failed
+    times: Times | None  # None: the check failed
 
     @property
     def speedup(self) -> float:
-        """How many times torch's time is as long as ours."""
+        """torch's time divided by ours."""
         return self.times.torch_s / self.times.ours_s if self.times else math.nan
 
     @property
     def of_limit(self) -> float:
-        """The share of the machine's limit that ours reaches."""
+        """The share of the machine's limit that our kernel reaches."""
         return self.limit_s / self.times.ours_s if self.times else math.nan
 
 
 @dataclass(frozen=True)
-class Mean:
+class GroupMean:
     """Geometric means over a group of rows."""
 
     group: str
@@ -60,14 +60,14 @@ class Mean:
     of_limit: float
 
 
-def means(results: Sequence[Result]) -> list[Mean]:
+def means(results: Sequence[Result]) -> list[GroupMean]:
     """The means of each group, in the order the groups came; a row that failed its check is left out."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         if result.group and result.times:
             groups.setdefault(result.group, []).append(result)
     return [
-        Mean(
+        GroupMean(
             group,
             len(rows),
             math.exp(sum(math.log(r.speedup) for r in rows) / len(rows)),
@@ -115,7 +115,7 @@ def _cells(result: Result) -> tuple[str, ...]:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """The lines with cells in columns; those of `left` begin together, the others end together."""
+    """The lines with aligned columns: those in `left` to the left, the others to the right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return [
         "  ".join(
@@ -142,7 +142,7 @@ def _number(value: float) -> float | None:
 
 def write_plot(path: Path, results: Sequence[Result], limits: MachineLimits) -> None:
     """A roofline: speed over arithmetic intensity, ours and torch's, under what the machine allows."""
-    from matplotlib.figure import Figure  # only here: a benchmark without a picture does not need it
+    from matplotlib.figure import Figure  # imported here: only plots need it
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     axes = figure.add_subplot()

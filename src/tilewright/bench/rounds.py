@@ -1,4 +1,4 @@
-"""The four measurements of a model, each a call per round that asks for something never asked before."""
+"""The four benchmarks of a model; every round has new prompts, so that no cache helps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tilewright.types import Completion, RequestError
 
 
 @dataclass(frozen=True)
-class Amount:
+class Measurement:
     """A number with its unit. Where it is a rate the machine has a limit for, `limited_by` names that in Probe."""
 
     value: float
@@ -27,26 +27,26 @@ class Amount:
     limited_by: str = ""
 
 
-Amounts = dict[str, Amount]
+Amounts = dict[str, Measurement]
 Measure = Callable[[int], Amounts]
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round gave, and how fast the machine was meanwhile."""
+    """The measurements of one round, and the machine's speed during it."""
 
     amounts: Amounts
     probe: Probe
 
     @classmethod
     def of(cls, amounts: Amounts, probe: Probe) -> Round:
-        """With the share of the machine's limit beside every rate that has one."""
+        """The measurements, with the share of the machine's limit for each rate that has one."""
         with_shares: Amounts = {}
         for name, amount in amounts.items():
             with_shares[name] = amount
             if amount.limited_by:
                 share = amount.value / getattr(probe, amount.limited_by)
-                with_shares[f"{name}, of {amount.limited_by}"] = Amount(100 * share, "%")
+                with_shares[f"{name}, of {amount.limited_by}"] = Measurement(100 * share, "%")
         return cls(with_shares, probe)
 
 
@@ -101,17 +101,17 @@ def decode(engine: Engine, options: argparse.Namespace) -> Measure:
         (answer,) = prompts.answers([prompts.ids(options.prompt_tokens, number)], options.new_tokens)
         seconds = answer.timings.total_s - answer.timings.first_token_s
         return {
-            "decode": Amount(num_steps / seconds, "tokens/s"),
-            "read": Amount(num_steps * bytes_per_step / seconds / 1e9, "GB/s", "read_gb_s"),
-            "read per token": Amount(bytes_per_step / 1e9, "GB"),
-            "first token": Amount(answer.timings.first_token_s, "s"),
+            "decode": Measurement(num_steps / seconds, "tokens/s"),
+            "read": Measurement(num_steps * bytes_per_step / seconds / 1e9, "GB/s", "read_gb_s"),
+            "read per token": Measurement(bytes_per_step / 1e9, "GB"),
+            "first token": Measurement(answer.timings.first_token_s, "s"),
         }
 
     return measure
 
 
 def prefill(engine: Engine, options: argparse.Namespace) -> Measure:
-    """Tokens per second up to the first token. The share counts the linears alone, as the probe is one."""
+    """Tokens per second up to the first token. The share counts linear layers only, as the probe does."""
     prompts, costs_of_model = Prompts(engine), costs(engine)
     num_tokens = options.prompt_tokens
     linear_flops = costs_of_model.prefill_flops(num_tokens)
@@ -121,9 +121,9 @@ def prefill(engine: Engine, options: argparse.Namespace) -> Measure:
         (answer,) = prompts.answers([prompts.ids(num_tokens, number)], 1)
         seconds = answer.timings.first_token_s
         return {
-            "prefill": Amount(num_tokens / seconds, "tokens/s"),
-            "linears": Amount(linear_flops / seconds / 1e12, "TFLOP/s", "gemm_tflops"),
-            "with attention": Amount(all_flops / seconds / 1e12, "TFLOP/s"),
+            "prefill": Measurement(num_tokens / seconds, "tokens/s"),
+            "linears": Measurement(linear_flops / seconds / 1e12, "TFLOP/s", "gemm_tflops"),
+            "with attention": Measurement(all_flops / seconds / 1e12, "TFLOP/s"),
         }
 
     return measure
@@ -132,7 +132,7 @@ def prefill(engine: Engine, options: argparse.Namespace) -> Measure:
 def picture(engine: Engine, options: argparse.Namespace) -> Measure:
     """Seconds to the first token. Preprocessing and vision are timed alone, on another picture; prefill is the rest."""
     prompts = Prompts(engine)
-    prompts.ids_with_picture(1, 0)  # says at once where the model takes none
+    prompts.ids_with_picture(1, 0)  # fails at once if the model takes no pictures
     loaded, count = engine.loaded, options.prompt_tokens
 
     @torch.inference_mode()
@@ -150,11 +150,11 @@ def picture(engine: Engine, options: argparse.Namespace) -> Measure:
         first_token_s = answer.timings.first_token_s
         preprocess_s, vision_s = parts(number)
         return {
-            "first token": Amount(first_token_s, "s"),
-            "preprocess": Amount(preprocess_s, "s"),
-            "vision": Amount(vision_s, "s"),
-            "prefill": Amount(first_token_s - preprocess_s - vision_s, "s"),
-            "prompt": Amount(answer.num_prompt_tokens, "tokens"),
+            "first token": Measurement(first_token_s, "s"),
+            "preprocess": Measurement(preprocess_s, "s"),
+            "vision": Measurement(vision_s, "s"),
+            "prefill": Measurement(first_token_s - preprocess_s - vision_s, "s"),
+            "prompt": Measurement(answer.num_prompt_tokens, "tokens"),
         }
 
     return measure
@@ -179,11 +179,11 @@ def batch(engine: Engine, options: argparse.Namespace) -> Measure:
             answers = prompts.answers(ids, options.new_tokens, images)
             times_s.append(perf_counter() - begin)
         return {
-            "all answers": Amount(times_s[0], "s"),
-            "tokens": Amount(num_tokens / times_s[0], "tokens/s"),
-            "again": Amount(times_s[1], "s"),
-            "again, tokens": Amount(num_tokens / times_s[1], "tokens/s"),
-            "again, cached": Amount(sum(answer.num_cached_tokens for answer in answers), "tokens"),
+            "all answers": Measurement(times_s[0], "s"),
+            "tokens": Measurement(num_tokens / times_s[0], "tokens/s"),
+            "again": Measurement(times_s[1], "s"),
+            "again, tokens": Measurement(num_tokens / times_s[1], "tokens/s"),
+            "again, cached": Measurement(sum(answer.num_cached_tokens for answer in answers), "tokens"),
         }
 
     return measure

@@ -1,4 +1,4 @@
-"""What is measured: one kernel at one shape, beside torch's way to the same result."""
+"""A row of the kernel benchmark: one kernel at one shape, and torch's op with the same result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A buffer that is used again and again sits in cache, where a layer's weights never are. Calls rotate among copies of
-# this many bytes in all: five times the largest cache we have met.
+# A buffer that is reused stays in the cache, unlike the weights of a layer. Calls rotate among copies of this many
+# bytes in all: five times the largest cache we have seen.
 ROTATION_BYTES = 3 << 29
 
 Call = Callable[[int], object]  # given the number of the call, so that it can rotate among buffers
@@ -15,7 +15,7 @@ Call = Callable[[int], object]  # given the number of the call, so that it can r
 
 @dataclass(frozen=True)
 class Calls:
-    """The two ways, and whether ours gives what the torch backend gives."""
+    """Our call and torch's, and whether ours agrees with the torch backend."""
 
     ours: Call
     torch: Call
@@ -40,7 +40,7 @@ def rotation(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def num_copies(*tensors: Tensor) -> int:
-    """How many a rotation of the tensors has."""
+    """The number of copies in a rotation of the tensors."""
     size_bytes = sum(t.numel() * t.element_size() for t in tensors)
     return max(2, -(-ROTATION_BYTES // size_bytes))
 

@@ -1,4 +1,4 @@
-"""Two calls timed in turns, so that whatever else the machine does meanwhile hits both."""
+"""Times two calls in turns, so that other load on the machine affects both."""
 
 import statistics
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from time import perf_counter
 
 from tilewright.bench.row import Call, Calls
 
-# Calls shorter than this are timed several at once: the clock and the loop cost a microsecond.
+# Shorter calls are timed in groups: the clock and the loop cost a microsecond.
 MIN_SAMPLE_S = 5e-4
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per call: the medians over the rounds, and the least, which shows how much the medians suffered."""
+    """Seconds per call: the medians over the rounds, and the minima, which show how noisy the medians are."""
 
     ours_s: float
     torch_s: float
@@ -21,7 +21,7 @@ class Times:
 
 
 class _Timer:
-    """One of the two calls with its place in its rotation."""
+    """One of the two calls, with its position in the rotation."""
 
     def __init__(self, call: Call):
         self.call = call

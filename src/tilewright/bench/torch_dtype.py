@@ -1,7 +1,7 @@
-"""The type in which torch multiplies fastest on this machine, which is the one to be compared with.
+"""The dtype in which torch multiplies fastest on this machine, which our kernels are compared with.
 
 Without bf16 in hardware torch may multiply it a hundred times slower than fp32 (0.3 GFLOP/s on a Neoverse-N1): a
-benchmark of it would take hours and tell nothing. Imports nothing of ours: workers of other environments run it too.
+benchmark of it would take hours and mean nothing. Imports nothing of ours: workers of other environments run it too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 # Rows, inputs, outputs of what is timed. Torch has code of its own for a single row, which waits for memory: its matrix
 # is larger than a core's caches. At 0.3 GFLOP/s a product takes a quarter of a second.
 MATRIX, VECTOR = (128, 512, 512), (1, 4096, 4096)
-MIN_TURNS, MAX_TURNS = 2, 50  # the first makes oneDNN's kernel
+MIN_TURNS, MAX_TURNS = 2, 50  # the first compiles oneDNN's kernel
 ENOUGH_S = 0.3  # of both types together
 
 
@@ -28,7 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def by_product() -> dict[str, str]:
-    """The names of the types for the kinds of products that are told apart."""
+    """The dtype's name for each kind of product."""
     return {"matrix": dtype_name(_timed(MATRIX)), "vector": dtype_name(_timed(VECTOR))}
 
 
@@ -41,7 +41,7 @@ def _timed(shape: tuple[int, int, int]) -> torch.dtype:
     for turn in range(MAX_TURNS):
         if turn >= MIN_TURNS and sum(map(sum, times_s.values())) > ENOUGH_S:
             break
-        for dtype, pair in operands.items():  # in turns, so that a busy neighbour hits both
+        for dtype, pair in operands.items():  # in turns, so that other load affects both
             times_s[dtype].append(_product_s(*pair))
     return min(times_s, key=lambda dtype: min(times_s[dtype]))
 

@@ -1,4 +1,4 @@
-"""How many requests may be under way at once."""
+"""Admission: how many answers may be computed or wait in the queue."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from tilewright.server.errors import ApiError
 from tilewright.server.metrics import Metrics
 
-MAX_WAIT_S = 120  # OpenAI's client does not try again when it is told to wait longer
-_SMOOTHING = 0.2  # of the newest request in the mean of how long they take
+MAX_WAIT_S = 120  # OpenAI's client does not retry after a longer Retry-After
+_SMOOTHING = 0.2  # weight of the newest request in the mean duration
 
 
 class Slot:
-    """The room that a request takes; given back once, however often it is asked to."""
+    """The place of an admitted request; `release` may be called more than once."""
 
     def __init__(self, admission: Admission, num_answers: int) -> None:
         self._admission: Admission | None = admission
@@ -27,7 +27,7 @@ class Slot:
 
 
 class Admission:
-    """Counts answers under way; sends away who comes when as many as may wait do."""
+    """Counts answers under way, and refuses requests when the queue is full."""
 
     def __init__(self, max_queue: int, metrics: Metrics) -> None:
         self._max_queue = max_queue
@@ -36,7 +36,7 @@ class Admission:
         self.num_answers = 0
 
     def enter(self, num_answers: int, max_sequences: int) -> Slot:
-        """A Slot for so many answers, where the engine computes max_sequences together; 429 if there is no room."""
+        """A Slot for `num_answers`; 429 if the engine computes max_sequences already and the queue is full."""
         limit = max_sequences + self._max_queue
         if num_answers > limit:
             raise ApiError(400, f"the request wants {num_answers} answers, this server takes at most {limit} at once")

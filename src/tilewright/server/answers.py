@@ -1,4 +1,4 @@
-"""An answer on its way to a client: the engine's events and the client's own, in one queue."""
+"""The events of an answer: those of the engine and of the connection, in one queue."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from tilewright.server.link.backend import Abort, AnswerDelta, Backend, Ended, E
 
 
 @dataclass(frozen=True)
-class Gone:
+class ClientLeft:
     """The client has left."""
 
 
 @dataclass(frozen=True)
 class TimedOut:
-    """The request has taken longer than it may."""
+    """The request has reached its timeout."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The server ends, and waits no longer for what it is answering."""
+class ShuttingDown:
+    """The server shuts down, and its drain timeout is over."""
 
 
 @dataclass(frozen=True)
-class Quiet:
-    """Nothing has come for a while; a proxy in between may think the connection dead."""
+class KeepAliveDue:
+    """Nothing was sent for a while; a proxy in between may close the connection."""
 
 
-AnswerEvent = Started | AnswerDelta | Ended | Gone | TimedOut | Cut | Quiet
+AnswerEvent = Started | AnswerDelta | Ended | ClientLeft | TimedOut | ShuttingDown | KeepAliveDue
 
 
 class Answer:
-    """What happens to the prompts of one request, in order; for one reader, who aborts it when done."""
+    """The events of all prompts of one request, in order. Its one reader calls `abort` at the end."""
 
     def __init__(self, backend: Backend, requests: Sequence[EngineRequest]) -> None:
-        self._events: asyncio.Queue[tuple[int, Event | AnswerEvent]] = asyncio.Queue()  # bounded by what is answered
+        self._events: asyncio.Queue[tuple[int, Event | AnswerEvent]] = asyncio.Queue()  # as long as the answer at most
         self._aborts: list[Abort] = []
         self.num_prompts = len(requests)
         try:
@@ -47,12 +47,12 @@ class Answer:
             self.abort()
             raise
 
-    def tell(self, happening: Gone | TimedOut | Cut | Quiet) -> None:
-        """Adds what did not come from the engine."""
-        self._put(0, happening)
+    def notify(self, event: ClientLeft | TimedOut | ShuttingDown | KeepAliveDue) -> None:
+        """Adds an event that is not the engine's."""
+        self._put(0, event)
 
     async def next(self) -> tuple[int, AnswerEvent]:
-        """The number of a prompt and what happened to it; raises what went wrong."""
+        """The index of a prompt and its next event; raises the error of a Failed one."""
         prompt_index, event = await self._events.get()
         if isinstance(event, Failed):
             raise event.error()

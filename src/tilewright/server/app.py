@@ -1,165 +1,41 @@
-"""The application: which address does what."""
+"""The HTTP application: its routes and error handlers."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from tilewright import __version__
-from tilewright.server.admission import Admission
-from tilewright.server.answers import Answer, Cut
-from tilewright.server.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
-from tilewright.server.endpoints import ENDPOINTS, Context, PreparedRequest
+from tilewright.server.bodies import ChatBody, CompletionBody, ResponsesBody
+from tilewright.server.bounded_body import BodyError
 from tilewright.server.errors import ApiError, as_api_error, validation_error
-from tilewright.server.guard import BodyError, Guard
+from tilewright.server.guard import Guard
+from tilewright.server.handler import ApiHandler
+from tilewright.server.json_body import JsonRoute
 from tilewright.server.json_text import JsonResponse
-from tilewright.server.link.backend import Backend, EngineFailure, EngineUnavailable, ModelInfo
-from tilewright.server.media.gate import MediaGate
-from tilewright.server.memory_budget import MemoryReservation
-from tilewright.server.metrics import Metrics
+from tilewright.server.link.backend import EngineFailure, EngineUnavailable
 from tilewright.server.page_files import page_response
-from tilewright.server.request_log import RequestLog
-from tilewright.server.respond import AnswerResponse, cut_off, disconnected, too_slow
-from tilewright.server.responses import History
-from tilewright.server.settings import ServerSettings
 from tilewright.types import RequestError
 
-# A step of this long is a hang, not a long prompt: the largest take seconds.
-MAX_STEP_S = 300.0
-MAX_LOGGED = 10_000  # characters of a body, where bodies are logged: pictures are longer
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {
         "description": description,
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
     }
     for status, description in {
-        400: "The request cannot be served as asked",
+        400: "The request is invalid or not supported",
         401: "The API key is missing or wrong",
-        404: "There is no such model",
+        404: "The model does not exist",
         413: "The body is too large",
-        429: "Too many requests wait already",
-        503: "The engine is being started",
-        504: "The answer took too long",
+        429: "The queue is full",
+        503: "The engine is starting",
+        504: "The answer took longer than the timeout",
     }.items()
 }
-
-
-class ApiHandler:
-    """Takes requests in: from a checked body to a response that is being written."""
-
-    def __init__(self, settings: ServerSettings, backend: Backend) -> None:
-        self.settings = settings
-        self.backend = backend
-        self.metrics = metrics = Metrics()
-        self.gate = MediaGate(settings.media)
-        self._admission = Admission(settings.max_queue, metrics)
-        self._history = History()
-        self._answers: set[Answer] = set()  # that are being written
-        self._is_cut = asyncio.Event()
-        self.started_s = int(time.time())
-
-    @property
-    def model(self) -> ModelInfo:
-        model = self.backend.model
-        return replace(model, name=self.settings.served_name or model.name)
-
-    def check_model(self, name: str | None) -> ModelInfo:
-        """The model, if `name` means it."""
-        model = self.model
-        if name and not model.is_meant_by(name) and name != self.backend.model.name:
-            message = f"there is no model {name[:200]!r} here, only {model.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return model
-
-    async def answer(self, body: GenerationBody, request: Request) -> Response:
-        """The response to a request at one of the ENDPOINTS, which is being computed from here on."""
-        model = self.check_model(body.model)
-        log: RequestLog = request.state.log
-        self._log_content(body, log)
-        log.fields["stream"] = body.stream
-        began_s = asyncio.get_running_loop().time()
-        slot = self._admission.enter(body.num_answers, model.max_sequences)
-        try:
-            requests, writer = await self._prepare(body, model, request)
-            answer = Answer(self.backend, requests)
-            self._answers.add(answer)
-
-            def leave() -> None:
-                self._answers.discard(answer)
-                slot.release()
-
-            return AnswerResponse(
-                answer,
-                writer,
-                log,
-                is_stream=body.stream,
-                timeout_s=self.settings.request_timeout_s,
-                began_s=began_s,
-                on_close=leave,
-            )
-        except BaseException:
-            slot.release()
-            raise
-
-    def cut(self) -> None:
-        """Ends what is being answered, and tells the clients so: the server ends and has waited long enough."""
-        self._is_cut.set()
-        for answer in self._answers:
-            answer.tell(Cut())
-
-    async def _prepare(self, body: GenerationBody, model: ModelInfo, request: Request) -> PreparedRequest:
-        """The request made ready: its media fetched, as long as the client waits and time is left."""
-        reservation: MemoryReservation = request.state.reservation
-        context = Context(model, self.gate, self._history, reservation.add)
-        preparing = asyncio.ensure_future(ENDPOINTS[request.url.path].prepare(body, context))
-        leaving = asyncio.ensure_future(disconnected(request.receive))
-        ending = asyncio.ensure_future(self._is_cut.wait())
-        timeout_s = self.settings.request_timeout_s
-        try:
-            await asyncio.wait({preparing, leaving, ending}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not preparing.done():
-                if ending.done():
-                    raise cut_off()
-                raise ApiError(499, "the client left", code="client_left") if leaving.done() else too_slow(timeout_s)
-            return preparing.result()
-        finally:
-            for task in (leaving, ending, preparing):
-                task.cancel()
-
-    def _log_content(self, body: GenerationBody, log: RequestLog) -> None:
-        if self.settings.logs_content:
-            text = body.model_dump_json(exclude_unset=True)
-            log.fields["content"] = (
-                text if len(text) <= MAX_LOGGED else f"{text[:MAX_LOGGED]}... {len(text)} characters"
-            )
-
-    async def health(self) -> Response:
-        """200 when a request would be answered now."""
-        try:
-            stats = await self.backend.stats()
-        except EngineUnavailable as error:
-            return JsonResponse({"status": "unavailable", "reason": str(error)}, 503)
-        if stats["step_age_s"] > MAX_STEP_S:
-            reason = f"a step has been under way for {stats['step_age_s']:.0f} s"
-            return JsonResponse({"status": "unavailable", "reason": reason}, 503)
-        return JsonResponse({"status": "ok"})
-
-    async def metrics_text(self) -> Response:
-        stats: Mapping[str, float] | None
-        try:
-            stats = await self.backend.stats()
-        except EngineUnavailable:
-            stats = None
-        text = self.metrics.text(stats, self.backend.num_restarts)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 def create_app(handler: ApiHandler) -> Guard:
@@ -167,12 +43,13 @@ def create_app(handler: ApiHandler) -> Guard:
     app = FastAPI(
         title="Tilewright",
         version=__version__,
-        docs_url=None,  # their page loads scripts from elsewhere
+        docs_url=None,  # its page loads scripts from other sites
         redoc_url=None,
         responses=_ERRORS,
-        # Newer versions can send what requests hold elsewhere, if the environment says so; older ones ignore this.
+        # Newer versions can export request data if environment variables say so; older ones ignore this.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
+    app.router.route_class = JsonRoute
     _add_routes(app, handler)
     _add_error_handlers(app)
     _describe(app)
@@ -187,17 +64,17 @@ def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """What follows a prompt: a text, token ids, or several of them."""
+        """The continuation of a prompt: a text, token ids, or a list of them."""
         return await handler.answer(body, request)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        """The answer to a conversation by the newer interface."""
+        """The answer to a conversation by the Responses interface."""
         return await handler.answer(body, request)
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The model this server has."""
+        """The served model."""
         return JsonResponse({"object": "list", "data": [_model_object(handler)]})
 
     @app.get("/v1/models/{name:path}")
@@ -219,7 +96,7 @@ def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Figures in Prometheus' form."""
+        """Metrics in Prometheus' text format."""
         return await handler.metrics_text()
 
     @app.get("/version")
@@ -257,7 +134,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         content_type = request.headers.get("content-type", "")
-        # Bodies of other types are not read as JSON, and every one of them would be said to be no object.
+        # FastAPI does not parse bodies of other types: the error would say that the body is not an object.
         if error.body is not None and not isinstance(error.body, dict | list) and not _is_json(content_type):
             message = f"the content type is {content_type[:100]!r}, expected application/json"
             return await answer(request, ApiError(400, message))
@@ -269,7 +146,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             return await answer(request, error.error)
         message = str(error.detail)
         if error.status_code == 404:
-            message = f"there is no {request.url.path[:200]} here"
+            message = f"there is no {request.url.path[:200]} on this server"
         return await answer(request, ApiError(error.status_code, message, headers=error.headers))
 
     for kind in (ApiError, RequestError, EngineUnavailable, EngineFailure, Exception):
@@ -284,7 +161,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _describe(app: FastAPI) -> None:
-    """Makes the OpenAPI document tell errors as they are: in OpenAI's shape, and none with status 422."""
+    """Puts this server's errors into the OpenAPI document: OpenAI's shape, and no status 422."""
     fields: dict[str, Any] = {
         "message": {"type": "string"},
         "type": {"type": "string"},

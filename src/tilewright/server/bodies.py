@@ -1,7 +1,7 @@
-"""The bodies of requests, by OpenAI's names, with what other servers of open models added where it is common.
+"""The bodies of requests: OpenAI's fields, and common ones of other servers of open models.
 
-Of fields that are not listed, `fields` refuses those that would change an answer; the others are ignored: clients send
-many that mean nothing here.
+Of other fields, `fields` refuses those that would change an answer. The rest is ignored: clients send many fields
+that have no meaning here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_PROMPTS = 256
 MAX_BIASES = 1024
 
 StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
-# At the first item that is wrong: told of each, a body of 100 MB would take minutes and all memory.
+# Validation stops at the first wrong item: an error for each would take minutes and all memory for 100 MB.
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -86,9 +86,9 @@ class NamedToolChoice(Body):
 
 
 class GenerationBody(Body):
-    """What every request for an answer has."""
+    """The fields of every request for an answer."""
 
-    model: str | None = Field(default=None, description="as /v1/models tells; may be left out")
+    model: str | None = Field(default=None, description="the id that /v1/models returns; may be left out")
     stream: Annotated[bool, _null_means(False)] = False
 
     @property
@@ -98,7 +98,7 @@ class GenerationBody(Body):
 
 
 class SamplingBody(GenerationBody):
-    """What chat and plain completions have in common."""
+    """The fields that chat and plain completions share."""
 
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=128)
@@ -132,16 +132,16 @@ class ChatBody(SamplingBody):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: Annotated[bool, _null_means(True)] = True
-    reasoning_effort: str | None = Field(default=None, description='"none": answers without thinking')
+    reasoning_effort: str | None = Field(default=None, description='"none": answers without reasoning')
     chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="for the model's chat template, such as enable_thinking"
+        default=None, description="arguments of the model's chat template, such as enable_thinking"
     )
     enable_thinking: bool | None = Field(default=None, description="short for the same in chat_template_kwargs")
     add_generation_prompt: Annotated[bool, _null_means(True)] = Field(
         default=True, description="false: the prompt ends with the last message"
     )
     continue_final_message: Annotated[bool, _null_means(False)] = Field(
-        default=False, description="true: the answer goes on with the last message, which is the assistant's"
+        default=False, description="true: the answer continues the last message, which is the assistant's"
     )
     modalities: Texts | None = None
 
@@ -151,12 +151,12 @@ class ChatBody(SamplingBody):
 
     @cached_property
     def plain_tools(self) -> list[dict[str, Any]]:
-        """The tools as the template, the grammar and the parser take them."""
+        """The tools as plain objects, for the template, the grammar and the parser."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
     @property
     def tools_in_use(self) -> list[dict[str, Any]]:
-        """Those of them that may be called."""
+        """The tools that may be called."""
         return [] if self.tool_choice == "none" else self.plain_tools
 
 
@@ -168,16 +168,16 @@ class CompletionBody(SamplingBody):
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, _null_means(16)] = Field(
-        default=16, ge=0, description="0: with echo, the prompt's log-probabilities alone"
+        default=16, ge=0, description="0: with echo, only the prompt's log-probabilities"
     )
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Annotated[bool, _null_means(False)] = False
     best_of: int | None = None
-    suffix: str | None = Field(default=None, description="refused: no model here fills in the middle")
+    suffix: str | None = Field(default=None, description="refused: fill-in-the-middle is not supported")
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts one by one; given alone, a list of it."""
+        """The prompts as a list, also if one is given alone."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
@@ -187,7 +187,7 @@ class CompletionBody(SamplingBody):
 
 
 class ResponsesBody(GenerationBody):
-    """A request of the Responses interface: `responses/request.py` makes a ChatBody of it, which is checked in turn."""
+    """A Responses request: `responses/request.py` turns it into a ChatBody, which is validated too."""
 
     input: str | Objects
     instructions: str | None = None

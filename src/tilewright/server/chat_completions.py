@@ -11,7 +11,7 @@ from tilewright.server.bodies import ChatBody
 from tilewright.server.chunk_writer import ChunkWriter
 from tilewright.server.fields import check_message
 from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, SpelledLogprob, Started
-from tilewright.server.output import OutputParser, Piece, ToolCallDelta, thinks, tool_format_of
+from tilewright.server.output import OutputParser, Piece, ToolCallDelta, has_reasoning, tool_format_of
 from tilewright.types import RequestError
 
 
@@ -29,7 +29,7 @@ class ChatWriter(ChunkWriter):
         self._ended: Ended | None = None
 
     def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[dict[str, Any]]:
-        """The chunks that an event makes; for who does not stream, they are thrown away."""
+        """The chunks that an event makes; without `stream` they are not used."""
         if isinstance(event, Started):
             self._opens_reasoning = event.opens_reasoning
         elif isinstance(event, Ended):
@@ -75,7 +75,7 @@ class ChatWriter(ChunkWriter):
 
 
 class _Choice:
-    """One of the n answers, as far as it has come."""
+    """One of the n answers, as far as it is generated."""
 
     def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
@@ -123,12 +123,12 @@ class _Choice:
 
 
 def output_parser(body: ChatBody, model: ModelInfo, opens_reasoning: bool) -> OutputParser:
-    """What tells thoughts, content and tool calls of one answer apart."""
+    """Splits the text of one answer into reasoning, content and tool calls."""
     return OutputParser(
         tool_format=tool_format_of(model.template) if model.template and body.tools_in_use else None,
         tools=body.tools_in_use,
         opens_reasoning=opens_reasoning,
-        splits_reasoning=model.template is not None and thinks(model.template),
+        splits_reasoning=model.template is not None and has_reasoning(model.template),
     )
 
 
@@ -145,24 +145,24 @@ def usage(ended: Sequence[Ended]) -> dict[str, Any]:
 
 
 def timings(ended: Ended) -> dict[str, float]:
-    """How fast an answer came; what is not known is left out. No part of OpenAI's interface."""
-    told, num_later_tokens = ended.timings, ended.num_output_tokens - 1
-    decode_s = told.total_s - told.first_token_s
+    """The speed of an answer, which is not part of OpenAI's interface; unknown values are left out."""
+    measured, num_later_tokens = ended.timings, ended.num_output_tokens - 1
+    decode_s = measured.total_s - measured.first_token_s
     speeds = {
         "tokens_per_s": num_later_tokens / decode_s if num_later_tokens > 0 and decode_s > 0 else None,
         "bandwidth_share": ended.bandwidth_share,
     }
     known = {name: value for name, value in speeds.items() if value is not None}
     return {
-        "queued_s": told.queued_s,
-        "time_to_first_token_s": told.first_token_s,
-        "total_s": told.total_s,
+        "queued_s": measured.queued_s,
+        "time_to_first_token_s": measured.first_token_s,
+        "total_s": measured.total_s,
         **known,
     }
 
 
 def plain_messages(body: ChatBody) -> list[dict[str, Any]]:
-    """The messages as the engine takes them; RequestError for a role that means nothing."""
+    """The messages as the engine takes them; RequestError for an unknown role."""
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     for number, message in enumerate(messages, 1):
         check_message(message, f"messages[{number - 1}]")
@@ -173,7 +173,7 @@ def plain_messages(body: ChatBody) -> list[dict[str, Any]]:
                 f"message {number}: its role is {message['role'][:40]!r}, expected system, user, assistant or tool",
                 param="messages",
             )
-        if message.get("refusal") and not message.get("content"):  # what the model said instead
+        if message.get("refusal") and not message.get("content"):  # the model's text when it refused
             message["content"] = message.pop("refusal")
     return messages
 

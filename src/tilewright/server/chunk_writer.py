@@ -11,24 +11,24 @@ from tilewright.server.errors import ApiError
 
 
 class ChunkWriter(ABC):
-    """A `respond.Writer` whose stream is of chunks, with the tokens that were used at the end if the body asks."""
+    """A `respond.Writer` that streams chunks, with the usage at the end if stream_options.include_usage is set."""
 
     names_events = False
 
     def __init__(self, body: SamplingBody) -> None:
         self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
-        # Where it is wanted, the other chunks say that they do not have it.
+        # With include_usage, all other chunks have "usage": null, as OpenAI's do.
         self.no_usage: dict[str, None] = {"usage": None} if self._wants_usage else {}
 
     @abstractmethod
     def usage_chunk(self) -> dict[str, Any]:
-        """A chunk without choices that tells the tokens used."""
+        """A chunk without choices that has the numbers of tokens."""
 
     def closing_chunks(self) -> Iterator[dict[str, Any]]:
-        """What comes after the last chunk of the answers."""
+        """The chunks after the last one of the answers."""
         if self._wants_usage:
             yield self.usage_chunk()
 
     def failure_chunks(self, error: ApiError) -> Iterator[dict[str, Any]]:
-        """What tells, in a stream, that no more will come."""
+        """The chunks that end a stream with an error."""
         yield error.body()

@@ -17,7 +17,7 @@ from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Spelle
 
 @dataclass
 class _Choice:
-    """One answer to one prompt, as far as it has come."""
+    """One answer to one prompt, as far as it is generated."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[SpelledLogprob] = field(default_factory=list)
@@ -28,7 +28,8 @@ class _Choice:
 class CompletionWriter(ChunkWriter):
     """Writes the answers to one completion request: n for each prompt, numbered through.
 
-    A streamed echo waits for the end of its prompt's answers, since only then all that is known of the prompt is.
+    A streamed echo is sent when the answers to its prompt are complete: the prompt's text and log-probabilities come
+    with their end.
     """
 
     def __init__(self, body: CompletionBody, model: ModelInfo) -> None:
@@ -42,7 +43,7 @@ class CompletionWriter(ChunkWriter):
         self._ended: dict[int, Ended] = {}
 
     def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[dict[str, Any]]:
-        """The chunks that an event makes; for who does not stream, they are thrown away."""
+        """The chunks that an event makes; without `stream` they are not used."""
         if isinstance(event, Ended):
             self._ended[prompt_index] = event
             if self._body.echo:
@@ -97,7 +98,7 @@ def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reaso
 
 
 class Offsets:
-    """Where in the text tokens begin. One within a character begins where that character does."""
+    """The offset of each token in the text; a token within a character has the offset of that character."""
 
     def __init__(self) -> None:
         self._num_characters = 0

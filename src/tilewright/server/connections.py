@@ -1,6 +1,6 @@
-"""Connections before and between requests: how many there may be, how long heads may be, and how long all may take.
+"""Connections: limits on the size of a request's head, and on the time to send it and to read the answer.
 
-uvicorn bounds none of these where httptools parses; `guard` sees a request when its head is complete.
+uvicorn has none of them with httptools; `guard` sees a request when its head is complete.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import asyncio
 import functools
 import json
 import logging
-import resource
-from collections import Counter
 from typing import Any, cast
 
 import httptools
@@ -18,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from tilewright.server.connection_limit import ConnectionLimit
 from tilewright.server.errors import ApiError
 from tilewright.server.metrics import Metrics
 from tilewright.server.request_log import access_log
@@ -25,82 +24,21 @@ from tilewright.server.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 1 << 16  # of the request line and all headers; cookies and tokens of browsers and proxies take 16 KiB
+MAX_HEAD_BYTES = 1 << 16  # of the request line and all headers; cookies and tokens of browsers and proxies reach 16 KiB
 MAX_HEADERS = 100
-MAX_LINE_BYTES = 1 << 14  # of one header, or of the address that is asked for
-# Connections for which there is no need: 4,096 take a few hundred MB where all of them send the longest of heads.
-MOST_CONNECTIONS = 4096
-# Files that are open beside connections of clients: the engine, media that are fetched or read, libraries.
-RESERVED_FILES = 192
-LINGER_S = 1.0  # for a client to read why it was refused: one that is cut off while it sends does not see the answer
+MAX_LINE_BYTES = 1 << 14  # of one header, or of the request's path
+LINGER_S = 1.0  # for a client to read the error: one that is cut off while it sends does not see it
 MAX_LINGERING = 64
-LOG_EVERY_S = 10.0  # who refuses thousands of connections a second must not fill the disk
-
-
-class ConnectionLimit:
-    """Counts connections, in all and of each address."""
-
-    def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
-        limit = settings.max_connections or default_max_connections()
-        self.max_connections = limit
-        # Half, so that one address alone shuts nobody out. Behind a proxy all clients have its address.
-        self.max_per_address = settings.max_connections_per_address or max(1, limit // 2)
-        self.num_connections = 0
-        self.num_lingering = 0  # refused, and not closed yet
-        self._num_of: Counter[str] = Counter()
-        self._metrics = metrics
-        self._num_refused = 0  # that no line has told of yet
-        self._log_timer: asyncio.TimerHandle | None = None
-
-    def enter(self, address: str) -> None:
-        """Counts a connection; ApiError if it is one too many."""
-        if self.num_connections >= self.max_connections:
-            message = f"{self.num_connections} connections are open"
-            self._refuse(503, f"{message}, the limit is {self.max_connections}", address)
-        if self._num_of[address] >= self.max_per_address:
-            message = f"{self._num_of[address]} connections of this address are open"
-            self._refuse(429, f"{message}, the limit is {self.max_per_address}", address)
-        self.num_connections += 1
-        self._num_of[address] += 1
-
-    def leave(self, address: str) -> None:
-        self.num_connections -= 1
-        self._num_of[address] -= 1
-        if not self._num_of[address]:
-            del self._num_of[address]
-
-    def _refuse(self, status: int, message: str, address: str) -> None:
-        self._metrics.connections_refused.inc()
-        if self._log_timer is None:
-            _log.warning("a connection of %s was refused: %s", address, message)
-            self._log_timer = asyncio.get_running_loop().call_later(LOG_EVERY_S, self._tell_of_more)
-        else:
-            self._num_refused += 1
-        kind = "server_error" if status == 503 else "rate_limit_error"
-        raise ApiError(status, message, kind=kind, code="too_many_connections", headers={"Retry-After": "5"})
-
-    def _tell_of_more(self) -> None:
-        if self._num_refused:
-            _log.warning("%d more connections were refused in %g s", self._num_refused, LOG_EVERY_S)
-        self._log_timer, self._num_refused = None, 0
-
-
-def default_max_connections() -> int:
-    """As many as the limit on open files leaves room for, where that is less than anybody needs."""
-    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if max_files == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(1, min(MOST_CONNECTIONS, max_files - min(RESERVED_FILES, max_files // 2)))
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection. What it refuses is told in the shape of all errors, then the connection is closed."""
+    """One client's connection. It answers a refused request with an error in the usual shape, then closes."""
 
     def __init__(self, *args: Any, settings: ServerSettings, limit: ConnectionLimit, **named: Any) -> None:
         super().__init__(*args, **named)
         self._settings = settings
         self._limit = limit
-        self._address: str | None = None  # that is counted
+        self._address: str | None = None  # counted by the limit
         self._is_reading_head = True  # or waiting for one
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -133,7 +71,7 @@ class Connection(HttpToolsProtocol):
         if self._is_reading_head and self._head_timer is None:
             self._start_head_timer()
         while data and not self._is_lingering and not self.transport.is_closing():
-            # No more of a head than may still come; a body goes on whole.
+            # Of a head, no more than the limit; a body is passed on whole.
             size = MAX_HEAD_BYTES - self._head_bytes if self._is_reading_head else len(data)
             if size <= 0:
                 self._refuse(
@@ -149,7 +87,7 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # To what there is not here: it is answered as a plain request, after which nothing more is read.
+            # No other protocol is supported: answered as a plain request, and nothing is read after it.
             self.cycle.keep_alive = False
         except httptools.HttpParserError:
             self._refuse(self._refusal or ApiError(400, "the request is not HTTP/1.1", code="invalid_http"))
@@ -179,12 +117,12 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._is_reading_head:  # answered before its body was read, for which nobody waits any more
+        if not self._is_reading_head:  # answered before its body was read: the rest is not wanted
             self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self._settings.write_timeout_s, self._give_up_writing)
+        self._write_timer = self.loop.call_later(self._settings.write_timeout_s, self._on_write_timeout)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -193,7 +131,7 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
     def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(self._settings.head_timeout_s, self._give_up_head)
+        self._head_timer = self.loop.call_later(self._settings.head_timeout_s, self._on_head_timeout)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -205,19 +143,19 @@ class Connection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
 
-    def _give_up_head(self) -> None:
+    def _on_head_timeout(self) -> None:
         self._head_timer = None
-        if self._is_answering:  # the next request's: some clients send an empty line behind each
+        if self._is_answering:  # for the next request: some clients send an empty line after each
             self._start_head_timer()
             return
-        if not self._head_bytes:  # silence, which nobody waits for an answer to
+        if not self._head_bytes:  # nothing was sent: no answer is expected
             self.transport.close()
             return
-        message = f"the head does not come: {self._head_bytes} bytes in {self._settings.head_timeout_s:g} s"
+        message = f"the head is too slow: {self._head_bytes} bytes in {self._settings.head_timeout_s:g} s"
         self._refuse(ApiError(408, message, code="head_timeout"))
 
-    def _give_up_writing(self) -> None:
-        _log.warning("%s reads nothing for %g s: cut off", self.client, self._settings.write_timeout_s)
+    def _on_write_timeout(self) -> None:
+        _log.warning("%s has read nothing for %g s: connection closed", self.client, self._settings.write_timeout_s)
         self.transport.abort()
 
     def _stop_parsing(self, error: ApiError) -> None:
@@ -230,14 +168,14 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, error: ApiError, *, is_logged: bool = True) -> None:
-        """Answers before there is a request, and closes."""
+        """Sends an error although there is no complete request, and closes."""
         self._stop_timers()
         if is_logged:
             client = self.client[0] if self.client else ""
             access_log.info(
                 "request", extra={"fields": {"client": client, "status": error.status, "outcome": error.code}}
             )
-        if not self._is_answering:  # else it would lie within another's answer
+        if not self._is_answering:  # else the error would be inside another answer
             body = json.dumps(error.body()).encode()
             headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
             lines = [f"{name}: {value}\r\n".encode() for name, value in {**headers, **error.headers}.items()]
@@ -245,7 +183,7 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Closes when the client does, or soon; what it sends until then is dropped."""
+        """Closes after the client does, or after LINGER_S; drops what it sends until then."""
         if self._is_answering or self._limit.num_lingering >= MAX_LINGERING:
             self.transport.close()
             return

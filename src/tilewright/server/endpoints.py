@@ -1,4 +1,4 @@
-"""The addresses that answer: the body each takes, what it requests of the engine, and who writes its answer.
+"""The endpoints that generate: the body each takes, its EngineRequests, and the writer of its answer.
 
 `app` serves them over HTTP, `tilewright batch` from a file.
 """
@@ -26,32 +26,33 @@ Hold = Callable[[int], None]
 
 
 class Gate(Protocol):
-    """Brings media in: `media.MediaGate`, or one in front of it."""
+    """Turns the media of messages into bytes: `media.gate.MediaGate`, or a gate in front of it."""
 
     async def resolve(self, messages: list[dict[str, Any]], hold: Hold) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
 class Context:
-    """What requests are answered with."""
+    """What a request is prepared with."""
 
     model: ModelInfo
     gate: Gate
     history: History
-    hold: Hold = lambda num_bytes: None  # told of bytes of media before they are kept, and may refuse
+    hold: Hold = lambda num_bytes: None  # reserves memory for media, and may refuse; negative: gives some back
 
 
 class PreparedRequest(NamedTuple):
-    """A request that can be answered."""
+    """What a request asks of the engine, and the writer of its answer."""
 
     requests: list[EngineRequest]
     writer: Writer
 
 
 async def prepare_chat(body: ChatBody, context: Context, field: str = "messages") -> PreparedRequest:
-    """`field` is where the request has its messages."""
+    """`field` is the request's name for its messages."""
     try:
         messages = plain_messages(body)
+        body.messages = []  # the writer keeps the body: it would keep data: URLs that are not needed once decoded
         if (limits := context.model.text_limits) is not None:  # before anything is fetched, or sent to the engine
             limits.check_chat(messages, body.plain_tools, body.chat_template_kwargs)
         messages = await context.gate.resolve(messages, context.hold)
@@ -75,7 +76,9 @@ async def prepare_response(body: ResponsesBody, context: Context) -> PreparedReq
     check_fields(body.model_extra)
     request = context.history.resolve(body.model_dump(exclude_unset=True))
     chat = ChatBody.model_validate(chat_body(request))
-    requests, _ = await prepare_chat(chat, context, field="input")
+    # The writer keeps the request for the history, data: URLs included: they stay counted.
+    counting = replace(context, hold=lambda num_bytes: context.hold(max(num_bytes, 0)))
+    requests, _ = await prepare_chat(chat, counting, field="input")
     return PreparedRequest(requests, ResponsesWriter(request, chat, context.model, context.history))
 
 

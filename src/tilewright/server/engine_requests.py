@@ -1,18 +1,18 @@
-"""From the body of a request to what the engine is asked, checked."""
+"""The checked body of a request as EngineRequests."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewright.server.bodies import ChatBody, CompletionBody, SamplingBody
+from tilewright.server.constraints import chat_constraint, completion_constraint, model_tool_format
 from tilewright.server.errors import ApiError
 from tilewright.server.fields import check_fields
 from tilewright.server.link.backend import EngineRequest, ModelInfo
-from tilewright.server.output import ToolFormat, check_tools, thinks, tool_constraint, tool_format_of
-from tilewright.types import Constraint, RequestError, SamplingParams
+from tilewright.server.output import check_tools, has_reasoning
+from tilewright.types import SamplingParams
 
 # Names the template gets from elsewhere, or that mean something to the processor.
 _RESERVED_ARGUMENTS = {
@@ -26,7 +26,7 @@ _SAMPLING = (
 
 
 def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> EngineRequest:
-    """What the engine is asked by a chat request, whose messages have their media resolved in."""
+    """The EngineRequest of a chat request; `messages` are its messages with their media as bytes."""
     check_fields(body.model_extra, is_chat=True)
     if body.modalities is not None and set(body.modalities) != {"text"}:
         raise ApiError(400, f"modalities is {body.modalities}, expected text alone", param="modalities")
@@ -38,28 +38,24 @@ def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: M
     check_tools(body.plain_tools)
     _check_history(body, messages, model)
     template_args = _template_args(body)
-    # Thoughts come before what is bound, unless they were turned off: then the prompt holds empty ones already.
+    # Reasoning precedes the constrained text, unless it is turned off: the prompt then has an empty one already.
     allows_reasoning = (
-        model.template is not None and thinks(model.template) and template_args.get("enable_thinking") is not False
+        model.template is not None
+        and has_reasoning(model.template)
+        and template_args.get("enable_thinking") is not False
     )
-    bound_by, sampling["constraint"] = _bound(
-        {
-            "tools": _forced_call(body, model, allows_reasoning),
-            "response_format": _response_format(body, allows_reasoning),
-            **_structured_outputs(body, allows_reasoning),
-        }
-    )
+    constraint_field, sampling["constraint"] = chat_constraint(body, model, allows_reasoning)
     return EngineRequest(
         messages=messages,
         tools=body.tools_in_use or None,
         template_args=template_args,
         sampling={name: value for name, value in sampling.items() if value is not None},
-        names={"prompt": "messages", "constraint": bound_by},
+        names={"prompt": "messages", "constraint": constraint_field},
     )
 
 
 def completion_requests(body: CompletionBody) -> list[EngineRequest]:
-    """What the engine is asked by a completion request: one EngineRequest per prompt."""
+    """The EngineRequests of a completion request, one per prompt."""
     check_fields(body.model_extra)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: the model does not fill in the middle", param="suffix")
@@ -68,17 +64,15 @@ def completion_requests(body: CompletionBody) -> list[EngineRequest]:
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0, expected 1 or more without echo", param="max_tokens")
     sampling = _sampling(body)
-    # The engine gives at least one token; without any asked for, it is left out of the answer.
+    # The engine computes at least one token; with max_tokens 0 the answer leaves it out.
     sampling["max_tokens"] = max(1, body.max_tokens)
     sampling["logprobs"] = body.logprobs
     sampling["prompt_logprobs"] = body.logprobs if body.echo else None
-    bound_by, sampling["constraint"] = _bound(
-        {"response_format": _response_format(body, allows_reasoning=False), **_structured_outputs(body, False)}
-    )
+    constraint_field, sampling["constraint"] = completion_constraint(body)
     more: dict[str, Any] = {
         "sampling": {name: value for name, value in sampling.items() if value is not None},
         "wants_prompt": body.echo,
-        "names": {"prompt": "prompt", "constraint": bound_by},
+        "names": {"prompt": "prompt", "constraint": constraint_field},
     }
     return [
         EngineRequest(text=one, **more) if isinstance(one, str) else EngineRequest(token_ids=one, **more)
@@ -128,84 +122,9 @@ def _template_args(body: ChatBody) -> dict[str, Any]:
     return given
 
 
-def _bound(asked: Mapping[str, Constraint | None]) -> tuple[str, Constraint | None]:
-    """The one constraint that is asked for and the field that asks, of all that can."""
-    found = [(name, constraint) for name, constraint in asked.items() if constraint is not None]
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        raise ApiError(400, f"{names} bind the answer, expected one of them", param=found[1][0])
-    return found[0] if found else ("constraint", None)
-
-
 def _check_history(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> None:
-    """ApiError for tools and calls that the model would never see, since its template leaves them out."""
-    if body.tools_in_use and _tool_format(model) is None:
+    """ApiError for tools and tool calls that the chat template would leave out of the prompt."""
+    if body.tools_in_use and model_tool_format(model) is None:
         raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tools")
     if any(message.get("tool_calls") for message in messages) and "tool_calls" not in (model.template or ""):
         raise ApiError(400, f"{model.name} has no form for tool_calls in its chat template", param="messages")
-
-
-def _tool_format(model: ModelInfo) -> ToolFormat | None:
-    return None if model.template is None else tool_format_of(model.template)
-
-
-def _forced_call(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> Constraint | None:
-    choice = body.tool_choice
-    if choice is None or choice in ("none", "auto"):
-        return None
-    tools = body.plain_tools
-    if not tools:
-        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
-    tool_format = _tool_format(model)
-    if tool_format is None:
-        raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tool_choice")
-    named = choice if isinstance(choice, str) else choice.model_dump()
-    return tool_constraint(
-        # Who names a function means one call of it.
-        tool_format,
-        tools,
-        named,
-        parallel=body.parallel_tool_calls and isinstance(choice, str),
-        allows_reasoning=allows_reasoning,
-    )
-
-
-def _response_format(body: SamplingBody, allows_reasoning: bool) -> Constraint | None:
-    asked = body.response_format
-    if asked is None or asked.type == "text":
-        return None
-    if asked.type == "json_object":
-        return Constraint("json_schema", '{"type":"object"}', allows_reasoning)
-    if asked.json_schema is None:
-        raise ApiError(400, "response_format has no json_schema", param="response_format")
-    return Constraint("json_schema", json.dumps(asked.json_schema.json_schema), allows_reasoning)
-
-
-def _structured_outputs(body: SamplingBody, allows_reasoning: bool) -> dict[str, Constraint | None]:
-    """By the name of the field that asks: structured_outputs, or one of those it replaces."""
-    asked = body.structured_outputs
-    found: dict[str, Constraint | None] = {}
-    if asked is not None:
-        given = {name: value for name, value in vars(asked).items() if value is not None}
-        if len(given) != 1:
-            names = ", ".join(given) or "none"
-            raise RequestError(f"structured_outputs has {names}, expected one of json, regex, choice and grammar")
-        ((kind, value),) = given.items()
-        found["structured_outputs"] = _structured(kind, value, "structured_outputs.choice", allows_reasoning)
-    for kind in ("json", "regex", "choice", "grammar"):
-        name = f"guided_{kind}"
-        if (value := getattr(body, name)) is not None:
-            found[name] = _structured(kind, value, name, allows_reasoning)
-    return found
-
-
-def _structured(kind: str, value: Any, name: str, allows_reasoning: bool) -> Constraint:
-    if kind in ("json", "json_schema"):
-        return Constraint("json_schema", value if isinstance(value, str) else json.dumps(value), allows_reasoning)
-    if kind == "regex":
-        return Constraint("regex", value, allows_reasoning)
-    if kind == "choice":
-        if not value or "" in value:
-            raise RequestError(f"{name} is empty or has an empty text", param=name.split(".")[0])
-        return Constraint("regex", "|".join(re.escape(text) for text in value), allows_reasoning)
-    return Constraint("lark", value, allows_reasoning)

@@ -18,7 +18,7 @@ _TYPE_NAME = re.compile(r"str|int|float|bool|constrained-str|list\[.*\]|literal\
 
 
 class ApiError(Exception):
-    """An answer that is an error: a status, and what OpenAI's clients read beside it."""
+    """An error response: its status, and the fields that OpenAI's clients read."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ _FIELDS = frozenset(name for body in (ChatBody, CompletionBody, ResponsesBody) f
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The ApiError that tells of what went wrong with a request."""
+    """The ApiError for any error of a request."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -58,12 +58,13 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), kind="server_error", code="engine_unavailable", headers=headers)
     if isinstance(error, EngineFailure):
         return ApiError(500, str(error), kind="server_error", code="engine_failed")
-    # What is not foreseen tells nothing of the inside; the log has it.
-    return ApiError(500, "the server ran into an error of its own", kind="server_error", code="internal_error")
+    # The text of an unexpected error goes to the log alone: it could expose internals.
+    message = "internal server error; the server's log has the reason"
+    return ApiError(500, message, kind="server_error", code="internal_error")
 
 
 def param_of(error: RequestError) -> str | None:
-    """The field that is wrong: what the error says, or the name its message begins with, as most do."""
+    """The field that is wrong: the error's `param`, or the field name that its message begins with."""
     if error.param is not None:
         return error.param
     name = re.match(r"\w*", str(error))
@@ -71,8 +72,8 @@ def param_of(error: RequestError) -> str | None:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The thing Pydantic found wrong with a body, by name."""
-    first = _most_telling(errors)
+    """The first field of a body that Pydantic rejects, by name."""
+    first = _most_specific(errors)
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}")
@@ -86,11 +87,10 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, message, param=path[0] if path else None)
 
 
-def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of what is wrong with the first field: Pydantic lists every member of a union that did not fit.
+def _most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The most specific error of the first field that is wrong: Pydantic lists one for every member of a union.
 
-    A value that has the type of one of them and breaks its limit says more than the types it has not, and of those the
-    one that was followed deepest.
+    An error about a limit comes before one about the type, and a deeper path before a shorter one.
     """
 
     def is_other_type(error: Mapping[str, Any]) -> bool:

@@ -1,37 +1,31 @@
-"""What every request passes first: names and keys are checked, bodies are bounded, and a line is logged at the end."""
+"""Middleware around all requests: checks host names and API keys, bounds bodies, logs a line at the end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import re
-import time
 import uuid
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tilewright.server.bounded_body import BoundedBody, body_too_long
 from tilewright.server.errors import ApiError, as_api_error
 from tilewright.server.json_text import JsonResponse
 from tilewright.server.memory_budget import MemoryBudget, MemoryReservation
 from tilewright.server.metrics import Metrics
 from tilewright.server.page_files import PAGE_FILES
 from tilewright.server.request_log import RequestLog
-from tilewright.server.respond import cut_off
+from tilewright.server.respond import shutting_down
 from tilewright.server.settings import ServerSettings
 
-_OPEN_PATHS = ("/health", "/version")  # for those who watch over it, and have no key
-DISCARD_S = 5.0
-MIN_BYTES_PER_S = 1 << 16
-# Commas and opening brackets: JSON has one for each value. An empty list is 3 bytes of a body and 64 of memory.
-MAX_BODY_VALUES = 2_000_000
-NO_STATUS = 499  # the client left before there was one; nginx' number for it
+_OPEN_PATHS = ("/health", "/version")  # for monitors that have no key
+NO_STATUS = 499  # the client left before a status was sent; nginx has the same number
 MAX_LOGGED_PATH = 200  # characters of an address that does not exist
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
@@ -43,18 +37,18 @@ class Guard:
         self._app = app
         self.openapi = app.openapi
         self._entry: ASGIApp = self._guard
-        if settings.cors_origins:  # around all, so that a page sees what it was refused for
+        if settings.cors_origins:  # outermost, so that a page can read why it was refused
             self._entry = CORSMiddleware(
                 self._guard, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
                 allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
             )  # fmt: skip
         self._settings = settings
         self._metrics = metrics
-        # Those that exist; others are counted together.
+        # Existing paths; all others are counted as one.
         self._paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        self._open_paths = {*_OPEN_PATHS, *PAGE_FILES}  # the page asks for the key itself
-        self._held = MemoryBudget(settings.max_held_bytes)
-        # Digests have one length, so that comparing them takes one time whatever was sent.
+        self._open_paths = {*_OPEN_PATHS, *PAGE_FILES}  # the page asks its user for the key
+        self._memory = MemoryBudget(settings.max_held_bytes)
+        # Digests have one length: comparing them takes the same time whatever was sent.
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,22 +73,22 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        reservation = scope["state"]["reservation"] = MemoryReservation(self._held)
-        body = _Body(receive, self._settings, reservation)
+        reservation = scope["state"]["reservation"] = MemoryReservation(self._memory)
+        body = BoundedBody(receive, self._settings, reservation)
         try:
             self._check(scope, headers)
-            # What a GET would be answered with; uvicorn, which has a scope of its own, leaves the body out.
+            # Answered as a GET; uvicorn, which keeps its own scope, leaves the body out.
             is_head = scope["method"] == "HEAD"
             await self._app({**scope, "method": "GET"} if is_head else scope, body.receive, noting_send)
         except ApiError as error:
             log.fail(error, error)
             await body.discard()
             await JsonResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
-        except asyncio.CancelledError:  # the server ends; the loop has nobody who waits for what is cancelled
-            log.outcome = cut_off().code or ""
+        except asyncio.CancelledError:  # the server shuts down; nothing awaits this task
+            log.outcome = shutting_down().code or ""
             if status == NO_STATUS:
-                await JsonResponse(cut_off().body(), cut_off().status)(scope, receive, noting_send)
-        except Exception as error:  # told to the client by the application already
+                await JsonResponse(shutting_down().body(), shutting_down().status)(scope, receive, noting_send)
+        except Exception as error:  # the application has answered the client already
             if log.outcome == "ok":
                 log.fail(as_api_error(error), error)
         finally:
@@ -105,14 +99,14 @@ class Guard:
         settings = self._settings
         host = re.sub(r":\d+$", "", headers.get("host", "")).lower()
         if settings.allowed_hosts and host not in settings.allowed_hosts:
-            # A page elsewhere whose name was made to point here would otherwise be the same origin to a browser.
+            # DNS rebinding: a web page whose name points to this address would be the same origin to the browser.
             message = f"the server does not answer to the name {host[:100]!r}; --allowed-host allows it"
             raise ApiError(403, message, code="host_not_allowed")
         if self._key_digests and scope["path"] not in self._open_paths and scope["method"] != "OPTIONS":
             self._check_key(headers)
         declared = headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > settings.max_body_bytes:
-            raise _too_long(int(declared), settings.max_body_bytes)
+            raise body_too_long(int(declared), settings.max_body_bytes)
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -124,75 +118,3 @@ class Guard:
                 401, message, code="invalid_api_key", kind="authentication_error",
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
-
-
-class BodyError(HTTPException):
-    """An ApiError on the way through FastAPI, which lets nothing else pass while it reads a body."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(error.status, error.message, error.headers)
-        self.error = error
-
-
-class _Body:
-    """A request's body as it comes, as long as it is neither too long nor too slow, and all of them fit the memory."""
-
-    def __init__(self, receive: Receive, settings: ServerSettings, reservation: MemoryReservation) -> None:
-        self._receive = receive
-        self._settings = settings
-        self._reservation = reservation
-        self._size_bytes = 0
-        self._num_values = 0
-        self._is_complete = False
-        self._began_s = time.monotonic()
-
-    async def receive(self) -> Message:
-        if self._is_complete:
-            return await self._receive()
-        message = await self._next()
-        data = message.get("body", b"")
-        self._size_bytes += len(data)
-        self._num_values += sum(map(data.count, (b",", b"[", b"{")))
-        self._is_complete = not message.get("more_body", False)
-        try:
-            self._reservation.add(len(data))
-            if self._num_values > MAX_BODY_VALUES:
-                what = f"the body has {self._num_values} commas and brackets or more"
-                raise _too_large(f"{what}, the limit is {MAX_BODY_VALUES}", "body_has_too_many_values")
-            if self._size_bytes > self._settings.max_body_bytes:
-                raise _too_long(self._size_bytes, self._settings.max_body_bytes)
-        except ApiError as error:
-            await self.discard()
-            raise BodyError(error) from None
-        return message
-
-    async def _next(self) -> Message:
-        """The next piece; neither silence nor a trickle may last."""
-        patience_s = self._settings.body_timeout_s
-        left_s = self._began_s + patience_s + self._size_bytes / MIN_BYTES_PER_S - time.monotonic()
-        try:
-            return await asyncio.wait_for(self._receive(), min(patience_s, left_s))
-        except asyncio.TimeoutError:
-            message = f"the body does not come: {self._size_bytes} bytes in {time.monotonic() - self._began_s:.1f} s"
-            raise BodyError(ApiError(408, message, code="body_timeout", headers={"Connection": "close"})) from None
-
-    async def discard(self) -> None:
-        """Reads on, within bounds, and keeps nothing: who is cut off while sending does not see the answer."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._discard(), DISCARD_S)
-
-    async def _discard(self) -> None:
-        num_bytes = 0
-        while not self._is_complete and num_bytes <= self._settings.max_body_bytes:
-            message = await self._receive()
-            num_bytes += len(message.get("body", b""))
-            self._is_complete = not message.get("more_body", False)
-
-
-def _too_long(size_bytes: int, limit: int) -> ApiError:
-    return _too_large(f"the body has {size_bytes} bytes or more, the limit is {limit}", "body_too_large")
-
-
-def _too_large(message: str, code: str) -> ApiError:
-    # What is left of the body may not all be read: the connection cannot be used again.
-    return ApiError(413, message, code=code, headers={"Connection": "close"})

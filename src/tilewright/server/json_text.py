@@ -1,4 +1,4 @@
-"""JSON that every client can read, whatever a request had in the fields that are told back."""
+"""JSON that every client can read, whatever the fields of a request that are echoed hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 def to_json(data: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # NaN, which Python reads and JSON does not have
+    except ValueError:  # NaN, which Python's parser accepts and JSON does not have
         return to_json(json.loads(json.dumps(data), parse_constant=lambda name: None))
     # A lone surrogate cannot be written as UTF-8; escaped it can.
     return text.encode("utf-8", "backslashreplace")

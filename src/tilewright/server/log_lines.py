@@ -1,4 +1,4 @@
-"""Lines of the log: JSON for programs, or names and values for people."""
+"""Lines of the log: JSON, or name=value on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class LineFormatter(logging.Formatter):
-    """One line per record; what a record has as `fields` is told by name."""
+    """One line per record; the `fields` of a record are written as name and value."""
 
     def __init__(self, is_json: bool) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class LineFormatter(logging.Formatter):
 
 
 def configure(is_json: bool, level: int) -> None:
-    """Sends the log to standard error: our own from `level` on, others' warnings."""
+    """Sends the log to standard error: our own from `level` on, warnings of other packages."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(is_json))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -1,4 +1,4 @@
-"""How much of what clients sent, and of what was fetched for them, is in memory."""
+"""Memory for the bodies of requests under way and for their media."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tilewright.server.errors import ApiError
 
 
 class MemoryBudget:
-    """Bytes of all requests under way, within a limit."""
+    """Bytes reserved by all requests under way, and their limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -14,21 +14,21 @@ class MemoryBudget:
 
 
 class MemoryReservation:
-    """What one request holds of them; given back when it is answered."""
+    """The part of the budget that one request holds; released when it is answered."""
 
-    def __init__(self, held: MemoryBudget) -> None:
-        self._held = held
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
         self._size_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes before they are kept; 429 where all requests together have too many."""
+        """Reserves bytes before they are kept, or gives some back if negative; 429 when the budget is used up."""
         self._size_bytes += num_bytes
-        self._held.size_bytes += num_bytes
-        if self._held.size_bytes > self._held.limit:
-            message = f"requests under way hold {self._held.size_bytes} bytes, the limit is {self._held.limit}"
+        self._budget.size_bytes += num_bytes
+        if self._budget.size_bytes > self._budget.limit:
+            message = f"requests under way hold {self._budget.size_bytes} bytes, the limit is {self._budget.limit}"
             headers = {"Retry-After": "5", "Connection": "close"}
             raise ApiError(429, message, kind="rate_limit_error", code="memory_full", headers=headers)
 
     def release(self) -> None:
-        self._held.size_bytes -= self._size_bytes
+        self._budget.size_bytes -= self._size_bytes
         self._size_bytes = 0

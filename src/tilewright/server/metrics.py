@@ -1,4 +1,4 @@
-"""The figures of /metrics, in Prometheus' form. deploy/grafana.json draws them."""
+"""The metrics of /metrics, in Prometheus' format. deploy/grafana.json plots them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tilewright.server.link.backend import Ended
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
-# Of `engine.stats.Stats`: the name there, the metric's name, and what it says.
+# Of `engine.stats.Stats`: the name there, the metric's name, and its help text.
 _ENGINE_GAUGES = (
     ("num_running", "requests_running", "Answers being computed."),
     ("num_waiting", "requests_waiting", "Answers that wait for their first step."),
     ("num_preparing", "requests_preparing", "Requests whose prompt is being prepared."),
     ("num_pages", "kv_pages", "Pages for keys and values."),
     ("num_pages_used", "kv_pages_used", "Pages that running answers hold."),
-    ("feature_bytes", "feature_cache_bytes", "Features of pictures and videos that are kept."),
+    ("feature_bytes", "feature_cache_bytes", "Bytes of cached features of pictures and videos."),
     (
         "num_cross_pages",
         "cross_attention_pages",
@@ -35,7 +35,7 @@ _ENGINE_GAUGES = (
     ("num_cross_pages_used", "cross_attention_pages_used", "Pages of encoder states that running answers attend to."),
     ("num_state_slots", "state_slots", "Slots for states of recurrent layers; 0: the model has none."),
     ("num_state_slots_used", "state_slots_used", "Slots that running answers and their drafts hold."),
-    ("num_state_snapshots", "state_snapshots", "States kept at ends of pages, for prompts that begin alike."),
+    ("num_state_snapshots", "state_snapshots", "Snapshots of recurrent states, for prompts with the same prefix."),
     (
         "prefix_hit_rate",
         "prefix_cache_hit_ratio",
@@ -44,17 +44,17 @@ _ENGINE_GAUGES = (
     (
         "feature_hit_rate",
         "feature_cache_hit_ratio",
-        "Share of media whose features were kept, since the start.",
+        "Share of media whose features were cached, since the start.",
     ),
     (
         "cross_hit_rate",
         "cross_attention_hit_ratio",
-        "Share of looks at pictures whose keys and values were kept.",
+        "Share of pictures whose cross-attention keys and values were cached.",
     ),
     (
         "state_hit_rate",
         "state_cache_hit_ratio",
-        "Share of admitted answers that found a state to go on from.",
+        "Share of admitted answers that started from a snapshot.",
     ),
     ("prompt_tokens_per_s", "prompt_tokens_per_second", "Prompt tokens computed, over the last 10 s."),
     ("output_tokens_per_s", "output_tokens_per_second", "Tokens generated, over the last 10 s."),
@@ -72,27 +72,27 @@ _ENGINE_GAUGES = (
     ("gemm_limit_flops_per_s", "gemm_flops_per_second", "The machine's bf16 GEMM peak, measured at the start."),
 )
 _ENGINE_COUNTERS = (
-    ("num_prompt_tokens", "computed_prompt_tokens", "Prompt tokens computed, those found in a cache left out."),
+    ("num_prompt_tokens", "computed_prompt_tokens", "Prompt tokens computed, without those found in a cache."),
     ("num_steps", "steps", "Steps of the engine."),
     ("busy_s", "step_seconds", "Seconds spent in steps."),
-    ("num_preemptions", "preemptions", "Answers sent back to wait because pages ran out."),
-    ("num_drafts_proposed", "draft_tokens", "Tokens guessed ahead."),
-    ("num_drafts_accepted", "accepted_draft_tokens", "Tokens guessed ahead that were right."),
+    ("num_preemptions", "preemptions", "Answers preempted because pages ran out."),
+    ("num_drafts_proposed", "draft_tokens", "Draft tokens proposed."),
+    ("num_drafts_accepted", "accepted_draft_tokens", "Draft tokens accepted."),
 )
 
 
 class Metrics:
-    """Counts of this server; the engine's own are asked of it when they are wanted."""
+    """The server's own metrics; those of the engine are fetched for each scrape."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a second series for each counter, which nobody reads
+        disable_created_metrics()  # they double the series of each counter
         self._registry = registry = CollectorRegistry()
 
-        def histogram(name: str, says: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
-            return Histogram(f"tilewright_{name}", says, labels, buckets=buckets, registry=registry)
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(f"tilewright_{name}", help_text, labels, buckets=buckets, registry=registry)
 
-        def counter(name: str, says: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"tilewright_{name}", says, labels, registry=registry)
+        def counter(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"tilewright_{name}", help_text, labels, registry=registry)
 
         self._requests = counter("requests", "Requests by path and status.", ("path", "status"))
         self._seconds = histogram("request_seconds", "From the request to its last byte.", _SECONDS, ("path",))
@@ -101,7 +101,7 @@ class Metrics:
         self._prompt_tokens = histogram("prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._output_tokens = histogram("output_tokens", "Tokens of a request's answers.", _TOKENS)
         self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.")
-        self.refused = counter("requests_refused", "Requests sent away because too many wait.")
+        self.refused = counter("requests_refused", "Requests refused because the queue was full.")
         self.connections_refused = counter("connections_refused", "Connections closed because too many are open.")
         self.in_flight = Gauge("tilewright_requests_in_flight", "Requests being answered.", registry=registry)
         self._ready = Gauge("tilewright_engine_ready", "1 while the engine answers.", registry=registry)
@@ -118,7 +118,7 @@ class Metrics:
         self._cached_tokens.inc(ended.num_cached_tokens)
 
     def text(self, engine: Mapping[str, float] | None, num_restarts: int) -> bytes:
-        """All figures; those of the engine only while there is one."""
+        """All metrics; those of the engine only while it runs."""
         self._ready.set(engine is not None)
         self._engine.stats = dict(engine or {})
         self._engine.num_restarts = num_restarts
@@ -126,7 +126,7 @@ class Metrics:
 
 
 class _EngineCollector:
-    """The engine's figures as they were told last."""
+    """The latest stats of the engine."""
 
     def __init__(self) -> None:
         self.stats: dict[str, float] = {}
@@ -139,4 +139,4 @@ class _EngineCollector:
         for name, metric, help_text in _ENGINE_COUNTERS:
             if self.stats.get(name) is not None:
                 yield CounterMetricFamily(f"tilewright_{metric}", help_text, self.stats[name])
-        yield CounterMetricFamily("tilewright_engine_restarts", "Engines started anew.", self.num_restarts)
+        yield CounterMetricFamily("tilewright_engine_restarts", "Engine restarts.", self.num_restarts)

@@ -1,4 +1,4 @@
-"""The files of the web page at `/`, read once: a fixed table, so that no path leads anywhere else."""
+"""The files of the web page at `/`, read once into a fixed table: no path can lead to another file."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _HEADERS = {
     "Permissions-Policy": "camera=(self), microphone=(), geolocation=()",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # Kept, but asked for each time: who upgrades sees the new page, and what has not changed is not sent again.
+    # Cached, but revalidated each time: an upgrade shows at once, and unchanged files are not sent again.
     "Cache-Control": "no-cache",
 }
 
 
 @dataclass(frozen=True)
 class PageFile:
-    """One file as it is sent."""
+    """One file of the page."""
 
     content: bytes
     media_type: str
     etag: str
 
     def response(self, request: Request) -> Response:
-        """The file, or status 304 where the browser has it."""
+        """The file, or status 304 if the browser has it."""
         headers = {**_HEADERS, "ETag": self.etag}
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if self.etag in known or "*" in known:
@@ -74,7 +74,7 @@ PAGE_FILES = {
 
 
 def page_response(request: Request) -> Response:
-    """The file that a request's path means; status 404 if there is none."""
+    """The file at a request's path; 404 if there is none."""
     file = PAGE_FILES.get(request.scope["path"])
     if file is None:
         raise HTTPException(404)

@@ -1,4 +1,4 @@
-"""What is told of a request: one line in the log, and the figures of /metrics."""
+"""The access log and the metrics of a request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tilewright.server.errors import ApiError
 from tilewright.server.link.backend import AnswerDelta, Ended, Started
 from tilewright.server.metrics import Metrics
 
-_QUIET_PATHS = ("/health", "/metrics", "/")  # asked every few seconds by those who watch; the page has many files
+_QUIET_PATHS = ("/health", "/metrics", "/")  # requested every few seconds by monitors; the page has many files
 access_log = logging.getLogger("tilewright.access")
 
 
 class RequestLog:
-    """Gathers, while a request is answered, what its line will say; of its content only what was asked for."""
+    """Collects the fields of a request's log line while it is answered; its content only with --log-content."""
 
     def __init__(self, metrics: Metrics, request_id: str, method: str, path: str, client: str) -> None:
         self._metrics = metrics
@@ -44,9 +44,9 @@ class RequestLog:
             self.fields[name] = self.fields.get(name, 0) + count
 
     def fail(self, known: ApiError, error: Exception) -> None:
-        """Notes an error; one of our own making goes to the log with its trace.
+        """Notes an error; an internal one is logged with its traceback.
 
-        Its message is not told: it names what the request held.
+        Other messages are not logged: they quote the request.
         """
         self.outcome = known.code or known.kind
         if known.param:
@@ -70,7 +70,7 @@ class RequestLog:
             self.fields["ttft_s"] = round(now - self._began_s, 4)
             self._metrics.first_token.observe(now - self._began_s)
         elif num_tokens:
-            # Tokens that came together, as right drafts do, share the gap.
+            # Tokens that came together, as accepted drafts do, share the gap.
             for _ in range(num_tokens):
                 self._metrics.between_tokens.observe((now - self._last_token_s) / num_tokens)
         self._last_token_s = now

@@ -1,4 +1,4 @@
-"""The answer as an HTTP response: a stream of events, or one object; ended early when the client leaves."""
+"""The answer as an HTTP response: a stream of events, or one object; aborted when the client leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tilewright.server.answers import Answer, Cut, Gone, Quiet, TimedOut
+from tilewright.server.answers import Answer, ClientLeft, KeepAliveDue, ShuttingDown, TimedOut
 from tilewright.server.errors import ApiError, as_api_error
 from tilewright.server.json_text import JsonResponse, to_json
 from tilewright.server.link.backend import AnswerDelta, Ended, Started
@@ -17,12 +17,12 @@ from tilewright.server.request_log import RequestLog
 
 # Reading a long prompt takes minutes on a small machine; proxies commonly give up on a silent connection after 60 s.
 KEEP_ALIVE_S = 15.0
-# For a client that does not read what was sent to it, after its time is up.
+# After the timeout, for a client that does not read what was sent to it.
 GRACE_S = 30.0
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
+    (b"x-accel-buffering", b"no"),  # nginx would buffer tokens
 ]
 
 
@@ -41,7 +41,7 @@ class Writer(Protocol):
 
 
 class AnswerResponse(Response):
-    """Waits for an Answer and sends what its Writer makes of it. Whatever happens, the Answer is freed at the end."""
+    """Sends what its Writer makes of an Answer's events. The Answer is always aborted at the end."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         leaving = loop.create_task(self._watch(receive))
-        timer = loop.call_at(self._began_s + self._timeout_s, self._answer.tell, TimedOut())
+        timer = loop.call_at(self._began_s + self._timeout_s, self._answer.notify, TimedOut())
         try:
             await asyncio.wait_for(self._respond(scope, receive, send), self._timeout_s + GRACE_S)
         except asyncio.TimeoutError:
@@ -82,7 +82,7 @@ class AnswerResponse(Response):
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await (self._stream(send) if self._is_stream else self._send_whole(scope, receive, send))
-        except _ClientGone:
+        except _ClientLeft:
             self._log.outcome = "the client left"
         except Exception as error:
             known = as_api_error(error)
@@ -114,32 +114,32 @@ class AnswerResponse(Response):
         await JsonResponse(self._writer.result())(scope, receive, send)
 
     async def _events(self, send: Send | None) -> Any:
-        """The engine's events until all prompts are answered. With `send`, silence is filled with comments."""
+        """The engine's events until all prompts are answered. With `send`, comments keep a silent stream alive."""
         num_left = self._answer.num_prompts
         loop = asyncio.get_running_loop()
-        quiet = loop.call_later(KEEP_ALIVE_S, self._answer.tell, Quiet()) if send else None
+        keep_alive = loop.call_later(KEEP_ALIVE_S, self._answer.notify, KeepAliveDue()) if send else None
         try:
             while num_left:
                 prompt_index, event = await self._answer.next()
-                if isinstance(event, Gone):
-                    raise _ClientGone
+                if isinstance(event, ClientLeft):
+                    raise _ClientLeft
                 if isinstance(event, TimedOut):
-                    raise too_slow(self._timeout_s)
-                if isinstance(event, Cut):
-                    raise cut_off()
-                if isinstance(event, Quiet):
-                    # Only before the first chunk, while a prompt is read or an echo waits for its end.
+                    raise timed_out(self._timeout_s)
+                if isinstance(event, ShuttingDown):
+                    raise shutting_down()
+                if isinstance(event, KeepAliveDue):
+                    # Only before the first chunk: a long prompt is computed, or an echo waits for the whole answer.
                     if send and not self._has_chunk:
                         await self._begin(send)
                         await send({"type": "http.response.body", "body": b": reading\n\n", "more_body": True})
-                        quiet = loop.call_later(KEEP_ALIVE_S, self._answer.tell, Quiet())
+                        keep_alive = loop.call_later(KEEP_ALIVE_S, self._answer.notify, KeepAliveDue())
                     continue
                 self._log.see(event)
                 num_left -= isinstance(event, Ended)
                 yield prompt_index, event
         finally:
-            if quiet:
-                quiet.cancel()
+            if keep_alive:
+                keep_alive.cancel()
 
     async def _begin(self, send: Send) -> None:
         if not self._has_head:
@@ -151,10 +151,10 @@ class AnswerResponse(Response):
 
     async def _watch(self, receive: Receive) -> None:
         await disconnected(receive)
-        self._answer.tell(Gone())
+        self._answer.notify(ClientLeft())
 
 
-class _ClientGone(Exception):
+class _ClientLeft(Exception):
     pass
 
 
@@ -164,13 +164,13 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-def too_slow(timeout_s: float) -> ApiError:
+def timed_out(timeout_s: float) -> ApiError:
     message = f"the answer took longer than {timeout_s:g} s, the limit of this server"
     return ApiError(504, message, kind="server_error", code="timeout")
 
 
-def cut_off() -> ApiError:
-    message = "the server is ending, and did not wait for the rest of the answer; please ask again"
+def shutting_down() -> ApiError:
+    message = "the server is shutting down before the answer is complete; send the request again"
     return ApiError(503, message, kind="server_error", code="server_ending", headers={"Connection": "close"})
 
 

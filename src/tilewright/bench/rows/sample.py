@@ -1,4 +1,4 @@
-"""From the logits of a batch to its tokens: masks, greedy, the limits chat models ask for, and log-probabilities."""
+"""From the logits of a batch to its tokens: masks, greedy, the limits of chat models, and log-probabilities."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""`tilewright bench serve`: the flags, and the run from the first question to the table."""
+"""`tilewright bench serve`: its flags, and the run up to the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilewright.bench import common
 from tilewright.engine_flags import natural, positive
 from tilewright.types import RequestError
 
-if TYPE_CHECKING:  # imported when the benchmark runs: --help answers at once
+if TYPE_CHECKING:  # imported when the benchmark runs: --help is fast
     from tilewright.bench.serve.load import ClosedLoop, OpenLoop
     from tilewright.bench.serve.workload import Request, Workload
 
@@ -39,7 +39,7 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         "serve",
         help="any OpenAI-compatible server: first tokens, gaps between tokens, throughput",
         description="Measures a server from outside, ours or another. Prompts, pictures and videos are made from a "
-        "seed, the same for every server, before the clock starts; answers are streamed and go on to the last token.",
+        "seed, the same for every server, before the clock starts; answers are streamed, with the requested length.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -88,12 +88,12 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, media and times (default 0)")
     text = "only OpenAI's own fields: without ignore_eos and min_tokens, so answers may be shorter"
     group.add_argument("--plain", action="store_true", help=text)
-    text = "fields for every request's body; null takes one out"
+    text = "fields for every request's body; null removes one"
     group.add_argument("--extra", type=_object, default={}, metavar="JSON", help=text)
 
 
 def _add_media(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("media", "Drawn from the seed; in each request others.")
+    group = parser.add_argument_group("media", "Drawn from the seed; different in each request.")
     group.add_argument("--pictures", type=natural, default=0, metavar="N", help="of each request (default 0)")
     text = "default 512x512"
     group.add_argument("--picture-size", type=common.size, default=(512, 512), metavar="WxH", help=text)
@@ -103,7 +103,7 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--video-size", type=common.size, default=(320, 240), metavar="WxH", help=text)
     text = "two for each second (default 16)"
     group.add_argument("--video-frames", type=positive, default=16, metavar="N", help=text)
-    text = "the same ones in every request, as caches like them"
+    text = "the same media in every request, to measure caches"
     group.add_argument("--same-media", "--same-picture", action="store_true", help=text)
 
 
@@ -127,7 +127,7 @@ def _natural_float(text: str) -> float:
 def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, expected such as 128 or 64-256")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, expected such as 128 or 64-256")
     return int(match[1]), int(match[2] or match[1])
 
 
@@ -135,18 +135,19 @@ def _object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"it is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"it is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError('it is no JSON object, expected such as {"top_p": 0.9}')
+        raise argparse.ArgumentTypeError('it is not a JSON object, expected such as {"top_p": 0.9}')
     return found
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status: 0, or 1 where no request was answered."""
-    from tilewright.bench.http_client import Client, Server
+    """The exit status: 0, or 1 if no request was answered."""
+    from tilewright.bench.http_client import Client
     from tilewright.bench.serve import limits, report
     from tilewright.bench.serve.run import first_model, measure
     from tilewright.bench.serve.summary import parse_goodput, summarise
+    from tilewright.bench.server_url import Server
     from tilewright.event_loop import run_loop
 
     if options.plot and not common.can_plot():
@@ -180,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """The header of a key given, or of the environment's, if there is one."""
+    """The header with the given API key, or the one of the environment, if any."""
     from tilewright import config
 
     key = api_key or config.current().openai_api_key
@@ -190,7 +191,7 @@ def headers(api_key: str | None) -> dict[str, str]:
 
 
 def pace_of(options: argparse.Namespace) -> ClosedLoop | OpenLoop:
-    """When requests are sent, as the flags say."""
+    """The load of the flags."""
     from tilewright.bench.serve.load import ClosedLoop, OpenLoop, arrivals
 
     if options.rate is None:
@@ -200,18 +201,18 @@ def pace_of(options: argparse.Namespace) -> ClosedLoop | OpenLoop:
 
 
 def num_requests(options: argparse.Namespace, pace: ClosedLoop | OpenLoop) -> int:
-    """How many requests are made ready."""
+    """The number of requests to prepare."""
     from tilewright.bench.serve.load import OpenLoop
 
     if isinstance(pace, OpenLoop):
         return len(pace.due_s)
     if options.requests or not options.seconds:
         return options.requests or NUM_REQUESTS
-    return math.ceil(pace.concurrency * (options.seconds + 1))  # enough where an answer takes a second
+    return math.ceil(pace.concurrency * (options.seconds + 1))  # enough if an answer takes a second
 
 
 def workload_of(options: argparse.Namespace, model: str) -> Workload:
-    """What is asked, as the flags say."""
+    """The workload of the flags."""
     from tilewright.bench.serve.workload import Workload
 
     names = Workload.__dataclass_fields__.keys() - {"model", "is_plain"}
@@ -221,13 +222,13 @@ def workload_of(options: argparse.Namespace, model: str) -> Workload:
 def _make_requests(
     options: argparse.Namespace, workload: Workload, pace: ClosedLoop | OpenLoop
 ) -> tuple[list[Request], list[Request]]:
-    """The requests that warm up, and those that count."""
+    """The requests of the warm-up, and those that are measured."""
     from tqdm import tqdm
 
     num_warmup = options.warmup
     if num_warmup is None:
         num_warmup = 1 if options.rate else options.concurrency
-    # Numbers below 0 warm up: nothing that counts is asked twice.
+    # Numbers below 0 are the warm-up: no measured request is sent twice.
     numbers = range(-num_warmup, num_requests(options, pace))
     progress = tqdm(numbers, desc="making requests", file=sys.stderr, leave=False, disable=not sys.stderr.isatty())
     made = list(workload.requests(progress))

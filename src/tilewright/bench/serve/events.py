@@ -1,14 +1,14 @@
-"""Server-sent events out of a body that comes in pieces cut anywhere."""
+"""Decodes server-sent events from a body that arrives in arbitrary pieces."""
 
 from __future__ import annotations
 
 
 class EventDecoder:
-    """The data of each event; comments, names and numbers of events are left out."""
+    """The data of each event; comments, names and ids are ignored."""
 
     def __init__(self) -> None:
         self._rest = b""  # of a line
-        self._data: list[bytes] = []  # lines of the event at hand
+        self._data: list[bytes] = []  # lines of the current event
         self._is_after_cr = False
 
     def feed(self, piece: bytes) -> list[bytes]:
@@ -25,7 +25,7 @@ class EventDecoder:
         return [event for line in lines if (event := self._take_line(line)) is not None]
 
     def end(self) -> list[bytes]:
-        """What is left when the body ends: an event whose empty line did not come."""
+        """The last event, if the body ended without its empty line."""
         found = [self._take_line(line) for line in (self._rest, b"")]
         self._rest = b""
         return [event for event in found if event is not None]

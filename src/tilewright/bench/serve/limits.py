@@ -1,4 +1,4 @@
-"""How fast this machine is, measured by a process of its own: the one that receives tokens stays free of torch."""
+"""Measures this machine in another process: the one that receives tokens imports no torch."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _can_bind(family: int, address: tuple[Any, ...]) -> bool:
 def measure() -> dict[str, Any]:
     """What the machine is, under "machine", and the figures of a Probe taken now, under "probe"; in a few seconds."""
     command = [sys.executable, "-m", "tilewright.bench.serve.limits"]
-    result = subprocess.run(command, stdout=subprocess.PIPE)  # what it says on standard error is for people
+    result = subprocess.run(command, stdout=subprocess.PIPE)  # standard error is passed through
     if result.returncode:
-        raise RequestError("this machine could not be measured; --no-limits leaves that out")
+        raise RequestError("this machine could not be measured; --no-limits skips that")
     return json.loads(result.stdout)
 
 

@@ -1,4 +1,4 @@
-"""When requests are sent: a fixed number at once, or as they would come from people who do not wait for each other."""
+"""When requests are sent: a fixed number at once (closed loop), or at random times (open loop)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from tilewright.bench.http_client import Client
-from tilewright.bench.serve.sample import Sample, ask
+from tilewright.bench.serve.sample import Sample, send_request
 from tilewright.bench.serve.workload import Request
 
-Ask = Callable[[Request], Awaitable[Sample]]
+SendOne = Callable[[Request], Awaitable[Sample]]
 
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """`concurrency` requests at once: each answer makes room for the next. None begins after `seconds`."""
+    """`concurrency` requests at once; each answer starts the next. None starts after `seconds`."""
 
     concurrency: int
     seconds: float | None = None
 
-    async def send(self, requests: Sequence[Request], ask: Ask, clock: Callable[[], float]) -> list[Sample]:
+    async def send(self, requests: Sequence[Request], send_one: SendOne, clock: Callable[[], float]) -> list[Sample]:
         samples: list[Sample] = []
         waiting = iter(requests)
         end_s = float("inf") if self.seconds is None else clock() + self.seconds
 
         async def worker() -> None:
             for request in waiting:
-                samples.append(await ask(request))
+                samples.append(await send_one(request))
                 if clock() >= end_s:
                     return
 
@@ -41,14 +41,14 @@ class ClosedLoop:
 class OpenLoop:
     """Each request at its own time, however many are under way."""
 
-    due_s: tuple[float, ...]  # after the beginning, ascending
+    due_s: tuple[float, ...]  # after the start, ascending
 
-    async def send(self, requests: Sequence[Request], ask: Ask, clock: Callable[[], float]) -> list[Sample]:
+    async def send(self, requests: Sequence[Request], send_one: SendOne, clock: Callable[[], float]) -> list[Sample]:
         begin_s = clock()
         tasks = []
         for request, due_s in zip(requests, self.due_s, strict=True):
             await asyncio.sleep(begin_s + due_s - clock())
-            tasks.append(asyncio.ensure_future(ask(request)))
+            tasks.append(asyncio.ensure_future(send_one(request)))
         return list(await asyncio.gather(*tasks))
 
 
@@ -57,7 +57,7 @@ def arrivals(
 ) -> tuple[float, ...]:
     """Times of `count` arrivals, or of those within `seconds`, at `rate` a second.
 
-    Gaps are gamma distributed with the shape `burstiness`: 1 is Poisson's process, less comes in bursts, more evenly.
+    Gaps are gamma distributed with the shape `burstiness`: 1 is a Poisson process, below it bursty, above it even.
     """
     chance = random.Random(f"{seed} arrivals")
     times: list[float] = []
@@ -81,7 +81,7 @@ async def run(
     began_s = clock()
 
     async def ask_and_tell(request: Request) -> Sample:
-        sample = await ask(client, path, request, timeout_s, began_s, clock)
+        sample = await send_request(client, path, request, timeout_s, began_s, clock)
         on_sample(sample)
         return sample
 

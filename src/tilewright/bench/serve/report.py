@@ -1,4 +1,4 @@
-"""A run as a table, as JSON and as a picture."""
+"""A run as a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_MESSAGES = 3  # of each kind of failure, in the table
 
 
 def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[str, Any]]) -> str:
-    """The run for people to read; `probes` of the machine are those before and after it, if the server is here."""
+    """The run as a table; `probes` are those of the machine before and after it, if the server runs on it."""
     lines = []
     if summary.num_answered:
         lines += [*_latencies(summary), ""]
@@ -26,7 +26,7 @@ def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[st
     )
     if summary.num_answered:
         total = summary.total_tokens_per_s
-        with_prompts = "the server tells no prompt's" if total is None else f"{total:.4g} with the prompts'"
+        with_prompts = "the server reports no prompt tokens" if total is None else f"{total:.4g} with the prompts'"
         lines.append(f"tokens/s: {summary.output_tokens_per_s:.4g} of answers, {with_prompts}")
     if summary.goodput:
         limits = ", ".join(f"{name} <= {limit_s:g} s" for name, limit_s in summary.goodput.limits_s.items())
@@ -47,7 +47,7 @@ def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[st
 
 
 def mean_probe(probes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The means of their figures; each has chosen its matrix product's type itself, and all that were are named."""
+    """The means of their figures; each probe chose its own dtype, and all of them are named."""
     types = dict.fromkeys(probe["gemm_dtype"] for probe in probes)
     names = [name for name in probes[0] if name != "gemm_dtype"]
     means = {name: statistics.mean(probe[name] for probe in probes) for name in names}
@@ -57,9 +57,11 @@ def mean_probe(probes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _latencies(summary: Summary) -> list[str]:
     names = ("mean", *(f"p{percent}" for percent in PERCENTS), "max")
     rows = [("", *names, "unit")]
-    for key, spread in summary.spreads.items():
+    for key, distribution in summary.distributions.items():
         metric = METRICS[key]
-        rows.append((metric.title, *(_number(getattr(spread, name) * metric.scale) for name in names), metric.unit))
+        rows.append(
+            (metric.title, *(_number(getattr(distribution, name) * metric.scale) for name in names), metric.unit)
+        )
     return aligned(rows, left=(0, len(rows[0]) - 1))
 
 
@@ -68,10 +70,10 @@ def _number(value: float) -> str:
 
 
 def _remarks(summary: Summary) -> list[str]:
-    """What the figures leave out or rest upon."""
+    """Notes on what the numbers leave out or assume."""
     found = []
     for count, remark in (
-        (summary.num_shorter, "answers had fewer tokens than asked: the server does not keep on after an end"),
+        (summary.num_shorter, "answers had fewer tokens than requested: the server ignores ignore_eos"),
         (summary.num_counted_by_chunks, "answers' tokens were counted by chunks: the server sent no usage"),
         (summary.num_without_token, "answers had no token"),
     ):
@@ -86,17 +88,17 @@ def _remarks(summary: Summary) -> list[str]:
 
 
 def write_json(path: Path, summary: Summary, samples: Sequence[Sample], about: dict[str, Any]) -> None:
-    """The run, every sample of it, and what `about` says of the server and the machine."""
+    """The run, all its samples, and `about`: the server and the machine."""
     figures = asdict(summary)
-    spreads = figures.pop("spreads")
-    # Seconds and tokens, whatever unit the table has.
-    document = {"figures": spreads, "totals": figures, "samples": [asdict(sample) for sample in samples]}
+    distributions = figures.pop("distributions")
+    # In seconds and tokens, unlike the table.
+    document = {"figures": distributions, "totals": figures, "samples": [asdict(sample) for sample in samples]}
     write_document(path, about | document)
 
 
 def write_plot(path: Path, samples: Sequence[Sample], title: str) -> None:
-    """Each request over time, and how first tokens and gaps are spread."""
-    from matplotlib.figure import Figure  # only here: a benchmark without a picture does not need it
+    """Each request over time, and the distributions of TTFT and inter-token latency."""
+    from matplotlib.figure import Figure  # imported here: only plots need it
 
     answered = [sample for sample in samples if not sample.failure]
     figure = Figure(figsize=(13, 4.2), layout="constrained")

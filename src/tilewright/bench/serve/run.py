@@ -1,4 +1,4 @@
-"""A run against a server, from asking for its models to the last answer."""
+"""A run against a server, from the query of its models to the last answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from time import perf_counter, process_time
 
 from tqdm import tqdm
 
-from tilewright.bench.http_client import Client, HttpError
+from tilewright.bench.http_client import Client
+from tilewright.bench.http_errors import HttpError
 from tilewright.bench.serve import load
 from tilewright.bench.serve.sample import Sample, StreamError, check
 from tilewright.bench.serve.workload import Request
@@ -21,14 +22,14 @@ MAX_MODELS_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Measured:
-    """The samples that count, and the share of a CPU this process used meanwhile."""
+    """The samples, and the share of a CPU that this process used."""
 
     samples: list[Sample]
     client_cpu_share: float
 
 
 async def first_model(client: Client) -> str:
-    """The name of the first model the server has; RequestError where it has none or does not tell."""
+    """The name of the first model the server has; RequestError if it names none."""
     try:
         async with client.request("GET", "/v1/models") as response:
             await check(response)
@@ -53,7 +54,7 @@ async def measure(
     pace: load.ClosedLoop | load.OpenLoop,
     timeout_s: float,
 ) -> Measured:
-    """Sends what warms up, then what counts; a bar on standard error tells how far it is."""
+    """Sends the warm-up, then the measured requests, with a progress bar on standard error."""
     concurrency = pace.concurrency if isinstance(pace, load.ClosedLoop) else 1
     try:
         await _send(client, path, warmup, load.ClosedLoop(concurrency), timeout_s, "warming up")

@@ -1,4 +1,4 @@
-"""One request's measurements: when its tokens came, how many they were, or why they did not."""
+"""The measurements of one request: its tokens and their times, or its failure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewright.bench.http_client import Client, HttpError, Response
+from tilewright.bench.http_client import Client, Response
+from tilewright.bench.http_errors import HttpError
 from tilewright.bench.serve.events import EventDecoder
 from tilewright.bench.serve.workload import Request
 
-# What a chunk may bring of an answer; its role and empty texts are no tokens.
+# The fields of a delta that have tokens; the role and empty texts do not.
 DELTA_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call", "refusal", "audio")
 MAX_ERROR_BYTES = 1 << 14
 MAX_MESSAGE_CHARACTERS = 300
@@ -20,7 +21,7 @@ MAX_MESSAGE_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request got no whole answer: the kind, to count by, and what the server or the connection said."""
+    """Why a request got no whole answer: a kind, which is counted, and the message of the server or the connection."""
 
     kind: str
     message: str
@@ -47,7 +48,7 @@ class Sample:
 
     @property
     def token_s(self) -> float | None:
-        """Seconds per token of a choice after its first one; None where there is no second one."""
+        """Seconds per token of a choice after its first one; None if there is no second one."""
         num_later = self.output_tokens / self.num_choices - 1
         if self.first_token_s is None or num_later <= 0:
             return None
@@ -64,7 +65,7 @@ class StreamError(Exception):
 
 @dataclass
 class Answer:
-    """What the events of a stream have told so far."""
+    """The events of a stream so far."""
 
     first_s: float | None = None
     last_s: dict[int, float] = field(default_factory=dict)  # of each choice, when its last chunk came
@@ -75,7 +76,7 @@ class Answer:
     is_done: bool = False
 
     def take(self, event: bytes, now_s: float) -> None:
-        """Adds an event that came at `now_s`; StreamError where it tells of an error or is none of an answer's."""
+        """Adds an event that came at `now_s`; StreamError if it is an error, or not an event of an answer."""
         if event == b"[DONE]":
             self.is_done = True
             return
@@ -117,7 +118,7 @@ class Answer:
             raise StreamError("closed", "the stream ended without a finish_reason and without [DONE]")
 
     def sample(self, request: Request, sent_s: float, end_s: float, failure: Failure | None) -> Sample:
-        """All of it; times were taken by the clock that began with the run."""
+        """The Sample of the complete answer; times are relative to the start of the run."""
         counted = _count(self.usage, "completion_tokens")
         return Sample(
             number=request.number,
@@ -138,15 +139,15 @@ class Answer:
 
 
 def _count(usage: object, name: str) -> int | None:
-    """A number of tokens, None where there is none."""
+    """A number of tokens; None if there is none."""
     found = usage.get(name) if isinstance(usage, dict) else None
     return found if isinstance(found, int) else None
 
 
-async def ask(
+async def send_request(
     client: Client, path: str, request: Request, timeout_s: float, began_s: float, clock: Callable[[], float]
 ) -> Sample:
-    """Sends a request and gives its Sample, also where it failed."""
+    """Sends a request and returns its Sample, also if it fails."""
     answer, failure = Answer(), None
     sent_s = clock() - began_s
     try:
@@ -176,7 +177,7 @@ async def _read(client: Client, path: str, body: bytes, take: Callable[[bytes], 
 
 
 async def check(response: Response) -> None:
-    """StreamError with the server's own words where its status is not 200."""
+    """StreamError with the server's message if the status is not 200."""
     if response.status != 200:
         words = error_message(await response.read(MAX_ERROR_BYTES)) or response.reason
         if location := response.headers.get("location"):
@@ -185,7 +186,7 @@ async def check(response: Response) -> None:
 
 
 def error_message(body: bytes) -> str:
-    """What an error's body says: OpenAI's error.message, or what others put in its place, or the text as it is."""
+    """The message in an error's body: OpenAI's error.message, a common alternative, or the text itself."""
     try:
         found = json.loads(body)
     except ValueError:

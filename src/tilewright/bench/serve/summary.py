@@ -1,4 +1,4 @@
-"""What many samples come to: means and percentiles, throughput, goodput and failures."""
+"""The summary of many samples: means and percentiles, throughput, goodput and failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PERCENTS = (50, 90, 95, 99)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value that `percent` of the ascending ones do not exceed, on a straight line between two neighbours."""
+    """The percentile of ascending values, interpolated linearly."""
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -23,8 +23,8 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Mean, percentiles and most of some amounts, and how many they were."""
+class Distribution:
+    """Mean, percentiles and maximum of some values, and their number."""
 
     mean: float
     p50: float
@@ -35,7 +35,7 @@ class Spread:
     count: int
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread | None:
+    def of(cls, values: Iterable[float]) -> Distribution | None:
         """None of no values."""
         ordered = sorted(values)
         if not ordered:
@@ -46,11 +46,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Metric:
-    """An amount that samples have any number of."""
+    """A value of samples, of which each may have several."""
 
     title: str
-    unit: str  # in which people read it; values are in seconds or tokens
-    scale: float  # of a value to the unit
+    unit: str  # of the table; values are in seconds or tokens
+    scale: float  # from a value to the unit
     values: Callable[[Sample], Iterable[float | None]]
 
 
@@ -68,7 +68,7 @@ LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(frozen=True)
 class Goodput:
-    """The requests whose every latency kept within its limit; those that failed did not."""
+    """The requests with every latency within its limit; failed ones do not count."""
 
     limits_s: dict[str, float]
     share: float  # of all requests
@@ -81,15 +81,15 @@ class Summary:
 
     num_answered: int
     num_failed: int
-    num_shorter: int  # answers with fewer tokens than asked
+    num_shorter: int  # answers with fewer tokens than requested
     num_counted_by_chunks: int
     num_without_token: int
     wall_s: float
     requests_per_s: float
     output_tokens_per_s: float
-    total_tokens_per_s: float | None  # None: the server does not tell a prompt's tokens
+    total_tokens_per_s: float | None  # None: the server does not report prompt tokens
     mean_concurrency: float
-    spreads: dict[str, Spread]
+    distributions: dict[str, Distribution]
     goodput: Goodput | None
     failures: dict[str, dict[str, int]]  # kind -> message -> how often
 
@@ -121,7 +121,7 @@ def summarise(samples: Sequence[Sample], limits_s: dict[str, float] | None = Non
     """The Summary of at least one sample."""
     answered = [sample for sample in samples if not sample.failure]
     wall_s = max(sample.sent_s + sample.total_s for sample in samples) - min(sample.sent_s for sample in samples)
-    wall_s = max(wall_s, 1e-9)  # all may have failed at once
+    wall_s = max(wall_s, 1e-9)  # all may fail at once
     output_tokens = sum(sample.output_tokens for sample in answered)
     prompt_tokens = [sample.prompt_tokens for sample in answered]
     known = [count for count in prompt_tokens if count is not None]
@@ -145,16 +145,16 @@ def summarise(samples: Sequence[Sample], limits_s: dict[str, float] | None = Non
         output_tokens_per_s=output_tokens / wall_s,
         total_tokens_per_s=None if total_tokens is None else total_tokens / wall_s,
         mean_concurrency=sum(sample.total_s for sample in samples) / wall_s,
-        spreads=_spreads(answered),
+        distributions=_distributions(answered),
         goodput=goodput,
         failures={kind: dict(counts.most_common()) for kind, counts in failures.items()},
     )
 
 
-def _spreads(answered: Sequence[Sample]) -> dict[str, Spread]:
+def _distributions(answered: Sequence[Sample]) -> dict[str, Distribution]:
     found = {}
     for name, metric in METRICS.items():
         values = (value for sample in answered for value in metric.values(sample) if value is not None)
-        if spread := Spread.of(values):
+        if spread := Distribution.of(values):
             found[name] = spread
     return found

@@ -1,4 +1,4 @@
-"""What is asked: requests made from a seed, the same for every server."""
+"""The requests, made from a seed: the same for every server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True)
 class Request:
-    """A body ready to be sent, and the tokens it asks for."""
+    """A body ready to be sent, and the number of output tokens it requests."""
 
     number: int
     body: bytes
@@ -31,11 +31,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """What every request has. Ranges are from and to, both included; sizes are width and height."""
+    """The parameters of all requests. Ranges include both ends; sizes are width and height."""
 
     model: str
     endpoint: str = "chat"
-    prompt_tokens: tuple[int, int] = (128, 128)  # words of its own; the template's tokens and the media's come on top
+    prompt_tokens: tuple[int, int] = (128, 128)  # words of the prompt; tokens of the template and the media come on top
     output_tokens: tuple[int, int] = (64, 64)
     shared_prefix_tokens: int = 0
     system: str = ""
@@ -48,7 +48,7 @@ class Workload:
     same_media: bool = False
     temperature: float = 0.0
     seed: int = 0
-    is_plain: bool = False  # without the fields that OpenAI's interface does not have
+    is_plain: bool = False  # only OpenAI's own fields
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Workload:
         return PATHS[self.endpoint]
 
     def requests(self, numbers: Iterable[int]) -> Iterator[Request]:
-        """The requests of these numbers: each number's own prompt and media, the same every time."""
+        """The requests of these numbers: each number has its own prompt and media, the same every time."""
         return (self._request(number) for number in numbers)
 
     def _request(self, number: int) -> Request:
@@ -85,7 +85,7 @@ class Workload:
         if not self.is_plain:
             body |= {"ignore_eos": True, "min_tokens": output_tokens}
         body |= self.extra
-        # null takes a field out: some servers refuse max_tokens and want it by another name.
+        # null removes a field: some servers refuse max_tokens and need another name for it.
         body = {name: value for name, value in body.items() if value is not None}
         return Request(number, json.dumps(body).encode(), output_tokens)
 
@@ -100,7 +100,7 @@ class Workload:
         parts = [*self._media(number), {"type": "text", "text": text}]
         system = " ".join(part for part in (self.system, self._shared_words) if part)
         messages = [{"role": "system", "content": system}] if system else []
-        # Text alone as a string: the older form, which every server takes.
+        # Text alone is sent as a string, which every server accepts.
         return {"messages": [*messages, {"role": "user", "content": parts if len(parts) > 1 else text}]}
 
     def _media(self, number: int) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The engine as the server sees it: what is asked of it, and what it tells while it answers."""
+"""The interface between the server and an engine: requests, events and the model's properties."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilewright.types import FinishReason, RequestError, Timings
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A request for the engine: a conversation, a text or token ids, and how to sample. Of JSON's types and bytes."""
+    """A request to the engine: messages, a text or token ids, and sampling parameters. JSON's types and bytes only."""
 
     messages: Sequence[Mapping[str, Any]] | None = None
     text: str | None = None
@@ -20,14 +20,14 @@ class EngineRequest:
     tools: Sequence[Mapping[str, Any]] | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # by the names of SamplingParams
-    wants_prompt: bool = False  # whether the prompt's text is to be told with its end
-    # The fields of the request that the prompt and the constraint came from: errors name them.
+    wants_prompt: bool = False  # whether Ended has the prompt's text
+    # The client's names for the prompt and the constraint, for errors.
     names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SpelledLogprob:
-    """A TokenLogprob whose tokens are spelled out; the server has no tokenizer."""
+    """A TokenLogprob with the bytes of its tokens; the server has no tokenizer."""
 
     token: bytes
     logprob: float | None  # None: the first token of a prompt
@@ -36,7 +36,7 @@ class SpelledLogprob:
 
 @dataclass(frozen=True)
 class AnswerDelta:
-    """What one step added to one of the n answers."""
+    """The tokens that one step added to one of the n answers."""
 
     index: int
     text: str
@@ -47,7 +47,7 @@ class AnswerDelta:
 
 @dataclass(frozen=True)
 class Started:
-    """The prompt was read, and the first token is there."""
+    """The prompt is computed, and the first token is there."""
 
     num_prompt_tokens: int
     opens_reasoning: bool
@@ -63,12 +63,12 @@ class Ended:
     timings: Timings  # of the answer that took longest
     prompt: str | None = None
     prompt_logprobs: tuple[SpelledLogprob, ...] | None = None
-    bandwidth_share: float | None = None  # of the machine's, reached in the steps after the first token
+    bandwidth_share: float | None = None  # of the machine's read bandwidth, in the steps after the first token
 
 
 @dataclass(frozen=True)
 class Failed:
-    """There is no answer, or no more of it."""
+    """The request failed: there is no answer, or no more of it."""
 
     kind: Literal["request", "engine", "unavailable"]
     message: str
@@ -85,31 +85,31 @@ Event = Started | AnswerDelta | Ended | Failed
 
 
 class EngineFailure(RuntimeError):
-    """The engine could not compute a request, through no fault of the request's."""
+    """An internal error of the engine; the request is not at fault."""
 
 
 class EngineUnavailable(RuntimeError):
-    """There is no engine right now: it is loading, or was lost and is being started again."""
+    """No engine is ready: it is loading, or it ended and is being restarted."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the server must know of the model that is loaded."""
+    """Properties of the loaded model that the server needs."""
 
     name: str
     max_context: int
     max_sequences: int
     template: str | None  # the source of its chat template
-    accepts: Sequence[str] = ()  # the kinds of media it takes beside text: image, video, audio
-    text_limits: TextLimits | None = None  # None: the engine alone knows
+    accepts: Sequence[str] = ()  # the kinds of media it takes: image, video, audio
+    text_limits: TextLimits | None = None  # None: the engine checks them
 
     def is_meant_by(self, name: str) -> bool:
-        """Whether it is what a client calls `name`: its name, with or without the owner's before it."""
+        """Whether `name` is its name, with or without the owner's in front."""
         return name.split("/")[-1] == self.name or name == self.name
 
 
 Listener = Callable[[Event], None]  # called on the event loop
-Abort = Callable[[], None]  # frees what a request holds; harmless when it has ended
+Abort = Callable[[], None]  # ends a request; harmless if it has ended
 
 
 class Backend(Protocol):
@@ -121,13 +121,13 @@ class Backend(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """How often an engine was lost and another started."""
+        """How often the engine was restarted."""
 
     def submit(self, request: EngineRequest, listener: Listener) -> Abort:
-        """Begins a request, whose events go to the listener; EngineUnavailable if nobody would answer it."""
+        """Submits a request, whose events go to the listener; EngineUnavailable if no engine is ready."""
 
     async def stats(self) -> Mapping[str, float]:
-        """How the engine is doing, by the names of `engine.stats.Stats`."""
+        """The engine's stats, by the names of `engine.stats.Stats`."""
 
     async def close(self) -> None:
-        """Ends the engine; what it was computing is dropped."""
+        """Ends the engine; requests under way are dropped."""

@@ -1,7 +1,7 @@
-"""The process that has the model: reads requests from a socket, writes what each step adds.
+"""The engine process: reads requests from a socket, writes the events of each step.
 
-Started by `remote.RemoteBackend`, it lives as long as the other end of the socket: signals meant for the server, which
-a terminal or a service manager sends to both, do not end it in mid-answer.
+Started by `remote.RemoteBackend`, it runs until the other end of the socket closes. It ignores SIGINT and SIGTERM,
+which a terminal or a service manager sends to both processes: the server drains its requests first.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tilewright.server.link.service import EngineService
 from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
-# For the machine's limits, that /metrics holds the engine's speed against: 0.7 s of the start, buffers included.
+# Measures the machine's limits, which /metrics compares the engine with: 0.7 s of the start, buffers included.
 MEASURE_S = 0.2
-ENGINE_LOST = 70  # exit status when the engine's thread ended by an error
+ENGINE_LOST = 70  # exit status when a thread of the engine fails
 
 
 def main(socket_fd: int) -> int:
@@ -40,13 +40,13 @@ def main(socket_fd: int) -> int:
         return 0
     log_lines.configure(message["log_is_json"], message["log_level"])
     threading.excepthook = _end_with_thread
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone: nobody is left to answer
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server has ended
         serve(channel, message["engine"])
     return 0
 
 
 def serve(channel: Channel, options: dict[str, Any]) -> None:
-    """Answers until the other end closes."""
+    """Serves requests until the other end closes."""
     from tilewright import machine
 
     try:
@@ -62,11 +62,11 @@ def serve(channel: Channel, options: dict[str, Any]) -> None:
     with engine:
         channel.send({"ready": dataclasses.asdict(service.model())})
         while (message := channel.receive()) is not None:
-            _obey(message, service, channel)
+            _handle(message, service, channel)
             outbox.flush()
 
 
-def _obey(message: dict[str, Any], service: EngineService, channel: Channel) -> None:
+def _handle(message: dict[str, Any], service: EngineService, channel: Channel) -> None:
     if "submit" in message:
         service.submit(message["submit"], wire.request_from_json(message["request"]))
     elif "abort" in message:
@@ -74,7 +74,7 @@ def _obey(message: dict[str, Any], service: EngineService, channel: Channel) -> 
     elif "stats" in message:
         channel.send({"stats": message["stats"], "values": service.stats()})
     else:
-        raise ValueError(f"a message with {sorted(message)}")
+        raise ValueError(f"unknown message with {sorted(message)}")
 
 
 class Channel:
@@ -88,25 +88,29 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         frame = wire.encode(message)
         with self._sending:
-            self._connection.sendall(frame)
+            for buffer in frame:
+                self._connection.sendall(buffer)
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None when the other end has closed."""
-        with contextlib.suppress(ConnectionResetError):
-            head = self._file.read(wire.HEAD.size)
-            if len(head) == wire.HEAD.size:
-                body_bytes, text_bytes = wire.HEAD.unpack(head)
-                body = self._file.read(body_bytes)
-                if len(body) == body_bytes:
-                    return wire.decode(body, text_bytes)
+        with contextlib.suppress(ConnectionResetError, EOFError):
+            (text_bytes,) = wire.HEAD.unpack(self._read(wire.HEAD.size))
+            envelope = wire.decode(self._read(text_bytes))
+            return envelope.fill([self._read(size) for size in envelope.sizes])
         return None
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = self._file.read(num_bytes)
+        if len(data) < num_bytes:
+            raise EOFError
+        return data
 
 
 def _end_with_thread(arguments: threading.ExceptHookArgs) -> None:
-    """Ends the process with its engine: the server starts another, where one without its thread would only hang."""
+    """Ends the process when a thread fails: the server restarts it, while an engine without its thread would hang."""
     if isinstance(arguments.exc_value, BrokenPipeError | ConnectionResetError):
         os._exit(0)
-    _log.critical("a thread ended", exc_info=arguments.exc_value)
+    _log.critical("a thread failed", exc_info=arguments.exc_value)
     os._exit(ENGINE_LOST)
 
 

@@ -1,4 +1,4 @@
-"""An engine in the server's own process: for batches that nobody else waits for, and for tests."""
+"""An engine in the server's own process: for `tilewright batch` and tests."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class LocalBackend:
-    """A Backend over an Engine of the caller's, who closes it. `limits` are those of `EngineService`."""
+    """A Backend over an Engine that the caller closes. `limits` are those of `EngineService`."""
 
-    num_restarts = 0  # what is lost here takes the process with it
+    num_restarts = 0  # a crash ends this process too
 
     def __init__(self, engine: Engine, limits: tuple[float, float] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -53,7 +53,7 @@ class LocalBackend:
 
 
 def deliver(listeners: dict[str, Listener], post: Post) -> None:
-    """Hands events to the listeners of their requests, and forgets those that end."""
+    """Calls the listeners of the events' requests, and removes those of requests that end."""
     for request_id, event in post:
         is_last = isinstance(event, Ended | Failed)
         listener = listeners.pop(request_id, None) if is_last else listeners.get(request_id)

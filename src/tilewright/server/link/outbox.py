@@ -1,4 +1,4 @@
-"""Events gathered over a step, so that they leave together: one message for all who are being answered."""
+"""Collects the events of a step, so that one message carries those of all requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Post = list[tuple[str, Event]]  # (request id, event)
 
 
 class Outbox:
-    """Events that wait for `flush`. For any thread; the order of each request's events is kept."""
+    """Events that wait for `flush`. Thread-safe; keeps the order of each request's events."""
 
     def __init__(self, send: Callable[[Post], object]) -> None:
         self._send = send
@@ -23,8 +23,8 @@ class Outbox:
             self._events.append((request_id, event))
 
     def flush(self) -> None:
-        """Sends what was put, if anything was."""
-        with self._lock:  # held while sending: what is put later must not overtake
+        """Sends the events that were put, if any."""
+        with self._lock:  # held while sending: later events must not overtake
             events, self._events = self._events, []
             if events:
                 self._send(events)

@@ -1,7 +1,7 @@
-"""The engine in a process of its own, watched over: when it is lost, another is started.
+"""The engine in a child process, which is restarted when it ends.
 
-A slow client, a large body or a garbage collection in the server holds up no step of the engine, and a fault in the
-engine holds up no server. docs/server.md has the figures that decided it.
+A slow client, a large body or a garbage collection in the server delays no step of the engine, and a crash of the
+engine does not end the server. docs/server.md has the measurements.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.5  # before a new engine is started; doubled each time one is lost before it was ready
+FIRST_PAUSE_S = 0.5  # before a restart; doubled each time the engine ends before it is ready
 LONGEST_PAUSE_S = 30.0
 STATS_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 10.0
 
 
 class EngineRefused(Exception):
-    """The engine cannot be had as it was asked for: no such model, not enough memory."""
+    """The engine cannot start with these options: no such model, not enough memory."""
 
 
 class RemoteBackend:
-    """A Backend whose Engine runs in a child process with `options` as its arguments."""
+    """A Backend whose Engine, made with `options`, runs in a child process."""
 
     def __init__(
         self, options: Mapping[str, Any], *, log_level: int = logging.WARNING, log_is_json: bool = False
@@ -44,14 +44,14 @@ class RemoteBackend:
         self._listeners: dict[str, Listener] = {}
         self._stats: dict[str, asyncio.Future[Mapping[str, float]]] = {}
         self._model: ModelInfo | None = None
-        self._writer: asyncio.StreamWriter | None = None  # there while the engine is ready
+        self._writer: asyncio.StreamWriter | None = None  # None: the engine is not ready
         self._process: subprocess.Popen[bytes] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._is_closing = False
         self.num_restarts = 0
 
     async def start(self) -> None:
-        """Returns when the engine is ready; EngineRefused, with its reason, if it will never be."""
+        """Returns when the engine is ready; EngineRefused, with the reason, if it cannot start."""
         ready = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(ready))
         await ready
@@ -59,7 +59,7 @@ class RemoteBackend:
     @property
     def model(self) -> ModelInfo:
         if self._model is None:
-            raise EngineUnavailable("the model is being loaded; try again in a while")
+            raise EngineUnavailable("the model is loading; try again later")
         return self._model
 
     @property
@@ -71,7 +71,7 @@ class RemoteBackend:
         try:
             self._send({"submit": request_id, "request": wire.request_to_json(request)})
         except RecursionError:
-            raise RequestError("the request has values nested too deep") from None
+            raise RequestError("the request has values that are nested too deeply") from None
         self._listeners[request_id] = listener
         return lambda: self._abort(request_id)
 
@@ -82,12 +82,12 @@ class RemoteBackend:
             self._send({"stats": query})
             return await asyncio.wait_for(found, STATS_TIMEOUT_S)
         except asyncio.TimeoutError as error:
-            raise EngineUnavailable(f"the engine said nothing for {STATS_TIMEOUT_S:g} s") from error
+            raise EngineUnavailable(f"the engine did not respond for {STATS_TIMEOUT_S:g} s") from error
         finally:
             del self._stats[query]
 
     async def close(self) -> None:
-        """Ends the engine; what it was computing is dropped."""
+        """Ends the engine; requests under way are dropped."""
         self._is_closing = True
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -95,15 +95,15 @@ class RemoteBackend:
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._writer is None:
-            raise EngineUnavailable("there is no engine right now, it is being started; try again in a while")
-        self._writer.write(wire.encode(message))
+            raise EngineUnavailable("the engine is starting; try again later")
+        self._writer.writelines(wire.encode(message))
 
     def _abort(self, request_id: str) -> None:
         if self._listeners.pop(request_id, None) and self._writer is not None:
             self._send({"abort": request_id})
 
     async def _supervise(self, first_ready: asyncio.Future[None]) -> None:
-        """Runs one engine after the other until `close`."""
+        """Runs the engine, and restarts it, until `close`."""
         pause_s = FIRST_PAUSE_S
         while True:
             was_ready = False
@@ -113,8 +113,8 @@ class RemoteBackend:
                 if not first_ready.done():
                     first_ready.set_exception(error)
                     return
-                _log.error("the engine was refused: %s", error)
-            except OSError as error:  # no process or file to be had now: later perhaps
+                _log.error("the engine cannot be restarted: %s", error)
+            except OSError as error:  # too many processes or open files; a later attempt may succeed
                 _log.exception("the engine could not be started")
                 if not first_ready.done():
                     first_ready.set_exception(EngineRefused(f"the engine's process could not be started: {error}"))
@@ -127,7 +127,7 @@ class RemoteBackend:
             await asyncio.sleep(pause_s)
 
     async def _run_one(self, first_ready: asyncio.Future[None]) -> bool:
-        """Starts an engine and lives with it until it ends; whether it ever was ready."""
+        """Runs one engine process until it ends; returns whether it ever was ready."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -140,7 +140,7 @@ class RemoteBackend:
         reader, writer = await asyncio.open_connection(sock=ours)
         was_ready = False
         try:
-            writer.write(wire.encode(self._first_message))
+            writer.writelines(wire.encode(self._first_message))
             async for message in _messages(reader):
                 if "events" in message:
                     deliver(self._listeners, [(key, wire.event_from_json(event)) for key, event in message["events"]])
@@ -164,13 +164,13 @@ class RemoteBackend:
         return was_ready
 
     def _fail_all(self, status: int | None) -> None:
-        """Tells everybody who waits that their engine is gone."""
+        """Fails all requests under way: their engine has ended."""
         how = f"status {status}" if status is None or status >= 0 else _signal_name(-status)
         if not self._is_closing:
             _log.error("the engine ended (%s) with %d requests under way", how, len(self._listeners))
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
-            listener(Failed("unavailable", f"the engine ended ({how}) and is being started again; please ask again"))
+            listener(Failed("unavailable", f"the engine ended ({how}) and is being restarted; send the request again"))
         for waiting in self._stats.values():
             if not waiting.done():
                 waiting.set_exception(EngineUnavailable(f"the engine ended ({how})"))
@@ -186,14 +186,15 @@ def _signal_name(number: int) -> str:
 
 
 async def _messages(reader: asyncio.StreamReader) -> Any:
-    """The messages of the engine until it closes its end."""
+    """The messages of the engine until it closes the socket."""
     while True:
         try:
-            body_bytes, text_bytes = wire.HEAD.unpack(await reader.readexactly(wire.HEAD.size))
-            body = await reader.readexactly(body_bytes)
+            (text_bytes,) = wire.HEAD.unpack(await reader.readexactly(wire.HEAD.size))
+            envelope = wire.decode(await reader.readexactly(text_bytes))
+            blobs = [await reader.readexactly(size) for size in envelope.sizes]
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-        yield wire.decode(body, text_bytes)
+        yield envelope.fill(blobs)
 
 
 async def _end(process: subprocess.Popen[bytes], *, at_once: bool) -> None:
@@ -204,7 +205,7 @@ async def _end(process: subprocess.Popen[bytes], *, at_once: bool) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         await loop.run_in_executor(None, process.wait)
-    except asyncio.CancelledError:  # told to end while one that died is waited for
+    except asyncio.CancelledError:  # `close` while an ended process is waited for
         process.kill()
         process.wait()
         raise

@@ -1,4 +1,4 @@
-"""The engine's side of the server: requests in, events out, in the process that has the model."""
+"""Submits EngineRequests to an Engine and emits their events, in the process that has the model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Emit = Callable[[str, Event], None]  # (request id, event); called on the engine
 
 
 class EngineService:
-    """Submits what is asked and emits what comes of it. `submit` and `abort` are for one thread.
+    """Submits requests and emits their events. `submit` and `abort` are for one thread.
 
-    `limits` is how fast the machine is, if that was measured: (bytes read, operations of a GEMM) per second.
+    `limits` are the machine's measured limits, if any: (bytes read, GEMM operations) per second.
     """
 
     def __init__(self, engine: Engine, emit: Emit, limits: tuple[float, float] | None = None) -> None:
@@ -50,7 +50,7 @@ class EngineService:
         return ModelInfo(loaded.name, limits.max_context, limits.max_sequences, template, accepts, text_limits)
 
     def submit(self, request_id: str, request: EngineRequest) -> None:
-        """Begins a request; whatever becomes of it is emitted."""
+        """Submits a request; its events, errors included, are emitted."""
         try:
             handle = self._submit(request)
         except Exception as error:
@@ -71,7 +71,7 @@ class EngineService:
         handle.subscribe(on_delta, on_end)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request early; nothing if it has ended."""
+        """Aborts a request; does nothing if it has ended."""
         handle = self._handles.get(request_id)
         if handle is not None:
             handle.abort()
@@ -150,9 +150,9 @@ class _Events:
 
 
 def failure(error: BaseException, request: EngineRequest) -> Failed:
-    """What to tell of an error. One that is no fault of the request goes to the log, and its inside to nobody else."""
+    """The event of an error. An internal error is logged, and the client sees no details of it."""
     if isinstance(error, RequestError):
-        # What no field is to blame for lies with the prompt: its media, its placeholders, its length.
+        # An error without a field is about the prompt: its media, its placeholders, its length.
         param = param_of(error) or "prompt"
         return Failed("request", str(error), request.names.get(param, param), error.code)
     _log.error("a request failed", exc_info=error)

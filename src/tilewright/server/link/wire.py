@@ -1,4 +1,7 @@
-"""Messages between the server and the engine's process: frames of JSON, with media beside it as they are."""
+"""Messages between the server and the engine process: JSON, with media as raw bytes behind it.
+
+A frame is HEAD, the JSON text, and the blobs that the text gives the sizes of.
+"""
 
 from __future__ import annotations
 
@@ -6,50 +9,59 @@ import dataclasses
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewright.server.link.backend import AnswerDelta, Ended, EngineRequest, Event, Failed, SpelledLogprob, Started
 from tilewright.types import Constraint, Timings
 
-HEAD = struct.Struct("<QI")  # bytes that follow, how many of them are JSON
+HEAD = struct.Struct("<Q")  # bytes of the JSON text
 _TYPES = (Started, AnswerDelta, Ended, Failed)
 
 
-def encode(message: Mapping[str, Any]) -> bytes:
-    """A frame of a message of JSON's types and bytes."""
+class Envelope(NamedTuple):
+    """A message whose blobs have not been read yet."""
+
+    message: dict[str, Any]
+    paths: list[list[str | int]]  # where each blob belongs
+    sizes: list[int]
+
+    def fill(self, blobs: Sequence[bytes]) -> dict[str, Any]:
+        """The message with its blobs in place."""
+        for (*path, last), blob in zip(self.paths, blobs, strict=True):
+            holder: Any = self.message
+            for key in path:
+                holder = holder[key]
+            holder[last] = blob
+        return self.message
+
+
+def encode(message: Mapping[str, Any]) -> list[bytes]:
+    """The frame of a message of JSON's types and bytes, as buffers to write one after the other: no blob is copied."""
     blobs: list[bytes] = []
-    places: list[list[str | int]] = []
-    value = _lift(message, [], places, blobs)
-    text = json.dumps([value, places, [len(blob) for blob in blobs]], separators=(",", ":")).encode()
-    return b"".join([HEAD.pack(len(text) + sum(map(len, blobs)), len(text)), text, *blobs])
+    paths: list[list[str | int]] = []
+    value = _lift(message, [], paths, blobs)
+    text = json.dumps([value, paths, [len(blob) for blob in blobs]], separators=(",", ":")).encode()
+    return [HEAD.pack(len(text)) + text, *blobs]
 
 
-def decode(body: bytes, text_bytes: int) -> dict[str, Any]:
-    """The message of a frame, whose HEAD was read already."""
-    message, places, sizes = json.loads(body[:text_bytes])
-    end = text_bytes
-    for (*path, last), size in zip(places, sizes, strict=True):
-        holder = message
-        for key in path:
-            holder = holder[key]
-        holder[last] = body[end : end + size]
-        end += size
-    return message
+def decode(text: bytes) -> Envelope:
+    """The JSON of a frame; the reader then reads each blob into bytes of its own, which saves a copy."""
+    return Envelope(*json.loads(text))
 
 
-def _lift(value: Any, path: list[str | int], places: list[list[str | int]], blobs: list[bytes]) -> Any:
-    """The value without its bytes, which go to `blobs`, and their paths to `places`.
+def _lift(value: Any, path: list[str | int], paths: list[list[str | int]], blobs: list[bytes]) -> Any:
+    """The value without its bytes, which go to `blobs`, and their paths to `paths`.
 
-    By path and not by a mark in their place: a mark could be forged by the text of a request.
+    A marker in their place could be forged by the text of a request; a path cannot.
     """
     if isinstance(value, bytes):
-        places.append(path)
+        paths.append(path)
         blobs.append(value)
         return None
     if isinstance(value, Mapping):
-        return {key: _lift(item, [*path, key], places, blobs) for key, item in value.items()}
+        return {key: _lift(item, [*path, key], paths, blobs) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_lift(item, [*path, index], places, blobs) for index, item in enumerate(value)]
+        return [_lift(item, [*path, index], paths, blobs) for index, item in enumerate(value)]
     return value
 
 
@@ -72,7 +84,7 @@ def request_from_json(fields: Mapping[str, Any]) -> EngineRequest:
 
 
 def event_to_json(event: Event) -> list[Any]:
-    """An event as a list: its type's number, then its fields. Most are Chunks without log-probabilities."""
+    """An event as a list: its type's number, then its fields. Most are AnswerDeltas without log-probabilities."""
     if isinstance(event, AnswerDelta):
         return [1, event.index, event.text, event.num_tokens, event.finish_reason, _spelled_to_json(event.logprobs)]
     if isinstance(event, Ended):

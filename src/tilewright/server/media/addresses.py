@@ -1,4 +1,4 @@
-"""Which addresses a stranger's URL may lead to, and connections to no others."""
+"""Connections to public addresses only: URLs in requests come from strangers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import httpcore2
 
-Resolve = Callable[[str, int], Sequence[str]]  # a host's name and a port -> its addresses; may take its time
+Resolve = Callable[[str, int], Sequence[str]]  # (host name, port) -> addresses; may block
 _MAX_ADDRESSES_TRIED = 4
 
-# IANA's registries of special addresses, without those that are routed everywhere. Python's own is_global changed its
-# mind between versions.
+# IANA's special-purpose registries, without the globally routed entries. Python's is_global differs between versions.
 _REFUSED_V4 = tuple(
     ipaddress.IPv4Network(network)
     for network in (
@@ -36,27 +35,27 @@ _REFUSED_V4 = tuple(
         "240.0.0.0/4",  # reserved, and the broadcast address
     )
 )
-# All that is routed so far lies in 2000::/3; the rest is local, mapped from IPv4, multicast or reserved.
+# All global addresses are in 2000::/3; the rest is local, mapped from IPv4, multicast or reserved.
 _GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")
 _REFUSED_V6 = tuple(
     ipaddress.IPv6Network(network)
     for network in (
-        "2001::/23",  # protocols; Teredo, whose addresses hold IPv4 ones, is among them
+        "2001::/23",  # protocols, such as Teredo, whose addresses contain IPv4 ones
         "2001:db8::/32",
         "3fff::/20",
     )
 )
-# Networks whose addresses hold an IPv4 address that the packets end up at: (network, how far to shift it right).
+# Networks whose addresses contain the IPv4 address that packets are sent to: (network, bits to shift it right).
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96"), 0
 _6TO4 = ipaddress.IPv6Network("2002::/16"), 80
 
 
 class RefusedAddress(Exception):
-    """The host has no address, or one that is not public; which of them is not told, unless any may be connected to."""
+    """The host has no address, or one that is not public. The message does not say which, unless `allow_private`."""
 
 
 def is_public(address: str) -> bool:
-    """Whether the address, as numbers, belongs to the open internet."""
+    """Whether a numeric address is public."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -72,7 +71,7 @@ def is_public(address: str) -> bool:
 
 
 def resolve_host(host: str, port: int) -> list[str]:
-    """All addresses the system knows for a host, each once."""
+    """The addresses of a host, each once."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -80,8 +79,8 @@ def resolve_host(host: str, port: int) -> list[str]:
 class PublicNetwork(httpcore2.AsyncNetworkBackend):
     """Connects to hosts all of whose addresses are public, or to any host if `allow_private`.
 
-    A host is looked up once for each connection, and the addresses that were checked are the ones connected to: a name
-    that changes its address in between, and a redirect, gain nothing.
+    A host is looked up once per connection, and only the checked addresses are connected to: a name that changes its
+    address in between, or a redirect, cannot lead elsewhere.
     """
 
     def __init__(self, resolve: Resolve, executor: Executor, *, allow_private: bool) -> None:
@@ -117,7 +116,7 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
     async def _addresses(self, host: str, port: int) -> Sequence[str]:
         try:
             addresses = await asyncio.get_running_loop().run_in_executor(self._executor, self._resolve, host, port)
-        except (OSError, ValueError):  # not known, or no name at all
+        except (OSError, ValueError):  # unknown, or not a host name
             raise self._refusal() from None
         if not self._allow_private and not all(is_public(address) for address in addresses):
             raise self._refusal()
@@ -125,5 +124,5 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
 
     def _refusal(self) -> RefusedAddress:
         if self._allow_private:
-            return RefusedAddress("its host is not known")
-        return RefusedAddress("its host does not lead to public addresses alone")
+            return RefusedAddress("its host is unknown")
+        return RefusedAddress("its host has an address that is not public, or none")

@@ -1,4 +1,4 @@
-"""What lies at an http(s) URL, fetched for a stranger."""
+"""Fetches http(s) URLs of requests."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tilewright.types import RequestError
 
 MAX_CONNECTIONS = 64
 _KEEPALIVE_S = 5.0
-_NUM_RESOLVERS = 16  # threads: a slow name server holds up those who ask it, and no others
+_NUM_RESOLVERS = 16  # threads, so that a slow name server does not delay other lookups
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PORTS = {"http": 80, "https": 443}
-# Pieces cost time whatever their size: a sender of tiny ones would keep the whole server busy.
+# Each piece costs time whatever its size: tiny ones would keep the whole server busy.
 _MIN_PIECE_BYTES, _FREE_PIECES = 256, 4096
 
 
 class FetchError(RequestError):
-    """Why a URL was not fetched; names neither it nor the item."""
+    """Why a URL was not fetched, without the URL and the item's name."""
 
 
 @dataclass(frozen=True)
 class _Target:
-    """A URL taken apart, with nothing left to interpret."""
+    """A parsed URL."""
 
     scheme: str
     host: str
@@ -49,7 +49,7 @@ class _Target:
 
 
 class Fetcher:
-    """Fetches URLs, many at once, over connections to public addresses alone unless `allow_private`."""
+    """Fetches URLs, many at once; only from public addresses unless `allow_private`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Fetcher:
         self._max_redirects = max_redirects
         self._timeout_s = timeout_s
         self._resolvers = ThreadPoolExecutor(_NUM_RESOLVERS, "resolve")
-        # No proxy is read from the environment: what it forwards to would not be checked.
+        # Proxies of the environment are not used: the addresses they connect to could not be checked.
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=ssl_context or httpcore2.default_ssl_context(),
             max_connections=MAX_CONNECTIONS,
@@ -73,9 +73,9 @@ class Fetcher:
         )
 
     async def fetch(self, url: str, max_bytes: int, take: Callable[[int], None]) -> bytes:
-        """The body of a good answer, at most `max_bytes`. `take` is told of bytes before they are kept, and may refuse.
+        """The body of a response with status 200, at most `max_bytes`. `take` reserves memory, and may refuse.
 
-        A FetchError gives the reason, and nothing that the other side said but its status.
+        A FetchError has the reason, and of the response nothing but its status.
         """
         try:
             return await asyncio.wait_for(self._follow(url, max_bytes, take), self._timeout_s)
@@ -84,7 +84,7 @@ class Fetcher:
         except RefusedAddress as error:
             raise FetchError(str(error)) from None
         except httpcore2.ProtocolError:
-            raise FetchError("what came is no whole answer") from None
+            raise FetchError("the response is incomplete or not HTTP") from None
         except (httpcore2.NetworkError, httpcore2.TimeoutException, OSError) as error:
             raise FetchError(_why_not(error)) from None
 
@@ -93,7 +93,7 @@ class Fetcher:
         await self._pool.aclose()
 
     async def _follow(self, url: str, max_bytes: int, take: Callable[[int], None]) -> bytes:
-        timeouts = {"timeout": {"connect": self._timeout_s / 3}}  # so that a second address gets its turn
+        timeouts = {"timeout": {"connect": self._timeout_s / 3}}  # leaves time for a second address
         for _ in range(self._max_redirects + 1):
             target = _parse(url)
             where = httpcore2.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
@@ -114,17 +114,17 @@ def _parse(url: str) -> _Target:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
         host = (host if host.isascii() else host.encode("idna").decode("ascii")).rstrip(".")
-        # What is percent-encoded stays so; what should have been, is now.
+        # Percent-encodes what is not encoded yet.
         path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~") + (parts.query and "?")
         path += quote(parts.query, safe="/%:@!$&'()*+,;=~?")
     except ValueError:
-        raise FetchError("it is no URL") from None
+        raise FetchError("it is not a URL") from None
     if parts.scheme not in _PORTS:
-        raise FetchError(f"it leads to {parts.scheme[:20]}:, expected http: or https:")
+        raise FetchError(f"its scheme is {parts.scheme[:20]}:, expected http: or https:")
     if "@" in parts.netloc:
         raise FetchError("the URL names a user, expected none")
     if not host or "%" in host or port == 0:
-        raise FetchError("it has no host that can be connected to")
+        raise FetchError("it has no valid host")
     return _Target(parts.scheme, host, port or _PORTS[parts.scheme], path)
 
 
@@ -132,17 +132,17 @@ def _join(url: str, location: str) -> str:
     try:
         return urljoin(url, location)
     except ValueError:
-        raise FetchError("it leads to what is no URL") from None
+        raise FetchError("it redirects to something that is not a URL") from None
 
 
 def _header(response: httpcore2.Response, name: bytes) -> str:
-    """All values of a header."""
+    """The values of a header, joined."""
     return ", ".join(value.decode("utf-8", "replace") for key, value in response.headers if key.lower() == name)
 
 
 async def _body(response: httpcore2.Response, max_bytes: int, take: Callable[[int], None]) -> bytes:
     if _header(response, b"content-encoding").strip().lower() not in ("", "identity"):
-        raise FetchError("it comes compressed, though that was not asked for")
+        raise FetchError("the response is compressed, expected identity")
     length = _header(response, b"content-length")
     if length.isdecimal() and int(length) > max_bytes:
         raise FetchError(f"{int(length)} bytes, the limit is {max_bytes}")
@@ -167,5 +167,5 @@ def _why_not(error: Exception) -> str:
             return "no secure connection could be made"
         seen = seen.__cause__ or seen.__context__
     if isinstance(error, httpcore2.ConnectError | httpcore2.ConnectTimeout):
-        return "its host cannot be connected to"
+        return "connecting to its host failed"
     return "the connection broke"

@@ -1,4 +1,4 @@
-"""The server's own files, read for a stranger from the folders that were opened to them."""
+"""Reads files of the server that requests name, from the folders of --allow-files only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tilewright.types import RequestError
 
 
 class FileError(RequestError):
-    """Why a file was not read; names neither it nor the item."""
+    """Why a file was not read, without its path and the item's name."""
 
 
 class FolderReader:
-    """Reads regular files that lie in one of the folders, however a path to them is spelt."""
+    """Reads regular files in the given folders; symbolic links and .. cannot lead out of them."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         for folder in folders:
             if not folder.is_dir():
-                raise RequestError(f"files are to be read from {folder}, which is no folder")
+                raise RequestError(f"files are to be read from {folder}, which is not a folder")
         self._given = [os.path.abspath(folder) for folder in folders]
         self._real = [os.path.realpath(folder) for folder in folders]
 
@@ -29,28 +29,28 @@ class FolderReader:
         """The file at a path or a file: URL. FileError if it may not or cannot be read."""
         try:
             path = os.path.abspath(_path_of(source))
-            # Before anything is touched, so that answers do not tell what else there is on the disk.
+            # Checked before the disk is: errors must not reveal which other files exist.
             if not _is_within(path, [*self._given, *self._real]):
                 raise _not_allowed()
             return self._read(path, max_bytes)
         except FileError:
             raise
         except (OSError, ValueError) as error:
-            raise FileError(f"cannot be read: {getattr(error, 'strerror', None) or 'it is no path'}") from None
+            raise FileError(f"cannot be read: {getattr(error, 'strerror', None) or 'it is not a path'}") from None
 
     def _read(self, path: str, max_bytes: int) -> bytes:
         real = os.path.realpath(path)
         if not _is_within(real, self._real):
             raise _not_allowed()
-        # A pipe or a device would block or act when it is opened or read.
+        # Opening a pipe or a device could block or have effects.
         handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY)
         try:
-            # A folder on the way may have become a link since: where the open file lies is what counts.
+            # A folder of the path may have become a link meanwhile: the path of the open file counts.
             if not _is_within(os.readlink(f"/proc/self/fd/{handle}"), self._real):
                 raise _not_allowed()
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
-                raise FileError("it is no regular file")
+                raise FileError("it is not a regular file")
             if status.st_size > max_bytes:
                 raise FileError(f"{status.st_size} bytes, the limit is {max_bytes}")
             with open(handle, "rb", closefd=False) as file:

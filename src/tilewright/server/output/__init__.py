@@ -1,11 +1,11 @@
-"""From the text a model streams to what clients get, and the grammars that force a tool call."""
+"""Parses the text that a model generates, and makes the grammars that force a tool call."""
 
 from tilewright.server.output.constraint import tool_constraint
 from tilewright.server.output.detect import tool_format_of
 from tilewright.server.output.format import ToolFormat
 from tilewright.server.output.parser import OutputParser
 from tilewright.server.output.pieces import Piece, ToolCallDelta
-from tilewright.server.output.reasoning import thinks
+from tilewright.server.output.reasoning import has_reasoning
 from tilewright.server.output.tools import check_tools
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "ToolCallDelta",
     "ToolFormat",
     "check_tools",
-    "thinks",
+    "has_reasoning",
     "tool_constraint",
     "tool_format_of",
 ]

@@ -16,10 +16,10 @@ MAX_NAMED = 5  # tools, in an error
 def tool_constraint(
     format: ToolFormat, tools: Sequence[Mapping], choice: str | Mapping, *, parallel: bool, allows_reasoning: bool
 ) -> Constraint:
-    """What holds an answer to calls of the chosen tools, in the format's own form, with arguments that fit.
+    """The constraint that makes an answer calls of the chosen tools, in the model's format, with valid arguments.
 
     `choice` is OpenAI's tool_choice: "required", or {"type": "function", "function": {"name": ...}}. The tools have
-    passed `check_tools`. `parallel` admits several calls. Whether their schemas can be held to, the engine finds out.
+    passed `check_tools`. `parallel` allows several calls. The engine rejects schemas that no grammar can express.
     """
     chosen = _chosen(tools, choice)
     source = "\n".join(format.grammar(chosen, parallel=parallel)) + "\n"

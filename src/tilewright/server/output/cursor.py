@@ -1,4 +1,4 @@
-"""Text that comes in pieces, read from its front by generators that pause where more must come."""
+"""Text that comes in pieces, read from its front by generators that pause until more comes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-SPACE = " \t\r\n"  # what JSON, and templates around tags, mean by white space
+SPACE = " \t\r\n"  # the white space of JSON, and of templates around tags
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # yields where it needs more text, or the word that there is none; returns a T
+Steps = Generator[None, None, T]  # yields until there is more text, or its end; returns a T
 
 
 class Ends:
@@ -32,8 +32,8 @@ class Ends:
 class Cursor:
     """The front of a text.
 
-    What is read is gone, so that any length costs the same per character; `keep` keeps a copy of it for those who may
-    find that it was not what it seemed.
+    Text that was read is dropped, so that the cost per character does not grow; after `keep` a copy is kept, for a
+    reader that may have to take it back.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Cursor:
         self._position = 0
 
     def end(self) -> None:
-        """No more will come; whoever waits goes on with what is there."""
+        """No more text will come: generators that wait continue with what there is."""
         self._is_ended = True
 
     def keep(self) -> None:
@@ -56,17 +56,17 @@ class Cursor:
         self._kept = []
 
     def kept(self) -> str:
-        """What was read since `keep`; it is kept no longer."""
+        """What was read since `keep`, which ends here."""
         kept = "".join(self._kept or [])
         self.forget()
         return kept
 
     def forget(self) -> None:
-        """What is read is kept no longer."""
+        """Ends `keep`."""
         self._kept = None
 
     def take(self, length: int) -> str:
-        """The next characters, of which at least `length` are there."""
+        """The next `length` characters, which have come already."""
         text = self._text[self._position : self._position + length]
         self._position += length
         if self._kept is not None:
@@ -144,14 +144,14 @@ class Cursor:
 
 
 class HeldEnd:
-    """Text that comes out less the characters at its end that may have to be dropped."""
+    """Passes text on, but holds back characters at its end that may have to be dropped."""
 
     def __init__(self, characters: str) -> None:
         self._characters = characters
         self._held: list[str] = []
 
     def push(self, text: str) -> str:
-        """The text that now has something after it, or is none of the characters."""
+        """The text that can be passed on now."""
         body = text.rstrip(self._characters)
         released = self.release() + body if body else ""
         if len(body) < len(text):
@@ -159,6 +159,6 @@ class HeldEnd:
         return released
 
     def release(self) -> str:
-        """What was held, and is held no longer."""
+        """The text that was held back."""
         held, self._held = self._held, []
         return "".join(held)

@@ -18,7 +18,7 @@ _ONE_CALL_ALONE = re.compile(r"tool_calls\s*\|\s*length\s*[!=]=\s*1")
 
 
 def tool_format_of(template_source: str) -> ToolFormat | None:
-    """How this chat template writes tool calls; None: not at all, or in no way that is known here."""
+    """How this chat template writes tool calls; None: not at all, or in an unknown format."""
     if "<function=" in template_source and "<parameter=" in template_source:
         return QwenXmlFormat()
     if "<tool_call>" in template_source and _NAME.search(template_source) and _ARGUMENTS.search(template_source):

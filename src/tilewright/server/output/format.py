@@ -1,4 +1,4 @@
-"""What every way of writing tool calls must tell: how they are read, and which grammar forces them."""
+"""The interface of tool-call formats: how calls are parsed, and the grammar that forces them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
-        """Reads an answer after its thoughts, to its end. `tools`: schemas of parameters by name."""
+        """Reads an answer from the end of its reasoning on. `tools`: schemas of parameters by name."""
 
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> list[str]:

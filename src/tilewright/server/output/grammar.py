@@ -1,4 +1,4 @@
-"""The parts that grammars of tool calls are made of, in llguidance's form of Lark."""
+"""Building blocks for grammars of tool calls, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# As Python's json.dumps writes, and hence what templates show and models have learnt. One way of writing, not any
-# white space: a model that is forced could go on with blanks for ever.
+# As Python's json.dumps writes, which is what templates show and models have learnt. White space is fixed: else a
+# constrained model could generate blanks without end.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -18,7 +18,7 @@ class Tool:
 
     name: str
     parameters: Mapping[str, Any]  # a JSON schema of an object
-    is_strict: bool = False  # whether a schema that a grammar cannot hold to wholly is refused
+    is_strict: bool = False  # refuse a schema that a grammar cannot express wholly
 
 
 def literal(text: str) -> str:
@@ -27,7 +27,7 @@ def literal(text: str) -> str:
 
 
 def json_of(schema: Mapping[str, Any], *, is_strict: bool) -> str:
-    """A JSON value that fits the schema; what no grammar can hold to is left out unless strict."""
+    """A JSON value that fits the schema; keywords that no grammar can express are ignored unless strict."""
     return f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_STYLE, 'lenient': not is_strict}})}"
 
 
@@ -52,9 +52,9 @@ def json_calls(tools: Sequence[Tool], arguments_key: str) -> list[str]:
 
 
 def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of parameters, which are those it lists and no others unless it says otherwise.
+    """The schema of parameters without additional properties, unless it mentions them.
 
-    JSON schema would admit any others too, and no one who lists parameters means that.
+    JSON schema would allow any others too, which is not what tools with a list of parameters mean.
     """
     says_otherwise = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     if "properties" not in parameters or says_otherwise & set(parameters):

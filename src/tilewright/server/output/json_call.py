@@ -1,4 +1,4 @@
-"""A tool call that is a JSON object, read while it is written."""
+"""Reads a tool call that is a JSON object while it is generated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class JsonCall:
         self.has_begun = False
 
     def read(self) -> Steps[None]:
-        """Reads the object, or up to where it is none; `has_begun` tells whether it was a call."""
+        """Reads the object, or up to where it is malformed; `has_begun` says whether it was a call."""
         text = self._text
         if not (yield from text.take_if("{")):
             return
@@ -51,7 +51,7 @@ class JsonCall:
                 self._output.arguments("{}")
 
     def _read_member(self) -> Steps[bool]:
-        """Whether a key and its value were read, and it still looks like a call."""
+        """Whether a key and its value were read, and the object can still be a call."""
         text = self._text
         key = yield from _read_string(text)
         yield from text.take_space()
@@ -92,7 +92,7 @@ class JsonCall:
 
 
 def _read_string(text: Cursor) -> Steps[str | None]:
-    """The string that comes next; None if it is none."""
+    """The string that comes next; None if something else comes."""
     parts: list[str] = []
     if (yield from text.peek()) != '"' or not (yield from _pass_string(text, parts.append)):
         return None
@@ -105,7 +105,7 @@ def _read_string(text: Cursor) -> Steps[str | None]:
 def _pass_value(text: Cursor, emit: Emit) -> Steps[bool]:
     """Whether a JSON value came to its end; its text is emitted as it comes.
 
-    Only what finds the end is looked at: strings, escapes, nesting. A < outside of strings ends it too soon.
+    Only strings, escapes and nesting are parsed, to find the end. A < outside of strings ends it too soon.
     """
     first = yield from text.peek()
     if first == '"':

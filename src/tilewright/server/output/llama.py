@@ -12,7 +12,7 @@ from tilewright.server.output.grammar import Tool, any_call, calls, json_calls
 from tilewright.server.output.json_call import JsonCall
 from tilewright.server.output.pieces import Output
 
-_MARK = "<|python_tag|>"  # a special token: it is here only where the text keeps those, and nothing depends on it
+_MARK = "<|python_tag|>"  # a special token, in the text only if special tokens are kept; optional
 
 
 @dataclass(frozen=True)

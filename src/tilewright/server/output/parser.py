@@ -1,4 +1,4 @@
-"""From the text a model streams to thoughts, content and tool calls, as they come."""
+"""Splits the text of an answer into reasoning, content and tool calls while it is generated."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from tilewright.server.output.cursor import Cursor, Ends, Steps
 from tilewright.server.output.format import ToolFormat
 from tilewright.server.output.pieces import Output, Piece
-from tilewright.server.output.reasoning import read_thoughts
+from tilewright.server.output.reasoning import read_reasoning
 from tilewright.server.output.tools import parameters_by_name
 
 
 class OutputParser:
-    """Reads one answer. However its text is cut, the pieces put together are the same.
+    """Parses one answer. The joined pieces are the same wherever its text is cut.
 
-    `tools` are those the answer may call, and have passed `check_tools`; without any, or without a format, all that is
-    no thought is content. `opens_reasoning`: the prompt ended within the thoughts. `splits_reasoning`: thoughts come
-    out apart; else they are content, and calls still are not looked for in them.
+    `tools` are those the answer may call, and have passed `check_tools`; without any, or without a format, everything
+    after the reasoning is content. `opens_reasoning`: the prompt ends inside the reasoning. `splits_reasoning`:
+    reasoning is returned separately; else it is content, in which calls are not looked for either.
     """
 
     def __init__(
@@ -30,24 +30,24 @@ class OutputParser:
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether a call has begun; if so, an answer that was not cut off ended for "tool_calls"."""
+        """Whether a call has begun; if so, the finish reason of a complete answer is "tool_calls"."""
         return self._output.num_calls > 0
 
     def push(self, text: str) -> list[Piece]:
-        """What this much more of the text makes certain."""
+        """The pieces that are certain with this much more text."""
         self._text.push(text)
         next(self._steps, None)
         return self._output.take()
 
     def finish(self) -> list[Piece]:
-        """What was held back, when the answer has ended."""
+        """The rest, at the end of the answer."""
         self._text.end()
         next(self._steps, None)
         self._output.end()
         return self._output.take()
 
     def _read(self, opens_reasoning: bool, splits_reasoning: bool) -> Steps[None]:
-        yield from read_thoughts(self._text, self._output, is_open=opens_reasoning, splits=splits_reasoning)
+        yield from read_reasoning(self._text, self._output, is_open=opens_reasoning, splits=splits_reasoning)
         if self._tool_format is None:
             yield from self._text.read_until(Ends(), self._output.content)
         else:

@@ -1,4 +1,4 @@
-"""What an answer comes out as: pieces of content, of thoughts and of tool calls."""
+"""The pieces of an answer: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ToolCallDelta:
 
     index: int
     arguments: str  # a piece of the JSON text of the arguments
-    id: str | None = None  # on the first delta of a call alone, as is the name
+    id: str | None = None  # only in the first delta of a call, like the name
     name: str | None = None
 
 
@@ -29,10 +29,9 @@ class Piece:
 
 
 class Output:
-    """Pieces, gathered until they are taken.
+    """Collects pieces until `take`.
 
-    Where calls may come, white space at the end of content is held until it is known what follows: right before a call
-    it is dropped.
+    If calls may come, white space at the end of content is held back: it is dropped if a call follows.
     """
 
     def __init__(self, *, expects_calls: bool) -> None:
@@ -46,7 +45,7 @@ class Output:
             self._pieces.append(Piece(content=text))
 
     def content_unless_cut(self, text: Cursor) -> None:
-        """What the text kept, which was no call: content, or nothing if it is a further call that the end cut off."""
+        """Adds the kept text, which was no call, as content; drops it if it is a later call that the end cut off."""
         kept = text.kept()
         if self.num_calls == 0:
             self.content(kept)
@@ -54,12 +53,12 @@ class Output:
             self.content(kept.lstrip(SPACE))
 
     def reasoning(self, text: str) -> None:
-        """More of the thoughts."""
+        """More of the reasoning."""
         if text:
             self._pieces.append(Piece(reasoning=text))
 
     def begin_call(self, name: str) -> None:
-        """A new call; arguments that follow are its own."""
+        """A new call, which the next arguments belong to."""
         self._content.release()
         call_id = f"call_{secrets.token_hex(12)}"
         self._pieces.append(Piece(tool_call=ToolCallDelta(self.num_calls, "", id=call_id, name=name)))
@@ -71,12 +70,12 @@ class Output:
             self._pieces.append(Piece(tool_call=ToolCallDelta(self.num_calls - 1, text)))
 
     def end(self) -> None:
-        """No more comes: what was held is content."""
+        """The end: text that was held back is content."""
         if text := self._content.release():
             self._pieces.append(Piece(content=text))
 
     def take(self) -> list[Piece]:
-        """The pieces so far; those of a kind that follow each other are one."""
+        """The pieces so far, with neighbours of the same kind joined."""
         pieces, self._pieces = self._pieces, []
         return _joined(pieces)
 
@@ -96,6 +95,6 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 
 def _kind(piece: Piece) -> tuple[str, int]:
     if piece.tool_call is not None:
-        # A call's name goes out alone, as clients know it from OpenAI.
+        # A call's name is sent alone, as OpenAI does.
         return "arguments" if piece.tool_call.name is None else "name", piece.tool_call.index
     return "content" if piece.content else "reasoning", 0

@@ -27,7 +27,7 @@ _KEY_ENDS = Ends(">", "\n")
 class QwenXmlFormat(ToolFormat):
     """<function=NAME> within <tool_call>, and in it <parameter=KEY>, the value, </parameter>, on lines of their own.
 
-    Models forget the outer tag at times: a <function=NAME> without it is a call if the name is a tool's.
+    Models sometimes omit the outer tag: a <function=NAME> without it is a call if a tool has that name.
     """
 
     def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
@@ -57,7 +57,7 @@ class QwenXmlFormat(ToolFormat):
 
 
 def _read_name(text: Cursor) -> Steps[str | None]:
-    """The name in <function=NAME>; None if it is none."""
+    """The name in <function=NAME>; None if it is malformed."""
     parts: list[str] = []
     if not (yield from text.take_markup(_FUNCTION)) or (yield from text.read_until(_NAME_ENDS, parts.append)) != ">":
         return None
@@ -91,7 +91,7 @@ def _read_parameters(text: Cursor, output: Output, schema: Mapping[str, Any]) ->
 
 
 def _call_rules(tool: Tool, index: int) -> list[str]:
-    """The rules of one tool's call: its parameters in the schema's order, those not required perhaps left out."""
+    """The rules of one tool's call: parameters in the schema's order, optional ones may be left out."""
     listing = listing_of(tool.parameters)
     required = listing.get("required", [])
     properties = dict(listing.get("properties", {}))

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, apart from the answer."""
+"""The reasoning in front of an answer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _OPENING, _CLOSING = REASONING_TAGS
 _ENDS = Ends(_CLOSING)
 
 
-def thinks(template_source: str) -> bool:
-    """Whether answers of this template's model may have thoughts."""
+def has_reasoning(template_source: str) -> bool:
+    """Whether answers of a model with this chat template may begin with reasoning."""
     return _CLOSING in template_source
 
 
-def read_thoughts(text: Cursor, output: Output, *, is_open: bool, splits: bool) -> Steps[None]:
-    """Reads up to where the answer itself begins.
+def read_reasoning(text: Cursor, output: Output, *, is_open: bool, splits: bool) -> Steps[None]:
+    """Reads the reasoning, up to where the answer itself begins.
 
-    Thoughts begin at once if the prompt opened them (`is_open`; a tag that the model writes nevertheless is no part of
-    them), else with a tag that nothing but white space comes before. Line breaks beside the tags belong to neither
-    side. Without `splits`, all of it is content, tags included.
+    It begins at once if the prompt has opened it (`is_open`; an opening tag of the model's is then dropped), else with
+    a tag after nothing but white space. Line breaks beside the tags are dropped. Without `splits`, all of it is
+    content, tags included.
     """
     space = yield from text.take_space()
     has_tag = yield from text.take_if(_OPENING)

@@ -1,4 +1,4 @@
-"""The tools of a request, in OpenAI's form: checked, and what their schemas say of a value."""
+"""The tools of a request, in OpenAI's form: their validation, and the types that their schemas allow."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from tilewright.types import RequestError
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-MAX_TOOLS = 128  # as OpenAI has it
+MAX_TOOLS = 128  # OpenAI's limit
 KINDS = ("string", "integer", "number", "boolean", "object", "array", "null")
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def check_tools(tools: Sequence[Mapping]) -> None:
-    """A `RequestError` unless each is {"type": "function", "function": {"name", ...}} with a name of its own."""
+    """A `RequestError` unless each is {"type": "function", "function": {"name", ...}} with a unique name."""
     if not isinstance(tools, list | tuple):
         raise RequestError(f"tools is a {type(tools).__name__}, expected a list")
     if len(tools) > MAX_TOOLS:
@@ -43,12 +43,12 @@ def parameters_by_name(tools: Sequence[Mapping]) -> dict[str, Mapping[str, Any]]
 
 
 def kinds_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types a schema's values may have; empty: it does not say. `root` is what its references lead into."""
+    """The JSON types a schema's values may have; empty: any. `root` is the schema that its references point into."""
     return frozenset(kind for option in options_of(schema, root) for kind in _own_kinds(option))
 
 
 def options_of(schema: object, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The schemas without alternatives or references of their own, of which a value fits one."""
+    """The schema's alternatives, with references resolved; a value fits one of them."""
     options: list[Mapping[str, Any]] = []
     pending, seen = deque([schema]), set()
     while pending:
@@ -123,7 +123,7 @@ def _own_kinds(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _resolve(pointer: str, root: Mapping[str, Any]) -> object:
-    """What "#/$defs/name" leads to; None if nothing is there."""
+    """The schema at "#/$defs/name"; None if there is none."""
     target: Any = root
     for name in pointer.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

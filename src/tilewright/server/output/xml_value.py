@@ -1,4 +1,4 @@
-"""Values that stand as plain text between tags: what they are as JSON, and the grammar of those a schema admits."""
+"""Values written as plain text between tags: their JSON, and the grammar of the values that a schema allows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tilewright.types import RequestError
 CLOSING = "</parameter>"
 _ENDS = Ends(f"\n{CLOSING}", CLOSING)  # the line break before the tag is no part of the value
 _AFTER = f"\n{CLOSING}\n"
-# Templates write Python's words where a value is no object and no array.
+# Templates write scalars as Python does: True, False, None.
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def read_value(text: Cursor, output: Output, kinds: frozenset[str]) -> Steps[bool]:
-    """Whether a value came to its closing tag, which is read too; the value's JSON goes to the call's arguments.
+    """Whether a value ended with its closing tag, which is read too; its JSON is added to the call's arguments.
 
-    `kinds`: the JSON types its schema allows. A string comes out as it is written, others when they are complete.
+    `kinds`: the JSON types its schema allows. A string is passed on as it comes, other values when they are complete.
     """
     yield from text.take_if("\n")
     if kinds <= {"string"}:
@@ -42,7 +42,7 @@ def read_value(text: Cursor, output: Output, kinds: frozenset[str]) -> Steps[boo
 def value_grammar(schema: object, root: Mapping[str, Any], *, is_strict: bool) -> tuple[str, list[str]]:
     """(a value with its closing tag, the rules of the terminals in it).
 
-    Of a string's schema, enum, const, minLength and maxLength are held to.
+    Of a string's schema, enum, const, minLength and maxLength are enforced.
     """
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     kinds = kinds_of(schema, root)
@@ -67,7 +67,7 @@ def value_grammar(schema: object, root: Mapping[str, Any], *, is_strict: bool) -
 
 
 def _free_text(schema: Mapping[str, Any]) -> tuple[str, str]:
-    """(name, rule) of text of the schema's length without the closing tag, which nothing could tell from its end."""
+    """(name, rule) of text of the schema's length that does not contain the closing tag."""
     shortest, longest = (schema.get(key) for key in ("minLength", "maxLength"))
     bounds = [
         str(bound) if type(bound) is int and bound >= 0 else default
@@ -79,7 +79,7 @@ def _free_text(schema: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _as_json(text: str, kinds: frozenset[str]) -> str:
-    """The JSON of a value written as text: what it reads as; a string if that is no JSON, or a string may be meant."""
+    """The JSON of a value written as text; a string if it is not JSON, or if the schema allows strings."""
     stripped = text.strip()
     candidate = _WORDS.get(stripped.lower(), stripped)
     try:

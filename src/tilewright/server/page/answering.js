@@ -6,7 +6,7 @@ const MAX_WAIT_S = 120;
 const MAX_REPEATS = 3; // by itself; after that there is a button
 // What ended while it answered may have ended by what it was asked: that is repeated once only. remote.py says it so.
 const MAX_REPEATS_OF_LOST = 1;
-const WAS_LOST = /please ask again/;
+const WAS_LOST = /send the request again/;
 
 export class Answering {
   // `request` resolves to the body; `onChange` is called whenever `answer` has changed.

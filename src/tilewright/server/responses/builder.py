@@ -33,9 +33,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class ResponseBuilder:
-    """One response, as it comes. Each method gives the events that tell of it, with "type" and "sequence_number".
+    """Builds one response. Each method returns the events of a change, with "type" and "sequence_number".
 
-    Call `begin`, then `add` as pieces come, then `finish` or `fail`. Who does not stream ignores the events and takes
+    Call `begin`, then `add` as pieces come, then `finish` or `fail`. Without streaming, ignore the events and take
     `response` at the end.
     """
 
@@ -55,7 +55,7 @@ class ResponseBuilder:
         self._num_events = 0
 
     def begin(self) -> list[Event]:
-        """The response before anything has come of it."""
+        """The events of the response's start."""
         return [self._event(f"response.{what}", response=self.response()) for what in ("created", "in_progress")]
 
     def add(self, pieces: Iterable[Piece]) -> list[Event]:
@@ -76,7 +76,7 @@ class ResponseBuilder:
         return [*events, self._event(f"response.{self._status}", response=self.response())]
 
     def fail(self, message: str, code: Literal["server_error", "invalid_prompt"] = "server_error") -> list[Event]:
-        """The event of an answer that something went wrong with."""
+        """The event of an answer that failed."""
         for item in self._items[-1:]:
             item.status = "incomplete" if item.status == "in_progress" else item.status
         self._status = "failed"
@@ -84,7 +84,7 @@ class ResponseBuilder:
         return [self._event("response.failed", response=self.response())]
 
     def response(self) -> dict[str, Any]:
-        """The Response object as it stands."""
+        """The current Response object."""
         return {
             "id": self._id,
             "object": "response",

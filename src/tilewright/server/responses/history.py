@@ -1,4 +1,4 @@
-"""What was said before, for requests that go on from an earlier response."""
+"""Earlier responses, for requests with previous_response_id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_HISTORY_BYTES = 64 << 20
 
 
 class History:
-    """The items of the latest responses, in memory: when they grow past the limit, the longest unused go."""
+    """The items of recent responses, in memory; the least recently used are evicted when they exceed the limit."""
 
     def __init__(self, max_size_bytes: int = MAX_HISTORY_BYTES) -> None:
         self._max_size_bytes = max_size_bytes
@@ -21,20 +21,18 @@ class History:
         self._entries: OrderedDict[str, tuple[list[object], int]] = OrderedDict()
 
     def resolve(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The request with all its model reads as its input, for `chat_body` and `keep`."""
+        """The request with the items of the previous response in front of its input."""
         previous_id = request.get("previous_response_id")
         if previous_id is None:
             return dict(request)
         entry = self._entries.get(previous_id) if isinstance(previous_id, str) else None
         if entry is None:
-            raise RequestError(
-                f"previous_response_id is {previous_id!r:.100}, expected that of a response that is still kept here"
-            )
+            raise RequestError(f"previous_response_id is {previous_id!r:.100}, expected the id of a stored response")
         self._entries.move_to_end(previous_id)
         return {**request, "input": [*entry[0], *_items(request.get("input"))]}
 
     def keep(self, request: Mapping[str, Any], response: Mapping[str, Any]) -> None:
-        """Keeps what a response was and answered, unless the resolved request says "store": false."""
+        """Keeps the input and output of a response, unless the request says "store": false."""
         if request.get("store") is False or response["status"] not in ("completed", "incomplete"):
             return
         items = [*_items(request.get("input")), *response["output"]]

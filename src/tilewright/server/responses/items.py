@@ -8,12 +8,12 @@ from typing import Any
 from tilewright.types import RequestError
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-# Parts that are text, and where it stands.
+# Parts that are text, and the key that has it.
 _TEXT_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
 def messages_of(items: Sequence[object]) -> list[dict[str, Any]]:
-    """Messages in the order of the items; what a model says in one go (thoughts, text, calls) is one message."""
+    """Messages in the order of the items; reasoning, text and calls of one turn of the model are one message."""
     turns = _Turns()
     for index, item in enumerate(items):
         where = f"input[{index}]"
@@ -35,15 +35,15 @@ def messages_of(items: Sequence[object]) -> list[dict[str, Any]]:
 
 
 class _Turns:
-    """Messages, as far as the items have come."""
+    """The messages of the items so far."""
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
-        self._answer: dict[str, Any] | None = None  # the message of the model's that may still grow
+        self._answer: dict[str, Any] | None = None  # the assistant's message that later items may extend
         self._name_of_call: dict[str, str] = {}
 
     def messages(self) -> list[dict[str, Any]]:
-        """The messages; thoughts that no text and no call came of are left out."""
+        """The messages; reasoning without text or calls after it is left out."""
         return [message for message in self._messages if "content" in message]
 
     def add_message(self, item: Mapping[str, Any], where: str) -> None:
@@ -63,14 +63,14 @@ class _Turns:
         self._messages.append({"role": _ROLES[role], "content": content})
 
     def add_reasoning(self, item: Mapping[str, Any], where: str) -> None:
-        thought = _text(item.get("content") or item.get("summary") or [], where, ("reasoning_text", "summary_text"))
-        if not thought:  # encrypted, say, by a server that alone can read it
+        reasoning = _text(item.get("content") or item.get("summary") or [], where, ("reasoning_text", "summary_text"))
+        if not reasoning:  # encrypted, for example
             return
         answer = self._answer
         if answer is None or "content" in answer:
             answer = self._begin_answer()
         before = answer.get("reasoning_content")
-        answer["reasoning_content"] = f"{before}\n{thought}" if before else thought
+        answer["reasoning_content"] = f"{before}\n{reasoning}" if before else reasoning
 
     def add_call(self, item: Mapping[str, Any], where: str) -> None:
         call_id, name, arguments = (_string(item, key, where) for key in ("call_id", "name", "arguments"))
@@ -83,7 +83,7 @@ class _Turns:
     def add_output(self, item: Mapping[str, Any], where: str) -> None:
         call_id = _string(item, "call_id", where)
         if call_id not in self._name_of_call:
-            raise RequestError(f"{where}.call_id is {call_id!r:.100}, expected that of an earlier function_call")
+            raise RequestError(f"{where}.call_id is {call_id!r:.100}, expected the call_id of an earlier function_call")
         self._answer = None
         content = content_of(item.get("output"), f"{where}.output")
         message = {"role": "tool", "tool_call_id": call_id, "name": self._name_of_call[call_id], "content": content}
@@ -96,13 +96,13 @@ class _Turns:
 
 
 def content_of(content: object, where: str) -> str | list[dict[str, Any]]:
-    """The content of a chat's message: text, or parts where there are media among them."""
+    """The content of a chat message: text, or parts if there are media among them."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise RequestError(f"{where} is {content!r:.100}, expected text or a list of parts")
     parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
-    if all(part["type"] == "text" for part in parts):  # templates of models without media take nothing but text
+    if all(part["type"] == "text" for part in parts):  # templates of text-only models accept nothing but text
         return "\n".join(part["text"] for part in parts)
     return parts
 
@@ -115,13 +115,13 @@ def _part(part: object, where: str) -> dict[str, Any]:
         return {"type": "text", "text": _string(part, _TEXT_TYPES[kind], where)}
     if kind == "input_image":
         if part.get("file_id") is not None:
-            raise RequestError(f"{where}.file_id is given, expected image_url: no files are kept here")
+            raise RequestError(f"{where}.file_id is given, expected image_url: this server stores no files")
         image_url = {"url": _string(part, "image_url", where), "detail": part.get("detail") or "auto"}
         return {"type": "image_url", "image_url": image_url}
     if kind == "input_audio":
         return {"type": "input_audio", "input_audio": part.get("input_audio")}
     if kind == "input_file":
-        raise RequestError(f"{where}.type is 'input_file', expected text, pictures and sounds: files are not read here")
+        raise RequestError(f"{where}.type is 'input_file', expected text, pictures and sounds: files are not supported")
     raise RequestError(f"{where}.type is {kind!r:.100}, expected input_text, input_image, input_audio or output_text")
 
 

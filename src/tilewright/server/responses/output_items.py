@@ -1,4 +1,4 @@
-"""The items a response is made of: thoughts, text and calls, and the events that tell of their parts."""
+"""The items of a response: reasoning, text and function calls, and the events of their parts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from tilewright.server.output import Piece, ToolCallDelta
 
-Fields = dict[str, Any]  # an event's own fields, "type" among them; what all events of an item have is added elsewhere
+Fields = dict[str, Any]  # an event's own fields, with "type"; ResponseBuilder adds those of all events
 
 
 class Item(ABC):
-    """One item, as far as it has come."""
+    """One item, as far as it is generated."""
 
     prefix: str  # of its id
 
@@ -23,16 +23,16 @@ class Item(ABC):
 
     @property
     def text(self) -> str:
-        """What has come of it."""
+        """Its text so far."""
         return "".join(self._parts)
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
-        """The item as it stands."""
+        """The current item."""
 
     @abstractmethod
     def continues_with(self, piece: Piece) -> bool:
-        """Whether the piece is more of this item."""
+        """Whether the piece belongs to this item."""
 
     @abstractmethod
     def opening(self) -> list[Fields]:
@@ -48,9 +48,9 @@ class Item(ABC):
 
 
 class _PartItem(Item):
-    """An item whose text stands in a content part."""
+    """An item whose text is in a content part."""
 
-    event: str  # what the events of its text are called
+    event: str  # the name of its text's events
 
     @abstractmethod
     def _part(self, text: str) -> dict[str, Any]: ...
@@ -77,7 +77,7 @@ class _PartItem(Item):
 
 
 class TextItem(_PartItem):
-    """A message: content."""
+    """A message."""
 
     prefix = "msg"
     event = "output_text"
@@ -98,7 +98,7 @@ class TextItem(_PartItem):
 
 
 class ReasoningItem(_PartItem):
-    """Thoughts."""
+    """Reasoning."""
 
     prefix = "rs"
     event = "reasoning_text"
@@ -114,7 +114,7 @@ class ReasoningItem(_PartItem):
 
 
 class CallItem(Item):
-    """A call of a function."""
+    """A function call."""
 
     prefix = "fc"
 

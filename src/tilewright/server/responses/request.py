@@ -12,27 +12,27 @@ MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
 
-# What means the same in both. The last rows are what servers of open models take beside OpenAI's own.
+# Fields with the same meaning in both. The last rows are not OpenAI's but common in servers of open models.
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user",
     "seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "min_tokens", "ignore_eos", "stop_token_ids", "structured_outputs", "chat_template_kwargs", "enable_thinking",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
-# What would change the answer, and is not there.
+# Fields that would change the answer and are not supported.
 _REFUSED = {
-    "background": "answers are given at once",
-    "conversation": "conversations are not kept here; previous_response_id goes on from a response",
-    "prompt": "prompts are not kept here",
-    "top_logprobs": "log-probabilities are given by /v1/chat/completions",
+    "background": "responses are not computed in the background",
+    "conversation": "conversations are not stored; use previous_response_id",
+    "prompt": "prompts are not stored",
+    "top_logprobs": "use /v1/chat/completions for log-probabilities",
 }
 _CHOICES = ("none", "auto", "required")
 
 
 def chat_body(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of the chat completion that answers a Responses request; `RequestError` for what cannot be asked.
+    """The body of the chat completion that answers a Responses request; RequestError for fields that are not supported.
 
-    Its input is all that the model reads: what `previous_response_id` stands for was put before it.
+    The items of `previous_response_id` are in its input already.
     """
     for name, reason in _REFUSED.items():
         if request.get(name):
@@ -41,7 +41,7 @@ def chat_body(request: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(include, list | tuple):
         raise RequestError(f"include is {include!r:.100}, expected a list")
     if "message.output_text.logprobs" in include:
-        raise RequestError(f"include asks for message.output_text.logprobs: {_REFUSED['top_logprobs']}")
+        raise RequestError(f"include has message.output_text.logprobs: {_REFUSED['top_logprobs']}")
     _check_metadata(request.get("metadata"))
     body = {name: request[name] for name in _SAME if request.get(name) is not None}
     body["messages"] = _messages(request)
@@ -74,14 +74,14 @@ def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     if instructions is not None and not isinstance(instructions, str):
         raise RequestError(f"instructions is {instructions!r:.100}, expected text")
     system = [] if instructions is None else [instructions]
-    # Many templates take one system message, and that at the beginning.
+    # Many templates accept one system message, at the beginning.
     while messages and messages[0]["role"] == "system" and isinstance(messages[0]["content"], str):
         system.append(messages.pop(0)["content"])
     return [{"role": "system", "content": "\n\n".join(system)}, *messages] if system else messages
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
-    """The tools in chat's form, where what is said of a function stands under "function"."""
+    """The tools in chat's form, where the fields of a function are under "function"."""
     if not isinstance(tools, list | tuple):
         raise RequestError(f"tools is a {type(tools).__name__}, expected a list")
     found = []
@@ -89,7 +89,7 @@ def _tools(tools: object) -> list[dict[str, Any]]:
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, Mapping) else tool
             raise RequestError(
-                f'tools[{index}].type is {kind!r:.100}, expected "function": no other tools are run here'
+                f'tools[{index}].type is {kind!r:.100}, expected "function": no other tools are supported'
             )
         if "function" in tool:
             raise RequestError(f"tools[{index}] has function, expected name, description and parameters beside type")
@@ -107,17 +107,17 @@ def _tool_choice(choice: object) -> str | dict[str, Any]:
     raise RequestError(f"tool_choice is {choice!r:.100}, expected {expected}")
 
 
-def _response_format(asked: object) -> dict[str, Any] | None:
-    if asked is None:
+def _response_format(given: object) -> dict[str, Any] | None:
+    if given is None:
         return None
-    kind = asked.get("type") if isinstance(asked, Mapping) else None
-    if isinstance(asked, Mapping) and kind == "json_schema":
-        if not isinstance(asked.get("schema"), Mapping):
-            raise RequestError(f"text.format.schema is {asked.get('schema')!r:.100}, expected a JSON schema")
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if isinstance(given, Mapping) and kind == "json_schema":
+        if not isinstance(given.get("schema"), Mapping):
+            raise RequestError(f"text.format.schema is {given.get('schema')!r:.100}, expected a JSON schema")
         keys = ("name", "description", "schema", "strict")
-        return {"type": kind, "json_schema": {key: asked[key] for key in keys if asked.get(key) is not None}}
+        return {"type": kind, "json_schema": {key: given[key] for key in keys if given.get(key) is not None}}
     if kind not in ("text", "json_object"):
-        raise RequestError(f"text.format is {asked!r:.100}, expected type text, json_object or json_schema")
+        raise RequestError(f"text.format is {given!r:.100}, expected type text, json_object or json_schema")
     return {"type": kind}
 
 

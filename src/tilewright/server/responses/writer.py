@@ -15,7 +15,7 @@ from tilewright.server.responses.history import History
 
 
 class ResponsesWriter:
-    """Writes the answer to one Responses request, which `chat` is the conversation of."""
+    """Writes the answer to one Responses request, whose conversation is `chat`."""
 
     names_events = True
 
@@ -26,15 +26,15 @@ class ResponsesWriter:
         self._history = history
         self._builder = ResponseBuilder(request, model=model.name)
         self._parser: OutputParser | None = None
-        self._is_cut = False  # by the limit of its tokens
+        self._is_cut = False  # by max_output_tokens
 
     def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[dict[str, Any]]:
-        """The events that one of the engine's makes."""
+        """The events that an event of the engine makes."""
         if isinstance(event, Started):
             self._parser = output_parser(self._chat, self._model, event.opens_reasoning)
             yield from self._builder.begin()
         elif isinstance(event, AnswerDelta):
-            assert self._parser is not None, "a chunk came before its start"
+            assert self._parser is not None, "a delta came before Started"
             yield from self._builder.add(self._parser.push(event.text))
             if event.finish_reason is not None:
                 yield from self._builder.add(self._parser.finish())
@@ -44,11 +44,11 @@ class ResponsesWriter:
             self._history.keep(self._request, self._builder.response())
 
     def closing_chunks(self) -> Iterator[dict[str, Any]]:
-        """Nothing: the last event was told with the answer's end."""
+        """None: the last event is sent with the answer's end."""
         return iter(())
 
     def failure_chunks(self, error: ApiError) -> Iterator[dict[str, Any]]:
-        """The event of an answer that something went wrong with."""
+        """The events of an answer that failed."""
         if self._parser is None:
             yield from self._builder.begin()
         yield from self._builder.fail(error.message)

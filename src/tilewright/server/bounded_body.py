@@ -1,0 +1,91 @@
+"""The body of a request as it comes in, within bounds on its size, its number of values and its speed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive
+
+from tilewright.server.errors import ApiError
+from tilewright.server.memory_budget import MemoryReservation
+from tilewright.server.settings import ServerSettings
+
+DISCARD_S = 5.0
+MIN_BYTES_PER_S = 1 << 16
+# Commas and opening brackets: JSON has one for each value. An empty list is 3 bytes of a body and 64 of memory.
+MAX_BODY_VALUES = 2_000_000
+
+
+class BodyError(HTTPException):
+    """Carries an ApiError through FastAPI, which lets only an HTTPException pass while it reads a body."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.message, error.headers)
+        self.error = error
+
+
+class BoundedBody:
+    """Receives the body of a request while it is neither too long nor too slow and the memory budget has room."""
+
+    def __init__(self, receive: Receive, settings: ServerSettings, reservation: MemoryReservation) -> None:
+        self._receive = receive
+        self._settings = settings
+        self._reservation = reservation
+        self._size_bytes = 0
+        self._num_values = 0
+        self._is_complete = False
+        self._began_s = time.monotonic()
+
+    async def receive(self) -> Message:
+        if self._is_complete:
+            return await self._receive()
+        message = await self._next()
+        data = message.get("body", b"")
+        self._size_bytes += len(data)
+        self._num_values += sum(map(data.count, (b",", b"[", b"{")))
+        self._is_complete = not message.get("more_body", False)
+        try:
+            self._reservation.add(len(data))
+            if self._num_values > MAX_BODY_VALUES:
+                what = f"the body has {self._num_values} commas and brackets or more"
+                raise _too_large(f"{what}, the limit is {MAX_BODY_VALUES}", "body_has_too_many_values")
+            if self._size_bytes > self._settings.max_body_bytes:
+                raise body_too_long(self._size_bytes, self._settings.max_body_bytes)
+        except ApiError as error:
+            await self.discard()
+            raise BodyError(error) from None
+        return message
+
+    async def _next(self) -> Message:
+        """The next piece; 408 after a silence, or when bytes come too slowly."""
+        patience_s = self._settings.body_timeout_s
+        left_s = self._began_s + patience_s + self._size_bytes / MIN_BYTES_PER_S - time.monotonic()
+        try:
+            return await asyncio.wait_for(self._receive(), min(patience_s, left_s))
+        except asyncio.TimeoutError:
+            message = f"the body is too slow: {self._size_bytes} bytes in {time.monotonic() - self._began_s:.1f} s"
+            raise BodyError(ApiError(408, message, code="body_timeout", headers={"Connection": "close"})) from None
+
+    async def discard(self) -> None:
+        """Reads and drops the rest, within bounds: a client that is cut off while it sends does not see the answer."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._discard(), DISCARD_S)
+
+    async def _discard(self) -> None:
+        num_bytes = 0
+        while not self._is_complete and num_bytes <= self._settings.max_body_bytes:
+            message = await self._receive()
+            num_bytes += len(message.get("body", b""))
+            self._is_complete = not message.get("more_body", False)
+
+
+def body_too_long(size_bytes: int, limit: int) -> ApiError:
+    return _too_large(f"the body has {size_bytes} bytes or more, the limit is {limit}", "body_too_large")
+
+
+def _too_large(message: str, code: str) -> ApiError:
+    # The rest of the body may not all be read: the connection cannot be used again.
+    return ApiError(413, message, code=code, headers={"Connection": "close"})

@@ -1,0 +1,140 @@
+"""What happens to a request for an answer: admitted, prepared, submitted to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fastapi import Request
+from fastapi.responses import PlainTextResponse, Response
+
+from tilewright.server.admission import Admission
+from tilewright.server.answers import Answer, ShuttingDown
+from tilewright.server.bodies import GenerationBody
+from tilewright.server.endpoints import ENDPOINTS, Context, PreparedRequest
+from tilewright.server.errors import ApiError
+from tilewright.server.json_text import JsonResponse
+from tilewright.server.link.backend import Backend, EngineUnavailable, ModelInfo
+from tilewright.server.media.gate import MediaGate
+from tilewright.server.memory_budget import MemoryReservation
+from tilewright.server.metrics import Metrics
+from tilewright.server.request_log import RequestLog
+from tilewright.server.respond import AnswerResponse, disconnected, shutting_down, timed_out
+from tilewright.server.responses import History
+from tilewright.server.settings import ServerSettings
+
+# A step that takes this long hangs: those of the longest prompts take seconds.
+MAX_STEP_S = 300.0
+MAX_LOGGED = 10_000  # characters of a body in the log, with --log-content: pictures have more
+
+
+class ApiHandler:
+    """Answers requests: from a checked body to a response that is being written."""
+
+    def __init__(self, settings: ServerSettings, backend: Backend) -> None:
+        self.settings = settings
+        self.backend = backend
+        self.metrics = metrics = Metrics()
+        self.gate = MediaGate(settings.media)
+        self._admission = Admission(settings.max_queue, metrics)
+        self._history = History()
+        self._answers: set[Answer] = set()  # under way
+        self._is_shutting_down = asyncio.Event()
+        self.started_s = int(time.time())
+
+    @property
+    def model(self) -> ModelInfo:
+        model = self.backend.model
+        return replace(model, name=self.settings.served_name or model.name)
+
+    def check_model(self, name: str | None) -> ModelInfo:
+        """The model; 404 if `name` is another's."""
+        model = self.model
+        if name and not model.is_meant_by(name) and name != self.backend.model.name:
+            message = f"there is no model {name[:200]!r} here, only {model.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return model
+
+    async def answer(self, body: GenerationBody, request: Request) -> Response:
+        """The response to a request at one of the ENDPOINTS, whose answer the engine now computes."""
+        model = self.check_model(body.model)
+        log: RequestLog = request.state.log
+        self._log_content(body, log)
+        log.fields["stream"] = body.stream
+        began_s = asyncio.get_running_loop().time()
+        slot = self._admission.enter(body.num_answers, model.max_sequences)
+        try:
+            requests, writer = await self._prepare(body, model, request)
+            answer = Answer(self.backend, requests)
+            self._answers.add(answer)
+
+            def leave() -> None:
+                self._answers.discard(answer)
+                slot.release()
+
+            return AnswerResponse(
+                answer,
+                writer,
+                log,
+                is_stream=body.stream,
+                timeout_s=self.settings.request_timeout_s,
+                began_s=began_s,
+                on_close=leave,
+            )
+        except BaseException:
+            slot.release()
+            raise
+
+    def shut_down(self) -> None:
+        """Ends all answers under way with an error that says so: the drain timeout is over."""
+        self._is_shutting_down.set()
+        for answer in self._answers:
+            answer.notify(ShuttingDown())
+
+    async def _prepare(self, body: GenerationBody, model: ModelInfo, request: Request) -> PreparedRequest:
+        """The request with its media read, unless the client leaves, time runs out or the server shuts down first."""
+        reservation: MemoryReservation = request.state.reservation
+        context = Context(model, self.gate, self._history, reservation.add)
+        preparing = asyncio.ensure_future(ENDPOINTS[request.url.path].prepare(body, context))
+        leaving = asyncio.ensure_future(disconnected(request.receive))
+        ending = asyncio.ensure_future(self._is_shutting_down.wait())
+        timeout_s = self.settings.request_timeout_s
+        try:
+            await asyncio.wait({preparing, leaving, ending}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not preparing.done():
+                if ending.done():
+                    raise shutting_down()
+                raise ApiError(499, "the client left", code="client_left") if leaving.done() else timed_out(timeout_s)
+            return preparing.result()
+        finally:
+            for task in (leaving, ending, preparing):
+                task.cancel()
+
+    def _log_content(self, body: GenerationBody, log: RequestLog) -> None:
+        if self.settings.logs_content:
+            text = body.model_dump_json(exclude_unset=True)
+            log.fields["content"] = (
+                text if len(text) <= MAX_LOGGED else f"{text[:MAX_LOGGED]}... {len(text)} characters"
+            )
+
+    async def health(self) -> Response:
+        """200 if a request would be answered now."""
+        try:
+            stats = await self.backend.stats()
+        except EngineUnavailable as error:
+            return JsonResponse({"status": "unavailable", "reason": str(error)}, 503)
+        if stats["step_age_s"] > MAX_STEP_S:
+            reason = f"a step has been under way for {stats['step_age_s']:.0f} s"
+            return JsonResponse({"status": "unavailable", "reason": reason}, 503)
+        return JsonResponse({"status": "ok"})
+
+    async def metrics_text(self) -> Response:
+        stats: Mapping[str, float] | None
+        try:
+            stats = await self.backend.stats()
+        except EngineUnavailable:
+            stats = None
+        text = self.metrics.text(stats, self.backend.num_restarts)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
