@@ -98,7 +98,7 @@ def answers(core):
         run_all(core)
         outputs.append([sequence.output_token_ids for sequence in sequences])
     assert outputs[0] == outputs[1][:3]
-    assert core.scheduler.pool.num_used == core.scheduler.states.num_used == 0
+    assert core.resources.kv.pool.num_used == core.resources.states.num_used == 0
     return outputs[1]
 
 
@@ -128,6 +128,6 @@ def test_answers_are_those_alone(model, alone, options):
     assert answers(core) == alone
     assert bool(core.runner._recorded) == options.get("replay", True)
     if options.get("drafts"):
-        assert core.scheduler.speculator.num_accepted > 0
+        assert core.scheduler.drafter.num_accepted > 0
     if "num_slots" not in options:
-        assert core.scheduler.states.num_hits > 0
+        assert core.resources.states.num_hits > 0

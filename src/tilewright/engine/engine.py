@@ -15,7 +15,6 @@ from tilewright import embedded
 from tilewright.engine.assembly import PAGE_SIZE, build_core
 from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.costs import costs_of
-from tilewright.engine.cross.group import group_key
 from tilewright.engine.handle import Handle
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
@@ -121,7 +120,6 @@ class Engine:
             prefix_cache=prefix_cache,
             replay=replay,
         )
-        self._features, self._cross_cache = core.scheduler.features, core.scheduler.cross_cache
         costs = costs_of(self.loaded.model, self.loaded.dtype.itemsize)
         self.loop = EngineLoop(core, start_preparing=work_alone, start_stepping=bind_team, costs=costs)
         self._entry_check = _start_check(self.loaded, self.loop)
@@ -185,7 +183,7 @@ class Engine:
     def submit_chat(self, messages: Messages, **options: Any) -> Handle:
         """The Handle of a conversation's answer. What is no sampling parameter goes to the template."""
         sampling = {name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}
-        processor, is_known = self.loaded.processor, self._is_known
+        processor, is_known = self.loaded.processor, self.loop.core.resources.media.is_known
         template_args = {name: value for name, value in options.items() if name != "tools"}
         return self._submit(
             lambda budget: processor.chat(messages, is_known=is_known, budget=budget, **options),
@@ -207,7 +205,7 @@ class Engine:
         """The Handle of what follows a prompt."""
         if audios:
             raise RequestError(f"{self.loaded.name} does not take sound")
-        processor, is_known = self.loaded.processor, self._is_known
+        processor, is_known = self.loaded.processor, self.loop.core.resources.media.is_known
         return self._submit(
             lambda budget: processor.prompt(
                 text, token_ids, images=images, videos=videos, is_known=is_known, budget=budget
@@ -254,10 +252,6 @@ class Engine:
             if isinstance(chosen.get(name), bool):
                 chosen[name] = 0 if chosen[name] else None
         return SamplingParams(**chosen)
-
-    def _is_known(self, media_key: bytes) -> bool:
-        """Whether a medium need not be read: its features are kept, or what is made of them where it is alone."""
-        return self._features.has(media_key) or self._cross_cache.is_filled(group_key([media_key]))
 
     def _submit(
         self,

@@ -125,33 +125,22 @@ class EngineLoop:
     def stats(self) -> Stats:
         """How it is doing now."""
         scheduler = self.core.scheduler
-        pool, speculator, states = scheduler.pool, scheduler.speculator, scheduler.states
+        drafter = scheduler.drafter
         counter, began_s = self._counter, self._step_began_s
         return Stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_preparing=self._num_preparing,
-            num_pages=pool.num_pages,
-            num_pages_used=pool.num_used,
-            prefix_hit_rate=scheduler.prefix_cache.hit_rate,
-            feature_hit_rate=scheduler.features.hit_rate,
-            feature_bytes=scheduler.features.size_bytes,
-            num_cross_pages=scheduler.cross_cache.num_pages,
-            num_cross_pages_used=scheduler.cross_cache.num_pages_used,
-            cross_hit_rate=scheduler.cross_cache.hit_rate,
-            num_state_slots=states.num_slots if states else 0,
-            num_state_slots_used=states.num_used if states else 0,
-            num_state_snapshots=states.num_snapshots if states else 0,
-            state_hit_rate=states.hit_rate if states else 0.0,
             num_preemptions=scheduler.num_preemptions,
-            num_drafts_proposed=speculator.num_proposed if speculator else 0,
-            num_drafts_accepted=speculator.num_accepted if speculator else 0,
+            num_drafts_proposed=drafter.num_proposed if drafter else 0,
+            num_drafts_accepted=drafter.num_accepted if drafter else 0,
             num_prompt_tokens=counter.num_prompt_tokens,
             num_output_tokens=counter.num_output_tokens,
             num_steps=counter.num_steps,
             busy_s=counter.reads.busy_s,
             step_age_s=0.0 if began_s is None else time.perf_counter() - began_s,
             **vars(counter.speeds()),
+            **scheduler.resources.stats(),
         )
 
     def fail(self, error: Exception) -> None:
