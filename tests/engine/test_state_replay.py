@@ -1,7 +1,5 @@
 """Recurrent layers on the real kernels: recorded steps read and write other slots each time they are replayed."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from mock_model import run_all, text_inputs
@@ -36,7 +34,7 @@ class DeltaModel:
     predictor = None
     kv_spec = KvSpec(1, 1, 32)
     state_spec = StateSpec(LAYERS, (3, CHANNELS), (HEADS, WIDTH, WIDTH))
-    decoder = SimpleNamespace(config=SimpleNamespace(num_embeddings=VOCABULARY_SIZE))
+    num_embeddings = VOCABULARY_SIZE
 
     def __init__(self):
         made = torch.Generator().manual_seed(0)

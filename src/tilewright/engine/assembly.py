@@ -83,7 +83,7 @@ def build_core(
         Sampler(),
         make_token_decoder=make_token_decoder,
         vocabulary_size=model.vocab_size,
-        num_embeddings=model.decoder.config.num_embeddings,
+        num_embeddings=model.num_embeddings,
         eos_token_ids=eos_token_ids,
         constraints=constraints,
         drafter=drafter,

@@ -296,7 +296,7 @@ def _fit_context(loaded: LoadedModel, max_context: int | None) -> int:
             longest,
         )
     fitting = min(max_context or longest, longest)
-    loaded.model.decoder.rope.fit(fitting)
+    loaded.model.fit_context(fitting)
     return fitting
 
 

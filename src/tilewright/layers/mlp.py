@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tilewright.layers.cost import Cost, linear_cost
 from tilewright.ops.activation import sigmoid_gate
 from tilewright.ops.linear import linear
 from tilewright.types import UnsupportedConfig
@@ -36,3 +37,6 @@ class GatedMlp:
         if gate is not None:
             sigmoid_gate(inner, gate, out=inner)
         linear(inner, self.down.value, residual=x_TD, out=x_TD)
+
+    def cost(self) -> Cost:
+        return linear_cost(self)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.layers.cost import Cost, expert_cost, linear_cost
 from tilewright.layers.mlp import GatedMlp
 from tilewright.ops.linear import linear
 from tilewright.ops.moe import moe, route
@@ -64,3 +65,7 @@ class SparseMlp:
         ids, weights = route(scores, config.experts_per_token, renormalize=config.renormalize)
         gate_up, down = self.gate_up.value, self.down.value
         moe(h_TD, ids, weights, gate_up, down, activation=config.activation, residual=x_TD, out=x_TD)
+
+    def cost(self) -> Cost:
+        experts = (expert_cost(weights, self.config.experts_per_token) for weights in (self.gate_up, self.down))
+        return sum(experts, linear_cost(self))
