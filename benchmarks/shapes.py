@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 from tilewright.bench.probe import probe
-from tilewright.engine.assembly import PAGE_SIZE, build_core
+from tilewright.engine.assembly import build_core
 from tilewright.engine.costs import Costs, costs_of
+from tilewright.engine.kv.pages import PAGE_SIZE
 from tilewright.engine.scheduler import StepLimits
 from tilewright.models.registry import family_of
 from tilewright.ops.linear import PackedWeight

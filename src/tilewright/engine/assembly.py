@@ -14,7 +14,7 @@ from tilewright.engine.draft.policy import DraftPolicy
 from tilewright.engine.draft.predictor import PredictorDrafter
 from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
 from tilewright.engine.kv.manager import KvCacheManager
-from tilewright.engine.kv.pages import PagePool
+from tilewright.engine.kv.pages import PAGE_SIZE, PagePool
 from tilewright.engine.kv.prefix_cache import PrefixCache
 from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.engine.media.scheduler import MediaScheduler
@@ -28,7 +28,6 @@ from tilewright.engine.step_limits import StepLimits
 from tilewright.models.protocol import KvSpec, Model
 from tilewright.ops.kv_cache import KvCache
 
-PAGE_SIZE = 64
 ENCODER_CACHE_BYTES = 512 << 20
 
 

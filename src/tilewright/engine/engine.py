@@ -12,13 +12,13 @@ from types import TracebackType
 from typing import Any
 
 from tilewright import embedded
-from tilewright.engine.assembly import PAGE_SIZE, build_core
+from tilewright.engine.assembly import build_core
 from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.costs import costs_of
 from tilewright.engine.handle import Handle
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
-from tilewright.engine.memory import SLOTS_PER_SEQUENCE, kv_bytes, num_cross_pages, num_kv_pages, num_state_slots
+from tilewright.engine.memory import kv_bytes, share_out
 from tilewright.engine.stats import Stats
 from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.chat_template import has_media
@@ -84,12 +84,9 @@ class Engine:
         allow_special_tokens: bool = False,
     ) -> None:
         _require_supported(tp=tp, quantize=quantize, device=device)
-        if model is None:
-            model = embedded.path()
-            _log.warning(embedded.notice('Engine("./Qwen3-VL-2B-Instruct")'))
         self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
         self.loaded: LoadedModel = load_model(
-            model,
+            _embedded_path() if model is None else model,
             dtype=dtype,
             drafting=speculate > 0,
             pack_cache=pack_cache,
@@ -103,16 +100,15 @@ class Engine:
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
         )
-        # Pictures that running sequences see, or one request brings side by side: more need not be kept at once.
-        max_media = max(max_sequences, (media_limits or MediaLimits()).max_items)
-        num_pages, for_cross, num_slots = _num_pages(self.loaded, limits, max_media, kv_memory)
+        max_items = (media_limits or MediaLimits()).max_items
+        sizes = share_out(self.loaded.model, self.loaded.dtype.itemsize, limits, max_items, kv_bytes(kv_memory))
         core = build_core(
             self.loaded.model,
             self.loaded.dtype,
             limits,
-            num_pages,
-            num_cross_pages=for_cross,
-            num_state_slots=num_slots,
+            sizes.num_pages,
+            num_cross_pages=sizes.num_cross_pages,
+            num_state_slots=sizes.num_state_slots,
             make_token_decoder=self.loaded.tokenizer.stream,
             eos_token_ids=self.loaded.tokenizer.stop_token_ids,
             constraints=ConstraintCompiler(self.loaded.tokenizer, self.loaded.model.vocab_size),
@@ -277,6 +273,11 @@ def _require_supported(*, tp: int, quantize: str | None, device: str) -> None:
         raise RequestError(f"device is {device!r}, expected cpu")
 
 
+def _embedded_path() -> Path:
+    _log.warning(embedded.notice('Engine("./Qwen3-VL-2B-Instruct")'))
+    return embedded.path()
+
+
 def _start_check(loaded: LoadedModel, loop: EngineLoop) -> EntryCheck | None:
     """What reads mapped weights through behind the answers; None where they were packed now, or are all compared."""
     unchecked = loaded.report.unchecked
@@ -298,28 +299,6 @@ def _fit_context(loaded: LoadedModel, max_context: int | None) -> int:
     fitting = min(max_context or longest, longest)
     loaded.model.fit_context(fitting)
     return fitting
-
-
-def _num_pages(
-    loaded: LoadedModel, limits: StepLimits, max_media: int, kv_memory: int | str | None
-) -> tuple[int, int, int]:
-    """Pages for keys and values of tokens and of encoder states, slots for recurrent states: as fit the memory."""
-    itemsize, size_bytes = loaded.dtype.itemsize, kv_bytes(kv_memory)
-    cross, for_cross = loaded.model.cross_spec, 0
-    if cross is not None:
-        cross_page_bytes = cross.bytes_per_token(itemsize) * PAGE_SIZE
-        pages_per_medium = -(-cross.max_states // PAGE_SIZE)
-        for_cross = num_cross_pages(cross_page_bytes, pages_per_medium, max_media, size_bytes)
-        size_bytes -= for_cross * cross_page_bytes
-    most_pages = -(-limits.max_context // PAGE_SIZE) * limits.max_sequences
-    page_bytes = loaded.model.kv_spec.bytes_per_token(itemsize) * PAGE_SIZE
-    states, num_slots = loaded.model.state_spec, 0
-    if states is not None:
-        slot_bytes = states.bytes_per_slot(itemsize)
-        most_slots = SLOTS_PER_SEQUENCE * limits.max_sequences + limits.max_rows_with_drafts
-        num_slots = num_state_slots(slot_bytes, page_bytes, most_slots, size_bytes)
-        size_bytes -= num_slots * slot_bytes
-    return num_kv_pages(page_bytes, most_pages, size_bytes), for_cross, num_slots
 
 
 def _per_prompt(name: str, items: Sequence[Any], num_prompts: int) -> Sequence[Any]:
