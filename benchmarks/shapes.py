@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 from tilewright.bench.probe import probe
-from tilewright.engine.assembly import PAGE_SIZE, build_core
+from tilewright.engine.assembly import build_core
 from tilewright.engine.costs import Costs, costs_of
+from tilewright.engine.kv.pages import PAGE_SIZE
 from tilewright.engine.scheduler import StepLimits
 from tilewright.models.registry import family_of
 from tilewright.ops.linear import PackedWeight
@@ -126,7 +127,7 @@ class Bench:
             make_token_decoder=NoText,
             prefix_cache=False,
         )
-        self.core.scheduler.features.max_bytes = 1 << 40  # none is to be encoded again in a round
+        self.core.resources.media.features.max_bytes = 1 << 40  # none is to be encoded again in a round
         self.rng = np.random.default_rng(0)
 
     @property
@@ -144,7 +145,7 @@ class Bench:
             inputs = self.inputs(prompt_tokens)
             if medium is not None:
                 own = replace(medium, key=index.to_bytes(16, "little"))
-                self.core.scheduler.features.put(own.key, self.states)
+                self.core.resources.media.features.put(own.key, self.states)
                 inputs = replace(inputs, media=(own,))
             self.core.add(str(index), inputs, GREEDY)
         while any(not item.is_decoding for item in self.core.scheduler.running + self.core.scheduler.waiting):
@@ -164,14 +165,14 @@ class Bench:
 
     def forget(self) -> None:
         """Drops all that is kept of pictures."""
-        self.core.scheduler.features.clear()
-        self.core.scheduler.cross_cache.clear()
+        self.core.resources.media.features.clear()
+        self.core.resources.media.cross_cache.clear()
 
     def encode(self, medium: Medium) -> float:
         begin = perf_counter()
         self.core.runner.encode([medium])
         seconds = perf_counter() - begin
-        self.states = self.core.scheduler.features.get(medium.key)
+        self.states = self.core.resources.media.features.get(medium.key)
         self.forget()
         return seconds
 

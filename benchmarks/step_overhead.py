@@ -13,7 +13,6 @@ import json
 import pstats
 import statistics
 from time import perf_counter
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ class FreeModel:
     num_position_axes = NUM_AXES
     kv_spec = KvSpec(num_layers=1, num_heads=1, head_width=16)
     cross_spec = state_spec = predictor = None
-    decoder = SimpleNamespace(config=SimpleNamespace(num_embeddings=VOCABULARY_SIZE))
+    num_embeddings = VOCABULARY_SIZE
 
     def __init__(self, max_sequences):
         self._random = torch.randn(1024, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(0))

@@ -12,17 +12,11 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 import torch
+from mock_model import make_core
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.core import EngineCore
-from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
-from tilewright.engine.kv.pages import PagePool
-from tilewright.engine.kv.prefix_cache import PrefixCache
-from tilewright.engine.media.encoder_cache import EncoderCache
-from tilewright.engine.sampler import Sampler
-from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -82,32 +76,24 @@ class RandomRunner:
         return self.scale * noise + self.bias
 
 
-def make_core(
+def constrained_core(
     tokenizer: Tokenizer,
     size: int,
     *,
-    num_drafts: int = 0,
-    num_pages: int = 400,
-    page_size: int = 16,
     scale: float = 3.0,
     favour: str = '"}],: \n0123456789',
     favoured: float = 4.0,
-    **limits: int,
+    **options: int,
 ) -> EngineCore:
-    pool = PagePool(num_pages, page_size)
-    features = EncoderCache(1 << 20)
-    speculator = PromptLookupDrafter(num_drafts) if num_drafts else None
-    scheduler = Scheduler(pool, PrefixCache(pool), features, StepLimits(max_context=4000, **limits), speculator)
     ids = {token_id for character in favour for token_id in tokenizer.encode(character)}
     runner = RandomRunner(size, dict.fromkeys([*ids, *tokenizer.stop_token_ids], favoured), scale)
-    return EngineCore(
-        runner,
-        scheduler,
-        Sampler(),
-        make_token_decoder=tokenizer.stream,
+    return make_core(
+        make_runner=lambda resources, limits: runner,
         vocabulary_size=size,
+        make_token_decoder=tokenizer.stream,
         eos_token_ids=tokenizer.stop_token_ids,
         constraints=compiler_of(tokenizer, size),
+        **{"num_pages": 400, "page_size": 16, "max_context": 4000, **options},
     )
 
 

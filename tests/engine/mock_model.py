@@ -11,12 +11,10 @@ import hashlib
 import numpy as np
 import torch
 
+from tilewright.engine.assembly import build_resources
 from tilewright.engine.core import EngineCore
-from tilewright.engine.cross.cache import CrossCache
 from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
-from tilewright.engine.kv.pages import PagePool
-from tilewright.engine.kv.prefix_cache import PrefixCache
-from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.resources import SequenceResources
 from tilewright.engine.sampler import Sampler, uniform
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence
@@ -84,10 +82,10 @@ def loud(check):
 class MockRunner:
     """Checks what it is given, as well as computing it."""
 
-    def __init__(self, pool: PagePool, features: EncoderCache, cross_cache: CrossCache, limits: StepLimits) -> None:
-        self.pool = pool
-        self.features = features
-        self.cross_cache = cross_cache
+    def __init__(self, resources: SequenceResources, limits: StepLimits) -> None:
+        self.pool = pool = resources.kv.pool
+        self.features = resources.media.features
+        self.cross_cache = cross_cache = resources.media.cross_cache
         self.states = np.full((cross_cache.num_pages, cross_cache.page_size), NOT_WRITTEN, np.int64)
         self.limits = limits
         self.values = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
@@ -170,33 +168,38 @@ def make_core(
     num_pages=64,
     page_size=4,
     *,
+    make_runner=MockRunner,
     num_cross_pages=64,
+    num_state_slots=None,
     prefix_cache=True,
     num_drafts=0,
     max_feature_bytes=1 << 20,
     max_context=10_000,
+    vocabulary_size=VOCABULARY_SIZE,
     make_token_decoder=LetterDecoder,
+    eos_token_ids=(EOS,),
+    constraints=None,
     **limits,
 ) -> EngineCore:
-    pool = PagePool(num_pages, page_size)
-    features = EncoderCache(max_feature_bytes)
-    cross_cache = CrossCache(num_cross_pages, page_size)
+    """The real scheduler, sampler and caches around what `make_runner(resources, limits)` gives."""
     all_limits = StepLimits(max_context=max_context, **limits)
-    scheduler = Scheduler(
-        pool,
-        PrefixCache(pool, enabled=prefix_cache),
-        features,
+    resources = build_resources(
         all_limits,
-        PromptLookupDrafter(num_drafts) if num_drafts else None,
-        cross_cache,
+        num_pages,
+        page_size,
+        num_cross_pages=num_cross_pages,
+        num_state_slots=num_state_slots,
+        prefix_cache=prefix_cache,
+        encoder_cache_bytes=max_feature_bytes,
     )
     return EngineCore(
-        MockRunner(pool, features, cross_cache, all_limits),
-        scheduler,
+        make_runner(resources, all_limits),
+        Scheduler(resources, all_limits, PromptLookupDrafter(num_drafts) if num_drafts else None),
         Sampler(),
         make_token_decoder=make_token_decoder,
-        vocabulary_size=VOCABULARY_SIZE,
-        eos_token_ids=[EOS],
+        vocabulary_size=vocabulary_size,
+        eos_token_ids=eos_token_ids,
+        constraints=constraints,
     )
 
 

@@ -10,20 +10,12 @@ import itertools
 
 import numpy as np
 import torch
-from mock_model import EOS, VOCABULARY_SIZE, LetterDecoder, _choose, logits_of
+from mock_model import EOS, VOCABULARY_SIZE, _choose, logits_of, make_core
 
 from tilewright.engine.core import EngineCore
-from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
-from tilewright.engine.kv.pages import PagePool
-from tilewright.engine.kv.prefix_cache import PrefixCache
-from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.engine.runner import ModelRunner
-from tilewright.engine.sampler import Sampler
-from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.state.buffers import StateBuffers
-from tilewright.engine.state.cache import StateCache
-from tilewright.engine.step_limits import StepLimits
 from tilewright.models.protocol import StateSpec
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -132,40 +124,24 @@ class RecurrentModel:
             states.conv_states[layer][slot] = torch.tensor(state.recent, dtype=torch.float32).view(CONV_ROWS, 1)
 
 
-def make_core(
-    num_pages=64,
-    page_size=4,
-    num_slots=32,
-    *,
-    prefix_cache=True,
-    num_drafts=0,
-    max_context=10_000,
-    vocabulary_size=VOCABULARY_SIZE,
-    num_axes=3,
-    make_token_decoder=LetterDecoder,
-    eos_token_ids=(EOS,),
-    constraints=None,
-    **limits,
+def recurrent_core(
+    num_pages=64, page_size=4, num_slots=32, *, vocabulary_size=VOCABULARY_SIZE, num_axes=3, **options
 ) -> EngineCore:
-    all_limits = StepLimits(max_context=max_context, **limits)
-    pool = PagePool(num_pages, page_size)
-    beginnings = PrefixCache(pool, enabled=prefix_cache, one_of_each=True)
-    features = EncoderCache(1 << 20)
-    model = RecurrentModel(vocabulary_size, num_axes)
-    buffers = StateBuffers(SPEC, num_slots, torch.float32, all_limits)
-    for layer in (*buffers.conv_states, *buffers.delta_states):
-        layer.fill_(float("nan"))
-    pages = Pages(num_pages, page_size, num_axes)
-    speculator = PromptLookupDrafter(num_drafts) if num_drafts else None
-    states = StateCache(num_slots, beginnings)
-    return EngineCore(
-        ModelRunner(model, [pages], features, all_limits, states=buffers, replay=False),
-        Scheduler(pool, beginnings, features, all_limits, speculator, states=states),
-        Sampler(),
-        make_token_decoder=make_token_decoder,
+    def make_runner(resources, limits):
+        buffers = StateBuffers(SPEC, num_slots, torch.float32, limits)
+        for layer in (*buffers.conv_states, *buffers.delta_states):
+            layer.fill_(float("nan"))
+        model, pages = RecurrentModel(vocabulary_size, num_axes), Pages(num_pages, page_size, num_axes)
+        return ModelRunner(model, [pages], resources.media.features, limits, states=buffers, replay=False)
+
+    return make_core(
+        num_pages,
+        page_size,
+        make_runner=make_runner,
+        num_state_slots=num_slots,
+        num_cross_pages=0,
         vocabulary_size=vocabulary_size,
-        eos_token_ids=eos_token_ids,
-        constraints=constraints,
+        **options,
     )
 
 
@@ -193,11 +169,11 @@ def answer(inputs: ModelInputs, params: SamplingParams, index=0, max_context=10_
 
 def check_nothing_is_held(core: EngineCore) -> None:
     """That all pages and slots are free or findable, and every snapshot has its page."""
-    scheduler, states = core.scheduler, core.scheduler.states
-    assert scheduler.pool.num_used == 0 and not any(scheduler.pool._references)
+    scheduler, states = core.scheduler, core.resources.states
+    assert scheduler.resources.kv.pool.num_used == 0 and not any(scheduler.resources.kv.pool._references)
     assert states.num_running == states.num_used == 0 and not any(states._slots._references)
     assert states.num_free == states.num_slots == len(states._slots._empty) + states.num_snapshots
     assert sorted([*states._slots._empty, *states._slots._reusable]) == list(range(states.num_slots))
-    assert set(states._slots._page_by_digest) <= set(scheduler.pool._page_by_digest)
-    scheduler.pool.clear()
+    assert set(states._slots._page_by_digest) <= set(scheduler.resources.kv.pool._page_by_digest)
+    scheduler.resources.kv.pool.clear()
     assert states.num_snapshots == 0 and len(states._slots._empty) == states.num_slots

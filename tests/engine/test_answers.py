@@ -68,7 +68,7 @@ requests = st.tuples(prompts(), sampling, st.integers(0, 12), st.none() | st.int
 def test_every_answer_is_the_one_alone(options, requests):
     core = make_core(**options)
     scheduler = core.scheduler
-    max_states = scheduler.cross_cache.num_states
+    max_states = scheduler.resources.media.cross_cache.num_states
     sequences = {}
     deltas = []
     for number in range(5000):
@@ -101,11 +101,13 @@ def test_every_answer_is_the_one_alone(options, requests):
             assert [item for owner, delta in deltas if owner is sequence for item in delta.token_ids] == output
             reasons = [delta.finish_reason for owner, delta in deltas if owner is sequence]
             assert reasons[-1] == sequence.finish_reason and not any(reasons[:-1])
-    assert scheduler.pool.num_used == 0 and not any(scheduler.pool._references)
-    assert not scheduler.features._pins
-    scheduler.cross_cache.clear()
-    assert sorted(scheduler.cross_cache._free) == list(range(scheduler.cross_cache.num_pages))
-    assert scheduler.features.size_bytes <= scheduler.features.max_bytes
+    assert scheduler.resources.kv.pool.num_used == 0 and not any(scheduler.resources.kv.pool._references)
+    assert not scheduler.resources.media.features._pins
+    scheduler.resources.media.cross_cache.clear()
+    assert sorted(scheduler.resources.media.cross_cache._free) == list(
+        range(scheduler.resources.media.cross_cache.num_pages)
+    )
+    assert scheduler.resources.media.features.size_bytes <= scheduler.resources.media.features.max_bytes
 
 
 def test_the_mock_is_read_through_its_pages():
@@ -126,7 +128,7 @@ def test_the_mock_looks_through_the_pages_of_groups():
     core = make_core()
     (sequence,) = core.add("a", inputs, params)
     core.step()
-    core.runner.states[core.scheduler.cross_cache.pages(sequence.cross_groups[0].key)[1], 1] += 1
+    core.runner.states[core.resources.media.cross_cache.pages(sequence.cross_groups[0].key)[1], 1] += 1
     run_all(core)
     assert sequence.output_token_ids != answer(inputs, params)
 
@@ -141,7 +143,7 @@ def test_preemption_loses_nothing(temperature):
     for sequence in sequences:
         assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
         assert sequence.finish_reason == "length"
-    assert core.scheduler.pool.num_used == 0
+    assert core.resources.kv.pool.num_used == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -155,5 +157,5 @@ def test_drafts_change_nothing_but_the_number_of_steps(temperature):
         for sequence in sequences:
             assert sequence.output_token_ids == answer(sequence.inputs, params, sequence.index)
         num_steps[num_drafts] = len(core.runner.steps)
-    assert core.scheduler.speculator.num_accepted > 30
+    assert core.scheduler.drafter.num_accepted > 30
     assert num_steps[4] < num_steps[0]

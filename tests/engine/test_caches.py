@@ -80,7 +80,7 @@ class TestPrefixCache:
         run_all(core)
         assert second.num_cached_tokens == 16  # of 17 computed
         assert second.output_token_ids == answer(second.inputs, GREEDY)
-        cache = core.scheduler.prefix_cache
+        cache = core.resources.kv.prefix_cache
         assert (cache.num_tokens_looked_up, cache.num_tokens_hit) == (10 + 20, 16)
         assert cache.hit_rate == 16 / 30
 
@@ -115,7 +115,7 @@ class TestPrefixCache:
         for _ in range(2):
             (sequence,) = core.add("a", text_inputs(range(1, 20)), GREEDY)
             run_all(core)
-        assert sequence.num_cached_tokens == 0 and core.scheduler.prefix_cache.num_tokens_looked_up == 0
+        assert sequence.num_cached_tokens == 0 and core.resources.kv.prefix_cache.num_tokens_looked_up == 0
 
 
 def group(key, num_states):

@@ -4,7 +4,7 @@ import gc
 import json
 
 import pytest
-from constrained_model import BYTES_SIZE, add, byte_tokenizer, make_core, prompt
+from constrained_model import BYTES_SIZE, add, byte_tokenizer, constrained_core, prompt
 
 from tilewright.engine.constraint import sandbox as constraint_trial
 from tilewright.engine.constraint.sandbox import CompileSandbox
@@ -14,7 +14,7 @@ PRIMES = (7, 11, 13, 17, 19, 23)
 
 
 def compile_one(constraint):
-    core = make_core(byte_tokenizer(), BYTES_SIZE)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE)
     core.compile(prompt(byte_tokenizer()), SamplingParams(constraint=constraint))
 
 
@@ -116,7 +116,7 @@ def alternatives(depth):
 )
 def test_small_ones_are_followed_or_refused(constraint):
     """Most are refused before the first step, and some in the middle of an answer, at a mask that costs too much."""
-    core = make_core(byte_tokenizer(), BYTES_SIZE, favour="abx")
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE, favour="abx")
     try:
         add(core, "a", prompt(byte_tokenizer()), SamplingParams(constraint=constraint, seed=0, max_tokens=40))
     except RequestError as error:
@@ -127,4 +127,4 @@ def test_small_ones_are_followed_or_refused(constraint):
         core.step()
         failures |= core.failures
     assert all("cannot be followed any further" in str(error) for error in failures.values())
-    assert core.scheduler.pool.num_used == 0
+    assert core.resources.kv.pool.num_used == 0

@@ -20,7 +20,7 @@ from constrained_model import (
     QWEN_SIZE,
     add,
     byte_tokenizer,
-    make_core,
+    constrained_core,
     prompt,
     qwen_tokenizer,
     run_all,
@@ -75,7 +75,7 @@ def answers(core, inputs, params, name="a"):
 
 def byte_answers(constraint, *, core=None, inputs=None, **params):
     """The answers of a model of random logits over single bytes."""
-    core = core or make_core(byte_tokenizer(), BYTES_SIZE)
+    core = core or constrained_core(byte_tokenizer(), BYTES_SIZE)
     params = {"max_tokens": 2000, "seed": 0, **params}
     return answers(core, inputs or prompt(byte_tokenizer()), SamplingParams(constraint=constraint, **params))
 
@@ -144,7 +144,7 @@ schemas = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(schemas, st.integers(0, 3), st.sampled_from([0.0, 1.0]), st.sampled_from([0, 4]))
 def test_documents_fit_their_schema(schema, seed, temperature, num_drafts):
-    core = make_core(byte_tokenizer(), BYTES_SIZE, num_drafts=num_drafts, favour='"}],')
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE, num_drafts=num_drafts, favour='"}],')
     (completion,) = byte_answers(json_constraint(schema), core=core, seed=seed, temperature=temperature)
     assert completion.finish_reason == "stop", completion.text
     assert jsonschema_rs.validator_for(schema).is_valid(json.loads(completion.text)), completion.text
@@ -169,7 +169,7 @@ def test_a_regular_expression_is_matched_in_full(pattern):
 
 
 def test_a_grammar():
-    core = make_core(byte_tokenizer(), BYTES_SIZE, favour="19")
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE, favour="19")
     texts = [item.text for item in byte_answers(Constraint("lark", ARITHMETIC), core=core, n=6)]
     assert len(set(texts)) > 1 and any(not text.isdigit() for text in texts)
     for text in texts:
@@ -194,7 +194,7 @@ def params_of(name):
 
 @cache
 def alone(name):
-    core = make_core(byte_tokenizer(), BYTES_SIZE, max_rows_with_drafts=1)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE, max_rows_with_drafts=1)
     return [item.token_ids for item in answers(core, prompt(byte_tokenizer(), f"Who is {name}?"), params_of(name))]
 
 
@@ -215,7 +215,7 @@ def cores(draw):
 @settings(max_examples=25, deadline=None)
 @given(cores(), st.lists(st.tuples(st.sampled_from(list(REQUESTS)), st.integers(0, 40)), min_size=2, max_size=6))
 def test_answers_are_the_same_alone_and_together(options, arrivals):
-    core = make_core(byte_tokenizer(), BYTES_SIZE, **options)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE, **options)
     sequences = []
     for number in range(5000):
         for index, (name, arrival) in enumerate(arrivals):
@@ -228,11 +228,11 @@ def test_answers_are_the_same_alone_and_together(options, arrivals):
         assert not core.failures
     for name, found in sequences:
         assert [tuple(sequence.output_token_ids) for sequence in found] == alone(name), name
-    assert core.scheduler.pool.num_used == 0
+    assert core.resources.kv.pool.num_used == 0
 
 
 def test_preempted_answers_go_on_where_they_were():
-    core = make_core(byte_tokenizer(), BYTES_SIZE, num_pages=27, num_drafts=4)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE, num_pages=27, num_drafts=4)
     names = ["people", "thinker", "person", "people", "expression"]
     found = [
         add(core, str(index), prompt(byte_tokenizer(), f"Who is {name}?"), params_of(name))
@@ -253,7 +253,7 @@ def test_alone_they_fit():
 
 def test_what_is_forced_takes_one_step():
     with_forced, without = (
-        make_core(byte_tokenizer(), BYTES_SIZE, **more) for more in ({}, {"max_rows_with_drafts": 1})
+        constrained_core(byte_tokenizer(), BYTES_SIZE, **more) for more in ({}, {"max_rows_with_drafts": 1})
     )
     (first,), (second,) = (byte_answers(GOOD, core=core, temperature=0.0) for core in (with_forced, without))
     assert first.token_ids == second.token_ids
@@ -264,7 +264,7 @@ def test_what_is_forced_takes_one_step():
 
 def test_drafts_that_do_not_fit_are_cut():
     """The text before says 1, 2, 3, a, and so would a draft after 1, 2, 3; but the grammar has numbers alone."""
-    core = make_core(byte_tokenizer(), BYTES_SIZE, num_drafts=4, favour="123,a", scale=0.0)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE, num_drafts=4, favour="123,a", scale=0.0)
     inputs = prompt(byte_tokenizer(), "1,2,3,a,b,1,2,3,a,b,1,2,3,")
     (sequence,) = add(
         core, "a", inputs, SamplingParams(constraint=Constraint("regex", r"[1-3](,[1-3]){9}"), temperature=0.0)
@@ -279,7 +279,7 @@ def test_drafts_that_do_not_fit_are_cut():
 
 def test_the_mask_wins_over_biases():
     (a, b, c) = byte_tokenizer().encode("abc")
-    core = make_core(byte_tokenizer(), BYTES_SIZE, scale=0.1)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE, scale=0.1)
     (completion,) = byte_answers(
         Constraint("regex", "[ab]{8}"), core=core, logit_bias={a: -100.0, c: 100.0, BYTES_END: 100.0}, temperature=0.0
     )
@@ -321,7 +321,7 @@ def test_stops_do_not_break_the_form(form, stops, num_drafts):
     assert re.fullmatch(form, whole.text)
     stop_token_ids = tuple(byte_tokenizer().encode(stops))
     for params in ({"stop": tuple(stops)}, {"stop_token_ids": stop_token_ids}, {"stop": whole.text[2:4]}):
-        core = make_core(byte_tokenizer(), BYTES_SIZE, num_drafts=num_drafts)
+        core = constrained_core(byte_tokenizer(), BYTES_SIZE, num_drafts=num_drafts)
         (completion,) = byte_answers(Constraint("regex", form), core=core, temperature=0.0, **params)
         assert (completion.text, completion.token_ids) == (whole.text, whole.token_ids)
         assert completion.finish_reason == "stop"
@@ -342,7 +342,7 @@ def test_lengths_end_it_as_ever():
 
 
 def test_log_probabilities_are_those_of_the_model():
-    core = make_core(byte_tokenizer(), BYTES_SIZE)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE)
     inputs = prompt(byte_tokenizer())
     (completion,) = byte_answers(Constraint("regex", "[a-f]{6}"), core=core, inputs=inputs, logprobs=1)
     known = list(inputs.token_ids)
@@ -380,7 +380,7 @@ def test_log_probabilities_are_those_of_the_model():
 )  # fmt: skip
 @pytest.mark.parametrize("allows_reasoning", [False, True])
 def test_what_cannot_be_used_is_refused_before_the_first_step(constraint, message, allows_reasoning):
-    core = make_core(byte_tokenizer(), BYTES_SIZE)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE)
     constraint = Constraint(constraint.kind, constraint.source, allows_reasoning)
     loop = EngineLoop(core, threaded=False)
     handle = loop.submit(lambda: prompt(byte_tokenizer()), SamplingParams(constraint=constraint))
@@ -390,7 +390,7 @@ def test_what_cannot_be_used_is_refused_before_the_first_step(constraint, messag
 
 
 def test_an_engine_without_a_tokenizer_refuses():
-    core = make_core(byte_tokenizer(), BYTES_SIZE)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE)
     core.constraints = None
     with pytest.raises(RequestError, match="no tokenizer"):
         core.compile(prompt(byte_tokenizer()), SamplingParams(constraint=GOOD))
@@ -398,7 +398,7 @@ def test_an_engine_without_a_tokenizer_refuses():
 
 def test_a_grammar_that_becomes_too_costly_ends_its_request_alone():
     """After the first letter a million are forced, which no limit allows."""
-    core = make_core(byte_tokenizer(), BYTES_SIZE)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE)
     loop = EngineLoop(core, threaded=False)
     costly = Constraint("regex", "[bc]a{1000000}")
     inputs = prompt(byte_tokenizer())
@@ -413,13 +413,13 @@ def test_a_grammar_that_becomes_too_costly_ends_its_request_alone():
         bad.result(0)
     assert good.result(0)[0].token_ids == byte_answers(GOOD, seed=1, max_tokens=40)[0].token_ids
     assert free.result(0)[0].token_ids
-    assert core.scheduler.pool.num_used == 0 and not loop._handles
+    assert core.resources.kv.pool.num_used == 0 and not loop._handles
     # What its matchers shared may be used up: the next one gets a grammar of its own.
     assert grammar.is_broken and core.compile(inputs, SamplingParams(constraint=costly)) is not grammar
 
 
 def test_constraints_that_compile_hold_up_no_others(monkeypatch):
-    core = make_core(byte_tokenizer(), BYTES_SIZE)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE)
     compiled, compile_one = threading.Event(), core.compile
 
     def compile_late(inputs, params):
@@ -440,7 +440,7 @@ def test_constraints_that_compile_hold_up_no_others(monkeypatch):
 
 
 def test_a_finished_or_aborted_answer_lets_go_of_its_matcher():
-    core = make_core(byte_tokenizer(), BYTES_SIZE)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE)
     (aborted,) = add(core, "a", prompt(byte_tokenizer()), SamplingParams(constraint=GOOD, seed=0))
     finished = add(core, "b", prompt(byte_tokenizer()), SamplingParams(constraint=GOOD, seed=1, n=2))
     matchers = [weakref.ref(sequence.matcher) for sequence in (aborted, *finished)]
@@ -471,7 +471,7 @@ def test_what_was_refused_is_not_tried_again_at_once(monkeypatch):
 
 
 def test_grammars_are_kept_for_the_next_request():
-    core = make_core(byte_tokenizer(), BYTES_SIZE)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE)
     inputs, thinking = prompt(byte_tokenizer()), prompt(byte_tokenizer(), opens_reasoning=True)
 
     def compiled(constraint, inputs=inputs):
@@ -495,7 +495,7 @@ def qwen():
 
 def test_the_vocabulary_of_a_real_model(qwen):
     """Random choices among 150,000 tokens, none of them a special one or one that the tokenizer lacks."""
-    core = make_core(qwen, QWEN_SIZE, scale=1.0, favour='"}],', favoured=8.0, num_drafts=4)
+    core = constrained_core(qwen, QWEN_SIZE, scale=1.0, favour='"}],', favoured=8.0, num_drafts=4)
     favour_nothing_known = np.r_[np.zeros(151_643), np.full(QWEN_SIZE - 151_643, 20.0)].astype(np.float32)
     core.runner.bias += favour_nothing_known
     params = SamplingParams(constraint=GOOD, seed=3, n=3, max_tokens=200)
@@ -512,7 +512,7 @@ def test_vocabularies_of_gguf_files(name):
     """Pieces with a space in front, bytes for what has no piece, and a normaliser that puts a space before a text."""
     tokenizer = Tokenizer.from_gguf(llama_metadata() if name == "llama" else smollm2_metadata())
     size = tokenizer.vocab_size + 8
-    core = make_core(tokenizer, size, favour="")
+    core = constrained_core(tokenizer, size, favour="")
     constraints = (Constraint("regex", "the cat in the hat\\. [Hh]at, é€?"), json_constraint(CITY))
     for constraint, pattern in zip(constraints, [r"the cat in the hat\. [Hh]at, é€?", r"(?s)\{.*\}"], strict=True):
         params = SamplingParams(constraint=constraint, max_tokens=300, seed=1, n=2)
@@ -527,7 +527,7 @@ def test_vocabularies_of_gguf_files(name):
 def test_a_model_without_an_end_token():
     bare = byte_tokenizer()
     tokenizer = Tokenizer(bare._backend, special_tokens={}, stop_token_ids=[])
-    core = make_core(tokenizer, BYTES_SIZE)
+    core = constrained_core(tokenizer, BYTES_SIZE)
     for pattern in (r"[a-c]{3}", r"(ab|abc|b)", r"x(yz)?"):
         for completion in answers(
             core, prompt(tokenizer), SamplingParams(constraint=Constraint("regex", pattern), n=3)
@@ -552,7 +552,7 @@ def test_a_vocabulary_that_cannot_spell_the_answer():
 
 def test_forced_text_that_the_tokenizer_would_change(qwen):
     """Qwen's tokenizer composes e and the accent after it; the schema does not."""
-    core = make_core(qwen, QWEN_SIZE)
+    core = constrained_core(qwen, QWEN_SIZE)
     (completion,) = answers(
         core, prompt(qwen), SamplingParams(constraint=json_constraint({"const": "e\u0301<|im_end|>x"}))
     )
@@ -561,7 +561,7 @@ def test_forced_text_that_the_tokenizer_would_change(qwen):
 
 def forced_core(tokenizer, size, text):
     """A model that wants to write `text` and then end, one token after the other as the tokenizer cuts it."""
-    core = make_core(tokenizer, size, scale=0.01)
+    core = constrained_core(tokenizer, size, scale=0.01)
     ids = [*tokenizer.encode(text), tokenizer.stop_token_ids[0]]
     noise = core.runner.logits
 
@@ -620,7 +620,7 @@ def test_an_answer_may_do_without_thoughts(name, request):
 
 def test_nothing_ends_within_thoughts():
     """Neither an end token nor a wrong beginning of the answer, however much the model wants it."""
-    core = make_core(byte_tokenizer(), BYTES_SIZE, scale=1.0, favour="</think>", favoured=3.0)
+    core = constrained_core(byte_tokenizer(), BYTES_SIZE, scale=1.0, favour="</think>", favoured=3.0)
     core.runner.bias[BYTES_END] = 30.0
     inputs = prompt(byte_tokenizer(), opens_reasoning=True)
     sequences = add(

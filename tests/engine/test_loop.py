@@ -102,7 +102,7 @@ def test_a_failed_step_fails_its_requests_and_no_others():
     while loop.step():
         pass
     assert list(again.result()[0].token_ids) == answer(media_inputs([1, (b"k" * 16, [5]), 2]), params())
-    assert loop.stats().num_pages_used == 0 and not loop.core.scheduler.features._pins
+    assert loop.stats().num_pages_used == 0 and not loop.core.resources.media.features._pins
 
 
 def test_a_medium_that_cannot_be_read_any_more_fails_its_request_alone():
@@ -121,7 +121,7 @@ def test_a_medium_that_cannot_be_read_any_more_fails_its_request_alone():
         handles[1].result(TIMEOUT_S)
     assert list(handles[0].result()[0].token_ids) == answer(prompt(2), params())
     assert list(handles[2].result()[0].token_ids) == answer(other, params())
-    assert loop.stats().num_pages_used == 0 and not loop.core.scheduler.features._pins
+    assert loop.stats().num_pages_used == 0 and not loop.core.resources.media.features._pins
 
 
 def test_a_group_that_cannot_be_filled_gives_its_pages_back():
@@ -139,8 +139,8 @@ def test_a_group_that_cannot_be_filled_gives_its_pages_back():
     with pytest.raises(EngineError, match="the file is gone"):
         handles[0].result(TIMEOUT_S)
     assert list(handles[1].result()[0].token_ids) == answer(other, params())
-    cross_cache = loop.core.scheduler.cross_cache
-    assert loop.stats().num_cross_pages_used == 0 and not loop.core.scheduler.features._pins
+    cross_cache = loop.core.resources.media.cross_cache
+    assert loop.stats().num_cross_pages_used == 0 and not loop.core.resources.media.features._pins
     assert len(cross_cache._free) == cross_cache.num_pages - 3  # what is still kept of the other
 
 

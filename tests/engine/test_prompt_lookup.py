@@ -1,12 +1,8 @@
 import pytest
 from mock_model import answer, make_core, run_all, text_inputs
 
-from tilewright.engine.draft.prompt_lookup import (
-    FIRST_PAUSE_TOKENS,
-    TRIAL_DRAFTS,
-    PromptLookupDrafter,
-    num_accepted_drafts,
-)
+from tilewright.engine.draft.drafter import num_accepted_drafts
+from tilewright.engine.draft.prompt_lookup import FIRST_PAUSE_TOKENS, TRIAL_DRAFTS, PromptLookupDrafter
 from tilewright.engine.sequence import Sequence
 from tilewright.types import SamplingParams
 
@@ -73,7 +69,7 @@ def test_histories_end_with_their_sequences():
     sequences = core.add("a", text_inputs([1, 2, 1, 2]), PENALIZED)
     run_all(core)
     assert sequences[0].output_token_ids == answer(sequences[0].inputs, sequences[0].params)
-    kept = (core.scheduler.speculator._histories, core.sampler._occurrences, core._detokenizers)
+    kept = (core.scheduler.drafter._histories, core.sampler._occurrences, core._detokenizers)
     assert [len(item) for item in kept] == [1, 1, 1]
     sequences.clear()
     core.runner.steps.clear()
@@ -97,4 +93,4 @@ def test_stop_in_the_middle_of_right_drafts():
         assert list(completion.token_ids) == whole[: end + 2]
         assert [item.token_id for item in completion.logprobs] == whole[: end + 2]
         assert completion.finish_reason == "stop" == results[-1][1].finish_reason
-        assert core.scheduler.pool.num_used == 0
+        assert core.resources.kv.pool.num_used == 0

@@ -107,7 +107,7 @@ def test_pages_computed_again_are_found_again():
     core.add("b", prompt(7, first=8), greedy(10))
     while not core.scheduler.num_preemptions:
         core.step()
-    core.scheduler.pool.clear()  # as if others had needed the pages in the meantime
+    core.resources.kv.pool.clear()  # as if others had needed the pages in the meantime
     run_all(core)
     (third,) = core.add("c", prompt(7, first=8), greedy(1))
     run_all(core)
@@ -137,7 +137,7 @@ def test_abort_gives_everything_back():
     assert all(delta.finish_reason == "abort" for _, delta in aborted)
     assert core.abort("a") == []
     run_all(core)
-    assert core.scheduler.pool.num_used == 0 and not core.scheduler.features._pins
+    assert core.resources.kv.pool.num_used == 0 and not core.resources.media.features._pins
 
 
 def test_n_answers_compute_the_prompt_once():
@@ -158,7 +158,10 @@ class TestMedia:
         core.add("b", media_inputs([3, (KEY, [5])]), GREEDY)
         step = core.scheduler.schedule()
         assert [medium.key for medium in step.encode] == [KEY, b"l" * 16]
-        assert (core.scheduler.features.num_lookups, core.scheduler.features.num_hits) == (3, 1)
+        assert (
+            core.resources.media.features.num_lookups,
+            core.resources.media.features.num_hits,
+        ) == (3, 1)
 
     def test_a_chunk_ends_before_a_medium_that_the_encoder_has_no_time_for(self):
         core = make_core(max_encode_patches=30)
@@ -199,7 +202,7 @@ class TestMedia:
         (sequence,) = core.add("a", media_inputs([1, (KEY, [3, 7]), 2]), GREEDY)
         run_all(core)
         assert core.runner.num_encoded == 1
-        assert not core.scheduler.features.has(KEY) and core.scheduler.features.size_bytes == 0
+        assert not core.resources.media.features.has(KEY) and core.resources.media.features.size_bytes == 0
         assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
 
     def test_another_picture_in_the_same_place_is_another_prefix(self):
@@ -219,7 +222,7 @@ class TestScenes:
         step = core.scheduler.schedule()
         assert [medium.key for medium in step.encode] == [KEY, b"l" * 16]
         assert [group.num_states for group in step.cross_groups] == [5, 8]
-        cross_cache = core.scheduler.cross_cache
+        cross_cache = core.resources.media.cross_cache
         assert (cross_cache.num_lookups, cross_cache.num_hits, cross_cache.num_pages_used) == (3, 1, 2 + 2)
 
     def test_a_chunk_ends_before_a_group_that_has_no_place(self):
@@ -263,7 +266,7 @@ class TestScenes:
         run_all(core)
         assert sequence.finish_reason == "abort"
         assert other.output_token_ids == answer(other.inputs, other.params)
-        assert core.scheduler.cross_cache.num_pages_used == 0
+        assert core.resources.media.cross_cache.num_pages_used == 0
 
     def test_those_behind_a_group_without_a_place_wait_for_it(self):
         core = make_core(num_cross_pages=2)
@@ -315,7 +318,7 @@ class TestScenes:
             assert sequence.output_token_ids == answer(inputs, GREEDY)
             assert core.runner.num_encoded == num_encoded
             if sequence.num_cached_tokens:
-                core.scheduler.cross_cache.clear()
+                core.resources.media.cross_cache.clear()
         assert sequence.num_cached_tokens == 12
 
     def test_one_that_comes_back_without_its_picture_waits_until_it_is_encoded_again(self):
@@ -327,8 +330,8 @@ class TestScenes:
             core.step()
         for sequence in reversed(sequences):
             core.scheduler._preempt(sequence)
-        core.scheduler.cross_cache.clear()
-        core.scheduler.features.clear()
+        core.resources.media.cross_cache.clear()
+        core.resources.media.features.clear()
         core.runner.states[:] = NOT_WRITTEN
         run_all(core)
         assert core.runner.num_encoded == 4

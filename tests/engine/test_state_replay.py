@@ -1,7 +1,5 @@
 """Recurrent layers on the real kernels: recorded steps read and write other slots each time they are replayed."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from mock_model import run_all, text_inputs
@@ -36,7 +34,7 @@ class DeltaModel:
     predictor = None
     kv_spec = KvSpec(1, 1, 32)
     state_spec = StateSpec(LAYERS, (3, CHANNELS), (HEADS, WIDTH, WIDTH))
-    decoder = SimpleNamespace(config=SimpleNamespace(num_embeddings=VOCABULARY_SIZE))
+    num_embeddings = VOCABULARY_SIZE
 
     def __init__(self):
         made = torch.Generator().manual_seed(0)
@@ -98,7 +96,7 @@ def answers(core):
         run_all(core)
         outputs.append([sequence.output_token_ids for sequence in sequences])
     assert outputs[0] == outputs[1][:3]
-    assert core.scheduler.pool.num_used == core.scheduler.states.num_used == 0
+    assert core.resources.kv.pool.num_used == core.resources.states.num_used == 0
     return outputs[1]
 
 
@@ -128,6 +126,6 @@ def test_answers_are_those_alone(model, alone, options):
     assert answers(core) == alone
     assert bool(core.runner._recorded) == options.get("replay", True)
     if options.get("drafts"):
-        assert core.scheduler.speculator.num_accepted > 0
+        assert core.scheduler.drafter.num_accepted > 0
     if "num_slots" not in options:
-        assert core.scheduler.states.num_hits > 0
+        assert core.resources.states.num_hits > 0

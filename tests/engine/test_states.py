@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from mock_model import media_inputs, run_all, text_inputs
-from recurrent_model import answer, check_nothing_is_held, make_core
+from recurrent_model import answer, check_nothing_is_held, recurrent_core
 from test_answers import sampling
 
 from tilewright.engine.constraint.compiler import ConstraintCompiler
@@ -69,7 +69,7 @@ requests = st.tuples(
 @settings(max_examples=150, deadline=None)
 @given(cores(), st.lists(requests, min_size=1, max_size=7))
 def test_every_answer_is_the_one_alone(options, requests):
-    core = make_core(**options)
+    core = recurrent_core(**options)
     scheduler = core.scheduler
     sequences = {}
     for number in range(5000):
@@ -86,7 +86,9 @@ def test_every_answer_is_the_one_alone(options, requests):
         if number > 30 and not core.has_work:
             break
         core.step()
-        assert len(scheduler.running) == scheduler.states.num_running <= scheduler.states.max_running
+        assert (
+            len(scheduler.running) == scheduler.resources.states.num_running <= scheduler.resources.states.max_running
+        )
     assert not core.has_work
     for name, group in sequences.items():
         inputs, params, _, abort_after, prompt_logprobs = requests[name]
@@ -103,7 +105,7 @@ def test_every_answer_is_the_one_alone(options, requests):
 
 def test_the_mock_is_read_through_its_slots():
     """The test above could not fail if answers did not depend on what the slots hold."""
-    core = make_core()
+    core = recurrent_core()
     (sequence,) = core.add("a", prompt(6), greedy())
     core.step()
     core.runner.states.delta_states[1][sequence.state_slots.read] += 1
@@ -112,7 +114,7 @@ def test_the_mock_is_read_through_its_slots():
 
 
 def test_stats():
-    loop = EngineLoop(make_core(num_slots=12), threaded=False)
+    loop = EngineLoop(recurrent_core(num_slots=12), threaded=False)
     loop.submit(lambda: prompt(21), greedy(4))
     loop.step()
     stats = loop.stats()
@@ -127,14 +129,14 @@ def test_stats():
 
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 5, 64])
 def test_a_chunk_may_end_anywhere(tokens_per_step):
-    core = make_core(max_tokens_per_step=tokens_per_step, max_sequences=1)
+    core = recurrent_core(max_tokens_per_step=tokens_per_step, max_sequences=1)
     _, num_computed = ask(core, range(1, 20))
     assert num_computed == 19 + 7
     check_nothing_is_held(core)
 
 
 def test_pieces_of_prompts_are_whole_pages_where_steps_are_large():
-    core = make_core(num_pages=200, max_tokens_per_step=38, max_sequences=4)
+    core = recurrent_core(num_pages=200, max_tokens_per_step=38, max_sequences=4)
     sequences = [core.add(str(first), prompt(50, first), greedy(6))[0] for first in range(1, 5)]
     pieces = []
     while core.has_work:
@@ -148,60 +150,60 @@ def test_pieces_of_prompts_are_whole_pages_where_steps_are_large():
 
 class TestSnapshots:
     def test_the_next_turn_computes_only_what_is_new(self):
-        core = make_core()
+        core = recurrent_core()
         first, _ = ask(core, range(1, 22), greedy(20))
         second, num_computed = ask(core, [*first.token_ids, 5, 6], greedy(4))
         assert second.num_cached_tokens == 40  # of the 40 that were computed
         assert num_computed == (21 + 20 + 2 - 40) + 3
-        assert core.scheduler.states.hit_rate == 0.5
+        assert core.resources.states.hit_rate == 0.5
         check_nothing_is_held(core)
 
     def test_the_same_prompt_again(self):
-        core = make_core()
+        core = recurrent_core()
         ask(core, range(1, 22), greedy(20))
         again, num_computed = ask(core, range(1, 22), greedy(20))
         assert again.num_cached_tokens == (21 - OPENING_TOKENS) // 4 * 4 == 12
         assert num_computed == 21 - 12 + 19
 
     def test_a_next_turn_that_has_the_opening_otherwise(self):
-        core = make_core()
+        core = recurrent_core()
         first, _ = ask(core, range(1, 22), greedy(20))
         second, _ = ask(core, [*range(1, 19), 7, 7, 7, *first.output_token_ids], greedy(4))
         assert second.num_cached_tokens == 12
 
     def test_an_answer_has_one_however_long_it_is(self):
-        core = make_core()
+        core = recurrent_core()
         ask(core, range(1, 22), greedy(100))
-        assert core.scheduler.states.num_snapshots == 2  # near the end of the prompt, and of the answer
-        assert core.scheduler.pool.num_named == 120 // 4
+        assert core.resources.states.num_snapshots == 2  # near the end of the prompt, and of the answer
+        assert core.resources.kv.pool.num_named == 120 // 4
 
     def test_a_branching_point_is_kept_by_the_second_and_found_by_the_third(self):
-        core = make_core(num_pages=200)
+        core = recurrent_core(num_pages=200)
         system = [1 + index % 5 for index in range(40)]
         counts = [ask(core, [*system, *([number] * 30)])[1] for number in (6, 7, 8, 9)]
         assert counts == [70 + 7, 70 + 7, 30 + 7, 30 + 7]
         check_nothing_is_held(core)
 
     def test_pages_that_are_computed_again_are_held_once(self):
-        core = make_core(num_pages=200)
+        core = recurrent_core(num_pages=200)
         ask(core, [1] * 40 + [2] * 29, greedy(1))
         (sequence,) = core.add("b", text_inputs([1] * 40 + [3] * 29), greedy(9))
         core.step()
         assert sequence.num_cached_tokens == 0
-        assert [core.scheduler.pool.find(digest) for digest in sequence.page_digests] == sequence.pages[:17]
+        assert [core.resources.kv.pool.find(digest) for digest in sequence.page_digests] == sequence.pages[:17]
         run_all(core)
         assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
         check_nothing_is_held(core)
 
     def test_taken_in_the_middle_of_a_chunk_and_at_its_end(self):
         for tokens_per_step in (12, 64):
-            core = make_core(max_tokens_per_step=tokens_per_step, max_sequences=2)
+            core = recurrent_core(max_tokens_per_step=tokens_per_step, max_sequences=2)
             ask(core, range(1, 22), greedy(1))
             again, _ = ask(core, range(1, 22), greedy(1))
             assert again.num_cached_tokens == 20  # no answer has taken the place of the prompt's last
 
     def test_read_by_several_at_once(self):
-        core = make_core()
+        core = recurrent_core()
         ask(core, range(1, 22), greedy(1))
         sequences = [core.add(str(number), text_inputs([*range(1, 21), number]), greedy(9))[0] for number in (1, 2, 3)]
         core.step()
@@ -212,33 +214,33 @@ class TestSnapshots:
         check_nothing_is_held(core)
 
     def test_the_least_recently_used_is_given_up(self):
-        core = make_core(num_pages=200, num_slots=8)
+        core = recurrent_core(num_pages=200, num_slots=8)
         for first in (1, 2, 3, 1, 4):
             ask(core, [first] * 20, greedy(1))  # two each
-        assert core.scheduler.states.num_snapshots == 7
+        assert core.resources.states.num_snapshots == 7
         assert [ask(core, [first] * 20, greedy(1))[0].num_cached_tokens for first in (1, 2)] == [16, 0]
 
     def test_pages_without_a_snapshot_are_no_hit_but_say_where_one_is_wanted(self):
-        core = make_core()
+        core = recurrent_core()
         ask(core, range(1, 22), greedy(1))
-        states = core.scheduler.states
+        states = core.resources.states
         for digest in list(states._slots._page_by_digest):
             states._slots.forget(digest)
         cached = [ask(core, range(1, 22), greedy(1))[0].num_cached_tokens for _ in range(2)]
         assert cached == [0, 20]
 
     def test_gone_with_its_page(self):
-        core = make_core(num_pages=6)
+        core = recurrent_core(num_pages=6)
         ask(core, range(1, 22), greedy(1))
-        assert core.scheduler.states.num_snapshots == 2
+        assert core.resources.states.num_snapshots == 2
         ask(core, [9] * 7, greedy(1))  # takes the pages of tokens 20 .. 21 and 16 .. 20
-        assert core.scheduler.pool.num_named == 4 + 1 and core.scheduler.states.num_snapshots == 2
+        assert core.resources.kv.pool.num_named == 4 + 1 and core.resources.states.num_snapshots == 2
         again, _ = ask(core, range(1, 22), greedy(1))
         assert again.num_cached_tokens == 12
         check_nothing_is_held(core)
 
     def test_other_positions_are_another_state(self):
-        core = make_core()
+        core = recurrent_core()
         inputs = prompt(21)
         for shifted in (inputs, dataclasses.replace(inputs, positions=inputs.positions + 1, next_position=22)):
             (sequence,) = core.add("a", shifted, greedy())
@@ -246,15 +248,15 @@ class TestSnapshots:
             assert sequence.num_cached_tokens == 0 and sequence.output_token_ids == answer(shifted, greedy())
 
     def test_none_without_a_prefix_cache(self):
-        core = make_core(prefix_cache=False, num_drafts=4)
+        core = recurrent_core(prefix_cache=False, num_drafts=4)
         for _ in range(2):
             sequence, _ = ask(core, [1, 2, 3] * 8, greedy(30))
-        states = core.scheduler.states
+        states = core.resources.states
         assert states.num_snapshots == states.num_lookups == sequence.num_cached_tokens == 0
         check_nothing_is_held(core)
 
     def test_prompt_logprobs_are_computed_from_the_start_and_leave_snapshots(self):
-        core = make_core(max_prompt_rows=5)
+        core = recurrent_core(max_prompt_rows=5)
         for _ in range(2):
             sequence, num_computed = ask(core, range(1, 22), greedy(2, prompt_logprobs=0))
             assert len(sequence.prompt_logprobs) == 21 and num_computed == 22
@@ -265,15 +267,15 @@ class TestDrafts:
     @pytest.mark.parametrize("num_slots", [3, 4, 6, 40])
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     def test_right_wrong_and_partly_right(self, num_slots, temperature):
-        core = make_core(num_slots=num_slots, num_drafts=4)
+        core = recurrent_core(num_slots=num_slots, num_drafts=4)
         params = SamplingParams(temperature=temperature, seed=7, max_tokens=120, ignore_eos=True)
         ask(core, [1, 2, 3, 4, 1, 2, 3, 4], params)
-        speculator = core.scheduler.speculator
+        speculator = core.scheduler.drafter
         assert 0 < speculator.num_accepted < speculator.num_proposed
         check_nothing_is_held(core)
 
     def test_each_has_a_slot_of_its_own(self):
-        core = make_core(num_slots=12, num_drafts=9)
+        core = recurrent_core(num_slots=12, num_drafts=9)
         core.add("a", text_inputs([1, 2, 3] * 6), greedy(60))
         most = 0
         while core.has_work:
@@ -284,30 +286,30 @@ class TestDrafts:
                 assert set(range(first, chunk.stop + 1)) <= set(kept) and len(set(kept.values())) == len(kept)
                 most = max(most, chunk.num_drafts)
             core.scheduler.update(step, core.sampler.sample(core.runner.run(step), step))
-        assert most == core.scheduler.states.max_drafts == 3
+        assert most == core.resources.states.max_drafts_per_step == 3
 
     def test_none_while_no_slot_is_free(self):
-        core = make_core(num_slots=8)
+        core = recurrent_core(num_slots=8)
         sequences = [core.add(str(first), text_inputs([first, first, first]), greedy(20))[0] for first in range(1, 5)]
         for _ in range(2):
             core.step()
-        states = core.scheduler.states  # all stand at snapshots, and have a slot of their own besides
+        states = core.resources.states  # all stand at snapshots, and have a slot of their own besides
         assert all(sequence.num_computed_tokens == 4 for sequence in sequences) and states.num_free == 0
-        core.scheduler.speculator = PromptLookupDrafter(2)
+        core.scheduler.drafter = PromptLookupDrafter(2)
         assert all(chunk.num_drafts == 0 for chunk in core.scheduler.schedule().chunks)
         for sequence in sequences:
             core.scheduler._preempt(sequence)
         run_all(core)
-        assert core.scheduler.speculator.num_proposed
+        assert core.scheduler.drafter.num_proposed
         for sequence in sequences:
             assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
         check_nothing_is_held(core)
 
     def test_a_page_that_drafts_fill_is_found_again(self):
         for num_drafts in (0, 4):
-            core = make_core(num_drafts=num_drafts)
+            core = recurrent_core(num_drafts=num_drafts)
             first, _ = ask(core, [1, 2, 3] * 4, greedy(33))
-            assert not num_drafts or core.scheduler.speculator.num_accepted
+            assert not num_drafts or core.scheduler.drafter.num_accepted
             second, _ = ask(core, [*first.token_ids, 5, 6, 7, 8], greedy(4))
             assert second.num_cached_tokens == 44
 
@@ -315,7 +317,7 @@ class TestDrafts:
         inputs = text_inputs([1, 2, 3, 4, 5, 6] * 3)
         whole = answer(inputs, greedy(40))
         for stop in sorted(set(whole)):
-            core = make_core(num_drafts=6)
+            core = recurrent_core(num_drafts=6)
             (sequence,) = core.add("a", inputs, greedy(40, stop_token_ids=(stop,)))
             run_all(core)
             assert sequence.output_token_ids == whole[: whole.index(stop) + 1]
@@ -328,7 +330,7 @@ class TestDrafts:
         params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, constraint=constraint)
         outputs = []
         for num_slots in (1, 3, 8, 60):
-            core = make_core(
+            core = recurrent_core(
                 num_slots=num_slots,
                 vocabulary_size=size,
                 num_axes=1,
@@ -343,7 +345,7 @@ class TestDrafts:
                 num_steps += 1
             outputs.append(sequence.output_token_ids)
             assert tokenizer.decode(sequence.output_token_ids).startswith('{"forced": ')
-            assert (num_steps < len(sequence.output_token_ids)) == (core.scheduler.states.max_drafts > 0)
+            assert (num_steps < len(sequence.output_token_ids)) == (core.resources.states.max_drafts_per_step > 0)
             check_nothing_is_held(core)
         assert all(output == outputs[0] for output in outputs)
 
@@ -351,22 +353,22 @@ class TestDrafts:
 class TestScarcity:
     @pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
     def test_those_without_a_slot_wait(self, num_slots):
-        core = make_core(num_slots=num_slots)
+        core = recurrent_core(num_slots=num_slots)
         sequences = [core.add(str(first), prompt(9 + first, first), greedy(12))[0] for first in range(1, 6)]
         most = 0
         while core.has_work:
             core.step()
             most = max(most, len(core.scheduler.running))
-        assert most == max(1, num_slots // 2) == core.scheduler.states.max_running
+        assert most == max(1, num_slots // 2) == core.resources.states.max_running
         for sequence in sequences:
             assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
         assert [item.started_s for item in sequences] == sorted(item.started_s for item in sequences)
         check_nothing_is_held(core)
 
     def test_the_only_slot_is_taken_over_with_what_it_holds(self):
-        core = make_core(num_slots=2)
+        core = recurrent_core(num_slots=2)
         ask(core, range(1, 22), greedy(1))
-        slots = core.scheduler.states._slots
+        slots = core.resources.states._slots
         held = slots.allocate()
         assert slots.num_named == slots.num_free == 1
         again, num_computed = ask(core, range(1, 22), greedy(1))
@@ -377,7 +379,7 @@ class TestScarcity:
 
     @pytest.mark.parametrize("prefix_cache", [True, False])
     def test_preemption_loses_nothing(self, prefix_cache):
-        core = make_core(num_pages=12, num_drafts=3, prefix_cache=prefix_cache)
+        core = recurrent_core(num_pages=12, num_drafts=3, prefix_cache=prefix_cache)
         params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20, ignore_eos=True) for seed in range(4)]
         sequences = [core.add(str(item.seed), text_inputs([1 + item.seed, 2, 3, 2, 3]), item)[0] for item in params]
         preempted = set()
@@ -392,7 +394,7 @@ class TestScarcity:
         check_nothing_is_held(core)
 
     def test_a_prompt_that_is_preempted_or_aborted_in_the_middle_goes_on_from_there(self):
-        core = make_core(max_tokens_per_step=14, max_sequences=2)
+        core = recurrent_core(max_tokens_per_step=14, max_sequences=2)
         (sequence,) = core.add("a", prompt(40), greedy())
         for _ in range(2):
             core.step()
@@ -406,11 +408,11 @@ class TestScarcity:
         check_nothing_is_held(core)
 
     def test_a_snapshot_that_was_lost_is_taken_again(self):
-        core = make_core()
+        core = recurrent_core()
         (sequence,) = core.add("a", prompt(9), greedy(20))
         while sequence.num_computed_tokens < 18:
             core.step()
-        states = core.scheduler.states
+        states = core.resources.states
         states._slots.forget(sequence.last_snapshot)
         core.scheduler._preempt(sequence)
         core.step()
@@ -420,7 +422,7 @@ class TestScarcity:
         check_nothing_is_held(core)
 
     def test_a_preempted_one_goes_on_from_its_last_snapshot(self):
-        core = make_core(num_pages=14)
+        core = recurrent_core(num_pages=14)
         (first,) = core.add("a", prompt(9), greedy(40))
         (second,) = core.add("b", prompt(9, first=8), greedy(12))
         for _ in range(10):
@@ -436,7 +438,7 @@ class TestScarcity:
 
 @pytest.mark.parametrize("num_slots", [1, 2, 4, 32])
 def test_three_answers_to_one_prompt(num_slots):
-    core = make_core(num_slots=num_slots, num_drafts=2)
+    core = recurrent_core(num_slots=num_slots, num_drafts=2)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=15, ignore_eos=True, n=3)
     sequences = core.add("a", prompt(21), params)
     run_all(core)
@@ -450,7 +452,7 @@ def test_three_answers_to_one_prompt(num_slots):
 
 @pytest.mark.parametrize("num_steps", range(6))
 def test_abort_gives_everything_back(num_steps):
-    core = make_core(num_drafts=4, max_tokens_per_step=16, max_sequences=4)
+    core = recurrent_core(num_drafts=4, max_tokens_per_step=16, max_sequences=4)
     core.add("a", prompt(23), greedy(50, n=3))
     core.add("b", text_inputs([1, 2, 3] * 5), greedy(50))
     for _ in range(num_steps):
@@ -463,7 +465,7 @@ def test_abort_gives_everything_back(num_steps):
 
 @pytest.mark.parametrize("num_computed", [3, 12, 30, 36])
 def test_a_step_that_fails(num_computed):
-    core = make_core(num_drafts=4)
+    core = recurrent_core(num_drafts=4)
     core.add("a", text_inputs([1, 2, 3] * 4), greedy(30))
     core.add("b", text_inputs([1, 2, 3] * 5), greedy(30))
     core.runner.model.fails_at = num_computed
@@ -476,7 +478,7 @@ def test_a_step_that_fails(num_computed):
 
 
 def test_what_a_failed_step_has_written_is_not_found_again():
-    core = make_core(max_tokens_per_step=8, max_sequences=2)
+    core = recurrent_core(max_tokens_per_step=8, max_sequences=2)
     (sequence,) = core.add("a", prompt(40), greedy(4))
     core.step()
     assert sequence.num_computed_tokens == 8 and sequence.state_slots.read == sequence.state_slots.own
@@ -506,7 +508,7 @@ def broken_media(inputs):
     ],
 )
 def test_a_medium_that_cannot_be_read_does_not_hold_up_the_others_of_its_step(parts):
-    core = make_core(num_drafts=4, num_axes=2, max_encode_patches=1)
+    core = recurrent_core(num_drafts=4, num_axes=2, max_encode_patches=1)
     (sequence,) = core.add("a", media_inputs([1, 2, 3] * 4), greedy(30))
     for _ in range(4):
         core.step()
@@ -524,7 +526,7 @@ def test_a_medium_that_cannot_be_read_does_not_hold_up_the_others_of_its_step(pa
 @pytest.mark.parametrize("num_others", [1, 2, 6])
 def test_a_step_that_fails_for_one_sequence_is_computed_again_for_the_others(num_others):
     """States may have been half written: they are computed again from what is cached."""
-    core = make_core(num_drafts=4, max_sequences=8)
+    core = recurrent_core(num_drafts=4, max_sequences=8)
     others = [core.add(str(index), prompt(9 + index, first=index + 1), greedy(12))[0] for index in range(num_others)]
     (culprit,) = core.add("culprit", prompt(20), greedy(12))
     for _ in range(3):
@@ -546,7 +548,7 @@ def test_a_step_that_fails_for_one_sequence_is_computed_again_for_the_others(num
 
 
 def test_a_step_whose_failure_is_nobodys_alone_fails_for_all_where_states_are_lost():
-    core = make_core()
+    core = recurrent_core()
     sequences = [core.add(name, prompt(9), greedy(12))[0] for name in "ab"]
     run = core.runner.run
 

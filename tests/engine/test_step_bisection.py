@@ -43,11 +43,11 @@ def first_of(sequence, *_):
 
 
 STAGES = {
-    "match": lambda core: (core.scheduler.prefix_cache, "match", first_of),
-    "propose": lambda core: (core.scheduler.speculator, "propose", first_of),
+    "match": lambda core: (core.resources.kv.prefix_cache, "match", first_of),
+    "propose": lambda core: (core.scheduler.drafter, "propose", first_of),
     "run": lambda core: (core.runner, "run", chunks_of),
     "sample": lambda core: (core.sampler, "sample", chunks_of),
-    "store": lambda core: (core.scheduler.prefix_cache, "store", first_of),
+    "store": lambda core: (core.resources.kv.prefix_cache, "store", first_of),
     "_finish_reason": lambda core: (core.scheduler, "_finish_reason", first_of),
     "_delta": lambda core: (core, "_delta", lambda event: [event.sequence]),
 }
@@ -127,7 +127,7 @@ def test_a_picture_that_the_encoder_cannot_take_fails_its_request_alone():
     assert list(core.failures) == ["bad"] and bad.finish_reason == "abort"
     run_all(core)
     assert [item.output_token_ids for item in good] == [answer(item.inputs, item.params) for item in good]
-    assert core.scheduler.pool.num_used == 0 and not core.scheduler.features._pins
+    assert core.resources.kv.pool.num_used == 0 and not core.resources.media.features._pins
 
 
 def test_a_decoder_that_fails_ends_its_request_and_not_the_thread():

@@ -75,5 +75,7 @@ class CoreAnswers:
             self.core.step()
             assert not self.core.failures, self.core.failures
             self.num_steps += 1
-        assert self.scheduler.pool.num_used == self.scheduler.cross_cache.num_pages_used == 0
-        assert self.scheduler.states is None or self.scheduler.states.num_used == 0
+        assert (
+            self.scheduler.resources.kv.pool.num_used == self.scheduler.resources.media.cross_cache.num_pages_used == 0
+        )
+        assert self.scheduler.resources.states is None or self.scheduler.resources.states.num_used == 0

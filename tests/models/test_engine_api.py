@@ -173,7 +173,7 @@ everywhere = os.sched_getaffinity(0)
 with tilewright.Engine(sys.argv[1], kv_memory="5MB", max_context=128, pack_cache=False) as engine:
     engine.generate("x", max_tokens=2)
     stepping = os.sched_getaffinity(engine.loop._thread.native_id)
-    preparing = engine.loop._preparers["text"].submit(os.sched_getaffinity, 0).result()
+    preparing = engine.loop._preparers.submit("text", lambda: os.sched_getaffinity(0)).result()
 assert stepping == {min(everywhere)}, stepping
 assert preparing == everywhere, preparing
 """

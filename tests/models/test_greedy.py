@@ -110,7 +110,7 @@ def test_right_drafts_change_nothing(case):
     alone = [Answers(model, dtype, replay=False).to([inputs], FEW_WORDS)[0] for inputs in prompts]
     answers = Answers(model, dtype, drafts=4)
     assert answers.to(prompts, FEW_WORDS) == alone
-    assert answers.scheduler.speculator.num_accepted > 0
+    assert answers.scheduler.drafter.num_accepted > 0
 
 
 def test_answers_do_not_depend_on_what_is_cached(case, alone):
@@ -118,10 +118,13 @@ def test_answers_do_not_depend_on_what_is_cached(case, alone):
     answers = Answers(model, dtype, prefix_cache=True)
     for _ in range(2):
         assert answers.to(prompts, GREEDY) == alone["greedy"]
-    prefix = answers.scheduler.prefix_cache
+    prefix = answers.scheduler.resources.kv.prefix_cache
     assert prefix.num_tokens_hit > 0
     if any(inputs.media for inputs in prompts):
-        features, cross_cache = answers.scheduler.features, answers.scheduler.cross_cache
+        features, cross_cache = (
+            answers.scheduler.resources.media.features,
+            answers.scheduler.resources.media.cross_cache,
+        )
         prefix.pool.clear()  # the pictures' tokens are computed again, from features or groups that are still there
         hits = features.num_hits + cross_cache.num_hits
         assert answers.to(prompts, GREEDY) == alone["greedy"]

@@ -68,11 +68,11 @@ def test_what_is_kept_of_a_picture_spares_reading_it(engine, encoded, monkeypatc
     monkeypatch.setattr(MllamaProcessor, "_canvas", lambda *given: read.append(given) or canvas(*given))
     first = engine.chat(about(one, "What is it?"), max_tokens=8).token_ids
     scheduler = engine.loop.core.scheduler
-    scheduler.features.clear()  # given up by others, while the keys and values made of them are still there
+    scheduler.resources.media.features.clear()  # evicted, while the keys and values made of them are still there
     assert engine.chat(about(one, "What is it?"), max_tokens=8).token_ids == first
     assert len(read) == len(encoded) == 1
-    scheduler.features.clear()
-    scheduler.cross_cache.clear()
+    scheduler.resources.media.features.clear()
+    scheduler.resources.media.cross_cache.clear()
     assert engine.chat(about(one, "What is it?"), max_tokens=8).token_ids == first
     assert len(read) == len(encoded) == 2
 
@@ -97,8 +97,8 @@ def test_steps_that_look_at_a_picture_read_more(engine, monkeypatch):
 def test_pictures_and_text_at_once(engine):
     prompts = [about(picture(1), "a"), about("b"), about(picture(2, 60, 10), picture(3), "c"), about("d", picture(1))]
     alone = [engine.chat(prompt, max_tokens=10).token_ids for prompt in prompts]
-    engine.loop.core.scheduler.cross_cache.clear()
-    engine.loop.core.scheduler.prefix_cache.pool.clear()
+    engine.loop.core.resources.media.cross_cache.clear()
+    engine.loop.core.resources.kv.pool.clear()
     together = engine.chat(prompts, max_tokens=10)
     assert [answer.token_ids for answer in together] == alone
     several = engine.chat(prompts[0], max_tokens=10, n=3)
@@ -118,9 +118,9 @@ def test_what_is_looked_at_is_held_while_it_runs(engine):
 
 def test_a_picture_that_cannot_be_encoded_hurts_no_other(engine, monkeypatch):
     expected = engine.chat(about(picture(5), "good"), max_tokens=8).token_ids
-    engine.loop.core.scheduler.cross_cache.clear()
-    engine.loop.core.scheduler.features.clear()
-    engine.loop.core.scheduler.prefix_cache.pool.clear()
+    engine.loop.core.resources.media.cross_cache.clear()
+    engine.loop.core.resources.media.features.clear()
+    engine.loop.core.resources.kv.pool.clear()
     encode = engine.loaded.model.encode
     failures = iter([True])
 
@@ -132,7 +132,10 @@ def test_a_picture_that_cannot_be_encoded_hurts_no_other(engine, monkeypatch):
     monkeypatch.setattr(engine.loaded.model, "encode", failing)
     with pytest.raises(EngineError, match="fell over"):
         engine.chat(about(picture(6), "bad"), max_tokens=8)
-    cross_cache, features = engine.loop.core.scheduler.cross_cache, engine.loop.core.scheduler.features
+    cross_cache, features = (
+        engine.loop.core.resources.media.cross_cache,
+        engine.loop.core.resources.media.features,
+    )
     assert not cross_cache._pins and not features._pins and len(cross_cache._free) == cross_cache.num_pages
     assert engine.chat(about(picture(5), "good"), max_tokens=8).token_ids == expected
 
@@ -143,7 +146,7 @@ def test_too_little_memory_for_many_is_waited_for(folder):
         assert engine.stats().num_cross_pages == 2
         pictures = [picture(seed, 32, 32) for seed in range(8)]
         alone = [engine.chat(about(one, "x"), max_tokens=6).token_ids for one in pictures]
-        engine.loop.core.scheduler.prefix_cache.pool.clear()
+        engine.loop.core.resources.kv.pool.clear()
         answers: dict[int, tuple[int, ...]] = {}
 
         def ask(index):
@@ -183,7 +186,7 @@ def test_a_picture_is_no_draft(engine):
     inputs = engine.loaded.processor.prompt("78<|image|>6", images=[picture(1)])
     (sequence,) = Sequence.for_request("x", inputs, GREEDY)
     sequence.token_ids += engine.loaded.tokenizer.encode("9678")
-    speculator = engine.loop.core.scheduler.speculator
+    speculator = engine.loop.core.scheduler.drafter
     assert speculator.propose(sequence, 4) == []
     sequence.token_ids += engine.loaded.tokenizer.encode("967")
     assert speculator.propose(sequence, 4) == engine.loaded.tokenizer.encode("8967")

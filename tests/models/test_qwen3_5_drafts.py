@@ -94,7 +94,7 @@ def test_answers_are_those_without_drafts(name, how, dtype, load_foreseen, netwo
         assert answers.to(prompts, PARAMS[how]) == expected, way
         if way == "found again":
             assert answers.to(prompts, PARAMS[how]) == expected, way
-            assert answers.scheduler.prefix_cache.num_tokens_hit > 0
+            assert answers.scheduler.resources.kv.prefix_cache.num_tokens_hit > 0
         assert answers.scheduler.num_preemptions > 0 or way != "sent back to wait"
         assert 0 < answers.drafter.num_accepted < answers.drafter.num_proposed, way
         assert len(answers.core.runner._drafts._recorded) > 0 or way == "op by op"

@@ -13,9 +13,12 @@ from tilewright.engine.detokenizer import TokenDecoder
 from tilewright.engine.draft.policy import DraftPolicy
 from tilewright.engine.draft.predictor import PredictorDrafter
 from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
-from tilewright.engine.kv.pages import PagePool
+from tilewright.engine.kv.manager import KvCacheManager
+from tilewright.engine.kv.pages import PAGE_SIZE, PagePool
 from tilewright.engine.kv.prefix_cache import PrefixCache
 from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.media.scheduler import MediaScheduler
+from tilewright.engine.resources import SequenceResources
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
@@ -25,8 +28,7 @@ from tilewright.engine.step_limits import StepLimits
 from tilewright.models.protocol import KvSpec, Model
 from tilewright.ops.kv_cache import KvCache
 
-PAGE_SIZE = 64
-FEATURE_CACHE_BYTES = 512 << 20
+ENCODER_CACHE_BYTES = 512 << 20
 
 
 def build_core(
@@ -50,45 +52,60 @@ def build_core(
     A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with recurrent layers
     `num_state_slots` states. `speculate` tokens at most are guessed ahead, by its predictor if it has one.
     """
-    cross_cache, cross_caches = None, []
-    if model.cross_spec is not None:
-        cross_cache = CrossCache(num_cross_pages, page_size)
-        cross_caches = _caches(model.cross_spec, num_cross_pages, page_size, dtype)
-    features = EncoderCache(FEATURE_CACHE_BYTES)
-    pool = PagePool(num_pages, page_size)
-    # Those who branch off where no state was kept compute pages again that are there.
-    beginnings = PrefixCache(pool, enabled=prefix_cache, one_of_each=model.state_spec is not None)
-    states = buffers = None
-    if model.state_spec is not None:
-        states = StateCache(num_state_slots, beginnings)
-        buffers = StateBuffers(model.state_spec, num_state_slots, dtype, limits)
+    resources = build_resources(
+        limits,
+        num_pages,
+        page_size,
+        num_cross_pages=0 if model.cross_spec is None else num_cross_pages,
+        num_state_slots=None if model.state_spec is None else num_state_slots,
+        prefix_cache=prefix_cache,
+    )
     runner = ModelRunner(
         model,
         _caches(model.kv_spec, num_pages, page_size, dtype),
-        features,
+        resources.media.features,
         limits,
-        cross_cache=cross_cache,
-        cross_caches=cross_caches,
-        states=buffers,
+        cross_cache=resources.media.cross_cache if model.cross_spec else None,
+        cross_caches=_caches(model.cross_spec, num_cross_pages, page_size, dtype) if model.cross_spec else [],
+        states=StateBuffers(model.state_spec, num_state_slots, dtype, limits) if model.state_spec else None,
         predictor=model.predictor if speculate else None,
         replay=replay,
     )
     lookup = PromptLookupDrafter(speculate, model.vocab_size) if speculate else None
     drafter = None
     if lookup is not None and runner.predictor is not None:
-        max_in_all = states.max_drafts if states else limits.max_draft_rows
-        drafter = PredictorDrafter(runner, DraftPolicy(speculate, limits.max_draft_rows, max_in_all), lookup, page_size)
+        policy = DraftPolicy(speculate, limits.max_draft_rows, resources.max_drafts_per_step)
+        drafter = PredictorDrafter(runner, policy, lookup, page_size)
     return EngineCore(
         runner,
-        Scheduler(pool, beginnings, features, limits, drafter or lookup, cross_cache, states),
+        Scheduler(resources, limits, drafter or lookup),
         Sampler(),
         make_token_decoder=make_token_decoder,
         vocabulary_size=model.vocab_size,
-        num_embeddings=model.decoder.config.num_embeddings,
+        num_embeddings=model.num_embeddings,
         eos_token_ids=eos_token_ids,
         constraints=constraints,
         drafter=drafter,
     )
+
+
+def build_resources(
+    limits: StepLimits,
+    num_pages: int,
+    page_size: int = PAGE_SIZE,
+    *,
+    num_cross_pages: int = 0,
+    num_state_slots: int | None = None,
+    prefix_cache: bool = True,
+    encoder_cache_bytes: int = ENCODER_CACHE_BYTES,
+) -> SequenceResources:
+    """The memory that sequences share; `num_state_slots` is None for models without recurrent layers."""
+    pool = PagePool(num_pages, page_size)
+    # A sequence that starts from a snapshot computes pages again that other sequences have: one of each is kept.
+    prefixes = PrefixCache(pool, enabled=prefix_cache, one_of_each=num_state_slots is not None)
+    media = MediaScheduler(EncoderCache(encoder_cache_bytes), CrossCache(num_cross_pages, page_size), limits)
+    states = None if num_state_slots is None else StateCache(num_state_slots, prefixes)
+    return SequenceResources(KvCacheManager(pool, prefixes), media, states)
 
 
 def _caches(spec: KvSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> list[KvCache]:

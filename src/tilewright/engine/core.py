@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewright.engine.constraint.compiler import ConstraintCompiler, Grammar
 from tilewright.engine.detokenizer import Detokenizer, TokenDecoder
 from tilewright.engine.draft.predictor import PredictorDrafter
+from tilewright.engine.resources import SequenceResources
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence
@@ -67,6 +68,11 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def resources(self) -> SequenceResources:
+        """The memory that sequences share."""
+        return self.scheduler.resources
 
     @property
     def failures(self) -> dict[str, Exception]:
@@ -148,7 +154,7 @@ class EngineCore:
         scheduler = self.scheduler
         sequences = scheduler.running + scheduler.waiting
         if step:
-            sequences = [chunk.sequence for chunk in step.chunks] + scheduler.needing(step.encode)
+            sequences = [chunk.sequence for chunk in step.chunks] + scheduler.readers(step.encode)
         request_ids = {sequence.request_id for sequence in sequences}
         for request_id in request_ids:
             scheduler.abort(request_id)

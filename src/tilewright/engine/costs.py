@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tilewright.layers.cross_attention import CrossLayer
-from tilewright.layers.decoder import Decoder, DecoderLayer
-from tilewright.layers.moe import SparseMlp
 from tilewright.models.protocol import Model
-from tilewright.ops.linear import PackedWeight
-from tilewright.weights.linear import LinearWeight
-from tilewright.weights.spec import Weight, iter_weights
 
 
 @dataclass(frozen=True)
@@ -94,86 +87,37 @@ class Costs:
 
 def costs_of(model: Model, kv_itemsize: int) -> Costs:
     """The costs of a model that is loaded."""
-    decoder, cross_spec, state_spec = model.decoder, model.cross_spec, model.state_spec
-    config = decoder.config
-    head = decoder.head.packed
-    weights = [weight for layer in _own_layers(decoder) for weight in _weights_of_a_token(layer)]
-    experts = [sizes for layer in decoder.layers for sizes in _expert_sizes(layer)]
-    cross = list(_weights_of_a_look(decoder))
-    flops_per_layer_pair = 4 * config.attention.num_heads * config.attention.head_width
+    cost, cross_spec, state_spec = model.cost(), model.cross_spec, model.state_spec
+    draft = _draft_costs(model, kv_itemsize)
     return Costs(
-        weight_bytes_per_step=_size_bytes(head) + sum(size_bytes for size_bytes, _ in weights),
-        expert_bytes_per_token=sum(size_bytes * chosen for size_bytes, chosen, _ in experts),
-        expert_bytes=sum(size_bytes * count for size_bytes, _, count in experts),
-        kv_bytes_per_token=_kv_bytes(model, config.num_kv_layers, kv_itemsize),
-        linear_flops_per_token=2 * sum(multiplies for _, multiplies in weights),
-        head_flops=2 * head.n * head.k,
-        attention_flops_per_pair=config.num_kv_layers * flops_per_layer_pair,
+        weight_bytes_per_step=cost.head.weight_bytes + cost.layers.weight_bytes,
+        expert_bytes_per_token=cost.layers.expert_bytes_per_token,
+        expert_bytes=cost.layers.expert_bytes,
+        # The last layer of the KV cache is the predictor's, where there is one.
+        kv_bytes_per_token=model.kv_spec.bytes_per_token(kv_itemsize) - (draft.kv_bytes_per_token if draft else 0),
+        linear_flops_per_token=2 * cost.layers.multiply_adds,
+        head_flops=2 * cost.head.multiply_adds,
+        attention_flops_per_pair=2 * cost.multiply_adds_per_pair,
         state_bytes_per_sequence=state_spec.bytes_per_slot(kv_itemsize) if state_spec else 0,
-        cross_bytes_per_step=sum(size_bytes for size_bytes, _ in cross),
+        cross_bytes_per_step=cost.cross_layers.weight_bytes,
         cross_bytes_per_state=cross_spec.bytes_per_token(kv_itemsize) if cross_spec else 0,
-        cross_linear_flops_per_token=2 * sum(multiplies for _, multiplies in cross),
-        cross_flops_per_pair=len(config.cross_layers) * flops_per_layer_pair,
-        draft=_draft_costs(model, kv_itemsize),
+        cross_linear_flops_per_token=2 * cost.cross_layers.multiply_adds,
+        cross_flops_per_pair=2 * cost.cross_multiply_adds_per_pair,
+        draft=draft,
     )
 
 
 def _draft_costs(model: Model, kv_itemsize: int) -> DraftCosts | None:
-    predictor, config, head = model.predictor, model.decoder.config, model.decoder.head.packed
-    if predictor is None:
+    if model.predictor is None:
         return None
-    layer, projection = predictor.draft_layer, predictor.draft_projection.packed
-    every, attention = list(_weights_of_a_token(layer)), list(_linears(layer.attention))
-    experts = sum(size_bytes * chosen for size_bytes, chosen, _ in _expert_sizes(layer))
-    multiplies, for_keys = (sum(item for _, item in weights) for weights in (every, attention))
+    head, predictor = model.cost().head, model.predictor.draft_cost()
+    both = predictor.keys + predictor.rest
     return DraftCosts(
-        weight_bytes=_size_bytes(projection) + sum(size_bytes for size_bytes, _ in every) - experts,
-        head_bytes=_size_bytes(head),
-        expert_bytes_per_draft=experts,
-        kv_bytes_per_token=_kv_bytes(model, 1, kv_itemsize),
-        flops_per_token=2 * (projection.n * projection.k + for_keys),
-        flops_per_draft=2 * (multiplies - for_keys + head.n * head.k),
-        flops_per_pair=4 * config.attention.num_heads * config.attention.head_width,
+        weight_bytes=both.weight_bytes - both.expert_bytes_per_token,
+        head_bytes=head.weight_bytes,
+        expert_bytes_per_draft=both.expert_bytes_per_token,
+        kv_bytes_per_token=replace(model.kv_spec, num_layers=1).bytes_per_token(kv_itemsize),
+        flops_per_token=2 * predictor.keys.multiply_adds,
+        flops_per_draft=2 * (predictor.rest.multiply_adds + head.multiply_adds),
+        flops_per_pair=2 * predictor.multiply_adds_per_pair,
     )
-
-
-def _kv_bytes(model: Model, num_layers: int, itemsize: int) -> int:
-    return replace(model.kv_spec, num_layers=num_layers).bytes_per_token(itemsize)
-
-
-def _own_layers(decoder: Decoder) -> Iterator[DecoderLayer]:
-    """Those that every token goes through."""
-    return (layer for layer in decoder.layers if not isinstance(layer, CrossLayer))
-
-
-def _weights_of_a_token(layer: DecoderLayer) -> Iterator[tuple[int, int]]:
-    """(bytes, multiply-adds) of everything in a layer that one token goes through. Norms are some KB: left out."""
-    yield from _linears(layer)
-    if isinstance(layer.mlp, SparseMlp):
-        for experts in (layer.mlp.experts.gate_up.value, layer.mlp.experts.down.value):
-            chosen = layer.mlp.config.experts_per_token
-            yield chosen * experts.data[0].nbytes, chosen * experts.n * experts.k
-
-
-def _linears(part: object, *, but: Weight | None = None) -> Iterator[tuple[int, int]]:
-    for weight in iter_weights(part):
-        if isinstance(weight, LinearWeight) and weight is not but:
-            yield _size_bytes(weight.value), weight.value.n * weight.value.k
-
-
-def _weights_of_a_look(decoder: Decoder) -> Iterator[tuple[int, int]]:
-    """(bytes, multiply-adds) of linears of cross-attention layers, but those that make keys and values of pictures."""
-    for layer in decoder.layers:
-        if isinstance(layer, CrossLayer):
-            yield from _linears(layer, but=layer.attention.key_value.weight)
-
-
-def _expert_sizes(layer: DecoderLayer | CrossLayer) -> Iterator[tuple[int, int, int]]:
-    """(bytes of one, how many a token is sent to, how many there are) of the weights of a layer's experts."""
-    if isinstance(layer.mlp, SparseMlp):
-        for experts in (layer.mlp.experts.gate_up.value, layer.mlp.experts.down.value):
-            yield experts.data[0].nbytes, layer.mlp.config.experts_per_token, len(experts.data)
-
-
-def _size_bytes(weight: PackedWeight) -> int:
-    return weight.data.nbytes + (0 if weight.bias is None else weight.bias.nbytes)

@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import Any
 
 from tilewright import embedded
-from tilewright.engine.assembly import PAGE_SIZE, build_core
+from tilewright.engine.assembly import build_core
 from tilewright.engine.constraint.compiler import ConstraintCompiler
+from tilewright.engine.core import EngineCore
 from tilewright.engine.costs import costs_of
-from tilewright.engine.cross.group import group_key
 from tilewright.engine.handle import Handle
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
-from tilewright.engine.memory import SLOTS_PER_SEQUENCE, kv_bytes, num_cross_pages, num_kv_pages, num_state_slots
+from tilewright.engine.memory import kv_bytes, share_out
 from tilewright.engine.stats import Stats
 from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.chat_template import has_media
@@ -61,7 +61,7 @@ class Engine:
                     results, as the torch backend always does
     pack_cache      whether packed weights are kept on disk for the next start
     progress        whether loading shows a bar
-    media_limits    what pictures, videos and sounds may measure; None: `tilewright.inputs.media.StepLimits()`
+    media_limits    what pictures, videos and sounds may measure; None: `tilewright.inputs.media.MediaLimits()`
     isolate_media   whether they are decoded by processes of their own: for media that strangers send
     allow_special_tokens  whether special tokens spelled out in messages are such; else they are plain text, and no
                     message can end its turn or begin another's. Prompts of `generate` are raw and may always have them
@@ -90,15 +90,10 @@ class Engine:
         allow_special_tokens: bool = False,
     ) -> None:
         _require_supported(tp=tp, quantize=quantize, device=device, backend=backend)
-        if replay and backend != "native":
-            _log.info("replay is for the native backend: steps run op by op on %s", backend)
-        if model is None:
-            model = embedded.path()
-            _log.warning(embedded.notice('Engine("./Qwen3-VL-2B-Instruct")'))
         self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
         with ops_backend.use(backend):
             self.loaded: LoadedModel = load_model(
-                model,
+                _embedded_path() if model is None else model,
                 dtype=dtype,
                 drafting=speculate > 0,
                 pack_cache=pack_cache,
@@ -107,37 +102,41 @@ class Engine:
                 opener=self._opener,
                 allow_special_tokens=allow_special_tokens,
             )
-            self.limits = limits = StepLimits(
+            self.limits = StepLimits(
                 max_context=_fit_context(self.loaded, max_context),
                 max_sequences=max_sequences,
                 max_tokens_per_step=max_tokens_per_step,
             )
-            # Pictures that running sequences see, or one request brings side by side: more need not be kept at once.
-            max_media = max(max_sequences, (media_limits or MediaLimits()).max_items)
-            num_pages, for_cross, num_slots = _num_pages(self.loaded, limits, max_media, kv_memory)
-            core = build_core(
-                self.loaded.model,
-                self.loaded.dtype,
-                limits,
-                num_pages,
-                num_cross_pages=for_cross,
-                num_state_slots=num_slots,
-                make_token_decoder=self.loaded.tokenizer.stream,
-                eos_token_ids=self.loaded.tokenizer.stop_token_ids,
-                constraints=ConstraintCompiler(self.loaded.tokenizer, self.loaded.model.vocab_size),
+            core = self._build_core(
+                kv_bytes(kv_memory),
+                (media_limits or MediaLimits()).max_items,
                 speculate=speculate,
                 prefix_cache=prefix_cache,
                 replay=replay and backend == "native",
             )
-            costs = costs_of(self.loaded.model, self.loaded.dtype.itemsize)
-        self._features, self._cross_cache = core.scheduler.features, core.scheduler.cross_cache
         self.loop = EngineLoop(
             core,
             start_preparing=_on_backend(backend, work_alone),
             start_stepping=_on_backend(backend, bind_team),
-            costs=costs,
+            costs=costs_of(self.loaded.model, self.loaded.dtype.itemsize),
         )
         self._entry_check = _start_check(self.loaded, self.loop)
+
+    def _build_core(self, memory_bytes: int, max_items: int, **options: Any) -> EngineCore:
+        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        sizes = share_out(model, self.loaded.dtype.itemsize, self.limits, max_items, memory_bytes)
+        return build_core(
+            model,
+            self.loaded.dtype,
+            self.limits,
+            sizes.num_pages,
+            num_cross_pages=sizes.num_cross_pages,
+            num_state_slots=sizes.num_state_slots,
+            make_token_decoder=tokenizer.stream,
+            eos_token_ids=tokenizer.stop_token_ids,
+            constraints=ConstraintCompiler(tokenizer, model.vocab_size),
+            **options,
+        )
 
     def chat(self, messages: Any, **options: Any) -> Any:
         """The answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.
@@ -198,7 +197,7 @@ class Engine:
     def submit_chat(self, messages: Messages, **options: Any) -> Handle:
         """The Handle of a conversation's answer. What is no sampling parameter goes to the template."""
         sampling = {name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}
-        processor, is_known = self.loaded.processor, self._is_known
+        processor, is_known = self.loaded.processor, self.loop.core.resources.media.is_known
         template_args = {name: value for name, value in options.items() if name != "tools"}
         return self._submit(
             lambda budget: processor.chat(messages, is_known=is_known, budget=budget, **options),
@@ -220,7 +219,7 @@ class Engine:
         """The Handle of what follows a prompt."""
         if audios:
             raise RequestError(f"{self.loaded.name} does not take sound")
-        processor, is_known = self.loaded.processor, self._is_known
+        processor, is_known = self.loaded.processor, self.loop.core.resources.media.is_known
         return self._submit(
             lambda budget: processor.prompt(
                 text, token_ids, images=images, videos=videos, is_known=is_known, budget=budget
@@ -268,10 +267,6 @@ class Engine:
                 chosen[name] = 0 if chosen[name] else None
         return SamplingParams(**chosen)
 
-    def _is_known(self, media_key: bytes) -> bool:
-        """Whether a medium need not be read: its features are kept, or what is made of them where it is alone."""
-        return self._features.has(media_key) or self._cross_cache.is_filled(group_key([media_key]))
-
     def _submit(
         self,
         prepare: Callable[[TextBudget], ModelInputs],
@@ -308,6 +303,11 @@ def _require_supported(*, tp: int, quantize: str | None, device: str, backend: s
         raise RequestError(f"backend is {backend!r}, expected {' or '.join(ops_backend.NAMES)}")
 
 
+def _embedded_path() -> Path:
+    _log.warning(embedded.notice('Engine("./Qwen3-VL-2B-Instruct")'))
+    return embedded.path()
+
+
 def _start_check(loaded: LoadedModel, loop: EngineLoop) -> EntryCheck | None:
     """What reads mapped weights through behind the answers; None where they were packed now, or are all compared."""
     unchecked = loaded.report.unchecked
@@ -327,30 +327,8 @@ def _fit_context(loaded: LoadedModel, max_context: int | None) -> int:
             longest,
         )
     fitting = min(max_context or longest, longest)
-    loaded.model.decoder.rope.fit(fitting)
+    loaded.model.fit_context(fitting)
     return fitting
-
-
-def _num_pages(
-    loaded: LoadedModel, limits: StepLimits, max_media: int, kv_memory: int | str | None
-) -> tuple[int, int, int]:
-    """Pages for keys and values of tokens and of encoder states, slots for recurrent states: as fit the memory."""
-    itemsize, size_bytes = loaded.dtype.itemsize, kv_bytes(kv_memory)
-    cross, for_cross = loaded.model.cross_spec, 0
-    if cross is not None:
-        cross_page_bytes = cross.bytes_per_token(itemsize) * PAGE_SIZE
-        pages_per_medium = -(-cross.max_states // PAGE_SIZE)
-        for_cross = num_cross_pages(cross_page_bytes, pages_per_medium, max_media, size_bytes)
-        size_bytes -= for_cross * cross_page_bytes
-    most_pages = -(-limits.max_context // PAGE_SIZE) * limits.max_sequences
-    page_bytes = loaded.model.kv_spec.bytes_per_token(itemsize) * PAGE_SIZE
-    states, num_slots = loaded.model.state_spec, 0
-    if states is not None:
-        slot_bytes = states.bytes_per_slot(itemsize)
-        most_slots = SLOTS_PER_SEQUENCE * limits.max_sequences + limits.max_rows_with_drafts
-        num_slots = num_state_slots(slot_bytes, page_bytes, most_slots, size_bytes)
-        size_bytes -= num_slots * slot_bytes
-    return num_kv_pages(page_bytes, most_pages, size_bytes), for_cross, num_slots
 
 
 def _per_prompt(name: str, items: Sequence[Any], num_prompts: int) -> Sequence[Any]:

@@ -9,18 +9,17 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
 from tilewright.engine.constraint.compiler import Grammar
 from tilewright.engine.core import EngineCore
-from tilewright.engine.costs import Costs, DraftCosts
+from tilewright.engine.costs import Costs
 from tilewright.engine.handle import Handle
+from tilewright.engine.preparation import PreparationThreads, PromptKind
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.stats import Stats, StepCount, StepCounter
-from tilewright.engine.step import Chunk, DraftInput
+from tilewright.engine.step_costs import draft_cost, step_cost
 from tilewright.types import Completion, Delta, ModelInputs, RequestError, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -60,13 +59,7 @@ class EngineLoop:
         self._step_began_s: float | None = None
         self.after_step: Callable[[], None] = lambda: None  # called on the engine's thread when all Handles were told
         self._start_stepping = start_stepping
-        # By what takes long about a request: text does not wait behind films or a book, nor films behind a constraint
-        # that takes seconds to compile. Threads start when they are needed.
-        self._preparers: dict[str, ThreadPoolExecutor] = {}
-        if threaded:
-            counts = {"text": 1, "long text": 1, "media": num_prepare_threads, "constraint": num_prepare_threads}
-            for name, count in counts.items():
-                self._preparers[name] = ThreadPoolExecutor(count, f"prepare {name}", start_preparing)
+        self._preparers = PreparationThreads(num_prepare_threads, start_preparing) if threaded else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True) if threaded else None
         if self._thread:
             self._thread.start()
@@ -86,15 +79,16 @@ class EngineLoop:
         """
         handle = Handle(uuid.uuid4().hex, params, self._abort, aborted)
         # Before the lock, which the engine's thread needs too: looking up a constraint of megabytes takes a while.
-        plain_kind = "media" if has_media else "long text" if is_long else "text"
-        kind = "constraint" if self.core.must_compile(params) else plain_kind
+        kind: PromptKind = "media" if has_media else "long text" if is_long else "text"
+        if self.core.must_compile(params):
+            kind = "constraint"
         with self._changed:
             if self._is_closing:
                 raise EngineError("the engine is closed")
             if self._failure:
                 raise self._failure
             if self._preparers:  # first: where no thread can be started, nothing is left behind
-                self._preparers[kind].submit(self._prepare, handle, prepare)
+                self._preparers.submit(kind, partial(self._prepare, handle, prepare))
             self._handles[handle.request_id] = handle
             self._num_preparing += 1
         if not self._preparers:
@@ -125,33 +119,22 @@ class EngineLoop:
     def stats(self) -> Stats:
         """How it is doing now."""
         scheduler = self.core.scheduler
-        pool, speculator, states = scheduler.pool, scheduler.speculator, scheduler.states
+        drafter = scheduler.drafter
         counter, began_s = self._counter, self._step_began_s
         return Stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_preparing=self._num_preparing,
-            num_pages=pool.num_pages,
-            num_pages_used=pool.num_used,
-            prefix_hit_rate=scheduler.prefix_cache.hit_rate,
-            feature_hit_rate=scheduler.features.hit_rate,
-            feature_bytes=scheduler.features.size_bytes,
-            num_cross_pages=scheduler.cross_cache.num_pages,
-            num_cross_pages_used=scheduler.cross_cache.num_pages_used,
-            cross_hit_rate=scheduler.cross_cache.hit_rate,
-            num_state_slots=states.num_slots if states else 0,
-            num_state_slots_used=states.num_used if states else 0,
-            num_state_snapshots=states.num_snapshots if states else 0,
-            state_hit_rate=states.hit_rate if states else 0.0,
             num_preemptions=scheduler.num_preemptions,
-            num_drafts_proposed=speculator.num_proposed if speculator else 0,
-            num_drafts_accepted=speculator.num_accepted if speculator else 0,
+            num_drafts_proposed=drafter.num_proposed if drafter else 0,
+            num_drafts_accepted=drafter.num_accepted if drafter else 0,
             num_prompt_tokens=counter.num_prompt_tokens,
             num_output_tokens=counter.num_output_tokens,
             num_steps=counter.num_steps,
             busy_s=counter.reads.busy_s,
             step_age_s=0.0 if began_s is None else time.perf_counter() - began_s,
             **vars(counter.speeds()),
+            **scheduler.resources.stats(),
         )
 
     def fail(self, error: Exception) -> None:
@@ -172,9 +155,9 @@ class EngineLoop:
         if not drain:
             for handle in handles:
                 handle.abort()
+        if self._preparers:
+            self._preparers.close()
         if self._thread:
-            for preparers in self._preparers.values():
-                preparers.shutdown()
             self._thread.join()
         else:
             while self.step():
@@ -273,13 +256,10 @@ class EngineLoop:
     def _count(self, results: list[tuple[Sequence, Delta]], took_s: float) -> None:
         step = self.core.step_under_way
         assert step is not None
-        chunks = step.chunks
-        read_bytes, flops = 0, 0
-        if self._costs and chunks:  # none in a step that only encodes
-            read_bytes, flops = _read_and_computed(self._costs, chunks, len(results))
-        drafter = self.core.drafter
-        if drafter and drafter.draft_inputs and self._costs and self._costs.draft:
-            drafted_bytes, drafted_flops = _read_and_drafted(self._costs.draft, drafter.draft_inputs)
+        chunks, drafter = step.chunks, self.core.drafter
+        read_bytes, flops = step_cost(self._costs, chunks, len(results)) if self._costs else (0, 0)
+        if drafter and self._costs and self._costs.draft:
+            drafted_bytes, drafted_flops = draft_cost(self._costs.draft, drafter.draft_inputs)
             read_bytes, flops = read_bytes + drafted_bytes, flops + drafted_flops
         count = StepCount(
             ended_s=time.perf_counter(),
@@ -310,33 +290,3 @@ def forget_frames(error: BaseException) -> None:
         link.__traceback__ = None
         earlier = (link.__cause__, link.__context__)
         chain += [item for item in earlier if item is not None and all(item is not known for known in chain)]
-
-
-def _read_and_computed(costs: Costs, chunks: Items[Chunk], num_logits: int) -> tuple[int, int]:
-    """Bytes that a step of these chunks read at least, and what it multiplied and added."""
-    num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    # A query sees the keys before it and itself; a chunk's queries are its last tokens.
-    num_pairs = sum(chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2 for chunk in chunks)
-    looking = [chunk for chunk in chunks if chunk.sequence.cross_groups]
-    cross_spans = [
-        cross_span for chunk in looking for cross_span in chunk.sequence.cross_spans(chunk.start, chunk.stop)
-    ]
-    num_looking = sum(cross_span.stop - cross_span.start for cross_span in cross_spans)
-    num_looks = sum((cross_span.stop - cross_span.start) * cross_span.num_states for cross_span in cross_spans)
-    num_states = sum(cross_span.num_states for cross_span in cross_spans)
-    read_bytes = costs.step_bytes(num_tokens, sum(chunk.stop for chunk in chunks), len(chunks), num_states)
-    return read_bytes, costs.step_flops(num_tokens, num_logits, num_pairs) + costs.cross_attention_flops(
-        num_looking, num_looks
-    )
-
-
-def _read_and_drafted(costs: DraftCosts, draft_inputs: Items[DraftInput]) -> tuple[int, int]:
-    """Bytes that the predictor read after a step, and what it multiplied and added: one pass over all, then drafts."""
-    most_drafts = max(item.num_drafts for item in draft_inputs)
-    num_drafts = sum(item.num_drafts for item in draft_inputs)
-    num_more = sum(max(0, item.num_drafts - 1) for item in draft_inputs)
-    num_keys = sum(item.stop * max(1, item.num_drafts) for item in draft_inputs)
-    first_pairs = sum(item.num_tokens * (item.start + item.stop + 1) // 2 for item in draft_inputs)
-    num_pairs = first_pairs + num_keys - sum(item.stop for item in draft_inputs)
-    read_bytes = costs.read(max(1, most_drafts), most_drafts, num_drafts, num_keys)
-    return read_bytes, costs.computed(sum(item.num_tokens for item in draft_inputs) + num_more, num_drafts, num_pairs)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from tilewright.engine.kv.pages import PAGE_SIZE
+from tilewright.engine.step_limits import StepLimits
 from tilewright.host_memory import available_bytes, parse_bytes
+from tilewright.models.protocol import Model
 from tilewright.types import RequestError
 
 # Of what is free once the weights are loaded; the rest is for activations, pictures and other programs.
@@ -14,6 +19,39 @@ CROSS_SHARE = 0.25
 STATE_SHARE = 0.5
 # One to go on from and seven to come back to are as many as an answer can have use of.
 SLOTS_PER_SEQUENCE = 8
+
+
+@dataclass(frozen=True)
+class MemorySizes:
+    """How much there is of each kind of memory that sequences share."""
+
+    num_pages: int
+    num_cross_pages: int  # for encoder states; 0 in models without cross-attention
+    num_state_slots: int  # 0 in models without recurrent layers
+
+
+def share_out(model: Model, itemsize: int, limits: StepLimits, max_media: int, size_bytes: int) -> MemorySizes:
+    """`size_bytes` as pages for keys and values, of tokens and of encoder states, and slots for recurrent states.
+
+    A request has `max_media` media at most.
+    """
+    cross, for_cross = model.cross_spec, 0
+    if cross is not None:
+        cross_page_bytes = cross.bytes_per_token(itemsize) * PAGE_SIZE
+        pages_per_medium = -(-cross.max_states // PAGE_SIZE)
+        # Those that running sequences see, or one request has side by side: more need not be kept at once.
+        most_media = max(limits.max_sequences, max_media)
+        for_cross = num_cross_pages(cross_page_bytes, pages_per_medium, most_media, size_bytes)
+        size_bytes -= for_cross * cross_page_bytes
+    page_bytes = model.kv_spec.bytes_per_token(itemsize) * PAGE_SIZE
+    states, num_slots = model.state_spec, 0
+    if states is not None:
+        slot_bytes = states.bytes_per_slot(itemsize)
+        most_slots = SLOTS_PER_SEQUENCE * limits.max_sequences + limits.max_rows_with_drafts
+        num_slots = num_state_slots(slot_bytes, page_bytes, most_slots, size_bytes)
+        size_bytes -= num_slots * slot_bytes
+    most_pages = -(-limits.max_context // PAGE_SIZE) * limits.max_sequences
+    return MemorySizes(num_kv_pages(page_bytes, most_pages, size_bytes), for_cross, num_slots)
 
 
 def kv_bytes(kv_memory: int | str | None) -> int:

@@ -123,7 +123,7 @@ class ModelRunner:
                 slots = torch.from_numpy(self.cross_cache.slots(group.key, group.num_states))
                 sizes = [medium.num_states for medium in group.media]
                 for medium, places in zip(group.media, slots.split(sizes), strict=True):
-                    self.model.decoder.store_states(self.features.get(medium.key), places, self.cross_caches)
+                    self.model.store_cross_states(self.features.get(medium.key), places, self.cross_caches)
                 self.cross_cache.fill(group.key)
 
     def _batch(self, num_tokens: int, num_sequences: int, logit_rows: Tensor | None, media: Items[MediaRun]) -> Batch:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.constraint.masks import Masks
-from tilewright.engine.draft.prompt_lookup import num_accepted_drafts
+from tilewright.engine.draft.drafter import num_accepted_drafts
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.step import NO_TOKEN, Chunk, Sampled, Step, last_rows
 from tilewright.engine.token_counts import TokenCounts

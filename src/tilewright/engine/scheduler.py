@@ -7,41 +7,22 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 
-from tilewright.engine.cross.cache import CrossCache
-from tilewright.engine.draft.prompt_lookup import Drafter
-from tilewright.engine.kv.pages import PagePool
-from tilewright.engine.kv.prefix_cache import PrefixCache
-from tilewright.engine.media.encoder_cache import EncoderCache
-from tilewright.engine.media.supply import MediaScheduler
+from tilewright.engine.draft.drafter import Drafter
+from tilewright.engine.resources import SequenceResources
 from tilewright.engine.sequence import Sequence, Status
-from tilewright.engine.state.cache import StateCache
 from tilewright.engine.step import NO_TOKEN, Chunk, Event, Sampled, Step
 from tilewright.engine.step_limits import StepLimits
 from tilewright.types import ContextLengthExceeded, FinishReason, Medium, RequestError
 
 
 class Scheduler:
-    """Sequences that wait and that run, both in order of arrival."""
+    """The waiting and the running sequences, both in order of arrival."""
 
-    def __init__(
-        self,
-        pool: PagePool,
-        prefix_cache: PrefixCache,
-        features: EncoderCache,
-        limits: StepLimits,
-        speculator: Drafter | None = None,
-        cross_cache: CrossCache | None = None,
-        states: StateCache | None = None,
-    ) -> None:
-        self.pool = pool
-        self.prefix_cache = prefix_cache
-        self.features = features
+    def __init__(self, resources: SequenceResources, limits: StepLimits, drafter: Drafter | None = None) -> None:
+        self.resources = resources
         self.limits = limits
-        self.speculator = speculator
-        self.cross_cache = cross_cache or CrossCache(0, pool.page_size)  # none, for models without cross-attention
-        self._media = MediaScheduler(features, self.cross_cache, limits)
-        self.states = states  # None for models without recurrent layers
-        self.max_context = min(limits.max_context, pool.num_tokens)
+        self.drafter = drafter
+        self.max_context = min(limits.max_context, resources.kv.pool.num_tokens)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -66,17 +47,8 @@ class Scheduler:
         """Queues the sequences of a request; RequestError if they could never be answered."""
         for sequence in sequences:
             self.check(sequence.num_prompt_tokens)
-            self._check_cross_groups(sequence)
+            self.resources.check(sequence)
             bisect.insort(self.waiting, sequence, key=_arrival)
-
-    def _check_cross_groups(self, sequence: Sequence) -> None:
-        for group in sequence.cross_groups:
-            if group.num_states > self.cross_cache.num_states:
-                raise RequestError(
-                    f"{len(group.media)} images side by side are {group.num_states} encoder states, expected at most "
-                    f"{self.cross_cache.num_states}, for which there is memory: put text between them, or raise "
-                    "kv_memory"
-                )
 
     def abort(self, request_id: str) -> list[Sequence]:
         """The unfinished sequences of the request, which are dropped. Not while a step is under way."""
@@ -100,14 +72,13 @@ class Scheduler:
         if not sequence.is_finished:
             self.finish(sequence, "abort")
 
-    def needing(self, media: Iterable[Medium]) -> list[Sequence]:
-        """The running sequences that media are encoded for, be it that they get no chunk yet."""
-        keys = {medium.key for medium in media}
-        return [sequence for sequence in self.running if keys.intersection(sequence.pinned_keys)]
+    def readers(self, media: Iterable[Medium]) -> list[Sequence]:
+        """The running sequences that media are encoded for."""
+        return self.resources.media.readers(media, self.running)
 
     def rewind(self, step: Step) -> None:
-        """Lets what is left of a failed step be computed anew where states may have been half written."""
-        for chunk in step.chunks if self.states else ():
+        """Preempts the running sequences of a failed step, so that they are computed again from what is cached."""
+        for chunk in step.chunks:
             if chunk.sequence.status is Status.RUNNING:
                 self._preempt(chunk.sequence)
 
@@ -145,8 +116,8 @@ class Scheduler:
         if result.prompt_logprobs:
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
         num_right = len(result.token_ids) - 1 if result.token_ids else 0
-        if self.speculator and chunk.num_drafts and not chunk.is_forced:
-            self.speculator.record(sequence, chunk.num_drafts, num_right)
+        if self.drafter and chunk.num_drafts and not chunk.is_forced:
+            self.drafter.record(sequence, chunk.num_drafts, num_right)
         sequence.draft_token_ids = []
         num_before, reason = sequence.num_tokens, None
         for token_id in result.token_ids:
@@ -161,11 +132,7 @@ class Scheduler:
         # The slots of wrong drafts are written again by the tokens that come instead.
         num_computed = chunk.stop - chunk.num_drafts + num_right
         sequence.num_computed_tokens = min(num_computed, sequence.num_tokens)
-        self.prefix_cache.store(sequence)
-        if self.states:
-            self.states.settle(sequence)
-        if sequence.pinned_keys or sequence.pinned_groups:
-            self._media.unpin_read(sequence)
+        self.resources.commit(sequence)
         if not result.token_ids:
             return None
         if sequence.first_token_s is None:
@@ -181,16 +148,13 @@ class Scheduler:
         """How many of so many tokens can be drafted ahead of a sequence that decodes; pages are there for them then."""
         num_drafts = min(num_drafts, self._max_drafts(sequence))
         # All but the first draft come from a pass over the place of the token before: so far, keys are written.
-        while num_drafts > 1 and not self._reserve(sequence, sequence.num_tokens + num_drafts - 2):
+        while num_drafts > 1 and not self.resources.reserve(sequence, sequence.num_tokens + num_drafts - 2):
             num_drafts -= 1
         return num_drafts
 
     def _max_drafts(self, sequence: Sequence) -> int:
         # The last row gives a token too, so there is one draft less than tokens.
-        num_drafts = self._num_tokens_left(sequence) - 1
-        if self.states:
-            num_drafts = min(num_drafts, self.states.num_free)  # each keeps the state after it
-        return max(0, num_drafts)
+        return max(0, min(self._num_tokens_left(sequence) - 1, self.resources.draft_room()))
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         token_id, matcher = sequence.token_ids[-1], sequence.matcher
@@ -215,10 +179,9 @@ class Scheduler:
         return in_context if max_tokens is None else min(in_context, max_tokens - sequence.num_output_tokens)
 
     def _schedule_decodes(self, step: Step) -> None:
-        decoding = [sequence for sequence in self.running if self._can_decode(sequence)]
-        num_spare_rows = self.limits.max_draft_rows - len(decoding)
-        if self.states:
-            num_spare_rows = min(num_spare_rows, self.states.max_drafts)
+        is_ready = self.resources.is_ready
+        decoding = [sequence for sequence in self.running if sequence.is_decoding and is_ready(sequence)]
+        num_spare_rows = min(self.limits.max_draft_rows - len(decoding), self.resources.max_drafts_per_step)
         for sequence in decoding:
             try:
                 num_spare_rows -= self._schedule_decode(step, sequence, num_spare_rows)
@@ -228,7 +191,7 @@ class Scheduler:
     def _schedule_decode(self, step: Step, sequence: Sequence, max_drafts: int) -> int:
         """Puts the next token of a sequence into the step, unless there is no page for it; how many drafts with it."""
         # An earlier one may have taken its pages. The one preempted here is later than all that are in the step.
-        while sequence.status is Status.RUNNING and not self._reserve(sequence, sequence.num_tokens):
+        while sequence.status is Status.RUNNING and not self.resources.reserve(sequence, sequence.num_tokens):
             self._preempt(self.running[-1])
         if sequence.status is not Status.RUNNING:
             return 0
@@ -236,12 +199,6 @@ class Scheduler:
         num_drafts = len(sequence.draft_token_ids)
         self._put(step, Chunk(sequence, sequence.num_computed_tokens, 1 + num_drafts, num_drafts, is_forced))
         return num_drafts
-
-    def _can_decode(self, sequence: Sequence) -> bool:
-        """Whether a sequence decodes. Not while the group it came back to has its pages, but nothing in them yet."""
-        if not sequence.is_decoding:
-            return False
-        return not sequence.cross_groups or self.cross_cache.is_filled(sequence.cross_groups[-1].key)
 
     def _draft(self, sequence: Sequence, max_drafts: int) -> bool:
         """Gives a sequence its drafts; whether they are tokens that its grammar forces, so that they are right."""
@@ -253,24 +210,23 @@ class Scheduler:
             if matcher is not None:
                 drafts = matcher.forced_token_ids()[:max_drafts]
                 is_forced = bool(drafts)
-            if not drafts and self.speculator:
-                drafts = self.speculator.propose(sequence, max_drafts)
+            if not drafts and self.drafter:
+                drafts = self.drafter.propose(sequence, max_drafts)
                 if matcher is not None:
                     del drafts[matcher.num_fitting(drafts) :]
-        while drafts and not self._reserve(sequence, sequence.num_tokens + len(drafts)):
+        while drafts and not self.resources.reserve(sequence, sequence.num_tokens + len(drafts)):
             drafts.pop()  # they preempt nobody
         sequence.draft_token_ids = drafts
         return is_forced
 
     def _put(self, step: Step, chunk: Chunk) -> None:
-        if self.states:
-            self.states.plan(chunk)
+        self.resources.plan(chunk)
         step.chunks.append(chunk)  # last: what raised before is not in the step
 
     def _schedule_prompts(self, step: Step) -> None:
         budget = prompt_budget = self.limits.max_tokens_per_step - step.num_tokens
         self._may_admit = True
-        self._media.begin_step()
+        self.resources.begin_step()
         for sequence, share in self._prompt_shares(step, budget):
             share = min(share, budget)
             if budget <= 0:
@@ -283,19 +239,13 @@ class Scheduler:
                 self.fail(sequence, error)
 
     def _schedule_prompt(self, step: Step, sequence: Sequence, share: int, prompt_budget: int) -> int:
-        """Puts a piece of a prompt into the step, of `share` tokens at most; how many there are pages and media for."""
+        """Puts a chunk of a prompt into the step, of `share` tokens at most; how many of them it has."""
         if sequence.status is Status.WAITING and not self._admit(sequence):
             return 0
         start = sequence.num_computed_tokens
-        stop = min(sequence.num_tokens, start + share, self._page_end(sequence), self._prompt_row_end(sequence))
-        if self.states:
-            stop = self.states.chunk_end(sequence, start, stop, prompt_budget)
-        ready = self._media.make_ready(step, sequence, start, stop)
-        if self.states and ready < stop:  # with a page here too, unless nothing at all would be computed
-            border = self.states.chunk_end(sequence, start, ready, prompt_budget)
-            ready = border if border > start or step.chunks else ready
-        stop = ready
-        if stop <= start or not self._reserve(sequence, stop):
+        stop = min(sequence.num_tokens, start + share, self._prompt_row_end(sequence))
+        stop = self.resources.chunk_end(step, sequence, start, stop, prompt_budget)
+        if stop <= start or not self.resources.reserve(sequence, stop):
             return 0
         self._put(step, Chunk(sequence, start, stop - start))
         return stop - start
@@ -325,55 +275,30 @@ class Scheduler:
             yield sequence, budget
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence runs from now on: there must be pages for all its tokens beside what others need,
-        and a slot for its state.
+        """Whether a waiting sequence runs from now on: there must be memory for it beside what others need.
 
-        When one has to wait for them, all behind it do: else a stream of short ones would keep it out for ever.
+        When one has to wait for it, all behind it do: else a stream of short ones would keep it out for ever.
         """
         if not self._may_admit or len(self.running) >= self.limits.max_sequences:
             return False
-        pages = self.prefix_cache.match(sequence)
-        if self.states:
-            pages = self.states.cut(sequence, pages)
-        needed = self.pool.pages_for(sequence.num_tokens) - len(pages)
-        # Of those that run, each needs the rest of its prompt, and soon a page to go on in.
-        promised = sum(1 + max(0, self.pool.pages_for(item.num_tokens) - len(item.pages)) for item in self.running)
-        has_room = not self.running or needed + promised <= self.pool.num_free
-        if not has_room or (self.states and not self.states.open(sequence, len(pages))):
-            self.pool.release(pages)
+        num_cached = self.resources.admit(sequence)
+        if num_cached is None:
             self._may_admit = False
             return False
-        num_cached = len(pages) * self.pool.page_size
-        self.prefix_cache.count(sequence, num_cached)
         if sequence.started_s is None:
             sequence.started_s = time.perf_counter()
             sequence.num_cached_tokens = num_cached
-        sequence.pages = pages
-        sequence.num_stored_pages = len(pages)
         sequence.num_computed_tokens = num_cached
         sequence.status = Status.RUNNING
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
         return True
 
-    def _page_end(self, sequence: Sequence) -> int:
-        return (len(sequence.pages) + self.pool.num_free) * self.pool.page_size
-
     def _prompt_row_end(self, sequence: Sequence) -> int:
         if not sequence.wants_prompt_logprobs:
             return sequence.num_tokens
         first_row = max(sequence.num_computed_tokens, len(sequence.prompt_logprobs) - 1)
         return first_row + self.limits.max_prompt_rows
-
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether the sequence has, or now got, pages for num_tokens."""
-        missing = self.pool.pages_for(num_tokens) - len(sequence.pages)
-        if missing <= 0:
-            return True
-        if missing > self.pool.num_free:
-            return False
-        sequence.pages.extend(self.pool.allocate() for _ in range(missing))
-        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a sequence back to its place among those that wait; it resumes with all its tokens."""
@@ -384,11 +309,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.pages)
-        if self.states:
-            self.states.close(sequence)
-        self._media.release(sequence)
-        sequence.pages = []
+        self.resources.release(sequence)
         sequence.draft_token_ids = []
         sequence.num_computed_tokens = 0
 

@@ -162,10 +162,9 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all that is left to compute is the token sampled last, and what it sees has pages."""
+        """Whether all that is left to compute is the token sampled last."""
         num_tokens = len(self.token_ids)
-        is_last = num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens == 1
-        return is_last and (not self.cross_groups or self.cross_groups[-1] in self.pinned_groups)
+        return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens == 1
 
     @property
     def is_finished(self) -> bool:

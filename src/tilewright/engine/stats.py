@@ -25,10 +25,6 @@ class Stats:
     num_cross_pages: int  # for encoder states that tokens attend to; 0 in models without cross-attention
     num_cross_pages_used: int
     cross_hit_rate: float
-    num_state_slots: int  # for states of recurrent layers; 0 in models without them
-    num_state_slots_used: int
-    num_state_snapshots: int  # states that later prompts may go on from
-    state_hit_rate: float
     num_preemptions: int
     num_drafts_proposed: int
     num_drafts_accepted: int
@@ -41,6 +37,10 @@ class Stats:
     step_age_s: float  # how long the step under way has been; 0 between steps
     read_bytes_per_s: float  # weights, keys and values that the steps of the last 10 seconds read, per second in them
     flops_per_s: float  # and what they multiplied and added
+    num_state_slots: int = 0  # for states of recurrent layers; 0 in models without them
+    num_state_slots_used: int = 0
+    num_state_snapshots: int = 0  # states that later prompts may start from
+    state_hit_rate: float = 0.0
 
     @property
     def draft_acceptance(self) -> float:

@@ -35,7 +35,7 @@ class StepBisector:
             except Exception as later:
                 return self.rescue(rest, later)
         computed, sampled, failures = self._compute_apart(step, error)
-        is_rewound = self.scheduler.states is not None
+        is_rewound = not self.scheduler.resources.can_repeat_steps
         if is_rewound and not failures:
             failures = [(chunk, error) for chunk in step.chunks]
         for chunk, failure in failures:
@@ -68,7 +68,7 @@ class StepBisector:
     def _part(self, step: Step, chunks: list[Chunk]) -> Step:
         """Some chunks of a step whose media are encoded, with the groups they see, unless those are filled by now."""
         seen = {group.key for chunk in chunks for group in chunk.sequence.pinned_groups}
-        is_filled = self.scheduler.cross_cache.is_filled
+        is_filled = self.scheduler.resources.media.cross_cache.is_filled
         groups = [group for group in step.cross_groups if group.key in seen and not is_filled(group.key)]
         return replace(step, chunks=chunks, encode=[], cross_groups=groups)
 
@@ -76,13 +76,13 @@ class StepBisector:
         """Whether one of the media cannot be encoded by itself: those that need it have failed."""
         is_one = False
         for medium in media:
-            if self.scheduler.features.has(medium.key):
+            if self.scheduler.resources.media.features.has(medium.key):
                 continue
             try:
                 self.encode([medium])
             except Exception as error:
                 is_one = True
-                for sequence in self.scheduler.needing([medium]):
+                for sequence in self.scheduler.readers([medium]):
                     self.scheduler.fail(sequence, error)
         return is_one
 

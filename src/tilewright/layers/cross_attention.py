@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tilewright.layers.attention import AttentionConfig
 from tilewright.layers.batch import Batch, CrossBatch
+from tilewright.layers.cost import Cost, linear_cost
 from tilewright.layers.linear import Linear
 from tilewright.layers.mlp import GatedMlp
 from tilewright.ops.attention import paged_attention
@@ -77,6 +78,10 @@ class CrossLayer:
             if rows_R is not None:
                 scatter_rows(x_TD, rows_R, x_RD)
         return x_TD if rows is None else x_TD[rows]
+
+    def cost(self) -> Cost:
+        """Of a token that sees encoder states. Their keys and values are computed once, in `store`."""
+        return linear_cost(self.attention.query, self.attention.output, self.mlp)
 
     def _update(self, x_RD: Tensor, cross: CrossBatch) -> None:
         attended = self.attention(rms_norm(x_RD, self.attention_norm.value, self.eps), cross)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewright.layers.attention import Attention, AttentionConfig
 from tilewright.layers.batch import Batch, MediaRun
+from tilewright.layers.cost import Cost, DecoderCost, linear_cost
 from tilewright.layers.cross_attention import CrossLayer
 from tilewright.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from tilewright.layers.linear import Linear
@@ -52,6 +53,11 @@ class DecoderConfig:
         return self.num_layers - len(self.cross_layers) - len(self.delta_layers)
 
     @property
+    def multiply_adds_per_pair(self) -> int:
+        """Of one query and one key in one layer: their product, and the value's share of the result."""
+        return 2 * self.attention.num_heads * self.attention.head_width
+
+    @property
     def num_embeddings(self) -> int:
         return self.vocab_size + self.num_extra_embeddings
 
@@ -89,6 +95,9 @@ class DecoderLayer:
         self.attention.output(attended, residual=x_TD, out=x_TD)
         self.mlp(x_TD, self._normed(x_TD, self.mlp_norm))
         return x_TD
+
+    def cost(self) -> Cost:
+        return linear_cost(self.attention) + self.mlp.cost()
 
     def _normed(self, x_TD: Tensor, weight: Unpacked) -> Tensor:
         return rms_norm(x_TD, weight.value, self.eps, weight_plus_one=self.plus_one)
@@ -137,6 +146,18 @@ class Decoder:
             if isinstance(layer, CrossLayer):
                 with scope():
                     layer.attention.store(states_ND, kv_caches[layer.attention.layer], slots_N)
+
+    def cost(self) -> DecoderCost:
+        own = (layer.cost() for layer in self.layers if not isinstance(layer, CrossLayer))
+        cross = (layer.cost() for layer in self.layers if isinstance(layer, CrossLayer))
+        per_pair = self.config.multiply_adds_per_pair
+        return DecoderCost(
+            layers=sum(own, Cost()),
+            cross_layers=sum(cross, Cost()),
+            head=linear_cost(self.head),
+            multiply_adds_per_pair=self.config.num_kv_layers * per_pair,
+            cross_multiply_adds_per_pair=len(self.config.cross_layers) * per_pair,
+        )
 
     def checkpoint_name(self, name: str) -> str | None:
         """`name`, or None for what some tools store though it follows from the rest: rotary tables and a tied head."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tilewright.layers.cost import Cost, linear_cost
 from tilewright.layers.linear import Linear
 from tilewright.ops.activation import sigmoid_gate
 from tilewright.types import UnsupportedConfig
@@ -35,3 +36,6 @@ class GatedMlp:
         if gate is not None:
             sigmoid_gate(inner, gate, out=inner)
         self.down(inner, residual=x_TD, out=x_TD)
+
+    def cost(self) -> Cost:
+        return linear_cost(self)

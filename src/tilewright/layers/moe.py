@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.layers.cost import Cost, expert_cost, linear_cost
 from tilewright.layers.linear import Experts, Linear
 from tilewright.layers.mlp import GatedMlp
 from tilewright.ops.moe import route
@@ -51,3 +52,9 @@ class SparseMlp:
             self.shared(x_TD, h_TD, gate=shared_gate)
         ids, weights = route(scores, config.experts_per_token, renormalize=config.renormalize)
         self.experts(h_TD, ids, weights, activation=config.activation, residual=x_TD, out=x_TD)
+
+    def cost(self) -> Cost:
+        experts = (
+            expert_cost(weights, self.config.experts_per_token) for weights in (self.experts.gate_up, self.experts.down)
+        )
+        return sum(experts, linear_cost(self))

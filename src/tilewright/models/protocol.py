@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tilewright.inputs.media import MediaKind
 from tilewright.layers.batch import Batch, MediaRun
-from tilewright.layers.decoder import Decoder, DecoderLayer
-from tilewright.layers.linear import Linear
-from tilewright.ops.kv_cache import elements_per_token
+from tilewright.layers.cost import DecoderCost, PredictorCost
+from tilewright.ops.kv_cache import KvCache, elements_per_token
 from tilewright.types import Medium, ModelInputs
 
 
@@ -52,12 +51,11 @@ class Predictor(Protocol):
     """What drafts: from the hidden state of a token and the token after it, the one after that."""
 
     @property
-    def draft_layer(self) -> DecoderLayer:
-        """What a draft goes through, with keys and values in the last of the batch's caches; before it the projection,
-        behind it the model's head."""
+    def width(self) -> int:
+        """Of a hidden state."""
 
-    @property
-    def draft_projection(self) -> Linear: ...
+    def draft_cost(self) -> PredictorCost:
+        """What its passes read and multiply."""
 
     def forward_with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The logits that the model's `forward` gives, and the hidden states of all tokens [T, D]."""
@@ -78,7 +76,10 @@ class Model(Protocol):
     max_context: int
     num_position_axes: int
     kv_spec: KvSpec
-    decoder: Decoder  # its text side
+
+    @property
+    def num_embeddings(self) -> int:
+        """Tokens that may be read; those from vocab_size on are never generated."""
 
     @property
     def cross_spec(self) -> CrossSpec | None:
@@ -92,6 +93,12 @@ class Model(Protocol):
     def predictor(self) -> Predictor | None:
         """What drafts; None where the checkpoint has no such part, or it was not asked for."""
 
+    def cost(self) -> DecoderCost:
+        """What a token reads and multiplies, of the text side: a vision tower is no part of it."""
+
+    def fit_context(self, max_context: int) -> None:
+        """Prepares position tables for sequences of up to so many tokens."""
+
     def checkpoint_name(self, name: str) -> str | None:
         """The model's name for a tensor of the checkpoint; None for one that by rule is not used."""
 
@@ -103,6 +110,9 @@ class Model(Protocol):
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `encode`'s result as embeddings [M, D] and what is added after the first layers."""
+
+    def store_cross_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:
+        """Writes the keys and values of encoder states, for each cross-attention layer into its cache."""
 
 
 class Processor(Protocol):

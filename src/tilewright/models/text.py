@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.text_config import Config, decoder_config, moe_config, whole_name
 from tilewright.types import Medium
@@ -18,7 +19,7 @@ QWEN3_HEAD_WIDTH = 128  # what a dense Qwen3 config without head_dim means
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class TextModel:
+class TextModel(DecoderModel):
     """A language model without other senses."""
 
     num_position_axes = 1

@@ -10,7 +10,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from tilewright.engine.draft.coverage import PredictorCoverage
-from tilewright.engine.draft.prompt_lookup import Drafter
+from tilewright.engine.draft.drafter import Drafter
 from tilewright.engine.sequence import Sequence, Status
 from tilewright.engine.step import DraftInput, Step
 

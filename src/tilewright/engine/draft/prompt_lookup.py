@@ -1,11 +1,9 @@
-"""Drafts: who makes them, how many were right; and by prompt look-up, what followed the last few tokens before."""
+"""Drafts by prompt look-up: what followed an earlier occurrence of the last few tokens."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence as SequenceOf
 from itertools import takewhile
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from tilewright.engine.sequence import Sequence
@@ -18,22 +16,6 @@ SHORTEST_NGRAM = 2
 TRIAL_DRAFTS = 16
 MIN_ACCEPTANCE = 0.25
 FIRST_PAUSE_TOKENS = 32
-
-
-class Drafter(Protocol):
-    """Guesses how sequences go on, and counts how well."""
-
-    @property
-    def num_proposed(self) -> int: ...
-
-    @property
-    def num_accepted(self) -> int: ...
-
-    def propose(self, sequence: Sequence, max_drafts: int) -> list[int]:
-        """Up to max_drafts tokens that may follow the sequence, each one that can be written."""
-
-    def record(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Learns how many of the drafts of a step were right, before the sequence gets its new tokens."""
 
 
 class _History:
@@ -96,18 +78,6 @@ class PromptLookupDrafter:
         else:
             history.pause_tokens = FIRST_PAUSE_TOKENS
         history.num_proposed = history.num_accepted = 0
-
-
-def num_accepted_drafts(drafts: SequenceOf[int], drawn: SequenceOf[int]) -> int:
-    """How many drafts equal what was drawn in their place.
-
-    Row i of a step was computed after drafts 0 .. i - 1 and drawn with the random number of its own position, so the
-    drawn tokens up to and including the first wrong draft's are exactly those that single steps would have drawn.
-    """
-    for index, draft in enumerate(drafts):
-        if draft != drawn[index]:
-            return index
-    return len(drafts)
 
 
 def _index(history: _History, token_ids: list[int]) -> None:

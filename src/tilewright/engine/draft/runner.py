@@ -41,8 +41,7 @@ class DraftRunner:
         self.replay = replay
         page_size, num_pages = kv_caches[0].page_size, kv_caches[0].num_pages
         self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages, recorded=replay)
-        width = model.decoder.config.width
-        self._hidden = torch.zeros(limits.max_tokens_per_step, width, dtype=kv_caches[0].data.dtype)
+        self._hidden = torch.zeros(limits.max_tokens_per_step, predictor.width, dtype=kv_caches[0].data.dtype)
         self._logit_rows = torch.zeros(limits.max_sequences, dtype=torch.int64)
         self._greedy = greedy_parameters(limits.max_sequences)
         self._arena = arena

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+PAGE_SIZE = 64  # tokens
+
 
 class PagePool:
     """num_pages pages of page_size tokens, counted by reference.
@@ -13,7 +15,7 @@ class PagePool:
     findable until it is the least recently used one and a page is needed.
     """
 
-    def __init__(self, num_pages: int, page_size: int = 64) -> None:
+    def __init__(self, num_pages: int, page_size: int = PAGE_SIZE) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens, expected at least 1 of each")
         self.num_pages = num_pages

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilewright.engine.kv.pages import PagePool
 from tilewright.engine.kv.prefix_cache import PrefixCache
+from tilewright.engine.resource import SequenceResource
 from tilewright.engine.sequence import NO_SLOT, Sequence, StateSlots
 from tilewright.engine.step import Chunk
 
@@ -12,7 +15,7 @@ from tilewright.engine.step import Chunk
 OPENING_TOKENS = 8
 
 
-class StateCache:
+class StateCache(SequenceResource):
     """num_slots slots, each with the state of all recurrent layers after some tokens of a sequence.
 
     A running sequence has a slot that its steps write, and each draft of a step one more. The others are for snapshots:
@@ -21,6 +24,8 @@ class StateCache:
     are shared out, and where snapshots are taken, tells docs/states.md.
     """
 
+    can_repeat_steps = False  # it may have overwritten half of the states that it read
+
     def __init__(self, num_slots: int, prefix_cache: PrefixCache) -> None:
         self._slots = PagePool(num_slots, 1)  # counted, named and given up as pages are
         self._prefix_cache = prefix_cache
@@ -28,7 +33,7 @@ class StateCache:
         prefix_cache.pool.on_forget = self._slots.forget
         # Half of the slots for sequences and a quarter for drafts at most: the rest is always there for snapshots.
         self.max_running = max(1, num_slots // 2)
-        self.max_drafts = (num_slots - self.max_running) // 2
+        self.max_drafts_per_step = (num_slots - self.max_running) // 2
         self.num_running = 0
         self.num_lookups = 0
         self.num_hits = 0
@@ -54,42 +59,37 @@ class StateCache:
     def hit_rate(self) -> float:
         return self.num_hits / max(1, self.num_lookups)
 
-    def cut(self, sequence: Sequence, pages: list[int]) -> list[int]:
-        """Of the pages that match a sequence's beginning those up to the last snapshot; the others are released.
+    def match(self, sequence: Sequence, num_tokens: int) -> int:
+        """Of the tokens whose pages match, those up to the last snapshot.
 
         Where the match ended is where others branch off: a state is kept when the sequence comes past it.
         """
-        sequence.branch_border = len(pages) * self._page_size
-        count = len(pages)
+        sequence.branch_border = num_tokens
+        count = num_tokens // self._page_size
         while count and self._slots.find(sequence.page_digests[count - 1]) is None:
             count -= 1
-        self._prefix_cache.pool.release(pages[count:])
-        return pages[:count]
+        return count * self._page_size
 
-    def open(self, sequence: Sequence, num_pages: int) -> bool:
-        """Whether the sequence has a slot to write to from now on, and goes on from the snapshot after its pages.
+    def has_room(self, sequence: Sequence, num_cached: int) -> bool:
+        """Whether there is a slot for the sequence to write to. There always is while no other sequence runs."""
+        return self.num_running < self.max_running and self._slots.num_free > 0
 
-        Never refused while no other sequence has one.
-        """
-        if self.num_running >= self.max_running:
-            return False
-        read = self._slots.find(sequence.page_digests[num_pages - 1]) if num_pages else None
+    def admit(self, sequence: Sequence, num_cached: int) -> None:
+        """Gives the sequence a slot of its own; it starts from the snapshot after its cached tokens."""
+        read = self._slots.find(self._digest(sequence, num_cached)) if num_cached else None
         if read is not None:
             self._slots.retain(read)
-        if not self._slots.num_free and read is not None:
-            self._slots.release([read])  # if nobody else reads it, it is free now, and the sequence takes it over
-        if not self._slots.num_free:
-            return False
+            if not self._slots.num_free:
+                self._slots.release([read])  # the last free slot was the snapshot's: the sequence takes it over
         own = self._slots.allocate()
         sequence.state_slots = StateSlots(own, NO_SLOT if read is None else read)
         self.num_running += 1
         if self._prefix_cache.enabled:
             self.num_lookups += 1
             self.num_hits += read is not None
-        return True
 
-    def close(self, sequence: Sequence) -> None:
-        """Takes back all slots of a sequence, if it has any. If it stands at the end of a page, that is a snapshot."""
+    def release(self, sequence: Sequence) -> None:
+        """Takes back all slots of a sequence, if it has any. A state at the end of a page becomes a snapshot."""
         slots, sequence.state_slots = sequence.state_slots, None
         if slots is None:
             return
@@ -99,7 +99,7 @@ class StateCache:
         self.num_running -= 1
 
     def chunk_end(self, sequence: Sequence, start: int, stop: int, budget: int) -> int:
-        """Where a piece of a prompt ends that may go up to `stop`: with a page, so that `close` leaves a snapshot.
+        """Where a chunk of a prompt ends that may go up to `stop`: with a page, so that `release` leaves a snapshot.
 
         Less than a page waits for the next step, if that will have room for more: kernels work in chunks as long as a
         page, and where these begin, bf16 rounds. Of four pages each prompt gets one, when it is its turn.
@@ -121,7 +121,10 @@ class StateCache:
                 slots.kept[border] = self._slots.allocate()
         slots.kept.setdefault(num_known, slots.own)
 
-    def settle(self, sequence: Sequence) -> None:
+    def draft_room(self) -> int:
+        return self._slots.num_free  # each draft leaves the state after it
+
+    def commit(self, sequence: Sequence) -> None:
         """After a step: the sequence stands at the state after its computed tokens, those at page ends are found again.
 
         If that is a snapshot, the next step reads it and writes the sequence's own slot; else its slot becomes the
@@ -141,6 +144,14 @@ class StateCache:
         if not stands_at_snapshot:
             slots.own = slots.read
         self._slots.release([slot for slot in held if slot not in (slots.own, slots.read)])
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "num_state_slots": self.num_slots,
+            "num_state_slots_used": self.num_used,
+            "num_state_snapshots": self.num_snapshots,
+            "state_hit_rate": self.hit_rate,
+        }
 
     def _borders(self, sequence: Sequence, start: int, stop: int) -> list[int]:
         """The page ends after `start`, up to `stop`, at which a state is worth keeping and is not kept yet."""

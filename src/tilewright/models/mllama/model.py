@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.mllama.processor import MllamaProcessor
 from tilewright.models.mllama.vision import VisionConfig, VisionTower
 from tilewright.models.protocol import CrossSpec, Family, KvSpec
@@ -35,7 +36,7 @@ def model_name(stored_name: str) -> str:
     return stored_name
 
 
-class Mllama:
+class Mllama(DecoderModel):
     num_position_axes = 1
     state_spec = None
     predictor = None

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tilewright.layers.batch import Batch, MediaRun
-from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer
-from tilewright.layers.linear import Linear
+from tilewright.layers.cost import PredictorCost
+from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.protocol import Family, KvSpec, StateSpec
 from tilewright.models.qwen3_5.config import Shapes, mtp_config, text_config
 from tilewright.models.qwen3_5.mtp import PREFIX, MultiTokenPredictor
@@ -23,7 +24,7 @@ TEXT_ALONE = "model"
 NO_PREDICTOR = "the model was built without a multi-token predictor"
 
 
-class Qwen35:
+class Qwen35(DecoderModel):
     """The text model, the vision tower where there is one, and the predictor where the checkpoint has one."""
 
     cross_spec = None
@@ -55,15 +56,9 @@ class Qwen35:
     def predictor(self) -> Qwen35 | None:
         return None if self.mtp is None else self
 
-    @property
-    def draft_layer(self) -> DecoderLayer:
+    def draft_cost(self) -> PredictorCost:
         assert self.mtp is not None, NO_PREDICTOR
-        return self.mtp.layer
-
-    @property
-    def draft_projection(self) -> Linear:
-        assert self.mtp is not None, NO_PREDICTOR
-        return self.mtp.projection
+        return self.mtp.cost()
 
     def checkpoint_name(self, name: str) -> str | None:
         """As the checkpoint has it, but for what is not built: a predictor, or the eyes a text model was cut from.

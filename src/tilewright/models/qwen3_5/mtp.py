@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tilewright.layers.batch import Batch, MediaRun
+from tilewright.layers.cost import PredictorCost, linear_cost
 from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer
 from tilewright.layers.linear import Linear
 from tilewright.ops.norm import rms_norm
@@ -63,6 +64,13 @@ class MultiTokenPredictor:
             cos, sin = decoder.rope.tables(batch.positions_AT)
             self._normed(self.layer(x_TD, batch, cos, sin, rows), self.norm, out)
         return out
+
+    def cost(self) -> PredictorCost:
+        return PredictorCost(
+            keys=linear_cost(self.projection, self.layer.attention),
+            rest=self.layer.mlp.cost(),
+            multiply_adds_per_pair=self.config.multiply_adds_per_pair,
+        )
 
     def _normed(self, x_TD: Tensor, weight: Unpacked, out: Tensor) -> Tensor:
         return rms_norm(x_TD, weight.value, self.config.eps, weight_plus_one=self.config.norm_plus_one, out=out)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
@@ -29,7 +30,7 @@ UNSAID = {"rope_theta": 500_000.0}  # what a config that leaves it out means
 HEAD_WIDTH = 128  # likewise, of a dense model
 
 
-class Qwen3Vl:
+class Qwen3Vl(DecoderModel):
     num_position_axes = 3
     cross_spec = None
     predictor = None

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from tilewright.engine.cross.cache import CrossCache
-from tilewright.engine.cross.group import CrossGroup
+from tilewright.engine.cross.group import CrossGroup, group_key
 from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.resource import SequenceResource
 from tilewright.engine.sequence import FeatureRun, Sequence
 from tilewright.engine.step import Step
 from tilewright.engine.step_limits import StepLimits
-from tilewright.types import Medium
+from tilewright.types import Medium, RequestError
 
 
-class MediaScheduler:
+class MediaScheduler(SequenceResource):
     """Has media encoded and groups filled in the step that reads them, and keeps them until they have been read."""
 
     def __init__(self, features: EncoderCache, cross_cache: CrossCache, limits: StepLimits) -> None:
@@ -22,10 +25,35 @@ class MediaScheduler:
         self.limits = limits
         self._without_place: Sequence | None = None  # the earliest of this step whose group finds no pages
 
+    def is_known(self, media_key: bytes) -> bool:
+        """Whether a medium need not be decoded: its features are cached, or its keys and values where it is alone."""
+        return self.features.has(media_key) or self.cross_cache.is_filled(group_key([media_key]))
+
+    def readers(self, media: Iterable[Medium], sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Those of the sequences that media are encoded for, even if they have no chunk yet."""
+        keys = {medium.key for medium in media}
+        return [sequence for sequence in sequences if keys.intersection(sequence.pinned_keys)]
+
+    def check(self, sequence: Sequence) -> None:
+        for group in sequence.cross_groups:
+            if group.num_states > self.cross_cache.num_states:
+                raise RequestError(
+                    f"{len(group.media)} images side by side are {group.num_states} encoder states, expected at most "
+                    f"{self.cross_cache.num_states}, for which there is memory: put text between them, or raise "
+                    "kv_memory"
+                )
+
     def begin_step(self) -> None:
         self._without_place = None
 
-    def make_ready(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether the group that the next token sees is in its pages: not so at once after a sequence was preempted."""
+        if not sequence.cross_groups:
+            return True
+        last = sequence.cross_groups[-1]
+        return last in sequence.pinned_groups and self.cross_cache.is_filled(last.key)
+
+    def prepare(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
         """Where the chunk ends: at `stop`, or before the first medium or group that this step cannot have ready."""
         needs: list[FeatureRun | CrossGroup] = [
             *sequence.features_in(start, stop),
@@ -40,8 +68,8 @@ class MediaScheduler:
                 return max(start, need.start)
         return stop
 
-    def unpin_read(self, sequence: Sequence) -> None:
-        """Lets go of what no token that is left to compute looks at."""
+    def commit(self, sequence: Sequence) -> None:
+        """Unpins what no token that is left to compute reads."""
         if sequence.pinned_keys:
             rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             needed = {run.medium.key for run in rest}
@@ -57,13 +85,22 @@ class MediaScheduler:
                 sequence.pinned_groups.remove(group)
 
     def release(self, sequence: Sequence) -> None:
-        """Lets go of all that the sequence holds."""
+        """Unpins all that the sequence reads."""
         for key in sequence.pinned_keys:
             self.features.unpin(key)
         for group in sequence.pinned_groups:
             self.cross_cache.unpin(group.key)
         sequence.pinned_keys = []
         sequence.pinned_groups = []
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "feature_hit_rate": self.features.hit_rate,
+            "feature_bytes": self.features.size_bytes,
+            "num_cross_pages": self.cross_cache.num_pages,
+            "num_cross_pages_used": self.cross_cache.num_pages_used,
+            "cross_hit_rate": self.cross_cache.hit_rate,
+        }
 
     def _encode(self, step: Step, sequence: Sequence, medium: Medium) -> bool:
         """Whether the medium has features, or gets them in this step. Not if there is no encoder time left for it."""

@@ -1,0 +1,99 @@
+"""All that running sequences hold, asked as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewright.engine.kv.manager import KvCacheManager
+from tilewright.engine.media.scheduler import MediaScheduler
+from tilewright.engine.resource import SequenceResource
+from tilewright.engine.sequence import Sequence
+from tilewright.engine.state.cache import StateCache
+from tilewright.engine.step import Chunk, Step
+
+
+class SequenceResources:
+    """KV pages, encoder outputs and, in models with recurrent layers, states.
+
+    A sequence is admitted by all of them or by none. Pages come first: the others only shorten what the prefix cache
+    finds.
+    """
+
+    def __init__(self, kv: KvCacheManager, media: MediaScheduler, states: StateCache | None = None) -> None:
+        self.kv = kv
+        self.media = media
+        self.states = states
+        self._all: list[SequenceResource] = [kv, media] if states is None else [kv, states, media]
+        self.max_drafts_per_step = min(resource.max_drafts_per_step for resource in self._all)
+        self.can_repeat_steps = all(resource.can_repeat_steps for resource in self._all)
+
+    def check(self, sequence: Sequence) -> None:
+        """RequestError for a sequence that could never be held."""
+        for resource in self._all:
+            resource.check(sequence)
+
+    def begin_step(self) -> None:
+        for resource in self._all:
+            resource.begin_step()
+
+    def admit(self, sequence: Sequence) -> int | None:
+        """How many tokens of a waiting sequence are cached, which from now on holds what it needs; None: no room."""
+        num_cached = sequence.num_tokens
+        for resource in self._all:
+            num_cached = resource.match(sequence, num_cached)
+        if not all(resource.has_room(sequence, num_cached) for resource in self._all):
+            self.release(sequence)
+            return None
+        for resource in self._all:
+            resource.admit(sequence, num_cached)
+        return num_cached
+
+    def chunk_end(self, step: Step, sequence: Sequence, start: int, stop: int, budget: int) -> int:
+        """Where a chunk of a prompt ends that may go up to `stop`; what it reads is ready, or made in this step."""
+        stop = ready = self._chunk_end(sequence, start, stop, budget)
+        for resource in self._all:
+            ready = resource.prepare(step, sequence, start, ready)
+        if ready < stop:
+            end = self._chunk_end(sequence, start, ready, budget)
+            if end > start or step.chunks:  # else nothing at all would be computed
+                return end
+        return ready
+
+    def _chunk_end(self, sequence: Sequence, start: int, stop: int, budget: int) -> int:
+        for resource in self._all:
+            stop = resource.chunk_end(sequence, start, stop, budget)
+        return stop
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence has, or now got, memory for num_tokens; only keys and values grow with each."""
+        return self.kv.reserve(sequence, num_tokens)
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether what the next token of a decoding sequence reads is there."""
+        for resource in self._all:  # noqa: SIM110  (a generator costs three times as much, for each sequence of a step)
+            if not resource.is_ready(sequence):
+                return False
+        return True
+
+    def draft_room(self) -> int:
+        """How many drafts a sequence may have now."""
+        return min(resource.draft_room() for resource in self._all)
+
+    def plan(self, chunk: Chunk) -> None:
+        """Takes the memory that a chunk writes to, beyond its pages."""
+        for resource in self._all:
+            resource.plan(chunk)
+
+    def commit(self, sequence: Sequence) -> None:
+        """After a step: the sequence's computed tokens are known to be right."""
+        for resource in self._all:
+            resource.commit(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back all that a sequence holds."""
+        for resource in self._all:
+            resource.release(sequence)
+
+    def stats(self) -> dict[str, Any]:
+        """The fields of `Stats` that tell of memory."""
+        return {name: value for resource in self._all for name, value in resource.stats().items()}

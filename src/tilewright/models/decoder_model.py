@@ -1,0 +1,34 @@
+"""What every model around one decoder answers alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilewright.layers.cost import DecoderCost
+from tilewright.layers.decoder import Decoder
+from tilewright.ops.kv_cache import KvCache
+
+
+class DecoderModel:
+    """A model whose text side is `decoder`."""
+
+    decoder: Decoder
+
+    @property
+    def width(self) -> int:
+        return self.decoder.config.width
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.decoder.config.num_embeddings
+
+    def fit_context(self, max_context: int) -> None:
+        self.decoder.rope.fit(max_context)
+
+    def store_cross_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:
+        self.decoder.store_states(states_ND, slots_N, kv_caches)
+
+    def cost(self) -> DecoderCost:
+        return self.decoder.cost()
