@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
+MediaKind = Literal["image", "video", "audio"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -117,17 +115,26 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Medium:
-    """A picture or a video within a prompt. Its features fill its spans in order.
+class Region:
+    """Consecutive rows of the media buffer."""
 
-    In models with cross-attention they stay outside as states, which the tokens from its span on attend to.
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A medium within a prompt: plain data, no pixels. Its features take the place of its spans' tokens, in order.
+
+    In models with cross-attention features stay outside as states, which the tokens from its span on attend to.
     """
 
-    kind: Literal["image", "video"]
-    key: bytes  # 16 bytes: a hash of the content and of the preprocessing; caches go by it
+    kind: MediaKind
+    key: bytes  # 16 bytes: a hash of the content and of the preprocessing; the caches' key
     grid: tuple[int, int, int]  # frame groups or tiles, rows and columns of patches, before merging
     spans: tuple[Span, ...]
-    load: Callable[[], Tensor]  # the patches [N, C * frames * P * P] the encoder reads; called when they are needed
+    region: Region  # what the encoder reads of it, as long as the ModelInputs it came with live
+    encoder_rows: int  # rows the encoder computes, padding included: what a step's encoder budget counts
     num_states: int = 0  # encoder states that tokens attend to; 0: features take the place of tokens
     tiling: tuple[int, int] = (1, 1)  # rows and columns of tiles a picture is cut into
 
@@ -144,6 +151,7 @@ class ModelInputs:
     positions: np.ndarray  # [A, T] int64: rope positions on each of the model's axes
     next_position: int  # of the first token after the prompt, on every axis; later ones count on from it
     media: tuple[Medium, ...] = ()
+    allocation: object = None  # holds the media's regions of the media buffer, which are free once it is garbage
     opens_reasoning: bool = False  # whether it ends within the thoughts that the answer goes on with
 
 

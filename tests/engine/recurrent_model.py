@@ -24,6 +24,7 @@ from tilewright.engine.sequence import Sequence
 from tilewright.engine.state.buffers import StateBuffers
 from tilewright.engine.state.cache import StateCache
 from tilewright.engine.step_limits import StepLimits
+from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.protocol import StateSpec
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -159,7 +160,15 @@ def make_core(
     speculator = PromptLookupDrafter(num_drafts) if num_drafts else None
     states = StateCache(num_slots, beginnings)
     return EngineCore(
-        ModelRunner(model, [pages], features, all_limits, states=buffers, replay=False),
+        ModelRunner(
+            model,
+            [pages],
+            features,
+            all_limits,
+            states=buffers,
+            media_buffer=MediaBuffer(1, torch.float32, 1 << 16),
+            replay=False,
+        ),
         Scheduler(pool, beginnings, features, all_limits, speculator, states=states),
         Sampler(),
         make_token_decoder=make_token_decoder,

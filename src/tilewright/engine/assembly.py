@@ -22,6 +22,7 @@ from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.state.buffers import StateBuffers
 from tilewright.engine.state.cache import StateCache
 from tilewright.engine.step_limits import StepLimits
+from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.protocol import KvSpec, Model
 from tilewright.ops.kv_cache import KvCache
 
@@ -40,6 +41,7 @@ def build_core(
     make_token_decoder: Callable[[], TokenDecoder],
     eos_token_ids: Collection[int] = (),
     constraints: ConstraintCompiler | None = None,
+    media_buffer: MediaBuffer | None = None,
     page_size: int = PAGE_SIZE,
     speculate: int = 0,
     prefix_cache: bool = True,
@@ -48,7 +50,8 @@ def build_core(
     """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`.
 
     A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with recurrent layers
-    `num_state_slots` states. `speculate` tokens at most are guessed ahead, by its predictor if it has one.
+    `num_state_slots` states, one that takes media the `media_buffer` of its processor. `speculate` tokens at most are
+    guessed ahead, by its predictor if it has one.
     """
     cross_cache, cross_caches = None, []
     if model.cross_spec is not None:
@@ -71,6 +74,7 @@ def build_core(
         cross_caches=cross_caches,
         states=buffers,
         predictor=model.predictor if speculate else None,
+        media_buffer=media_buffer,
         replay=replay,
     )
     lookup = PromptLookupDrafter(speculate, model.vocab_size) if speculate else None

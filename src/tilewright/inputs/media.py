@@ -7,12 +7,11 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
-from tilewright.types import RequestError
+from tilewright.types import MediaKind, RequestError
 
-MediaKind = Literal["image", "video", "audio"]
 _JPEG_FRAMES = "data:video/jpeg;base64,"
 Fetch = Callable[[str], bytes]  # an http(s) URL -> what lies there; the caller's, with the caller's checks of addresses
 

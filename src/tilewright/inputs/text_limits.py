@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
-from tilewright.inputs.chat_template import source_of
+from tilewright.inputs.messages import source_of
 from tilewright.types import ContextLengthExceeded, Messages, RequestError
 
 # A template takes 60 us for a message and 15 us for a part of one: 0.25 s and 0.4 s at these limits, in which other

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tilewright.inputs.media import MediaKind
+from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.decoder import Decoder, DecoderLayer
 from tilewright.layers.linear import Linear
+from tilewright.models.media_batch import MediaBatch
 from tilewright.ops.kv_cache import elements_per_token
-from tilewright.types import Medium, ModelInputs
+from tilewright.types import MediaKind, ModelInputs
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ class Model(Protocol):
     def forward(self, batch: Batch) -> Tensor:
         """fp32 logits [R, V] of the rows the batch asks for."""
 
-    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
-        """The features of each medium, [its num_features, width], from one pass over all of them."""
+    def encode(self, batch: MediaBatch) -> list[Tensor]:
+        """The features [num_features, width] of each item, from one pass over all of them."""
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `encode`'s result as embeddings [M, D] and what is added after the first layers."""
@@ -114,6 +115,10 @@ class Processor(Protocol):
 
     @property
     def accepts(self) -> Sequence[MediaKind]: ...
+
+    @property
+    def media_buffer(self) -> MediaBuffer | None:
+        """Where it writes what the model's encoder reads; None where it takes no media."""
 
     @property
     def chat(self) -> Callable[..., ModelInputs]: ...

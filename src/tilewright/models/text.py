@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.text_config import Config, decoder_config, moe_config, whole_name
-from tilewright.types import Medium
 from tilewright.weights.experts import ExpertFormat
 
 QWEN3_HEAD_WIDTH = 128  # what a dense Qwen3 config without head_dim means
@@ -38,7 +38,7 @@ class TextModel:
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)
 
-    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
+    def encode(self, batch: MediaBatch) -> list[Tensor]:
         raise NotImplementedError("a text model has no encoder; its processor refuses media")
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

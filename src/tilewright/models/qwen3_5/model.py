@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer
 from tilewright.layers.linear import Linear
+from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Family, KvSpec, StateSpec
 from tilewright.models.qwen3_5.config import Shapes, mtp_config, text_config
 from tilewright.models.qwen3_5.mtp import PREFIX, MultiTokenPredictor
@@ -16,7 +17,7 @@ from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
 from tilewright.models.text_config import Config, is_tied, table, whole_name
 from tilewright.ops.embedding import embedding
-from tilewright.types import Medium, UnsupportedConfig
+from tilewright.types import UnsupportedConfig
 
 TEXT, VISION = "model.language_model", "model.visual"
 TEXT_ALONE = "model"
@@ -99,10 +100,10 @@ class Qwen35:
         drafted_RD = self.mtp(self.decoder, next_token_ids_T, hidden_TD, batch, next_media)
         return self.decoder.logits(drafted_RD), drafted_RD
 
-    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
+    def encode(self, batch: MediaBatch) -> list[Tensor]:
         if self.vision is None:
             raise NotImplementedError("a text model has no encoder; its processor refuses media")
-        return self.vision(media)
+        return self.vision(batch)
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         return features_MF, ()

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewright.inputs.chat_template import source_of
 from tilewright.inputs.media import (
-    MediaKind,
     MediaLimits,
     check_bytes,
     check_count,
@@ -20,9 +18,10 @@ from tilewright.inputs.media import (
     check_total,
     num_frames_of_url,
 )
+from tilewright.inputs.messages import source_of
 from tilewright.server.media.fetch import MAX_CONNECTIONS, Fetcher, FetchError
 from tilewright.server.media.files import FileError, FolderReader
-from tilewright.types import RequestError
+from tilewright.types import MediaKind, RequestError
 
 _MAX_AT_ONCE = 8  # items of one request
 _NUM_READERS = 4  # threads that read files
