@@ -29,16 +29,16 @@ def engine(folder):
 
 @pytest.fixture
 def encoded(engine, monkeypatch):
-    """Keys of the pictures the tower has seen, as they come."""
-    keys = []
+    """The pictures the tower has seen, as they come."""
+    items = []
     encode = engine.loaded.model.encode
 
-    def counting(media):
-        keys.extend(medium.key for medium in media)
-        return encode(media)
+    def counting(batch):
+        items.extend(batch.items)
+        return encode(batch)
 
     monkeypatch.setattr(engine.loaded.model, "encode", counting)
-    return keys
+    return items
 
 
 def test_a_picture_changes_the_answer(engine):
@@ -124,10 +124,10 @@ def test_a_picture_that_cannot_be_encoded_hurts_no_other(engine, monkeypatch):
     encode = engine.loaded.model.encode
     failures = iter([True])
 
-    def failing(media):
+    def failing(batch):
         if next(failures, False):
             raise RuntimeError("the tower fell over")
-        return encode(media)
+        return encode(batch)
 
     monkeypatch.setattr(engine.loaded.model, "encode", failing)
     with pytest.raises(EngineError, match="fell over"):
