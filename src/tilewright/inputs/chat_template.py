@@ -60,7 +60,7 @@ class ChatTemplate:
         }
 
     def run(self, given: Mapping[str, Any]) -> str:
-        """The text that the template makes of what `given` gave, up to where the model answers unless that says no."""
+        """The text that the template renders from `given`'s result, with a generation prompt unless that says no."""
         from jinja2.exceptions import TemplateError
 
         name = self._choose(bool(given["tools"]))
@@ -92,12 +92,12 @@ class ChatTemplate:
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """Whether the model, asked this, begins within its thoughts: some templates open them."""
+    """Whether the answer to this prompt starts inside reasoning: some templates write the opening tag."""
     return prompt.rstrip().endswith(REASONING_TAGS[0])
 
 
 def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name, from the files of a checkpoint's folder; the newest way of keeping them wins."""
+    """Templates by name, from the files of a checkpoint's folder; the newest of the file formats wins."""
     found: dict[str, str] = {}
     kept = tokenizer_config.get("chat_template")
     if isinstance(kept, str):
@@ -151,7 +151,7 @@ def _fit(message: object, source: str) -> dict[str, Any]:
     reasoning = next((fitted[name] for name in _REASONING_NAMES if fitted.get(name) is not None), None)
     if reasoning is not None:
         fitted = {"thinking": reasoning, **fitted, "reasoning_content": reasoning}
-    # Clients send null beside tool calls. Templates that ask for it get it, the others would walk over it.
+    # Clients send null beside tool calls. Templates that test for none get it; others would fail on it.
     asks_for_none = re.search(r"content['\"]?\]?\s+is\s+(not\s+)?none", source)
     if "content" in fitted and fitted["content"] is None and not asks_for_none:
         fitted["content"] = ""
@@ -166,8 +166,8 @@ def _fit(message: object, source: str) -> dict[str, Any]:
 
 
 def _parse_arguments(function: Mapping[str, Any]) -> object:
-    """What the model wrote as arguments. That need not be JSON: an answer at its limit of tokens is cut anywhere, and a
-    conversation goes on from it all the same."""
+    """The arguments a model wrote, parsed. They may be incomplete JSON: an answer that reached max_tokens is cut
+    anywhere, and clients send it back with the next turn."""
     try:
         return whole_part(function["arguments"] or "{}")
     except ValueError:

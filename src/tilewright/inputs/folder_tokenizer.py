@@ -24,7 +24,7 @@ def build(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no tokenizer.json")
-    # The small files first: a broken one is told before a vocabulary is read for a second.
+    # The small files first: an error in one is raised before a second is spent on the vocabulary.
     config = read_optional_json(folder / "tokenizer_config.json")
     generation_config = read_optional_json(folder / "generation_config.json")
     model_config = read_optional_json(folder / "config.json")
@@ -33,8 +33,8 @@ def build(folder: Path) -> dict[str, Any]:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower one
-        read_json(path)  # says so where it is no JSON at all
-        raise CheckpointError(f"{path} is no tokenizer that is known here: {error}") from error
+        read_json(path)  # raises a clearer error if it is not JSON at all
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
     _add_missing_tokens(backend, config.get("added_tokens_decoder"))
     return {
         "backend": backend,
@@ -76,7 +76,7 @@ def _stop_token_ids(
     config: Mapping[str, object],
     special_tokens: Mapping[str, str],
 ) -> list[int]:
-    """The ends of an answer: generation_config.json's; where it names none, config.json's and the tokenizer's own.
+    """The tokens that end an answer: generation_config.json's, or else config.json's and the tokenizer's own.
 
     The tokenizer's as well, because Qwen3.5's config names the end of a text alone, and turns of a chat end otherwise.
     """

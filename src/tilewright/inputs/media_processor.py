@@ -53,7 +53,7 @@ class Placement:
 class MediaProcessor(ABC):
     """Turns requests into `ModelInputs`. May be called from several threads at once.
 
-    `is_known` says of a medium's key that what the model's encoder makes of it is at hand: it is then not decoded.
+    `is_known` says whether the encoder output of a medium's key is cached: the medium is not decoded then.
     `budget` bounds the text that is tokenized.
     """
 

@@ -31,9 +31,9 @@ class ByteStream:
 class PieceStream:
     """Text of tokens that are pieces of text, with byte tokens for rare characters.
 
-    The decoder looks at a run of byte tokens as a whole (one bad byte spoils all of it), so a run is held until a piece
-    ends it; and it treats the first piece of a text apart (its space may go), so the last piece that came out goes in
-    front of the held ones, and its own text is taken off again.
+    The decoder decodes a run of byte tokens as a whole (one bad byte makes all of it U+FFFD), so a run is held until a
+    piece ends it. It also strips the space of a text's first piece, so the last piece that was emitted is decoded again
+    in front of the held ones, and its text is removed from the result.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:

@@ -89,7 +89,7 @@ class Tokenizer:
         return max(longest_added, *map(size, self._backend.get_vocab(with_added_tokens=False)))
 
     def encode(self, text: str, *, add_special_tokens: bool = False, budget: TextBudget | None = None) -> list[int]:
-        """Ids of the text. Special tokens within it become themselves; `add_special_tokens` adds the beginning's.
+        """Ids of the text. Special tokens in it are encoded as such; `add_special_tokens` adds the beginning-of-text.
 
         With a `budget`, a text that is far too long is refused before its ids take time and memory; one that is a few
         tokens too long is not.
@@ -97,7 +97,7 @@ class Tokenizer:
         return self._ids(self._within(text, budget), add_special_tokens)
 
     def encode_marked(self, text: str, mark: str, *, budget: TextBudget | None = None) -> list[int]:
-        """Ids of a text in which added tokens have a mark before them; without it they are text like any other."""
+        """Ids of a text in which added tokens have a mark before them; those without the mark are encoded as text."""
         import tokenizers
 
         # The parts are shared, not copied: 0.2 ms for Qwen3's tokenizer.

@@ -35,7 +35,7 @@ Frames = Callable[[Sequence[int]], Iterator[np.ndarray]]  # [height, width, 3] u
 
 @dataclass(frozen=True)
 class VideoFile:
-    """What an encoded video holds, found without decoding it, and how to come by its frames."""
+    """Size, rate and frame count of an encoded video, found without decoding, and a function that decodes frames."""
 
     num_frames: int
     fps: float
@@ -58,7 +58,7 @@ def read_video(data: bytes, name: str, limits: MediaLimits) -> VideoFile:
             check_duration(float(stream.duration * stream.time_base), name, limits)
         packets = _packets(container, stream, name)
         time_base, rate, num_declared = float(stream.time_base or 0), stream.average_rate, stream.frames
-        # For files that do not count their frames. With sound beside them, the file may go on after the last.
+        # For files that do not count their frames. Where there is sound too, the file may be longer than its video.
         is_comparable = container.duration and len(container.streams) == 1 and not num_declared
         declared_s = container.duration / 1e6 if is_comparable else 0.0
     if len(packets) < max(num_declared, 1):
@@ -113,7 +113,7 @@ class _Packet:
 
 
 def check_rate(fps: float, name: str) -> None:
-    """Refuses rates that no video has, with which times could not be reckoned."""
+    """Refuses rates that no video has: times computed from them would overflow."""
     if not 1e-4 <= fps <= 1e6:
         raise RequestError(f"{name}: {fps:g} frames a second, expected 0.0001 to 1000000")
 

@@ -50,7 +50,7 @@ class StateSpec:
 
 
 class Predictor(Protocol):
-    """What drafts: from the hidden state of a token and the token after it, the one after that."""
+    """Drafts the second next token from the hidden state of a token and the token after it."""
 
     @property
     def draft_layer(self) -> DecoderLayer:
@@ -91,7 +91,7 @@ class Model(Protocol):
 
     @property
     def predictor(self) -> Predictor | None:
-        """What drafts; None where the checkpoint has no such part, or it was not asked for."""
+        """Its multi-token predictor; None where the checkpoint has none, or it was not loaded."""
 
     def checkpoint_name(self, name: str) -> str | None:
         """The model's name for a tensor of the checkpoint; None for one that by rule is not used."""
@@ -109,8 +109,8 @@ class Model(Protocol):
 class Processor(Protocol):
     """Turns what a user sends into what the model reads: a conversation, or a prompt with its media.
 
-    `accepts` lists the kinds of media it takes. `chat` and `prompt` take `is_known`, which tells by its key whether a
-    medium's features are at hand: it is not decoded then; and `budget`, which bounds the text that is tokenized.
+    `accepts` lists the kinds of media it takes. `chat` and `prompt` take `is_known`, which says by its key whether a
+    medium's features are cached: it is not decoded then; and `budget`, which bounds the text that is tokenized.
     """
 
     @property

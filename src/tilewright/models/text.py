@@ -19,7 +19,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class TextModel:
-    """A language model without other senses."""
+    """A language model that takes text alone."""
 
     num_position_axes = 1
     cross_spec = None

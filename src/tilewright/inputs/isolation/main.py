@@ -1,4 +1,4 @@
-"""The process that decodes what strangers send. It knows nothing but the item at hand, and can reach nothing else.
+"""The process that decodes untrusted media. It has the current item in memory and can reach nothing else.
 
 It is asked over a socket to open an item, whose bytes lie in shared memory (the slate), and then for its pixels or
 samples, which it puts there in turn. It is started by `decoder_pool`, and imports neither torch nor the engine.

@@ -1,9 +1,9 @@
 """The vision tower of Llama-3.2-Vision: the tiles of a picture in, encoder states that text attends to out.
 
 N: patches of all tiles, each tile's class token first. A picture always has the most tiles there may be, and each tile
-rows up to a multiple of 8; what is not of the picture is padding. Two rows of padding do not see each other, any other
-two do. So the picture's own rows come first and padding behind: those see all keys, padding sees the first ones, and
-attention is two calls without a mask. Padding cannot be left out: the picture's rows look at it.
+rows up to a multiple of 8; what is not of the picture is padding. Two rows of padding do not attend to each
+other, any other two do. So the picture's own rows come first and padding behind: those attend to all keys, padding to
+the first ones, and attention is two calls without a mask. Padding cannot be left out: the picture's rows attend to it.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _norm(name: str, width: int, eps: float, biases: frozenset[str]) -> LayerNor
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Every query sees every key."""
+    """Every query attends to every key."""
     if len(q):
         starts = [torch.tensor([0, len(tensor)], dtype=torch.int32) for tensor in (q, k)]
         varlen_attention(q, k, v, *starts, out=out)

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts, with and without eyes, and Qwen3-Next: recurrent layers between attention layers."""
+"""Qwen3.5, dense or with experts, with or without vision, and Qwen3-Next: recurrent layers between attention layers."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class Qwen35:
         return self.mtp.projection
 
     def checkpoint_name(self, name: str) -> str | None:
-        """As the checkpoint has it, but for what is not built: a predictor, or the eyes a text model was cut from.
+        """As the checkpoint has it, except tensors of parts that are not built: the predictor, or the vision tower.
 
-        A text model may be kept under the names it has within one that sees.
+        A text model may be stored under the names it has inside a vision-language model.
         """
         if self.mtp is None and name.startswith(f"{PREFIX}."):
             return None
@@ -109,7 +109,7 @@ class Qwen35:
         return features_MF, ()
 
 
-def _build_seeing(config: Config, shapes: Shapes) -> Qwen35:
+def _build_vision(config: Config, shapes: Shapes) -> Qwen35:
     text = table(config, "text_config")
     decoder = text_config(text, shapes, tied=is_tied(config), interleaved=False, num_axes=3)
     vision = VisionConfig.from_dict(table(config, "vision_config"))
@@ -132,8 +132,8 @@ def _text_alone(config: Config, shapes: Shapes, *, interleaved: bool) -> Qwen35:
 
 _MTP = f"{PREFIX}."
 FAMILIES = {
-    "qwen3_5": Family(_build_seeing, Qwen3VlProcessor, _MTP),
-    "qwen3_5_moe": Family(_build_seeing, Qwen3VlProcessor, _MTP),
+    "qwen3_5": Family(_build_vision, Qwen3VlProcessor, _MTP),
+    "qwen3_5_moe": Family(_build_vision, Qwen3VlProcessor, _MTP),
     "qwen3_5_text": Family(_build_text, None, _MTP),
     "qwen3_5_moe_text": Family(_build_text, None, _MTP),
     "qwen3_next": Family(_build_next, None, _MTP),
