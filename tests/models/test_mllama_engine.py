@@ -5,7 +5,6 @@ import threading
 import pytest
 import tiny_checkpoint
 from asking import about, picture
-from media_parts import parts
 
 import tilewright
 from tilewright.engine.costs import costs_of
@@ -181,7 +180,7 @@ def test_a_picture_is_no_draft(engine):
     options = {"images": [picture(1)], "max_tokens": 8, "logit_bias": {letter: 100.0}}
     for constraint in (None, Constraint("regex", "A+")):
         assert engine.generate("AA<|image|>x", constraint=constraint, **options).text == "A" * 8
-    inputs = engine.loaded.processor.prompt("78<|image|>6", media=parts([picture(1)]))
+    inputs = engine.loaded.processor.prompt("78<|image|>6", media=[{"type": "image", "image": picture(1)}])
     (sequence,) = Sequence.for_request("x", inputs, GREEDY)
     sequence.token_ids += engine.loaded.tokenizer.encode("9678")
     speculator = engine.loop.core.scheduler.speculator
