@@ -49,6 +49,8 @@ def test_media_are_refused_in_the_models_name(processor):
             processor.chat([{"role": "user", "content": [part]}])
     with pytest.raises(RequestError, match="video 1: SmolLM2 takes text alone"):
         processor.prompt("x", media=[{"type": "video", "video": b"x"}])
+    with pytest.raises(RequestError, match="media has an item of text, expected"):
+        processor.prompt("x", media=["cat.png"])
     with pytest.raises(RequestError, match="a part of a message is of type 'file', expected text"):
         processor.chat([{"role": "user", "content": [{"type": "file", "file": {"file_data": "x"}}]}])
     with pytest.raises(RequestError, match="SmolLM2 has no chat template"):

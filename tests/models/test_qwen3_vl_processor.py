@@ -366,6 +366,8 @@ def test_other_errors(processor, config, folder):
         bare.chat([{"role": "user", "content": "x"}])
     with pytest.raises(RequestError, match="image 2: the request has more than 1"):
         bare.prompt("x", media=parts(PICTURES[:2]))
+    with pytest.raises(RequestError, match="media has an item of text, expected"):
+        bare.prompt("<|image_pad|>", media=["cat.png"])
     with pytest.raises(RequestError, match="video 1: 4 frames, the limit is 3"):
         bare.prompt("<|video_pad|>", media=parts(videos=[CLIP]))
 

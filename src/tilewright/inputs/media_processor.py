@@ -14,7 +14,7 @@ from tilewright.inputs.chat_ids import ChatEncoder
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.media import Fetch, MediaLimits, MediaPart
 from tilewright.inputs.media_buffer import Allocation, MediaBuffer, Write
-from tilewright.inputs.messages import normalize
+from tilewright.inputs.messages import media_of_prompt, normalize
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.processor import prompt_ids
 from tilewright.inputs.text_limits import TextBudget
@@ -107,7 +107,7 @@ class MediaProcessor(ABC):
         "fps": of frames}. Those of a kind belong to the placeholders of that kind, in order.
         """
         ids = self._prompt_ids(text, token_ids, budget)
-        _, parts = normalize([{"role": "user", "content": media}], limits=self.limits, accepts=self.accepts)
+        parts = media_of_prompt(media, limits=self.limits, accepts=self.accepts)
         return self._inputs(ids, parts, None, is_known, budget)
 
     def _prompt_ids(

@@ -11,7 +11,7 @@ import numpy as np
 from tilewright.inputs.chat_ids import ChatEncoder
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.media import Fetch
-from tilewright.inputs.messages import normalize
+from tilewright.inputs.messages import media_of_prompt, normalize
 from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import MediaKind, Messages, ModelInputs, RequestError
@@ -59,7 +59,7 @@ class TextProcessor:
         budget: TextBudget | None = None,
     ) -> ModelInputs:
         """The inputs of a text, which gets the tokenizer's beginning-of-text, or of token ids as they are."""
-        normalize([{"role": "user", "content": media}], accepts=self.accepts, model=self.name)
+        media_of_prompt(media, accepts=self.accepts, model=self.name)
         return _inputs(prompt_ids(self.tokenizer, text, token_ids, budget))
 
 
