@@ -29,18 +29,20 @@ from tilewright.engine.assembly import build_core
 from tilewright.engine.costs import Costs, costs_of
 from tilewright.engine.kv.pages import PAGE_SIZE
 from tilewright.engine.scheduler import StepLimits
+from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.registry import family_of
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.native import kernels
 from tilewright.ops.packed import PackedForm, weight_format
-from tilewright.types import Medium, ModelInputs, SamplingParams, Span
+from tilewright.types import Medium, ModelInputs, Region, SamplingParams, Span
 from tilewright.weights.experts import ExpertsWeight
 from tilewright.weights.linear import LinearWeight, PatchWeight, PatchWeights
 from tilewright.weights.spec import Weight, iter_weights
 from tilewright.weights.unpacked import Unpacked
 
+NO_ROWS = Region(0, 0)  # until `Bench.written`
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10**6, ignore_eos=True)
 
 
@@ -117,6 +119,8 @@ class Bench:
         self.model = model
         limits = StepLimits(max_context=max_context)
         num_pages = -(-max_context // PAGE_SIZE) * max_sequences
+        vision = getattr(model, "vision", None)
+        self.buffer = MediaBuffer(3 * vision.config.patch_size**2, torch.bfloat16) if vision else None
         self.core = build_core(
             model,
             torch.bfloat16,
@@ -125,6 +129,7 @@ class Bench:
             num_cross_pages=self.pages_per_picture * (max_sequences + 1),
             num_state_slots=2 * max_sequences,  # half of them for those that run
             make_token_decoder=NoText,
+            media_buffer=self.buffer,
             prefix_cache=False,
         )
         self.core.resources.media.features.max_bytes = 1 << 40  # none is to be encoded again in a round
@@ -153,6 +158,15 @@ class Bench:
         times = [self.step_seconds() for _ in range(steps)]
         self.finish(batch)
         return statistics.median(times)
+
+    def written(self, medium: Medium, pixels: torch.Tensor) -> Medium:
+        """The medium with its patches in the buffer."""
+        assert self.buffer is not None
+        self.allocation = self.buffer.allocate([len(pixels)])
+        assert self.allocation is not None
+        (region,) = self.allocation.regions
+        self.buffer.view(region).copy_(pixels)
+        return replace(medium, region=region)
 
     def prefill(self, prompt_tokens: int, media: tuple[Medium, ...] = ()) -> float:
         self.core.add("0", replace(self.inputs(prompt_tokens), media=media), GREEDY)
@@ -186,34 +200,39 @@ class Bench:
             self.core.abort(str(index))
 
 
-def picture(vision: Any, side: int) -> Medium:
+def picture(bench: Bench, side: int) -> Medium:
+    vision = bench.model.vision.config
     patches = side // vision.patch_size
     pixels = torch.randn(patches**2, 3 * vision.patch_size**2).bfloat16()
     span = Span(4, patches**2 // vision.merge_size**2)
-    return Medium("image", b"0123456789abcdef", (1, patches, patches), (span,), lambda: pixels)
+    medium = Medium("image", b"0123456789abcdef", (1, patches, patches), (span,), NO_ROWS, patches**2)
+    return bench.written(medium, pixels)
 
 
-def tiled_picture(vision: Any) -> Medium:
+def tiled_picture(bench: Bench) -> Medium:
     """As many tiles as there may be, in a square, which text attends to from the first token on."""
+    vision = bench.model.vision.config
     side = vision.tile_size // vision.patch_size
     rows = round(vision.max_tiles**0.5)
     tiling = (rows, vision.max_tiles // rows)
     num_tiles = tiling[0] * tiling[1]
     pixels = torch.randn(num_tiles * side**2, 3 * vision.patch_size**2).bfloat16()
-    return Medium(
+    medium = Medium(
         "image",
         b"0123456789abcdef",
-        (vision.max_tiles, side, side),
+        (num_tiles, side, side),
         (Span(0, 1),),
-        lambda: pixels,
+        NO_ROWS,
+        encoder_rows=vision.max_tiles * side**2,
         num_states=num_tiles * vision.rows_per_tile,
         tiling=tiling,
     )
+    return bench.written(medium, pixels)
 
 
 def measure_tiled(bench: Bench, batches: list[int], costs: Costs) -> dict[str, float]:
     """Of a model with cross-attention: a picture, another question about it, and decoding while it is looked at."""
-    medium = tiled_picture(bench.model.vision.config)
+    medium = tiled_picture(bench)
     row = {"picture, 4 tiles: encoder s": bench.encode(medium)}
     row["picture, 4 tiles: first token s"] = bench.prefill(24, (medium,))
     row["picture, 4 tiles: another question s"] = bench.prefill(24, (medium,))
@@ -256,7 +275,7 @@ def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
         if model.cross_spec:
             row |= measure_tiled(bench, batches, costs)
         elif vision:
-            medium = picture(vision.config, 1024)
+            medium = picture(bench, 1024)
             row["picture 1024x1024: encoder s"] = bench.encode(medium)
             row["picture 1024x1024: first token s"] = bench.prefill(medium.num_features + 24, (medium,))
             bench.forget()

@@ -1,26 +1,24 @@
-"""The nouns that cross stages: what is asked, what a model reads, what comes out. Imports no torch."""
+"""The types that cross stages: requests, what a model reads, what comes out. Imports no torch."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
+MediaKind = Literal["image", "video", "audio"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestError(ValueError):
     """A request that cannot be served as asked; the message names the value and what is allowed.
 
-    `param` is the field that is wrong, where it is known, and `code` what OpenAI's clients know the fault by.
+    `param` is the field that is wrong, where it is known, and `code` OpenAI's name of the fault.
     """
 
     code: str | None = None
@@ -39,20 +37,20 @@ class ContextLengthExceeded(RequestError):
 
 
 class UnsupportedConfig(ValueError):
-    """A model config that asks for something not built here; names the key, its value and what is there."""
+    """A model config with a value that is not supported; names the key, the value and what is."""
 
 
-REASONING_TAGS = ("<think>", "</think>")  # what a model that thinks puts around its thoughts
+REASONING_TAGS = ("<think>", "</think>")  # what reasoning models write around their reasoning
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What the text of an answer must be. Thoughts before it are free where the model thinks."""
+    """The form that the text of an answer must have. Reasoning before it is not constrained."""
 
     kind: Literal["json_schema", "regex", "lark"]
     source: str  # the schema as JSON, the regular expression, or the grammar as llguidance reads Lark's form
-    allows_reasoning: bool = False  # whether thoughts within REASONING_TAGS may come before
-    subject: str = ""  # what it was made of, for errors; empty: told by its kind
+    allows_reasoning: bool = False  # whether reasoning within REASONING_TAGS may come first
+    subject: str = ""  # what it was made from, for errors; empty: its kind is named
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):  # a schema as a dict, most likely
@@ -117,17 +115,26 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Medium:
-    """A picture or a video within a prompt. Its features fill its spans in order.
+class Region:
+    """Consecutive rows of the media buffer."""
 
-    In models with cross-attention they stay outside as states, which the tokens from its span on attend to.
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A medium within a prompt: plain data, no pixels. Its features take the place of its spans' tokens, in order.
+
+    In models with cross-attention features stay outside as states, which the tokens from its span on attend to.
     """
 
-    kind: Literal["image", "video"]
-    key: bytes  # 16 bytes: a hash of the content and of the preprocessing; caches go by it
+    kind: MediaKind
+    key: bytes  # 16 bytes: a hash of the content and of the preprocessing; the caches' key
     grid: tuple[int, int, int]  # frame groups or tiles, rows and columns of patches, before merging
     spans: tuple[Span, ...]
-    load: Callable[[], Tensor]  # the patches [N, C * frames * P * P] the encoder reads; called when they are needed
+    region: Region  # what the encoder reads of it, as long as the ModelInputs it came with live
+    encoder_rows: int  # rows the encoder computes, padding included: what a step's encoder budget counts
     num_states: int = 0  # encoder states that tokens attend to; 0: features take the place of tokens
     tiling: tuple[int, int] = (1, 1)  # rows and columns of tiles a picture is cut into
 
@@ -142,9 +149,10 @@ class ModelInputs:
 
     token_ids: tuple[int, ...]
     positions: np.ndarray  # [A, T] int64: rope positions on each of the model's axes
-    next_position: int  # of the first token after the prompt, on every axis; later ones count on from it
+    next_position: int  # of the first token after the prompt, on every axis; later ones follow
     media: tuple[Medium, ...] = ()
-    opens_reasoning: bool = False  # whether it ends within the thoughts that the answer goes on with
+    allocation: object = None  # holds the media's regions of the media buffer, which are free once it is garbage
+    opens_reasoning: bool = False  # whether it ends inside reasoning, which the answer continues
 
 
 @dataclass(frozen=True)
@@ -170,11 +178,15 @@ class Timings:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one answer."""
+    """What one step added to one answer.
+
+    Every kind of output is a field of its own, empty where the step added none: text is, too, where tokens complete no
+    character. Readers take what is there, so that a step which adds sound alone is a Delta like any other.
+    """
 
     index: int  # which of the request's n answers
-    text: str
-    token_ids: tuple[int, ...]
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
 
@@ -198,7 +210,7 @@ Messages = Sequence[Message]
 
 
 _MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
-# A step looks at each of them for every token of the answer.
+# A step compares each of them for every token of the answer.
 MAX_STOPS = 256
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 4096
@@ -222,7 +234,7 @@ _INTEGERS_OR_NONE = {
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
-    """A float within limits, of whatever is a number; text and truth values are none."""
+    """The value as a float within limits; text and booleans are refused."""
     try:
         number = math.nan if isinstance(value, bool | np.bool_ | str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -233,7 +245,7 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
-    """An int within limits, of an integer of any kind; truth values are none."""
+    """The value as an int within limits, from any integer type; booleans are refused."""
     try:
         integer = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:

@@ -5,6 +5,7 @@ was not taken back changes every token after it; and what tokens look at through
 same without pages, batches, caches and drafts.
 """
 
+import dataclasses
 import functools
 import hashlib
 
@@ -19,13 +20,15 @@ from tilewright.engine.sampler import Sampler, uniform
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.step_limits import StepLimits
+from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.ops import sample as ops
-from tilewright.types import Medium, ModelInputs, SamplingParams, Span
+from tilewright.types import Medium, ModelInputs, Region, SamplingParams, Span
 
 VOCABULARY_SIZE = 24
 EOS = 0
 PLACEHOLDER = 23
 NOT_WRITTEN = -(2**62)
+NO_ROWS = Region(-1, 0)
 NOTHING = np.empty(0, np.int64)
 
 _table = np.random.default_rng(0).normal(0.0, 2.0, (61, VOCABULARY_SIZE)).astype(np.float32)
@@ -88,6 +91,7 @@ class MockRunner:
         self.cross_cache = cross_cache = resources.media.cross_cache
         self.states = np.full((cross_cache.num_pages, cross_cache.page_size), NOT_WRITTEN, np.int64)
         self.limits = limits
+        self.media_buffer = MediaBuffer(1, torch.float32, 1 << 16)
         self.values = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
         self.tokens = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
         self.steps = []
@@ -106,10 +110,10 @@ class MockRunner:
 
     @loud
     def encode(self, media):
-        num_patches = sum(int(np.prod(medium.grid)) for medium in media)
+        num_patches = sum(medium.encoder_rows for medium in media)
         assert len(media) <= 1 or num_patches <= self.limits.max_encode_patches
         for medium in media:
-            medium.load()
+            self.media_buffer.load(medium.region)
             assert not self.features.has(medium.key)
             self.features.put(medium.key, features_of(medium.key, medium.num_states or medium.num_features))
             self.num_encoded += 1
@@ -223,16 +227,29 @@ def media_inputs(parts) -> ModelInputs:
         if isinstance(lengths, int):
             place = (Span(len(token_ids), 1),)
             token_ids.append(PLACEHOLDER)
-            media.append(Medium("image", key, (1, 2, lengths), place, lambda: torch.empty(0), num_states=lengths))
+            media.append(Medium("image", key, (1, 2, lengths), place, NO_ROWS, 2 * lengths, num_states=lengths))
             continue
         spans = []
         for length in lengths:
             spans.append(Span(len(token_ids), length))
             token_ids += [PLACEHOLDER] * length + [22]
-        media.append(Medium("image", key, (1, 2, 2 * sum(lengths)), tuple(spans), lambda: torch.empty(0)))
+        num_patches = 4 * sum(lengths)
+        media.append(Medium("image", key, (1, 2, num_patches // 2), tuple(spans), NO_ROWS, num_patches))
     # Positions that do not follow from the tokens' indices, as with M-RoPE.
     positions = np.stack([np.arange(len(token_ids)), np.arange(len(token_ids)) // 2])
     return ModelInputs(tuple(token_ids), positions.astype(np.int64), len(token_ids) + 3, tuple(media))
+
+
+def read_by(core: EngineCore, inputs: ModelInputs, read) -> ModelInputs:
+    """The inputs with media that `read` is called for when they are encoded."""
+    buffer = core.runner.media_buffer
+    allocation = buffer.allocate([1] * len(inputs.media))
+    for region in allocation.regions:
+        buffer.write_later(region, lambda rows: read())
+    media = [
+        dataclasses.replace(item, region=region) for item, region in zip(inputs.media, allocation.regions, strict=True)
+    ]
+    return dataclasses.replace(inputs, media=tuple(media), allocation=allocation)
 
 
 def run_all(core: EngineCore, max_steps=10_000):

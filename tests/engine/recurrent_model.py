@@ -16,6 +16,7 @@ from tilewright.engine.core import EngineCore
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.state.buffers import StateBuffers
+from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.protocol import StateSpec
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -132,7 +133,9 @@ def recurrent_core(
         for layer in (*buffers.conv_states, *buffers.delta_states):
             layer.fill_(float("nan"))
         model, pages = RecurrentModel(vocabulary_size, num_axes), Pages(num_pages, page_size, num_axes)
-        return ModelRunner(model, [pages], resources.media.features, limits, states=buffers, replay=False)
+        buffer = MediaBuffer(1, torch.float32, 1 << 16)
+        features = resources.media.features
+        return ModelRunner(model, [pages], features, limits, states=buffers, media_buffer=buffer, replay=False)
 
     return make_core(
         num_pages,

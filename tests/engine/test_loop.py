@@ -4,7 +4,7 @@ import time
 import weakref
 
 import pytest
-from mock_model import answer, make_core, media_inputs, text_inputs
+from mock_model import answer, make_core, media_inputs, read_by, text_inputs
 
 from tilewright.engine.loop import EngineError, EngineLoop
 from tilewright.types import RequestError, SamplingParams
@@ -112,7 +112,7 @@ def test_a_medium_that_cannot_be_read_any_more_fails_its_request_alone():
     def gone():
         raise OSError("the file is gone")
 
-    broken = dataclasses.replace(inputs, media=tuple(dataclasses.replace(item, load=gone) for item in inputs.media))
+    broken = read_by(loop.core, inputs, gone)
     other = media_inputs([3, (b"m" * 16, [4]), 2])
     handles = [loop.submit(lambda ready=ready: ready, params()) for ready in (prompt(2), broken, other)]
     while loop.step():
@@ -131,7 +131,7 @@ def test_a_group_that_cannot_be_filled_gives_its_pages_back():
     def gone():
         raise OSError("the file is gone")
 
-    broken = dataclasses.replace(inputs, media=tuple(dataclasses.replace(item, load=gone) for item in inputs.media))
+    broken = read_by(loop.core, inputs, gone)
     other = media_inputs([3, (b"m" * 16, 9), 2])
     handles = [loop.submit(lambda ready=ready: ready, params()) for ready in (broken, other)]
     while loop.step():
@@ -261,12 +261,11 @@ def test_a_finished_request_is_forgotten(loop):
     picture = Picture()
     gone = weakref.ref(picture)
     inputs = media_inputs([1, (b"k" * 16, [5]), 2])
-    medium = dataclasses.replace(inputs.media[0], load=lambda picture=picture: picture)
-    inputs = [dataclasses.replace(inputs, media=(medium,))]
+    inputs = [dataclasses.replace(inputs, allocation=picture)]
     handle = loop.submit(inputs.pop, params())
     handle.result(TIMEOUT_S)
     loop.core.runner.steps.clear()
-    del picture, medium
+    del picture
     loop.submit(lambda: prompt(1), params()).result(TIMEOUT_S)  # the thread has let go of the last step
     loop.core.runner.steps.clear()
     assert gone() is None and handle.result()

@@ -7,7 +7,7 @@ import constrained_model
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from mock_model import media_inputs, run_all, text_inputs
+from mock_model import media_inputs, read_by, run_all, text_inputs
 from recurrent_model import answer, check_nothing_is_held, recurrent_core
 from test_answers import sampling
 
@@ -490,13 +490,8 @@ def test_what_a_failed_step_has_written_is_not_found_again():
     check_nothing_is_held(core)
 
 
-def broken_media(inputs):
-    """The inputs, with media that cannot be read."""
-
-    def unreadable():
-        raise ValueError("no picture")
-
-    return dataclasses.replace(inputs, media=tuple(dataclasses.replace(m, load=unreadable) for m in inputs.media))
+def unreadable():
+    raise ValueError("no picture")
 
 
 @pytest.mark.parametrize(
@@ -512,8 +507,7 @@ def test_a_medium_that_cannot_be_read_does_not_hold_up_the_others_of_its_step(pa
     (sequence,) = core.add("a", media_inputs([1, 2, 3] * 4), greedy(30))
     for _ in range(4):
         core.step()
-    core.add("b", broken_media(media_inputs(parts)), greedy(3))
-    core.runner.model.encode = lambda media: [medium.load() for medium in media]
+    core.add("b", read_by(core, media_inputs(parts), unreadable), greedy(3))
     num_tokens = sequence.num_tokens
     core.step()
     assert list(core.failures) == ["b"] and "no picture" in str(core.failures["b"])

@@ -48,7 +48,9 @@ def test_media_are_refused_in_the_models_name(processor):
         with pytest.raises(RequestError, match="image 1: SmolLM2 takes text alone"):
             processor.chat([{"role": "user", "content": [part]}])
     with pytest.raises(RequestError, match="video 1: SmolLM2 takes text alone"):
-        processor.prompt("x", videos=[b"x"])
+        processor.prompt("x", media=[{"type": "video", "video": b"x"}])
+    with pytest.raises(RequestError, match="media has an item of text, expected"):
+        processor.prompt("x", media=["cat.png"])
     with pytest.raises(RequestError, match="a part of a message is of type 'file', expected text"):
         processor.chat([{"role": "user", "content": [{"type": "file", "file": {"file_data": "x"}}]}])
     with pytest.raises(RequestError, match="SmolLM2 has no chat template"):

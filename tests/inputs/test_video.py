@@ -46,7 +46,7 @@ def test_sampled_frames_are_those_of_a_whole_decode(name, tmp_path):
 
 
 def test_groups_without_a_sampled_frame_are_not_decoded(tmp_path, monkeypatch):
-    from tilewright.inputs import video as module
+    from tilewright.inputs import video_file as module
 
     write_clip(tmp_path / "a.mp4", 100, options={"g": "10", "bf": "0"})
     video = opened(tmp_path / "a.mp4")

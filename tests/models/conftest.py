@@ -83,7 +83,10 @@ def make_runner():
         cross = {}
         if model.cross_spec:
             cross = {"cross_cache": CrossCache(num_pages, 32), "cross_caches": caches(model.cross_spec)}
-        return ModelRunner(model, caches(model.kv_spec), EncoderCache(1 << 30), limits, replay=replay, **cross)
+        buffer = tiny.media_buffer(dtype)
+        return ModelRunner(
+            model, caches(model.kv_spec), EncoderCache(1 << 30), limits, media_buffer=buffer, replay=replay, **cross
+        )
 
     return make
 

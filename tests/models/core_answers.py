@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tiny
+
 from tilewright.engine.assembly import build_core
 from tilewright.engine.step_limits import StepLimits
 
@@ -47,6 +49,7 @@ class CoreAnswers:
             num_cross_pages=num_cross_pages,
             num_state_slots=num_state_slots,
             make_token_decoder=make_token_decoder,
+            media_buffer=tiny.media_buffer(dtype),
             page_size=page_size,
             speculate=drafts,
             prefix_cache=prefix_cache,

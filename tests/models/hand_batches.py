@@ -9,6 +9,7 @@ import torch
 
 from tilewright.engine.sequence import Sequence
 from tilewright.layers.batch import Batch, MediaRun, StateBatch
+from tilewright.models.media_batch import MediaBatch
 from tilewright.ops.kv_cache import KvCache
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -111,5 +112,6 @@ class Hands:
 
     def _features(self, medium) -> torch.Tensor:
         if medium.key not in self.features:
-            (self.features[medium.key],) = self.model.encode([medium])
+            batch = MediaBatch.of(tiny.media_buffer(self.dtype).rows, [medium])
+            (self.features[medium.key],) = self.model.encode(batch)
         return self.features[medium.key]

@@ -1,5 +1,6 @@
 """`tilewright.Engine` as people use it, on a tiny checkpoint that sees."""
 
+import gc
 import io
 import os
 import subprocess
@@ -53,6 +54,43 @@ def test_a_second_turn_finds_the_first_in_the_cache(engine, picture):
     assert again.token_ids == first.token_ids
     assert again.num_cached_tokens >= 64
     assert engine.stats().feature_hit_rate > 0
+
+
+def test_features_that_were_dropped_after_a_request_was_prepared_are_made_again(engine, picture, monkeypatch):
+    """The engine reads the picture before the step that needs it: no preparing thread has decoded it."""
+    first = engine.chat(about(picture, "Dropped?"), max_tokens=8)
+    scheduler = engine.loop.core.scheduler
+    scheduler.features.clear()
+    scheduler.prefix_cache.pool.clear()
+    monkeypatch.setattr(engine, "_is_known", lambda key: True)
+    loaded = []
+    load = engine.loaded.processor.media_buffer.load
+    monkeypatch.setattr(engine.loaded.processor.media_buffer, "load", lambda region: loaded.append(load(region)))
+    assert engine.chat(about(picture, "Dropped?"), max_tokens=8).token_ids == first.token_ids
+    assert len(loaded) == 1
+
+
+def test_the_memory_of_pictures_is_free_when_their_requests_are_done(engine, picture):
+    handles = [engine.submit_chat(about(picture, str(number)), max_tokens=3) for number in range(5)]
+    for handle in handles:
+        handle.result()
+    with pytest.raises(RequestError, match="cannot be decoded"):
+        engine.chat(about(picture_cut_short()), max_tokens=1)
+    engine.chat(say("the last step has been let go of"), max_tokens=2)
+    gc.collect()
+    buffer = engine.loaded.processor.media_buffer
+    assert buffer.num_free_rows == buffer.num_rows
+
+
+def picture_cut_short() -> bytes:
+    encoded = io.BytesIO()
+    Image.fromarray(np.random.default_rng(1).integers(0, 255, (40, 56, 3), dtype=np.uint8)).save(encoded, "png")
+    return encoded.getvalue()[:3000]
+
+
+def test_sound_is_refused(engine):
+    with pytest.raises(RequestError, match="audio 1: the model takes text and image and video"):
+        engine.generate("hum", audios=[b"x"], max_tokens=1)
 
 
 def test_lists_and_n(engine):

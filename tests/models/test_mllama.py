@@ -45,8 +45,7 @@ def test_states_are_those_of_transformers(networks, models, isa, each_backend, t
     """Padding is seen by the picture and the other way round, but not by padding; at every arrangement of tiles."""
     hf, _ = networks("mllama")
     prompt = tiny.cross_prompt([tiling], 11)
-    (medium,) = tiny.in_dtype(prompt.inputs, torch.float32).media
-    (states,) = models("mllama", torch.float32).encode([medium])
+    (states,) = tiny.encode(models("mllama", torch.float32), prompt.inputs, torch.float32)
     num_tiles = tiling[0] * tiling[1]
     wanted = states_of(hf, prompt)[0, :num_tiles].flatten(0, 1)
     assert states.shape == wanted.shape and relative(states, wanted) < 1e-4
@@ -63,8 +62,7 @@ def test_bf16_states_are_as_close_to_the_truth_as_transformers(networks, models,
     for tiling in arrangements(4):
         prompt = tiny.cross_prompt([tiling], 11)
         truth = states_of(hf, prompt)[0, : tiling[0] * tiling[1]].flatten(0, 1)
-        (medium,) = tiny.in_dtype(prompt.inputs, torch.bfloat16).media
-        (states,) = models("mllama", torch.bfloat16).encode([medium])
+        (states,) = tiny.encode(models("mllama", torch.bfloat16), prompt.inputs, torch.bfloat16)
         pixels = prompt.arguments["pixel_values"].bfloat16()
         ours.append((states.float() - truth).square().mean())
         theirs.append(

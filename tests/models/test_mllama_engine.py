@@ -29,16 +29,16 @@ def engine(folder):
 
 @pytest.fixture
 def encoded(engine, monkeypatch):
-    """Keys of the pictures the tower has seen, as they come."""
-    keys = []
+    """The pictures the tower has seen, as they come."""
+    items = []
     encode = engine.loaded.model.encode
 
-    def counting(media):
-        keys.extend(medium.key for medium in media)
-        return encode(media)
+    def counting(batch):
+        items.extend(batch.items)
+        return encode(batch)
 
     monkeypatch.setattr(engine.loaded.model, "encode", counting)
-    return keys
+    return items
 
 
 def test_a_picture_changes_the_answer(engine):
@@ -124,10 +124,10 @@ def test_a_picture_that_cannot_be_encoded_hurts_no_other(engine, monkeypatch):
     encode = engine.loaded.model.encode
     failures = iter([True])
 
-    def failing(media):
+    def failing(batch):
         if next(failures, False):
             raise RuntimeError("the tower fell over")
-        return encode(media)
+        return encode(batch)
 
     monkeypatch.setattr(engine.loaded.model, "encode", failing)
     with pytest.raises(EngineError, match="fell over"):
@@ -183,7 +183,7 @@ def test_a_picture_is_no_draft(engine):
     options = {"images": [picture(1)], "max_tokens": 8, "logit_bias": {letter: 100.0}}
     for constraint in (None, Constraint("regex", "A+")):
         assert engine.generate("AA<|image|>x", constraint=constraint, **options).text == "A" * 8
-    inputs = engine.loaded.processor.prompt("78<|image|>6", images=[picture(1)])
+    inputs = engine.loaded.processor.prompt("78<|image|>6", media=[{"type": "image", "image": picture(1)}])
     (sequence,) = Sequence.for_request("x", inputs, GREEDY)
     sequence.token_ids += engine.loaded.tokenizer.encode("9678")
     speculator = engine.loop.core.scheduler.drafter

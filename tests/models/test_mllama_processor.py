@@ -8,6 +8,7 @@ import tiny_checkpoint
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from media_parts import parts, patches_of
 from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.mllama.image_processing_pil_mllama import (
@@ -88,7 +89,7 @@ def seen_tiles(inputs, max_tiles=4):
     return mask
 
 
-def check(inputs, expected, num_pictures):
+def check(processor, inputs, expected, num_pictures):
     assert list(inputs.token_ids) == expected["input_ids"][0]
     assert np.array_equal(inputs.positions, np.arange(len(inputs.token_ids))[None])
     assert inputs.next_position == len(inputs.token_ids) and len(inputs.media) == num_pictures
@@ -104,7 +105,7 @@ def check(inputs, expected, num_pictures):
         patches = tiles.view(num_tiles, 3, 4, 4, 4, 4).permute(0, 2, 4, 1, 3, 5).reshape(num_tiles * 16, 48)
         # Pillow before 13 resizes in another order, at most a level apart.
         atol = 0 if int(Image.__version__.split(".")[0]) >= 13 else 1 / 255 / 0.3 + 1e-6
-        torch.testing.assert_close(medium.load(), patches, rtol=0, atol=atol)
+        torch.testing.assert_close(patches_of(processor, medium), patches, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -119,7 +120,7 @@ def test_chats_are_those_of_transformers(processor, oracle, chat):
     )
     pictures = pictures_of(chat)
     expected = oracle(images=pictures or None, text=text, add_special_tokens=False)
-    check(processor.chat(conversation), expected, len(pictures))
+    check(processor, processor.chat(conversation), expected, len(pictures))
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,9 @@ def test_prompts_are_those_of_transformers(processor, oracle, text):
     """But for the second beginning-of-text that its tokenizer puts before what its processor has begun."""
     pictures = PICTURES[: text.count("<|image|>")]
     expected = oracle(images=pictures or None, text=text, add_special_tokens=False)
-    check(processor.prompt(text, images=pictures), expected, len(pictures))
-    ids = processor.prompt(token_ids=expected["input_ids"][0], images=pictures)
-    check(ids, expected, len(pictures))
+    check(processor, processor.prompt(text, media=parts(pictures)), expected, len(pictures))
+    ids = processor.prompt(token_ids=expected["input_ids"][0], media=parts(pictures))
+    check(processor, ids, expected, len(pictures))
 
 
 def _see_through():
@@ -155,7 +156,7 @@ def _see_through():
 )
 def test_odd_pictures_are_those_of_transformers(processor, oracle, odd):
     expected = oracle(images=[odd], text="<|image|>x", add_special_tokens=False)
-    check(processor.prompt("<|image|>x", images=[odd]), expected, 1)
+    check(processor, processor.prompt("<|image|>x", media=parts([odd])), expected, 1)
 
 
 @settings(max_examples=500, deadline=None)
@@ -169,9 +170,9 @@ def test_the_tiles_chosen_are_those_of_transformers(height, width, tile, max_til
 
 def test_the_key_goes_by_content_and_size(processor):
     ways = [PICTURES[1], np.array(PICTURES[1])]
-    keys = {processor.prompt("<|image|>", images=[way]).media[0].key for way in ways}
+    keys = {processor.prompt("<|image|>", media=parts([way])).media[0].key for way in ways}
     assert len(keys) == 1
-    assert processor.prompt("<|image|>", images=[PICTURES[2]]).media[0].key not in keys
+    assert processor.prompt("<|image|>", media=parts([PICTURES[2]])).media[0].key not in keys
 
 
 def test_a_known_picture_is_not_decoded(processor, monkeypatch):
@@ -179,10 +180,10 @@ def test_a_known_picture_is_not_decoded(processor, monkeypatch):
     monkeypatch.setattr(
         MllamaProcessor, "_canvas", lambda self, pixels, fitted: made.append(fitted) or torch.zeros(16, 16, 3).byte()
     )
-    (medium,) = processor.prompt("<|image|>", images=[PICTURES[0]], is_known=lambda key: True).media
+    inputs = processor.prompt("<|image|>", media=parts([PICTURES[0]]), is_known=lambda key: True)
     assert not made
-    assert medium.load().shape == (16, 48) and len(made) == 1
-    processor.prompt("<|image|>", images=[PICTURES[0]], is_known=lambda key: False)
+    assert patches_of(processor, inputs.media[0]).shape == (16, 48) and len(made) == 1
+    processor.prompt("<|image|>", media=parts([PICTURES[0]]), is_known=lambda key: False)
     assert len(made) == 2
 
 
@@ -195,12 +196,12 @@ def test_placeholders_in_the_text_of_a_message_are_text(processor):
     ("arguments", "words"),
     [
         ({"text": "<|image|>"}, "the prompt has 1 placeholders of images, expected 0"),
-        ({"text": "<|image|>", "images": PICTURES[:2]}, "image 2: the prompt has no placeholder left for it"),
-        ({"text": "x", "videos": [b"clip"]}, "video 1: the model takes text and image"),
+        ({"text": "<|image|>", "media": parts(PICTURES[:2])}, "image 2: the prompt has no placeholder left for it"),
+        ({"text": "x", "media": parts(videos=[b"clip"])}, "video 1: the model takes text and image"),
         ({"text": "x", "token_ids": [1]}, "either a text or token ids"),
         ({}, "either a text or token ids"),
         ({"token_ids": [-3]}, "token id -3"),
-        ({"text": "<|image|>", "images": [b"not a picture"]}, "image 1"),
+        ({"text": "<|image|>", "media": parts([b"not a picture"])}, "image 1"),
     ],
 )
 def test_mistakes_are_named(processor, arguments, words):
@@ -212,7 +213,7 @@ def test_limits_hold(folder, config):
     tokenizer = Tokenizer.from_folder(folder)
     strict = MllamaProcessor(config, folder, tokenizer, None, MediaLimits(max_pixels=500))
     with pytest.raises(RequestError, match="image 1"):
-        strict.prompt("<|image|>", images=[PICTURES[1]])
+        strict.prompt("<|image|>", media=parts([PICTURES[1]]))
     with pytest.raises(RequestError, match="no chat template"):
         strict.chat(messages(("hi",)))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_files import write_qwen3_vl_folder
 from clips import write_clip
+from media_parts import parts, patches_of
 from oracle import require
 from PIL import Image
 
@@ -156,7 +157,7 @@ def test_a_chat_is_that_of_transformers(name, processor, oracle, transformers, c
     assert inputs.next_position == next_position
     check_spans(inputs)
     if pictures:
-        actual = torch.cat([medium.load() for medium in inputs.media if medium.kind == "image"])
+        actual = torch.cat([patches_of(processor, medium) for medium in inputs.media if medium.kind == "image"])
         expected = features["pixel_values"].view(-1, 3, 2, 256)
         assert torch.equal(expected[:, :, 0], expected[:, :, 1])
         # Pillow before 13 resizes in another order, at most a level apart.
@@ -181,7 +182,8 @@ def test_patches_of_a_video(processor):
     from tilewright.ops import image
     from tilewright.ops.torch_backend import image as reference
 
-    (medium,) = processor.prompt("<|video_pad|>", videos=[{"video": CLIP[:5], "fps": 2}]).media
+    inputs = processor.prompt("<|video_pad|>", media=parts(videos=[{"video": CLIP[:5], "fps": 2}]))
+    (medium,) = inputs.media
     assert medium.grid[0] == 3
     height, width = medium.grid[1] * 16, medium.grid[2] * 16
     frames = torch.from_numpy(np.concatenate([CLIP[:5], CLIP[4:5]]))
@@ -189,7 +191,7 @@ def test_patches_of_a_video(processor):
         image.resize(frames, height, width), height, width, patch_size=16, merge_size=2, temporal_patch_size=2,
         mean=(0.5,) * 3, std=(0.5,) * 3, dtype=torch.float32,
     )  # fmt: skip
-    assert torch.equal(medium.load(), expected)
+    assert torch.equal(patches_of(processor, medium), expected)
 
 
 def test_video_frames_are_near_torchs_own_resize(processor):
@@ -198,14 +200,15 @@ def test_video_frames_are_near_torchs_own_resize(processor):
     On noise, the worst case, 0.4 % of levels differ, by at most 2; on a film 0.05 %, by 1.
     """
     frames = np.stack([picture(90, 130, seed) for seed in range(4)])
-    (medium,) = processor.prompt("<|video_pad|>", videos=[{"video": frames, "fps": 2}]).media
+    inputs = processor.prompt("<|video_pad|>", media=parts(videos=[{"video": frames, "fps": 2}]))
+    (medium,) = inputs.media
     height, width = medium.grid[1] * 16, medium.grid[2] * 16
     resized = torch.nn.functional.interpolate(
         torch.from_numpy(frames).permute(0, 3, 1, 2), (height, width), mode="bicubic", antialias=True
     )
     blocks = resized.view(2, 2, 3, height // 32, 2, 16, width // 32, 2, 16).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     expected = blocks.reshape(-1, 1536).float()
-    levels = (medium.load() * 0.5 + 0.5) * 255
+    levels = (patches_of(processor, medium) * 0.5 + 0.5) * 255
     difference = (levels - expected).abs().round()
     assert difference.max() <= 2
     assert (difference > 0).float().mean() < 0.01
@@ -222,7 +225,7 @@ def test_a_video_file(processor, tmp_path):
         assert f"<{time} seconds><|vision_start|><|video_pad|>" in text
     assert text.count("<|vision_start|>") == 4, "one around the video, one around each pair of frames"
     check_spans(inputs)
-    assert medium.load().shape == (np.prod(medium.grid), 1536)
+    assert patches_of(processor, medium).shape == (np.prod(medium.grid), 1536)
     again = processor.chat([{"role": "user", "content": [{"type": "video", "video": data}]}])
     assert again.media[0].key == medium.key
 
@@ -310,17 +313,17 @@ def test_a_cap_per_frame(config):
 def test_placeholders_in_token_ids(processor):
     """One per picture, or as many as it has features: the same inputs."""
     text = "a<|vision_start|><|image_pad|><|vision_end|>b<|vision_start|><|image_pad|><|vision_end|>"
-    expected = processor.prompt(text, images=PICTURES[:2])
+    expected = processor.prompt(text, media=parts(PICTURES[:2]))
     ids = processor.tokenizer.encode(text)
     for given in (ids, list(expected.token_ids)):
-        actual = processor.prompt(token_ids=given, images=PICTURES[:2])
+        actual = processor.prompt(token_ids=given, media=parts(PICTURES[:2]))
         assert actual.token_ids == expected.token_ids and np.array_equal(actual.positions, expected.positions)
         assert [medium.spans for medium in actual.media] == [medium.spans for medium in expected.media]
     videos = [{"video": CLIP, "fps": 2}, {"video": CLIP[:4], "fps": 2}]
     text = "<|vision_start|><|video_pad|><|vision_end|> and <|video_pad|>"
-    expected = processor.prompt(text, videos=videos)
+    expected = processor.prompt(text, media=parts(videos=videos))
     assert expected.media[0].grid[0] == 5
-    actual = processor.prompt(token_ids=expected.token_ids, videos=videos)
+    actual = processor.prompt(token_ids=expected.token_ids, media=parts(videos=videos))
     assert actual.token_ids == expected.token_ids and np.array_equal(actual.positions, expected.positions)
     assert [medium.spans for medium in actual.media] == [medium.spans for medium in expected.media]
 
@@ -352,7 +355,7 @@ def test_placeholders_in_the_text_of_a_message_are_text(processor):
 )
 def test_prompts_that_cannot_be(processor, ids, images, videos, message):
     with pytest.raises(RequestError, match=message):
-        processor.prompt(token_ids=ids, images=images, videos=videos)
+        processor.prompt(token_ids=ids, media=parts(images, videos))
 
 
 def test_other_errors(processor, config, folder):
@@ -364,15 +367,17 @@ def test_other_errors(processor, config, folder):
     with pytest.raises(RequestError, match="no chat template"):
         bare.chat([{"role": "user", "content": "x"}])
     with pytest.raises(RequestError, match="image 2: the request has more than 1"):
-        bare.prompt("x", images=PICTURES[:2])
+        bare.prompt("x", media=parts(PICTURES[:2]))
+    with pytest.raises(RequestError, match="media has an item of text, expected"):
+        bare.prompt("<|image_pad|>", media=["cat.png"])
     with pytest.raises(RequestError, match="video 1: 4 frames, the limit is 3"):
-        bare.prompt("<|video_pad|>", videos=[CLIP])
+        bare.prompt("<|video_pad|>", media=parts(videos=[CLIP]))
 
 
 def test_keys_stand_for_content_and_preprocessing(processor, config, folder, tmp_path):
     def key(item, using=processor, kind="image"):
         text = f"<|{kind}_pad|>"
-        return using.prompt(text, **{f"{kind}s": [item]}).media[0].key
+        return using.prompt(text, media=parts(**{f"{kind}s": [item]})).media[0].key
 
     assert key(PICTURES[0]) == key(Image.fromarray(PICTURES[0])) == key(PICTURES[0].copy())
     assert key(png(PICTURES[0])) == key(png(PICTURES[0])) != key(png(PICTURES[1]))
@@ -393,16 +398,16 @@ def test_known_media_are_decoded_only_when_loaded(processor):
     position = data.index(b"IDAT") + 200
     data[position : position + 8] = bytes(8)
     with pytest.raises(RequestError, match="image 1: cannot be decoded"):
-        processor.prompt("<|image_pad|>", images=[bytes(data)])
+        processor.prompt("<|image_pad|>", media=parts([bytes(data)]))
     asked = []
-    inputs = processor.prompt("<|image_pad|>", images=[bytes(data)], is_known=lambda key: not asked.append(key))
+    inputs = processor.prompt("<|image_pad|>", media=parts([bytes(data)]), is_known=lambda key: not asked.append(key))
     assert asked == [inputs.media[0].key] and inputs.media[0].grid == (1, 18, 24)
     with pytest.raises(RequestError, match="image 1: cannot be decoded"):
-        inputs.media[0].load()
+        processor.media_buffer.load(inputs.media[0].region)
 
 
-def test_large_pictures_are_held_small(processor, config):
-    """A picture past the budget is shrunk once; the patches are those of the fused resize."""
+def test_large_pictures_are_shrunk(processor, config):
+    """To the budget of pixels; the patches are those of the fused resize."""
     from tilewright.ops import image
 
     small = {
@@ -412,10 +417,11 @@ def test_large_pictures_are_held_small(processor, config):
     source = picture(700, 900)
     budget = Qwen3VlProcessor(small, None, processor.tokenizer, None, dtype=torch.bfloat16)
     budget.image = type(budget.image)(**{**budget.image.__dict__, "max_pixels": 100_000})
-    (medium,) = budget.prompt("<|image_pad|>", images=[source]).media
+    inputs = budget.prompt("<|image_pad|>", media=parts([source]))
+    (medium,) = inputs.media
     height, width = medium.grid[1] * 16, medium.grid[2] * 16
     assert height * width <= 100_000
     expected = image.patches(
         torch.from_numpy(source), height, width, patch_size=16, merge_size=2, mean=(0.5,) * 3, std=(0.5,) * 3
     )
-    assert torch.equal(medium.load(), expected) and expected.dtype == torch.bfloat16
+    assert torch.equal(patches_of(budget, medium), expected) and expected.dtype == torch.bfloat16

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,14 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from tilewright.types import Medium, ModelInputs, Span
+from tilewright.inputs.media_buffer import Allocation, MediaBuffer
+from tilewright.models.media_batch import MediaBatch
+from tilewright.types import Medium, ModelInputs, Region, Span
 
 IMAGE, VIDEO, START, END = 207, 208, 209, 210
 VOCAB = 211
+ROW_WIDTH = 48  # a patch of a picture: 3 channels of 4 x 4
+UNWRITTEN = Region(0, 0)  # until `in_dtype`
 
 TEXT = {
     "vocab_size": VOCAB,
@@ -168,7 +173,7 @@ def media_prompt(network: torch.nn.Module, media: list[tuple[str, tuple[int, int
     def words() -> list[int]:
         return rng.integers(0, IMAGE, 5).tolist()
 
-    ids, made, pixels, types = words(), [], {"image": [], "video": []}, []
+    ids, made, drawn, pixels, types = words(), [], [], {"image": [], "video": []}, []
     for index, (kind, (frames, rows, columns)) in enumerate(media):
         spans = []
         for _ in range(frames):
@@ -182,7 +187,8 @@ def media_prompt(network: torch.nn.Module, media: list[tuple[str, tuple[int, int
         patches = torch.randn(frames * rows * columns, 3, 1 if kind == "image" else 2, 16, generator=generator)
         pixels[kind].append(patches.expand(-1, -1, 2, -1).reshape(len(patches), -1))
         key = f"{seed}/{index}".encode().rjust(16, b"-")
-        made.append(Medium(kind, key, (frames, rows, columns), tuple(spans), _Patches(patches)))
+        drawn.append(patches.reshape(-1, ROW_WIDTH))
+        made.append(Medium(kind, key, (frames, rows, columns), tuple(spans), UNWRITTEN, frames * rows * columns))
     tokens = torch.tensor(ids)
     types = torch.where(tokens == IMAGE, 1, torch.where(tokens == VIDEO, 2, 0))
     arguments = {"input_ids": tokens[None], "mm_token_type_ids": types[None].int()}
@@ -193,13 +199,14 @@ def media_prompt(network: torch.nn.Module, media: list[tuple[str, tuple[int, int
     grids = {name: value for name, value in arguments.items() if name.endswith("grid_thw")}
     positions, _ = network.model.get_rope_index(arguments["input_ids"], types[None].int(), **grids)
     positions = positions[:, 0].numpy().astype(np.int64)
-    return Prompt(ModelInputs(tuple(ids), positions, int(positions.max()) + 1, tuple(made)), arguments)
+    inputs = ModelInputs(tuple(ids), positions, int(positions.max()) + 1, tuple(made), DrawnPatches(drawn))
+    return Prompt(inputs, arguments)
 
 
 def cross_prompt(pieces: list[int | tuple[int, int]], seed: int) -> Prompt:
     """Numbers of words and (rows, columns) of the tiles of pictures, for a model with cross-attention."""
     rng = np.random.default_rng(seed)
-    ids, media, tiles = [], [], []
+    ids, media, drawn, tiles = [], [], [], []
     for piece in pieces:
         if isinstance(piece, int):
             ids += rng.integers(0, IMAGE, piece).tolist()
@@ -209,7 +216,8 @@ def cross_prompt(pieces: list[int | tuple[int, int]], seed: int) -> Prompt:
         patches = pixels.view(num_tiles, 3, 4, 4, 4, 4).permute(0, 2, 4, 1, 3, 5).reshape(num_tiles * 16, 48)
         key = f"{seed}/{len(media)}".encode().rjust(16, b"-")
         place = Span(len(ids), 1)
-        media.append(Medium("image", key, (4, 4, 4), (place,), _Patches(patches), 17 * num_tiles, piece))
+        drawn.append(patches)
+        media.append(Medium("image", key, (num_tiles, 4, 4), (place,), UNWRITTEN, 4 * 16, 17 * num_tiles, piece))
         tiles.append(pixels)
         ids.append(VOCAB)
     arguments = {"input_ids": torch.tensor(ids)[None]}
@@ -224,7 +232,7 @@ def cross_prompt(pieces: list[int | tuple[int, int]], seed: int) -> Prompt:
         mask = convert_sparse_cross_attention_mask_to_dense(seen, [[len(t) for t in tiles]], 4, len(ids))
         arguments["cross_attention_mask"] = torch.from_numpy(mask)
     positions = np.arange(len(ids), dtype=np.int64)[None]
-    return Prompt(ModelInputs(tuple(ids), positions, len(ids), tuple(media)), arguments)
+    return Prompt(ModelInputs(tuple(ids), positions, len(ids), tuple(media), DrawnPatches(drawn)), arguments)
 
 
 @contextlib.contextmanager
@@ -254,20 +262,35 @@ def blind_before_pictures(network: torch.nn.Module):
 
 
 @dataclass
-class _Patches:
-    """A medium's `load` in the dtype the model wants."""
+class DrawnPatches:
+    """What was drawn for the media of a prompt, and the memory that holds it in the dtype of a model."""
 
-    patches: torch.Tensor
-    dtype: torch.dtype = torch.float32
+    rows: list[torch.Tensor]
+    allocation: Allocation | None = None
 
-    def __call__(self) -> torch.Tensor:
-        return self.patches.flatten(1).to(self.dtype)
+
+@functools.cache
+def media_buffer(dtype: torch.dtype) -> MediaBuffer:
+    """The buffer of all tests with models of a dtype."""
+    return MediaBuffer(ROW_WIDTH, dtype, 64 << 20)
 
 
 def in_dtype(inputs: ModelInputs, dtype: torch.dtype) -> ModelInputs:
-    for medium in inputs.media:
-        medium.load.dtype = dtype
-    return inputs
+    """The inputs with their media in the buffer of a dtype, as long as they live."""
+    if not inputs.media:
+        return inputs
+    buffer, rows = media_buffer(dtype), inputs.allocation.rows
+    allocation = buffer.allocate([len(part) for part in rows])
+    for region, part in zip(allocation.regions, rows, strict=True):
+        buffer.view(region).copy_(part)
+    media = [replace(medium, region=region) for medium, region in zip(inputs.media, allocation.regions, strict=True)]
+    return replace(inputs, media=tuple(media), allocation=DrawnPatches(rows, allocation))
+
+
+def encode(model, inputs: ModelInputs, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The features of a prompt's media, from one pass of the model's encoder."""
+    inputs = in_dtype(inputs, dtype)
+    return model.encode(MediaBatch.of(media_buffer(dtype).rows, inputs.media))
 
 
 def config_of(folder: Path) -> dict:

@@ -4,8 +4,8 @@ import base64
 import pytest
 from media_origin import Names, ok, serving
 
-from tilewright.inputs.chat_template import normalize
 from tilewright.inputs.media import MediaLimits
+from tilewright.inputs.messages import normalize
 from tilewright.server.media import addresses
 from tilewright.server.media.fetch import Fetcher
 from tilewright.server.media.gate import MediaGate, MediaPolicy

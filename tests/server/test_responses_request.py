@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 from output_answers import WEATHER
 
-from tilewright.inputs.chat_template import normalize
+from tilewright.inputs.messages import normalize
 from tilewright.server.output import Piece, ToolCallDelta, check_tools
 from tilewright.server.responses import History, ResponseBuilder, chat_body
 from tilewright.types import RequestError

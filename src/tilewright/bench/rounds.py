@@ -15,6 +15,7 @@ from PIL import Image
 from tilewright.bench.probe import Probe
 from tilewright.engine.costs import Costs, costs_of
 from tilewright.engine.engine import Engine
+from tilewright.models.media_batch import MediaBatch
 from tilewright.types import Completion, RequestError
 
 
@@ -134,14 +135,16 @@ def picture(engine: Engine, options: argparse.Namespace) -> Measure:
     prompts = Prompts(engine)
     prompts.ids_with_picture(1, 0)  # fails at once if the model takes no pictures
     loaded, count = engine.loaded, options.prompt_tokens
+    buffer = loaded.processor.media_buffer
+    assert buffer is not None, "a model that takes pictures has a buffer for them"
 
     @torch.inference_mode()
     def parts(number: int) -> tuple[float, float]:
         image, ids = prompts.picture(options.size, number, 1), prompts.ids_with_picture(count, number, 1)
         begin = perf_counter()
-        inputs = loaded.processor.prompt(token_ids=ids, images=[image])
+        inputs = loaded.processor.prompt(token_ids=ids, media=[{"type": "image", "image": image}])
         prepared = perf_counter()
-        loaded.model.encode(inputs.media)
+        loaded.model.encode(MediaBatch.of(buffer.rows, inputs.media))
         return prepared - begin, perf_counter() - prepared
 
     def measure(number: int) -> Amounts:

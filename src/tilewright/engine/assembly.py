@@ -25,6 +25,7 @@ from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.state.buffers import StateBuffers
 from tilewright.engine.state.cache import StateCache
 from tilewright.engine.step_limits import StepLimits
+from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.protocol import KvSpec, Model
 from tilewright.ops.kv_cache import KvCache
 
@@ -42,6 +43,7 @@ def build_core(
     make_token_decoder: Callable[[], TokenDecoder],
     eos_token_ids: Collection[int] = (),
     constraints: ConstraintCompiler | None = None,
+    media_buffer: MediaBuffer | None = None,
     page_size: int = PAGE_SIZE,
     speculate: int = 0,
     prefix_cache: bool = True,
@@ -50,7 +52,8 @@ def build_core(
     """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`.
 
     A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with recurrent layers
-    `num_state_slots` states. `speculate` tokens at most are guessed ahead, by its predictor if it has one.
+    `num_state_slots` states, one that takes media the `media_buffer` of its processor. `speculate` tokens at most are
+    guessed ahead, by its predictor if it has one.
     """
     resources = build_resources(
         limits,
@@ -69,6 +72,7 @@ def build_core(
         cross_caches=_caches(model.cross_spec, num_cross_pages, page_size, dtype) if model.cross_spec else [],
         states=StateBuffers(model.state_spec, num_state_slots, dtype, limits) if model.state_spec else None,
         predictor=model.predictor if speculate else None,
+        media_buffer=media_buffer,
         replay=replay,
     )
     lookup = PromptLookupDrafter(speculate, model.vocab_size) if speculate else None

@@ -22,15 +22,15 @@ from tilewright.engine.loop import EngineLoop
 from tilewright.engine.memory import kv_bytes, share_out
 from tilewright.engine.stats import Stats
 from tilewright.engine.step_limits import StepLimits
-from tilewright.inputs.chat_template import has_media
 from tilewright.inputs.isolation.opener import IsolatedOpener
 from tilewright.inputs.media import MediaLimits
+from tilewright.inputs.messages import has_media
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.text_limits import TextBudget, TextLimits
 from tilewright.inputs.tokenizer import PIECE_CHARACTERS
 from tilewright.ops import backend as ops_backend
 from tilewright.ops.native import bind_team, work_alone
-from tilewright.types import Completion, Delta, Messages, ModelInputs, RequestError, SamplingParams
+from tilewright.types import Completion, Delta, MediaKind, Messages, ModelInputs, RequestError, SamplingParams
 from tilewright.weights.entry_check import EntryCheck
 
 _log = logging.getLogger(__name__)
@@ -135,6 +135,7 @@ class Engine:
             make_token_decoder=tokenizer.stream,
             eos_token_ids=tokenizer.stop_token_ids,
             constraints=ConstraintCompiler(tokenizer, model.vocab_size),
+            media_buffer=self.loaded.processor.media_buffer,
             **options,
         )
 
@@ -217,15 +218,16 @@ class Engine:
         **sampling: Any,
     ) -> Handle:
         """The Handle of what follows a prompt."""
-        if audios:
-            raise RequestError(f"{self.loaded.name} does not take sound")
+        media = [
+            *(_media_part("image", item) for item in images),
+            *(_media_part("video", item) for item in videos),
+            *(_media_part("audio", item) for item in audios),
+        ]
         processor, is_known = self.loaded.processor, self.loop.core.resources.media.is_known
         return self._submit(
-            lambda budget: processor.prompt(
-                text, token_ids, images=images, videos=videos, is_known=is_known, budget=budget
-            ),
+            lambda budget: processor.prompt(text, token_ids, media, is_known=is_known, budget=budget),
             sampling,
-            has_media=bool(len(images) or len(videos)),
+            has_media=bool(media),
             num_characters=self.text_limits.check_prompt(text, token_ids),
         )
 
@@ -337,6 +339,11 @@ def _per_prompt(name: str, items: Sequence[Any], num_prompts: int) -> Sequence[A
     if len(items) != num_prompts:
         raise RequestError(f"{name} has {len(items)} entries, expected one list for each of the {num_prompts} prompts")
     return items
+
+
+def _media_part(kind: MediaKind, item: Any) -> dict[str, Any]:
+    """A medium as a part of a message; a video may come as {"video": frames, "fps": of the frames}."""
+    return {"type": kind, **item} if isinstance(item, Mapping) else {"type": kind, kind: item}
 
 
 def _result(handle: Handle) -> Completion | list[Completion]:

@@ -17,7 +17,9 @@ from tilewright.engine.state.buffers import StateBuffers
 from tilewright.engine.step import Chunk, DraftInput, Step, last_rows
 from tilewright.engine.step_buffers import StepBuffers, media_runs
 from tilewright.engine.step_limits import StepLimits
+from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers.batch import Batch, MediaRun
+from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Model, Predictor
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena
@@ -43,9 +45,11 @@ class ModelRunner:
         cross_caches: Items[KvCache] = (),
         states: StateBuffers | None = None,
         predictor: Predictor | None = None,
+        media_buffer: MediaBuffer | None = None,
         replay: bool = True,
     ) -> None:
         self.model = model
+        self.media_buffer = media_buffer
         self.kv_caches = kv_caches
         self.features = features
         self.cross_cache = cross_cache
@@ -110,8 +114,12 @@ class ModelRunner:
         """Puts the features of the media into the cache: those of all of them from one pass of the encoder."""
         if not media:
             return
+        assert self.media_buffer is not None, "a model that takes media has a buffer for them"
+        for medium in media:
+            self.media_buffer.load(medium.region)
         with self._arena.use():
-            for medium, features in zip(media, self.model.encode(media), strict=True):
+            batch = MediaBatch.of(self.media_buffer.rows, media)
+            for medium, features in zip(media, self.model.encode(batch), strict=True):
                 self.features.put(medium.key, features)
 
     def _fill(self, groups: Items[CrossGroup]) -> None:

@@ -27,7 +27,7 @@ _MAX_EXTRA_S = 1.0
 
 @dataclass(frozen=True)
 class SoundFile:
-    """How long an encoded sound lasts, found without decoding it, and how to come by its samples."""
+    """The duration of an encoded sound, found without decoding, and a function that decodes its samples."""
 
     duration_s: float
     decode: Callable[[], np.ndarray]
@@ -112,7 +112,7 @@ def _check_form(sample_rate: int, num_channels: int, name: str) -> None:
 
 
 def _duration(container: Any, stream: Any) -> float:
-    """Seconds from the first packet's beginning to the last one's end, or all of their lengths, if that is more."""
+    """Seconds from the first packet's start to the last one's end, or the sum of their lengths if that is more."""
     first, last, total = None, 0, 0
     for packet in container.demux(stream):
         if not packet.size:

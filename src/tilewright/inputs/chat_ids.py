@@ -18,9 +18,9 @@ from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Messages, RequestError
 
-# Who may write the tags of thoughts and tool calls, which are tokens but not special ones: what the model said comes
-# back with them, and who writes the system's message may show the model how. In a user's text and a tool's result they
-# would forge a tool's result, or end it.
+# Roles that may write the tags of reasoning and tool calls, which are tokens but not special ones: an assistant's
+# message has them, and a system message may show the model how to use them. In a user's text or a tool's result they
+# could forge a tool's result, or end it.
 _ROLES_WITH_TAGS = ("assistant", "system", "developer")
 _PRIVATE_USE = "[\U000f0000-\U000ffffd\U00100000-\U0010fffd]"
 
@@ -37,8 +37,8 @@ class ChatEncoder:
         source = "".join(template.sources.values())
         tags = {token for token in added if token[0] in "<[" and token in source} - special
         self._first_characters = sorted({token[0] for token in special | tags})
-        self._special = _beginnings_of(special)
-        self._special_and_tags = _beginnings_of(special | tags)
+        self._special = _prefixes_of(special)
+        self._special_and_tags = _prefixes_of(special | tags)
         self._added = _any_of(added)
 
     def encode(
@@ -50,7 +50,7 @@ class ChatEncoder:
         budget: TextBudget | None = None,
         **template_args: object,
     ) -> tuple[list[int], bool]:
-        """The ids, up to where the model answers, and whether it begins within its thoughts there.
+        """The ids, up to where the model answers, and whether the answer starts inside reasoning.
 
         With `continue_final_message` that is at the end of the last message, which is the assistant's.
         """
@@ -132,7 +132,7 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
-def _beginnings_of(tokens: Collection[str]) -> re.Pattern[str]:
+def _prefixes_of(tokens: Collection[str]) -> re.Pattern[str]:
     """Characters that begin one of the tokens, or may once a template has put strings together.
 
     A whole tag that is none of the tokens is left alone: templates look for <think> in what the model said.
@@ -143,15 +143,13 @@ def _beginnings_of(tokens: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(ways) or r"(?!)")
 
 
-def _replace(value: Any, beginnings: re.Pattern[str], stand_ins: Mapping[str, str]) -> Any:
+def _replace(value: Any, prefixes: re.Pattern[str], stand_ins: Mapping[str, str]) -> Any:
     if isinstance(value, str):
-        return beginnings.sub(lambda match: stand_ins[match[0]], value)
+        return prefixes.sub(lambda match: stand_ins[match[0]], value)
     if isinstance(value, dict):
-        return {
-            _replace(key, beginnings, stand_ins): _replace(item, beginnings, stand_ins) for key, item in value.items()
-        }
+        return {_replace(key, prefixes, stand_ins): _replace(item, prefixes, stand_ins) for key, item in value.items()}
     if isinstance(value, list):
-        return [_replace(item, beginnings, stand_ins) for item in value]
+        return [_replace(item, prefixes, stand_ins) for item in value]
     return value
 
 

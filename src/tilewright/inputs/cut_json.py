@@ -7,7 +7,7 @@ from typing import Any
 
 
 def whole_part(text: str) -> Any:
-    """The value that the text is the beginning of, as far as it goes; ValueError if it is no beginning of one.
+    """The value that the text is a prefix of, as far as it goes; ValueError if it is a prefix of none.
 
     A string that was cut ends where it was cut; of the last key, number or word, what is not whole is left out.
     """

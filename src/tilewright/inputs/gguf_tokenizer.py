@@ -68,7 +68,7 @@ def build(metadata: Mapping[str, object]) -> dict[str, Any]:
     try:
         backend = _backend(metadata, tokens, types)
         _mark_added(backend, tokens, types)
-        _add_beginning(backend, metadata, special_tokens)
+        _add_bos(backend, metadata, special_tokens)
     except CheckpointError:
         raise
     except Exception as error:  # the library raises no narrower one: a merge of no token, a token that is no text
@@ -190,9 +190,7 @@ def _mark_added(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Seq
         backend.add_special_tokens(added) if kind == _CONTROL else backend.add_tokens(added)
 
 
-def _add_beginning(
-    backend: tokenizers.Tokenizer, metadata: Mapping[str, object], special_tokens: Mapping[str, str]
-) -> None:
+def _add_bos(backend: tokenizers.Tokenizer, metadata: Mapping[str, object], special_tokens: Mapping[str, str]) -> None:
     from tokenizers import processors
 
     is_llama = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _IS_LLAMA3

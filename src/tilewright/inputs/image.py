@@ -17,14 +17,14 @@ from tilewright.types import RequestError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Those with a decoder that is safe on bytes of strangers; Pillow knows more, some of which start other programs.
+# Formats whose decoder is safe on untrusted bytes; Pillow has more, some of which start other programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 
 
 @dataclass(frozen=True)
 class PictureFile:
-    """What the header of an encoded picture says, upright, and how to come by its pixels."""
+    """The size of an encoded picture, from its header and upright, and a function that decodes its pixels."""
 
     height: int
     width: int

@@ -7,12 +7,11 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
-from tilewright.types import RequestError
+from tilewright.types import MediaKind, RequestError
 
-MediaKind = Literal["image", "video", "audio"]
 _JPEG_FRAMES = "data:video/jpeg;base64,"
 Fetch = Callable[[str], bytes]  # an http(s) URL -> what lies there; the caller's, with the caller's checks of addresses
 
@@ -164,7 +163,7 @@ def check_duration(duration_s: float, name: str, limits: MediaLimits) -> None:
 
 
 def content_key(content: bytes, *what: object) -> bytes:
-    """16 bytes that stand for the content and for all that is done to it."""
+    """16 bytes: a hash of the content and of the preprocessing applied to it."""
     digest = hashlib.blake2b(content, digest_size=16)
     # The length keeps content and parameters apart: no bytes of one can pass for the other's.
     digest.update(repr((len(content), *what)).encode())

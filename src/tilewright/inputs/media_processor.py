@@ -1,30 +1,59 @@
-"""Messages or prompts with pictures and videos to what a model reads: the part that is alike in all families."""
+"""Messages or prompts with media to what a model reads: the part that is alike in all families."""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from tilewright.inputs.chat_ids import ChatEncoder
-from tilewright.inputs.chat_template import ChatTemplate, normalize
-from tilewright.inputs.media import Fetch, MediaKind, MediaLimits, MediaPart
+from tilewright.inputs.chat_template import ChatTemplate
+from tilewright.inputs.media import Fetch, MediaLimits, MediaPart
+from tilewright.inputs.media_buffer import Allocation, MediaBuffer, Write
+from tilewright.inputs.messages import media_of_prompt, normalize
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.processor import prompt_ids
 from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.types import Messages, ModelInputs, RequestError
+from tilewright.types import MediaKind, Medium, Messages, ModelInputs, RequestError, Span
 
 IsKnown = Callable[[bytes], bool]
+
+
+@dataclass(frozen=True)
+class PreparedMedium:
+    """A medium whose size and key are known, before it is decoded and has its place in a prompt."""
+
+    name: str  # for errors: "image 2"
+    kind: MediaKind
+    key: bytes
+    grid: tuple[int, int, int]
+    num_rows: int  # of the media buffer
+    encoder_rows: int
+    write: Write
+    times_s: tuple[float, ...] = ()  # of each group of a video's frames
+    num_states: int = 0
+    tiling: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A prompt with the tokens of its media in their places."""
+
+    token_ids: Sequence[int]
+    positions: np.ndarray
+    next_position: int
+    media: Sequence[tuple[PreparedMedium, tuple[Span, ...]]]
 
 
 class MediaProcessor(ABC):
     """Turns requests into `ModelInputs`. May be called from several threads at once.
 
-    `is_known` says of a medium's key that what the model's encoder makes of it is at hand: it is then not decoded.
+    `is_known` says whether the encoder output of a medium's key is cached: the medium is not decoded then.
     `budget` bounds the text that is tokenized.
     """
 
@@ -35,15 +64,15 @@ class MediaProcessor(ABC):
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         limits: MediaLimits | None,
-        dtype: torch.dtype,
         opener: Opener | None,
+        media_buffer: MediaBuffer,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self._encoder = None if template is None else ChatEncoder(template, tokenizer)
         self.limits = limits or MediaLimits()
-        self.dtype = dtype
         self.opener = opener or InProcessOpener()
+        self.media_buffer = media_buffer
 
     def chat(
         self,
@@ -60,39 +89,91 @@ class MediaProcessor(ABC):
             raise RequestError("the model has no chat template: give it a prompt instead")
         normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=self.accepts)
         ids, opens_reasoning = self._encoder.encode(normalized, tools=tools, budget=budget, **template_args)
-        inputs = self._inputs(ids, parts, fetch, is_known)
+        inputs = self._inputs(ids, parts, fetch, is_known, budget)
         return dataclasses.replace(inputs, opens_reasoning=opens_reasoning)
 
     def prompt(
         self,
         text: str | None = None,
         token_ids: Sequence[int] | None = None,
-        images: Sequence[object] = (),
-        videos: Sequence[object] = (),
+        media: Sequence[Mapping[str, object]] = (),
         *,
         is_known: IsKnown | None = None,
         budget: TextBudget | None = None,
     ) -> ModelInputs:
-        """The inputs of a text, or of token ids, with one placeholder token per picture and video, in order.
+        """The inputs of a text, or of token ids, with one placeholder token per medium.
 
-        A video is a file, frames, or {"video": frames, "fps": of the frames}.
+        Media are parts as those of a message: {"type": "image", "image": source}, {"type": "video", "video": source,
+        "fps": of frames}. Those of a kind belong to the placeholders of that kind, in order.
         """
         ids = self._prompt_ids(text, token_ids, budget)
-        content = [_as_part("image", item) for item in images] + [_as_part("video", item) for item in videos]
-        _, parts = normalize([{"role": "user", "content": content}], limits=self.limits, accepts=self.accepts)
-        return self._inputs(ids, parts, None, is_known)
+        parts = media_of_prompt(media, limits=self.limits, accepts=self.accepts)
+        return self._inputs(ids, parts, None, is_known, budget)
 
     def _prompt_ids(
         self, text: str | None, token_ids: Sequence[int] | None, budget: TextBudget | None
     ) -> Sequence[int]:
         return prompt_ids(self.tokenizer, text, token_ids, budget)
 
-    @abstractmethod
     def _inputs(
-        self, ids: Sequence[int], parts: Sequence[MediaPart], fetch: Fetch | None, is_known: IsKnown | None
+        self,
+        ids: Sequence[int],
+        parts: Sequence[MediaPart],
+        fetch: Fetch | None,
+        is_known: IsKnown | None,
+        budget: TextBudget | None,
     ) -> ModelInputs:
-        """The inputs of ids with a placeholder for each of the parts."""
+        """The inputs of ids with a placeholder for each of the parts. Media are decoded once all have their place."""
+        placement = self._place(ids, [self._prepare(part, fetch) for part in parts])
+        media = [medium for medium, _ in placement.media]
+        check_cancelled = budget.check_cancelled if budget else lambda: None
+        allocation = self.media_buffer.allocate([medium.num_rows for medium in media], check_cancelled)
+        if allocation is not None:
+            self._write(media, allocation, is_known, check_cancelled)
+        regions = () if allocation is None else allocation.regions
+        return ModelInputs(
+            tuple(placement.token_ids),
+            placement.positions,
+            placement.next_position,
+            tuple(
+                Medium(
+                    kind=medium.kind,
+                    key=medium.key,
+                    grid=medium.grid,
+                    spans=spans,
+                    region=region,
+                    encoder_rows=medium.encoder_rows,
+                    num_states=medium.num_states,
+                    tiling=medium.tiling,
+                )
+                for (medium, spans), region in zip(placement.media, regions, strict=True)
+            ),
+            allocation,
+        )
 
+    def _write(
+        self,
+        media: Sequence[PreparedMedium],
+        allocation: Allocation,
+        is_known: IsKnown | None,
+        check_cancelled: Callable[[], None],
+    ) -> None:
+        """Decodes media into their regions, those that are known only if they are needed after all."""
+        try:
+            for medium, region in zip(media, allocation.regions, strict=True):
+                check_cancelled()
+                if is_known is not None and is_known(medium.key):
+                    self.media_buffer.write_later(region, medium.write)
+                else:
+                    medium.write(self.media_buffer.view(region))
+        except BaseException:
+            allocation.release()  # the error's traceback would keep it
+            raise
 
-def _as_part(kind: MediaKind, item: object) -> dict[str, Any]:
-    return {"type": kind, **item} if isinstance(item, Mapping) else {"type": kind, kind: item}
+    @abstractmethod
+    def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+        """The part's size and key, read from its header."""
+
+    @abstractmethod
+    def _place(self, ids: Sequence[int], media: Sequence[PreparedMedium]) -> Placement:
+        """The prompt with every medium in the place of its placeholders, in order."""

@@ -1,4 +1,4 @@
-"""Who opens the media of a request: this process, or one that may come to harm."""
+"""What opens the media of a request: this process, or a decoder process of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewright.inputs.video import Video, open_video
 
 
 class Opener(Protocol):
-    """Opens media: their sizes first, what they hold when it is asked for."""
+    """Opens media: sizes at once, pixels and samples when they are asked for."""
 
     def open_picture(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Picture: ...
 
@@ -25,7 +25,7 @@ class Opener(Protocol):
 
 
 class InProcessOpener:
-    """For media one trusts: decoded here, by the thread that asks."""
+    """For trusted media: decoded in this process, by the calling thread."""
 
     def open_picture(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Picture:
         return open_picture(part, limits, fetch)

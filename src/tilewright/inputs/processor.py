@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Any
 
 import numpy as np
 
 from tilewright.inputs.chat_ids import ChatEncoder
-from tilewright.inputs.chat_template import ChatTemplate, normalize
-from tilewright.inputs.media import Fetch, MediaKind
+from tilewright.inputs.chat_template import ChatTemplate
+from tilewright.inputs.media import Fetch
+from tilewright.inputs.messages import media_of_prompt, normalize
 from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.types import Messages, ModelInputs, RequestError
+from tilewright.types import MediaKind, Messages, ModelInputs, RequestError
 
 
 class TextProcessor:
@@ -21,6 +22,7 @@ class TextProcessor:
 
     accepts: Sequence[MediaKind] = ()
     picture_token_ids: tuple[int, ...] = ()
+    media_buffer = None
 
     def __init__(self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.name = name
@@ -51,15 +53,13 @@ class TextProcessor:
         self,
         text: str | None = None,
         token_ids: Sequence[int] | None = None,
-        images: Sequence[object] = (),
-        videos: Sequence[object] = (),
+        media: Sequence[Mapping[str, object]] = (),
         *,
         is_known: Callable[[bytes], bool] | None = None,
         budget: TextBudget | None = None,
     ) -> ModelInputs:
         """The inputs of a text, which gets the tokenizer's beginning-of-text, or of token ids as they are."""
-        if images or videos:
-            raise RequestError(f"{'image' if images else 'video'} 1: {self.name} takes text alone")
+        media_of_prompt(media, accepts=self.accepts, model=self.name)
         return _inputs(prompt_ids(self.tokenizer, text, token_ids, budget))
 
 

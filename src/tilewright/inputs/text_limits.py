@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
-from tilewright.inputs.chat_template import source_of
+from tilewright.inputs.messages import source_of
 from tilewright.types import ContextLengthExceeded, Messages, RequestError
 
 # A template takes 60 us for a message and 15 us for a part of one: 0.25 s and 0.4 s at these limits, in which other
@@ -83,7 +83,7 @@ class TextLimits:
 
 @dataclass(frozen=True)
 class TextBudget:
-    """The limits of one request while it is prepared, and whether anybody still waits for it."""
+    """The limits of one request while it is prepared, and whether it was cancelled."""
 
     limits: TextLimits
     is_cancelled: Callable[[], bool] = lambda: False
@@ -94,7 +94,7 @@ class TextBudget:
 
 
 def _texts_of(message: object) -> list[object]:
-    """What a message holds but media."""
+    """The values of a message without its media."""
     if not isinstance(message, Mapping) or not isinstance(content := message.get("content"), list | tuple):
         return [message]
     return [{**message, "content": None}, *(part for part in content if not _is_medium(part))]
@@ -103,5 +103,5 @@ def _texts_of(message: object) -> list[object]:
 def _is_medium(part: object) -> bool:
     try:
         return isinstance(part, Mapping) and source_of(part) is not None
-    except RequestError:  # told, with its name, by those who read it
+    except RequestError:  # `normalize` raises it again, with the name of the item
         return False

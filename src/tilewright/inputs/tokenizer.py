@@ -1,16 +1,14 @@
-"""Text to token ids and back, by the checkpoint's own tokenizer; answers stream without broken characters."""
+"""Text to token ids and back, by the checkpoint's own tokenizer."""
 
 from __future__ import annotations
 
-import codecs
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.inputs.chat_template import read_templates
-from tilewright.model_files import CheckpointError, read_json, read_optional_json
+from tilewright.inputs.token_stream import ByteStream, PieceStream
 from tilewright.types import ContextLengthExceeded
 
 if TYPE_CHECKING:
@@ -18,9 +16,7 @@ if TYPE_CHECKING:
 
     from tilewright.inputs.text_limits import TextBudget
 
-# What templates may name. Lists (additional_special_tokens) are no names.
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Characters counted in one go, which takes 0.1 s at most. A cut in mid-word adds a few tokens to the 500 of a piece.
 PIECE_CHARACTERS = 1 << 16
@@ -60,30 +56,9 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer of a checkpoint's folder: tokenizer.json and the files beside it."""
-        import tokenizers
+        from tilewright.inputs.folder_tokenizer import build
 
-        folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{folder} has no tokenizer.json")
-        # The small files first: a broken one is told before a vocabulary is read for a second.
-        config = read_optional_json(folder / "tokenizer_config.json")
-        generation_config = read_optional_json(folder / "generation_config.json")
-        model_config = read_optional_json(folder / "config.json")
-        special_tokens = _special_tokens({**read_optional_json(folder / "special_tokens_map.json"), **config})
-        templates = read_templates(folder, config)
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no narrower one
-            read_json(path)  # says so where it is no JSON at all
-            raise CheckpointError(f"{path} is no tokenizer that is known here: {error}") from error
-        _add_missing_tokens(backend, config.get("added_tokens_decoder"))
-        return cls(
-            backend,
-            special_tokens=special_tokens,
-            stop_token_ids=_stop_token_ids(backend, generation_config, model_config, special_tokens),
-            chat_template=templates,
-        )
+        return cls(**build(Path(folder)))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
@@ -114,7 +89,7 @@ class Tokenizer:
         return max(longest_added, *map(size, self._backend.get_vocab(with_added_tokens=False)))
 
     def encode(self, text: str, *, add_special_tokens: bool = False, budget: TextBudget | None = None) -> list[int]:
-        """Ids of the text. Special tokens within it become themselves; `add_special_tokens` adds the beginning's.
+        """Ids of the text. Special tokens in it are encoded as such; `add_special_tokens` adds the beginning-of-text.
 
         With a `budget`, a text that is far too long is refused before its ids take time and memory; one that is a few
         tokens too long is not.
@@ -122,7 +97,7 @@ class Tokenizer:
         return self._ids(self._within(text, budget), add_special_tokens)
 
     def encode_marked(self, text: str, mark: str, *, budget: TextBudget | None = None) -> list[int]:
-        """Ids of a text in which added tokens have a mark before them; without it they are text like any other."""
+        """Ids of a text in which added tokens have a mark before them; those without the mark are encoded as text."""
         import tokenizers
 
         # The parts are shared, not copied: 0.2 ms for Qwen3's tokenizer.
@@ -132,7 +107,7 @@ class Tokenizer:
                 setattr(backend, part, getattr(self._backend, part))
         original = {}
         for token_id, token in sorted(self._backend.get_added_tokens_decoder().items()):
-            flags = {name: getattr(token, name) for name in _ADDED_TOKEN_FLAGS}
+            flags = {name: getattr(token, name) for name in ADDED_TOKEN_FLAGS}
             backend.add_tokens([tokenizers.AddedToken(mark + token.content, **flags)])
             original[backend.token_to_id(mark + token.content)] = token_id
         ids = _encode(backend, self._within(text, budget), False)
@@ -210,63 +185,6 @@ class Tokenizer:
         return token.encode("utf-8", "replace")
 
 
-class ByteStream:
-    """Text of byte-level tokens: a character comes out when its last byte is in."""
-
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = skipped
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, ids: Iterable[int]) -> str:
-        """The text these tokens complete."""
-        token_bytes = self._tokenizer.token_bytes
-        return self._utf8.decode(b"".join(token_bytes(token_id) for token_id in ids if token_id not in self._skipped))
-
-    def flush(self) -> str:
-        """What is left; an unfinished character becomes U+FFFD."""
-        return self._utf8.decode(b"", final=True)
-
-
-class PieceStream:
-    """Text of tokens that are pieces of text, with byte tokens for rare characters.
-
-    The decoder looks at a run of byte tokens as a whole (one bad byte spoils all of it), so a run is held until a piece
-    ends it; and it treats the first piece of a text apart (its space may go), so the last piece that came out goes in
-    front of the held ones, and its own text is taken off again.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = skipped
-        self._anchor: list[int] = []
-        self._held: list[int] = []
-
-    def push(self, ids: Iterable[int]) -> str:
-        """The text these tokens complete."""
-        # An id without a token must not part a run of bytes: the decoder does not see it.
-        has_token = self._tokenizer.has_token
-        self._held += [token_id for token_id in ids if token_id not in self._skipped and has_token(token_id)]
-        end = len(self._held)
-        while end and self._tokenizer.is_byte_token(self._held[end - 1]):
-            end -= 1
-        return self._emit(end)
-
-    def flush(self) -> str:
-        """What is left; bytes that are no character become U+FFFD."""
-        return self._emit(len(self._held))
-
-    def _emit(self, count: int) -> str:
-        if count == 0:
-            return ""
-        decode = self._tokenizer.decode
-        before = decode(self._anchor, skip_special_tokens=False)
-        text = decode(self._anchor + self._held[:count], skip_special_tokens=False)
-        self._anchor = self._held[count - 1 : count]
-        self._held = self._held[count:]
-        return text[len(before) :]
-
-
 def _byte_of_character() -> dict[str, int]:
     """How byte-level vocabularies write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
     if not _BYTE_TABLE:
@@ -292,59 +210,3 @@ def _as_unicode(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-8", "replace").decode()
     return text
-
-
-def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
-    found = {}
-    for name in _SPECIAL_NAMES:
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(token, str):
-            found[name] = token
-    return found
-
-
-def _add_missing_tokens(backend: tokenizers.Tokenizer, added: object) -> None:
-    """Adds what tokenizer_config.json lists and tokenizer.json lacks, in the order of their ids."""
-    from tokenizers import AddedToken
-
-    known = backend.get_added_tokens_decoder()
-    for token_id, fields in sorted((int(token_id), fields) for token_id, fields in dict(added or {}).items()):  # type: ignore[call-overload]
-        if token_id in known:
-            continue
-        flags = {name: fields[name] for name in _ADDED_TOKEN_FLAGS if name in fields}
-        backend.add_tokens([AddedToken(fields["content"], **flags)])
-        if (actual := backend.token_to_id(fields["content"])) != token_id:
-            raise CheckpointError(
-                f"tokenizer_config.json gives {fields['content']!r} the id {token_id}, tokenizer.json {actual}"
-            )
-
-
-def _stop_token_ids(
-    backend: tokenizers.Tokenizer,
-    generation_config: Mapping[str, object],
-    config: Mapping[str, object],
-    special_tokens: Mapping[str, str],
-) -> list[int]:
-    """The ends of an answer: generation_config.json's; where it names none, config.json's and the tokenizer's own.
-
-    The tokenizer's as well, because Qwen3.5's config names the end of a text alone, and turns of a chat end otherwise.
-    """
-    if stop := _token_ids(generation_config, "generation_config.json"):
-        return stop
-    text_config = config.get("text_config")
-    stop = _token_ids(config, "config.json")
-    if not stop and isinstance(text_config, Mapping):
-        stop = _token_ids(text_config, "config.json")
-    eos_token = special_tokens.get("eos_token")
-    token_id = None if eos_token is None else backend.token_to_id(eos_token)
-    return stop if token_id is None or token_id in stop else [*stop, token_id]
-
-
-def _token_ids(config: Mapping[str, object], file: str) -> list[int]:
-    """eos_token_id: one, a list, or null."""
-    given = config.get("eos_token_id")
-    listed: list = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(token_id) is int for token_id in listed):
-        raise CheckpointError(f"{file} has eos_token_id {given!r}, expected a token id or a list of them")
-    return listed

@@ -1,4 +1,4 @@
-"""What the layers of a language model read besides the hidden state: who stands where, and whose keys lie where.
+"""What the layers of a language model read besides the hidden state: positions, and where keys and states lie.
 
 Legend of shape suffixes: T packed tokens, D model width, H query heads, G kv heads, K head width, B sequences,
 V vocabulary, A rope axes, M tokens that are media, R tokens that attend to encoder states, S spans of these.
@@ -25,24 +25,24 @@ class MediaRun:
 
 @dataclass(frozen=True)
 class CrossBatch:
-    """The tokens that attend to encoder states, in spans that see the same ones, and where those lie.
+    """The tokens that attend to encoder states, in spans that attend to the same ones, and where those lie.
 
-    Tokens that see nothing (text alone, or before the first picture) are none of them: a cross-attention layer leaves
-    them as they are.
+    Tokens that attend to none (text alone, or before the first picture) are left out: a cross-attention layer does not
+    change them.
     """
 
     rows_R: Tensor | None  # int64, which of the batch's tokens; None: all
     query_starts: Tensor  # int32 [S + 1]: span s has tokens query_starts[s] to query_starts[s + 1] of the R
-    lengths: Tensor  # int32 [S]: encoder states span s sees
+    lengths: Tensor  # int32 [S]: encoder states that span s attends to
     block_table: Tensor  # int32 [S, pages]
     kv_caches: Sequence[KvCache]  # one per cross-attention layer
 
 
 @dataclass(frozen=True)
 class StateBatch:
-    """Where recurrent layers find the states that the tokens go on from, and leave those after them."""
+    """Where recurrent layers read the state before the tokens of each sequence, and write the states after them."""
 
-    read_slots: Tensor  # int32 [B]; negative: from nothing
+    read_slots: Tensor  # int32 [B]; negative: the zero state
     write_slots: Tensor  # int32 [T]: where the state after each token is kept; negative: nowhere
     conv_states: Sequence[Tensor]  # per recurrent layer [slots, W - 1, C]
     delta_states: Sequence[Tensor]  # per recurrent layer [slots, H, K, V], fp32
@@ -61,5 +61,5 @@ class Batch:
     kv_caches: Sequence[KvCache]  # one per self-attention layer
     logit_rows: Tensor | None = None  # int64: tokens whose logits are wanted; None: all
     media: Sequence[MediaRun] = ()
-    cross: CrossBatch | None = None  # None: no token sees any encoder state
+    cross: CrossBatch | None = None  # None: no token attends to encoder states
     states: StateBatch | None = None  # None: the model has no recurrent layers

@@ -17,7 +17,7 @@ from tilewright.weights.unpacked import Unpacked
 
 
 class CrossAttention:
-    """What each token's heads attend to among the encoder states; queries and keys are RMS-normed, none is turned."""
+    """What each token's heads attend to among the encoder states; queries and keys are RMS-normed, without rope."""
 
     def __init__(self, name: str, config: AttentionConfig, layer: int, gate: str) -> None:
         self.config, self.layer = config, layer
@@ -47,7 +47,7 @@ class CrossAttention:
 
 
 class CrossLayer:
-    """x + tanh(gate) attention(norm(x)), then x + tanh(gate) mlp(norm(x)), for tokens that see encoder states.
+    """x + tanh(gate) attention(norm(x)), then x + tanh(gate) mlp(norm(x)), for tokens that attend to encoder states.
 
     The others are left as they are, bit for bit: Meta's own implementation masks both branches of theirs.
     """

@@ -68,14 +68,14 @@ class GatedDeltaNet:
             parts += [("in_proj_b", heads), ("in_proj_a", heads)]
         self.projections = Linear([(f"{name}.{part}", rows) for part, rows in parts], config.width)
         self.conv = ConvTaps(f"{name}.conv1d", config.num_channels, config.num_taps)
-        # Decays of a whole answer hang on these: fp32 as released, exact where a checkpoint has bf16.
+        # The decay over a whole answer depends on these: fp32 as released, exact where a checkpoint has bf16.
         self.a_log = Unpacked(f"{name}.A_log", heads, in_fp32=True)
         self.dt_bias = Unpacked(f"{name}.dt_bias", heads, in_fp32=True)
         self.norm = Unpacked(f"{name}.norm.weight", config.value_width, in_fp32=True)
         self.output = Linear([(f"{name}.out_proj", config.width)], values)
 
     def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
-        """Positions (cos and sin) are not looked at: the order of tokens is in the states."""
+        """Positions (cos and sin) are not used: the order of tokens is in the states."""
         config, states, starts = self.config, batch.states, batch.query_starts
         assert states is not None, "a model with recurrent layers was given a batch without states"
         slots = states.read_slots, states.write_slots

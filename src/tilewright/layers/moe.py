@@ -1,4 +1,4 @@
-"""The sparse feed-forward layer: each token goes through the few experts its router likes best."""
+"""The sparse feed-forward layer: each token goes through the few experts with the highest router scores."""
 
 from __future__ import annotations
 

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tilewright.inputs.media import MediaKind
+from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cost import DecoderCost, PredictorCost
+from tilewright.models.media_batch import MediaBatch
 from tilewright.ops.kv_cache import KvCache, elements_per_token
-from tilewright.types import Medium, ModelInputs
+from tilewright.types import MediaKind, ModelInputs
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class StateSpec:
 
 
 class Predictor(Protocol):
-    """What drafts: from the hidden state of a token and the token after it, the one after that."""
+    """Drafts the second next token from the hidden state of a token and the token after it."""
 
     @property
     def width(self) -> int:
@@ -91,7 +92,7 @@ class Model(Protocol):
 
     @property
     def predictor(self) -> Predictor | None:
-        """What drafts; None where the checkpoint has no such part, or it was not asked for."""
+        """Its multi-token predictor; None where the checkpoint has none, or it was not loaded."""
 
     def cost(self) -> DecoderCost:
         """What a token reads and multiplies, of the text side: a vision tower is no part of it."""
@@ -105,8 +106,8 @@ class Model(Protocol):
     def forward(self, batch: Batch) -> Tensor:
         """fp32 logits [R, V] of the rows the batch asks for."""
 
-    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
-        """The features of each medium, [its num_features, width], from one pass over all of them."""
+    def encode(self, batch: MediaBatch) -> list[Tensor]:
+        """The features [num_features, width] of each item, from one pass over all of them."""
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `encode`'s result as embeddings [M, D] and what is added after the first layers."""
@@ -118,12 +119,16 @@ class Model(Protocol):
 class Processor(Protocol):
     """Turns what a user sends into what the model reads: a conversation, or a prompt with its media.
 
-    `accepts` lists the kinds of media it takes. `chat` and `prompt` take `is_known`, which tells by its key whether a
-    medium's features are at hand: it is not decoded then; and `budget`, which bounds the text that is tokenized.
+    `accepts` lists the kinds of media it takes. `chat` and `prompt` take `is_known`, which says by its key whether a
+    medium's features are cached: it is not decoded then; and `budget`, which bounds the text that is tokenized.
     """
 
     @property
     def accepts(self) -> Sequence[MediaKind]: ...
+
+    @property
+    def media_buffer(self) -> MediaBuffer | None:
+        """Where it writes what the model's encoder reads; None where it takes no media."""
 
     @property
     def chat(self) -> Callable[..., ModelInputs]: ...

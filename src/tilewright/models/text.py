@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.decoder_model import DecoderModel
+from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.text_config import Config, decoder_config, moe_config, whole_name
-from tilewright.types import Medium
 from tilewright.weights.experts import ExpertFormat
 
 QWEN3_HEAD_WIDTH = 128  # what a dense Qwen3 config without head_dim means
@@ -20,7 +20,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class TextModel(DecoderModel):
-    """A language model without other senses."""
+    """A language model that takes text alone."""
 
     num_position_axes = 1
     cross_spec = None
@@ -39,7 +39,7 @@ class TextModel(DecoderModel):
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)
 
-    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
+    def encode(self, batch: MediaBatch) -> list[Tensor]:
         raise NotImplementedError("a text model has no encoder; its processor refuses media")
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

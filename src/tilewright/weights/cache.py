@@ -90,7 +90,7 @@ class PackedCache:
     def restore(self, on_bytes: Callable[[int], object]) -> bool:
         """Gives every weight its value from the entry; False, and nothing is changed, if there is none to use.
 
-        `on_bytes` is told as the file comes into memory.
+        `on_bytes` is called as the file comes into memory.
         """
         if not self.path.is_file():
             return False

@@ -26,7 +26,7 @@ class DamagedEntryError(RuntimeError):
 
 
 class EntryCheck:
-    """The thread that reads an entry through. On damage it removes the file, tells `on_damage`, and ends by the error:
+    """The thread that reads an entry through. On damage it removes the file, calls `on_damage`, and raises the error:
     a process that ends with its threads (the server's engine) is started again, and packs anew."""
 
     def __init__(self, data: ChecksummedData, on_damage: Callable[[DamagedEntryError], object]) -> None:

@@ -20,7 +20,7 @@ from tilewright.weights.gguf_file import GgufFile, StoredTensor
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-ROPE_FREQUENCIES = "rope_freqs.weight"  # Llama 3's scaling, worked out: the config says it in words instead
+ROPE_FREQUENCIES = "rope_freqs.weight"  # Llama 3's scaling, worked out: the config has the rule instead
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -84,7 +84,7 @@ class GgufCheckpoint:
         return ordered[begin - first * head_rows : end - first * head_rows]
 
     def release(self, name: str) -> None:
-        """Lets go of the tensor's pages."""
+        """Releases the tensor's pages."""
         tensor = self._tensors[name]
         self._file.mapped.release(tensor.offset, tensor.size_bytes)
 

@@ -110,7 +110,7 @@ def _type_name(number: int) -> str:
 
 
 class _Cursor:
-    """Reads a file's beginning in order; past its end it is a CheckpointError."""
+    """Reads a file's header in order; CheckpointError past its end."""
 
     def __init__(self, file: MappedFile) -> None:
         self._file = file
@@ -154,7 +154,7 @@ class _Cursor:
         return (values != 0).tolist() if kind == _BOOL else values.tolist()
 
     def _expect(self, size_bytes: int, key: str) -> None:
-        """Before anything is made of a size that the file claims."""
+        """Checked before memory is taken for a size that the file claims."""
         if size_bytes > self._file.size_bytes - self.position:
             raise CheckpointError(f"{self._file.path}: {key} claims {size_bytes} bytes or more, past the file's end")
 

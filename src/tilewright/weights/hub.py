@@ -21,7 +21,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def download(model_id: str) -> Path:
-    """The folder with the model's files. What is there already is not fetched again, a download cut off goes on."""
+    """The folder with the model's files. Files already there are not fetched again; an interrupted download resumes."""
     # Imported here: a local folder needs none of it, and it takes a while.
     from huggingface_hub import errors, snapshot_download
 
@@ -40,8 +40,8 @@ def download(model_id: str) -> Path:
             f"{model_id} is not on this machine, and the hub cannot be reached (no connection, or HF_HUB_OFFLINE is "
             "set): give the path of a model folder or a .gguf file, or go online once to download it"
         ) from error
-    except Exception as error:  # of the HTTP library, the disk, the server: the same to whoever wanted a model
+    except Exception as error:  # of the HTTP library, the disk or the server
         raise CheckpointError(
-            f"downloading {model_id} failed: {error}; run it again to go on where it stopped, "
+            f"downloading {model_id} failed: {error}; run it again to resume, "
             "or give the path of a model folder or a .gguf file"
         ) from error

@@ -1,4 +1,4 @@
-"""Files mapped into memory, read as tensors without a copy, whose pages can be let go again."""
+"""Files mapped into memory, read as tensors without a copy, whose pages can be released."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class MappedFile:
         return data.view(dtype).view(shape)
 
     def release(self, offset: int, size_bytes: int) -> None:
-        """Lets go of the pages of a range: they no longer count as this process's, and are read again when touched."""
+        """Releases the pages of a range: they no longer count as this process's, and are read again when touched."""
         begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
         if size_bytes:
             self.memory.madvise(mmap.MADV_DONTNEED, begin, offset + size_bytes - begin)

@@ -100,7 +100,7 @@ class SafetensorsCheckpoint:
         return entry.file.tensor_at(entry.offset + begin * row_bytes, shape, entry.dtype)
 
     def release(self, name: str) -> None:
-        """Lets go of the tensor's pages; views of it stay valid and read them again."""
+        """Releases the tensor's pages; views of it stay valid and read them again."""
         entry = self._entries[name]
         entry.file.release(entry.offset, entry.size_bytes)
 
@@ -123,7 +123,7 @@ def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map of tensor names to files")
         for name in weight_map.values():
-            # Only files beside the index: a path would let a checkpoint read what it pleases.
+            # Only files beside the index: a path would let a checkpoint read any file of this machine.
             if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
                 raise CheckpointError(f"{index} names the file {name!r}, expected a .safetensors file beside it")
         shards = sorted({folder / name for name in weight_map.values()})

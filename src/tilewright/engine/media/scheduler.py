@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -105,7 +104,7 @@ class MediaScheduler(SequenceResource):
     def _encode(self, step: Step, sequence: Sequence, medium: Medium) -> bool:
         """Whether the medium has features, or gets them in this step. Not if there is no encoder time left for it."""
         if not self.features.has(medium.key) and all(other.key != medium.key for other in step.encode):
-            num_patches = sum(math.prod(other.grid) for other in (*step.encode, medium))
+            num_patches = sum(other.encoder_rows for other in (*step.encode, medium))
             if step.encode and num_patches > self.limits.max_patches(step.has_decodes):
                 return False
             step.encode.append(medium)

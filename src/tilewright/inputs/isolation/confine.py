@@ -1,4 +1,4 @@
-"""A process gives up, for good, all but computing: it then works on what strangers send."""
+"""Takes all rights but computing away from this process, for good, before it decodes untrusted media."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that decodes what strangers send. It knows nothing but the item at hand, and can reach nothing else.
+"""The process that decodes untrusted media. It has the current item in memory and can reach nothing else.
 
 It is asked over a socket to open an item, whose bytes lie in shared memory (the slate), and then for its pixels or
 samples, which it puts there in turn. It is started by `decoder_pool`, and imports neither torch nor the engine.
@@ -23,7 +23,7 @@ from tilewright.inputs.image import PictureFile, read_picture
 from tilewright.inputs.isolation.confine import confine, limit_cpu
 from tilewright.inputs.isolation.wire import pack, receive
 from tilewright.inputs.media import MediaLimits
-from tilewright.inputs.video import VideoFile, read_video
+from tilewright.inputs.video_file import VideoFile, read_video
 from tilewright.types import RequestError
 
 # What Pillow imports when it is first needed, and all of PyAV: afterwards no file can be opened.

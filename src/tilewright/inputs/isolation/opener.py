@@ -15,9 +15,10 @@ import numpy as np
 from tilewright.inputs.audio import Sound, SoundFile, max_samples, open_audio
 from tilewright.inputs.image import Picture, PictureFile, open_picture
 from tilewright.inputs.isolation.pool import DecoderFailed, DecoderPool, DecoderProcess
-from tilewright.inputs.media import Fetch, MediaKind, MediaLimits, MediaPart, check_duration, check_pixels
-from tilewright.inputs.video import MAX_FILE_FRAMES, Video, VideoFile, check_rate, open_video
-from tilewright.types import RequestError
+from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, check_pixels
+from tilewright.inputs.video import Video, open_video
+from tilewright.inputs.video_file import MAX_FILE_FRAMES, VideoFile, check_rate
+from tilewright.types import MediaKind, RequestError
 
 _log = logging.getLogger(__name__)
 

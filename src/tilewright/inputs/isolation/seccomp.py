@@ -14,7 +14,7 @@ class Call:
 
     x86_64: int | None
     aarch64: int | None
-    argument: int | None = None  # the one that is looked at
+    argument: int | None = None  # index of the argument that is compared
     values: tuple[int, ...] = ()  # what it may be
 
 

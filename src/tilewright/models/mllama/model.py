@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -10,11 +10,12 @@ from torch import Tensor
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.decoder_model import DecoderModel
+from tilewright.models.media_batch import MediaBatch
 from tilewright.models.mllama.processor import MllamaProcessor
 from tilewright.models.mllama.vision import VisionConfig, VisionTower
 from tilewright.models.protocol import CrossSpec, Family, KvSpec
 from tilewright.models.text_config import Config, decoder_config, integer, table
-from tilewright.types import Medium, UnsupportedConfig
+from tilewright.types import UnsupportedConfig
 
 TEXT, VISION, PROJECTOR = "model.language_model", "model.vision_model", "model.multi_modal_projector"
 NUM_EXTRA_EMBEDDINGS = 8  # the picture's token among them
@@ -60,8 +61,8 @@ class Mllama(DecoderModel):
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)
 
-    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
-        return self.vision(media)
+    def encode(self, batch: MediaBatch) -> list[Tensor]:
+        return self.vision(batch)
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         raise NotImplementedError("tokens attend to features here; none takes the place of a token")

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, content_key
-from tilewright.inputs.media_processor import IsKnown, MediaProcessor
+from tilewright.inputs.media_buffer import MediaBuffer
+from tilewright.inputs.media_processor import MediaProcessor, Placement, PreparedMedium
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.mllama.preprocessing import Fit, fit, read_preprocessing
-from tilewright.models.pixels import Pixels
 from tilewright.ops import image as image_ops
-from tilewright.types import Medium, ModelInputs, RequestError, Span
+from tilewright.types import RequestError, Span
+
+NUM_CHANNELS = 3
 
 
 class MllamaProcessor(MediaProcessor):
@@ -36,8 +38,9 @@ class MllamaProcessor(MediaProcessor):
         dtype: torch.dtype = torch.bfloat16,
         opener: Opener | None = None,
     ) -> None:
-        super().__init__(tokenizer, template, limits, dtype, opener)
         self.settings = read_preprocessing(config, folder)
+        buffer = MediaBuffer(NUM_CHANNELS * self.settings.patch_size**2, dtype)
+        super().__init__(tokenizer, template, limits, opener, buffer)
         self.image_token_id: int = config["image_token_index"]
 
     @property
@@ -57,35 +60,36 @@ class MllamaProcessor(MediaProcessor):
         num_pictures = next((place for place, token_id in enumerate(ids) if token_id != self.image_token_id), len(ids))
         return [*ids[:num_pictures], begin, *ids[num_pictures:]]
 
-    def _inputs(
-        self, ids: Sequence[int], parts: Sequence[MediaPart], fetch: Fetch | None, is_known: IsKnown | None
-    ) -> ModelInputs:
+    def _place(self, ids: Sequence[int], media: Sequence[PreparedMedium]) -> Placement:
         places = [place for place, token_id in enumerate(ids) if token_id == self.image_token_id]
-        if len(places) > len(parts):
+        if len(places) > len(media):
             raise RequestError(
-                f"the prompt has {len(places)} placeholders of images, expected {len(parts)}: one for each image given"
+                f"the prompt has {len(places)} placeholders of images, expected {len(media)}: one for each image given"
             )
-        if len(places) < len(parts):
-            raise RequestError(f"{parts[len(places)].name}: the prompt has no placeholder left for it")
-        media = tuple(self._prepare(part, place, fetch, is_known) for part, place in zip(parts, places, strict=True))
-        return ModelInputs(tuple(ids), np.arange(len(ids), dtype=np.int64)[None], len(ids), media)
+        if len(places) < len(media):
+            raise RequestError(f"{media[len(places)].name}: the prompt has no placeholder left for it")
+        positions = np.arange(len(ids), dtype=np.int64)[None]
+        spans = [(Span(place, 1),) for place in places]
+        return Placement(ids, positions, len(ids), list(zip(media, spans, strict=True)))
 
-    def _prepare(self, part: MediaPart, place: int, fetch: Fetch | None, is_known: IsKnown | None) -> Medium:
+    def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
         settings = self.settings
         picture = self.opener.open_picture(part, self.limits, fetch)
         fitted = fit(picture.height, picture.width, settings)
-        key = content_key(picture.digest, "tiles", fitted, settings)
-        pixels = Pixels(lambda: self._canvas(torch.from_numpy(picture.decode()), fitted))
-        if is_known is None or not is_known(key):
-            pixels()
-        side = settings.patches_per_side
-        return Medium(
-            kind="image",
-            key=key,
-            grid=(settings.max_tiles, side, side),  # tiles of padding cost the encoder as much
-            spans=(Span(place, 1),),
-            load=lambda: self._patches(pixels()),
-            num_states=fitted.tiling[0] * fitted.tiling[1] * (side**2 + 1),
+        num_tiles, side = fitted.tiling[0] * fitted.tiling[1], settings.patches_per_side
+
+        def write(rows: Tensor) -> None:
+            self._write_patches(self._canvas(torch.from_numpy(picture.decode()), fitted), rows)
+
+        return PreparedMedium(
+            part.name,
+            "image",
+            key=content_key(picture.digest, "tiles", fitted, settings),
+            grid=(num_tiles, side, side),
+            num_rows=num_tiles * side**2,
+            encoder_rows=settings.max_tiles * side**2,  # tiles of padding cost the encoder as much
+            write=write,
+            num_states=num_tiles * (side**2 + 1),
             tiling=fitted.tiling,
         )
 
@@ -93,15 +97,15 @@ class MllamaProcessor(MediaProcessor):
         """The picture in the upper left corner of its tiles, 8-bit RGB."""
         rows, columns = fitted.tiling
         size = self.settings.tile_size
-        canvas = torch.zeros((rows * size, columns * size, 3), dtype=torch.uint8)
+        canvas = torch.zeros((rows * size, columns * size, NUM_CHANNELS), dtype=torch.uint8)
         resized = image_ops.resize(pixels, fitted.height, fitted.width, self.settings.filter)
         canvas[: fitted.height, : fitted.width] = resized
         return canvas
 
-    def _patches(self, canvas: Tensor) -> Tensor:
+    def _write_patches(self, canvas: Tensor, rows: Tensor) -> None:
         """Patches [N, 3 * P * P], tile by tile and row by row within: a tile is one merged patch."""
         settings = self.settings
-        return image_ops.patches(
+        image_ops.patches(
             canvas,
             *canvas.shape[:2],
             patch_size=settings.patch_size,
@@ -110,5 +114,5 @@ class MllamaProcessor(MediaProcessor):
             std=settings.std,
             rescale=settings.rescale,
             filter=settings.filter,
-            dtype=self.dtype,
+            out=rows,
         )

@@ -1,14 +1,14 @@
 """The vision tower of Llama-3.2-Vision: the tiles of a picture in, encoder states that text attends to out.
 
 N: patches of all tiles, each tile's class token first. A picture always has the most tiles there may be, and each tile
-rows up to a multiple of 8; what is not of the picture is padding. Two rows of padding do not see each other, any other
-two do. So the picture's own rows come first and padding behind: those see all keys, padding sees the first ones, and
-attention is two calls without a mask. Padding cannot be left out: the picture's rows look at it.
+rows up to a multiple of 8; what is not of the picture is padding. Two rows of padding do not attend to each
+other, any other two do. So the picture's own rows come first and padding behind: those attend to all keys, padding to
+the first ones, and attention is two calls without a mask. Padding cannot be left out: the picture's rows attend to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,13 @@ from torch import Tensor
 from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import Linear
 from tilewright.layers.mlp import activation_named
+from tilewright.models.media_batch import MediaBatch, MediaItem
 from tilewright.models.mllama.weights import MapProjectorWeight, PatchProjection, PositionTables, TileTable
 from tilewright.models.text_config import Config, head_width, integer, number
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.norm import layer_norm
 from tilewright.ops.plan import empty, scope
-from tilewright.types import Medium, UnsupportedConfig
+from tilewright.types import UnsupportedConfig
 
 OUTER_EPS = 1e-5  # of the norms before and after the layers, whatever the config says of those within
 ROW_MULTIPLE = 8  # a tile is padded to so many rows
@@ -161,7 +162,7 @@ def _norm(name: str, width: int, eps: float, biases: frozenset[str]) -> LayerNor
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Every query sees every key."""
+    """Every query attends to every key."""
     if len(q):
         starts = [torch.tensor([0, len(tensor)], dtype=torch.int32, device=tensor.device) for tensor in (q, k)]
         varlen_attention(q, k, v, *starts, out=out)
@@ -196,25 +197,25 @@ class VisionTower:
             MapProjectorWeight(projector_name, output_width, width, len(config.inner_maps), bias=has_bias)
         )
 
-    def __call__(self, media: Sequence[Medium]) -> list[Tensor]:
+    def __call__(self, batch: MediaBatch) -> list[Tensor]:
         """The states [its tiles * rows of a tile, output width] of each picture.
 
         One after the other: a picture with its padding is 6,432 rows, from which on more gain nothing.
         """
-        return [self._encode(medium) for medium in media]
+        return [self._encode(item, batch.rows([item])) for item in batch.items]
 
-    def _encode(self, medium: Medium) -> Tensor:
+    def _encode(self, item: MediaItem, patches: Tensor) -> Tensor:
         config = self.config
-        rows = Rows(medium.tiling[0] * medium.tiling[1], config.max_tiles, config.rows_per_tile)
+        rows = Rows(item.tiling[0] * item.tiling[1], config.max_tiles, config.rows_per_tile)
         positions = self.positions.value
         states = torch.empty(
             rows.num_real, self.projector.packed.out_features, dtype=positions.dtype, device=positions.device
         )
-        arrangement = 1 + self.arrangements.index(medium.tiling)
+        arrangement = 1 + self.arrangements.index(item.tiling)
         with scope():
             maps = empty((rows.num_real, config.width * (1 + len(config.inner_maps))), states.dtype)
             last_map, *inner_maps = maps.split(config.width, dim=1)
-            x_ND = self._embed(medium.load().to(states.device), rows, arrangement)
+            x_ND = self._embed(patches, rows, arrangement)
             for i, layer in enumerate(self.local_layers):
                 with scope():
                     layer(x_ND, rows.num_real, rows.total)
@@ -234,17 +235,17 @@ class VisionTower:
         """Patches with their positions, normed [N, D]; tiles of padding are black, rows that fill a tile up zero."""
         positions = self.positions.value[arrangement]
         x_ND = empty((rows.total, self.config.width), positions.dtype)
-        per_tile = rows.per_tile - 1
-        for tile, position_PD in enumerate(positions):
-            part = x_ND[rows.filled(tile)]
-            part[0] = position_PD[0]
-            if tile < rows.num_tiles:
-                pixels = patches[tile * per_tile : (tile + 1) * per_tile]
-                self.patches(pixels, residual=position_PD[1:], out=part[1:])
-            else:
-                part[1:] = position_PD[1:]
-            self.norm_before(part, out=part)
-            x_ND[rows.filling(tile)] = 0
+        with scope():
+            # Of all tiles in one product; class tokens lie between them in x.
+            embedded = empty((rows.num_tiles, rows.per_tile - 1, self.config.width), positions.dtype)
+            embedded[:] = positions[: rows.num_tiles, 1:]
+            flat = embedded.view(-1, self.config.width)
+            self.patches(patches, residual=flat, out=flat)
+            for tile, position_PD in enumerate(positions):
+                part = x_ND[rows.filled(tile)]
+                self.norm_before(position_PD[:1], out=part[:1])
+                self.norm_before(embedded[tile] if tile < rows.num_tiles else position_PD[1:], out=part[1:])
+                x_ND[rows.filling(tile)] = 0
         return x_ND
 
     def _norm_between(self, x_ND: Tensor, rows: Rows, arrangement: int) -> None:

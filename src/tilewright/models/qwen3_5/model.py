@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts, with and without eyes, and Qwen3-Next: recurrent layers between attention layers."""
+"""Qwen3.5, dense or with experts, with or without vision, and Qwen3-Next: recurrent layers between attention layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cost import PredictorCost
 from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.decoder_model import DecoderModel
+from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Family, KvSpec, StateSpec
 from tilewright.models.qwen3_5.config import Shapes, mtp_config, text_config
 from tilewright.models.qwen3_5.mtp import PREFIX, MultiTokenPredictor
@@ -17,7 +18,7 @@ from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
 from tilewright.models.text_config import Config, is_tied, table, whole_name
 from tilewright.ops.embedding import embedding
-from tilewright.types import Medium, UnsupportedConfig
+from tilewright.types import UnsupportedConfig
 
 TEXT, VISION = "model.language_model", "model.visual"
 TEXT_ALONE = "model"
@@ -61,9 +62,9 @@ class Qwen35(DecoderModel):
         return self.mtp.cost()
 
     def checkpoint_name(self, name: str) -> str | None:
-        """As the checkpoint has it, but for what is not built: a predictor, or the eyes a text model was cut from.
+        """As the checkpoint has it, except tensors of parts that are not built: the predictor, or the vision tower.
 
-        A text model may be kept under the names it has within one that sees.
+        A text model may be stored under the names it has inside a vision-language model.
         """
         if self.mtp is None and name.startswith(f"{PREFIX}."):
             return None
@@ -94,16 +95,16 @@ class Qwen35(DecoderModel):
         drafted_RD = self.mtp(self.decoder, next_token_ids_T, hidden_TD, batch, next_media)
         return self.decoder.logits(drafted_RD), drafted_RD
 
-    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
+    def encode(self, batch: MediaBatch) -> list[Tensor]:
         if self.vision is None:
             raise NotImplementedError("a text model has no encoder; its processor refuses media")
-        return self.vision(media)
+        return self.vision(batch)
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         return features_MF, ()
 
 
-def _build_seeing(config: Config, shapes: Shapes) -> Qwen35:
+def _build_vision(config: Config, shapes: Shapes) -> Qwen35:
     text = table(config, "text_config")
     decoder = text_config(text, shapes, tied=is_tied(config), interleaved=False, num_axes=3)
     vision = VisionConfig.from_dict(table(config, "vision_config"))
@@ -126,8 +127,8 @@ def _text_alone(config: Config, shapes: Shapes, *, interleaved: bool) -> Qwen35:
 
 _MTP = f"{PREFIX}."
 FAMILIES = {
-    "qwen3_5": Family(_build_seeing, Qwen3VlProcessor, _MTP),
-    "qwen3_5_moe": Family(_build_seeing, Qwen3VlProcessor, _MTP),
+    "qwen3_5": Family(_build_vision, Qwen3VlProcessor, _MTP),
+    "qwen3_5_moe": Family(_build_vision, Qwen3VlProcessor, _MTP),
     "qwen3_5_text": Family(_build_text, None, _MTP),
     "qwen3_5_moe_text": Family(_build_text, None, _MTP),
     "qwen3_next": Family(_build_next, None, _MTP),

@@ -50,7 +50,7 @@ class MultiTokenPredictor:
     ) -> Tensor:
         """What the head reads for the second token after each logit row of the batch [R, D]; all leave keys and values.
 
-        `batch` says where the rows stand; its ids and media are not looked at. `next_media` are the runs of rows whose
+        `batch` says where the rows stand; its ids and media are not read. `next_media` are the runs of rows whose
         next token is a medium's.
         """
         config, rows = self.config, batch.logit_rows

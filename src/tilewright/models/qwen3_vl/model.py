@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.decoder_model import DecoderModel
+from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
@@ -22,7 +23,7 @@ from tilewright.models.text_config import (
     table,
     whole_name,
 )
-from tilewright.types import Medium, UnsupportedConfig
+from tilewright.types import UnsupportedConfig
 from tilewright.weights.experts import ExpertFormat
 
 TEXT, VISION = "model.language_model", "model.visual"
@@ -53,8 +54,8 @@ class Qwen3Vl(DecoderModel):
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)
 
-    def encode(self, media: Sequence[Medium]) -> list[Tensor]:
-        return self.vision(media)
+    def encode(self, batch: MediaBatch) -> list[Tensor]:
+        return self.vision(batch)
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         embeddings, *deepstack = features_MF.split(self.decoder.config.width, dim=1)

@@ -143,7 +143,7 @@ def _fit(
 
 
 def num_sampled_frames(num_frames: int, fps: float, settings: Preprocessing) -> int:
-    """How many of a video's frames are looked at."""
+    """How many of a video's frames are sampled."""
     wanted = int(num_frames / fps * settings.fps)
     return min(max(wanted, settings.min_frames), settings.max_frames, num_frames)
 

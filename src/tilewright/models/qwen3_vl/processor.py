@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, content_key
-from tilewright.inputs.media_processor import IsKnown, MediaProcessor
+from tilewright.inputs.media_buffer import MediaBuffer
+from tilewright.inputs.media_processor import MediaProcessor, Placement, PreparedMedium
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.qwen3_vl.preprocessing import (
+    Preprocessing,
     group_times,
     num_sampled_frames,
     picture_size,
@@ -22,9 +26,11 @@ from tilewright.models.qwen3_vl.preprocessing import (
     sample_indices,
     video_size,
 )
-from tilewright.models.qwen3_vl.prompt import Patches, Placeholders, PreparedMedium, place
+from tilewright.models.qwen3_vl.prompt import Placeholders, place
 from tilewright.ops import image as image_ops
-from tilewright.types import ModelInputs, RequestError
+from tilewright.types import RequestError
+
+NUM_CHANNELS = 3
 
 
 class Qwen3VlProcessor(MediaProcessor):
@@ -41,52 +47,48 @@ class Qwen3VlProcessor(MediaProcessor):
         dtype: torch.dtype = torch.bfloat16,
         opener: Opener | None = None,
     ) -> None:
-        super().__init__(tokenizer, template, limits, dtype, opener)
         self.image = read_preprocessing("image", config, folder)
         self.video = read_preprocessing("video", config, folder)
+        # A row is a patch of a picture; one of a video has as many rows as a group has frames.
+        buffer = MediaBuffer(NUM_CHANNELS * self.image.patch_size**2, dtype)
+        super().__init__(tokenizer, template, limits, opener, buffer)
         self.placeholders = Placeholders(
-            image=config["image_token_id"],
-            video=config["video_token_id"],
+            of_kind={"image": config["image_token_id"], "video": config["video_token_id"]},
             start=config["vision_start_token_id"],
             end=config["vision_end_token_id"],
         )
 
     @property
     def picture_token_ids(self) -> tuple[int, ...]:
-        return self.placeholders.start, self.placeholders.image, self.placeholders.end
+        return self.placeholders.start, self.placeholders.of_kind["image"], self.placeholders.end
 
-    def _inputs(
-        self, ids: Sequence[int], parts: Sequence[MediaPart], fetch: Fetch | None, is_known: IsKnown | None
-    ) -> ModelInputs:
+    def _place(self, ids: Sequence[int], media: Sequence[PreparedMedium]) -> Placement:
         """A placeholder may also be expanded already, to exactly as many tokens as its medium has features."""
-        media = [self._prepare(part, fetch, is_known) for part in parts]
         return place(ids, media, self.placeholders, self.image.merge_size, self.tokenizer.encode)
 
-    def _prepare(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> PreparedMedium:
-        if part.kind == "image":
-            return self._prepare_picture(part, fetch, is_known)
-        return self._prepare_video(part, fetch, is_known)
+    def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+        return self._prepare_picture(part, fetch) if part.kind == "image" else self._prepare_video(part, fetch)
 
-    def _prepare_picture(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> PreparedMedium:
+    def _prepare_picture(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
         settings = self.image
         picture = self.opener.open_picture(part, self.limits, fetch)
         height, width = picture_size(picture.height, picture.width, settings, part.name)
-        key = content_key(picture.digest, "image", height, width, settings)
-
-        def decode() -> Tensor:
-            pixels = torch.from_numpy(picture.decode())
-            # Held until the encoder takes them: whichever is smaller.
-            if picture.height * picture.width > height * width:
-                pixels = image_ops.resize(pixels, height, width, settings.filter)
-            return pixels
-
-        patches = Patches(decode, (height, width), 1, settings, self.dtype)
-        if is_known is None or not is_known(key):
-            patches.decode()
         grid = (1, height // settings.patch_size, width // settings.patch_size)
-        return PreparedMedium(part.name, "image", key, grid, (), patches.load)
 
-    def _prepare_video(self, part: MediaPart, fetch: Fetch | None, is_known: IsKnown | None) -> PreparedMedium:
+        def write(rows: Tensor) -> None:
+            _write_patches(torch.from_numpy(picture.decode()), (height, width), 1, settings, rows)
+
+        return PreparedMedium(
+            part.name,
+            "image",
+            key=content_key(picture.digest, "image", height, width, settings),
+            grid=grid,
+            num_rows=math.prod(grid),
+            encoder_rows=math.prod(grid),
+            write=write,
+        )
+
+    def _prepare_video(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
         settings = self.video
         video = self.opener.open_video(part, self.limits, fetch)
         num_sampled = num_sampled_frames(video.num_frames, video.fps, settings)
@@ -94,19 +96,59 @@ class Qwen3VlProcessor(MediaProcessor):
             raise RequestError(f"{part.name}: {num_sampled} frames, the limit is {self.limits.max_frames}")
         sampled = video.sample(sample_indices(video.num_frames, num_sampled))
         height, width = video_size(num_sampled, video.height, video.width, settings, part.name)
-        key = content_key(video.digest, "video", height, width, sampled.indices, sampled.times_s, settings)
-
-        def decode() -> Tensor:
-            group = settings.temporal_patch_size
-            frames = torch.empty((-(-num_sampled // group) * group, height, width, 3), dtype=torch.uint8)
-            for index, frame in enumerate(video.frames(sampled.indices)):
-                image_ops.resize(torch.from_numpy(frame), height, width, settings.filter, out=frames[index])
-            frames[num_sampled:] = frames[num_sampled - 1]
-            return frames
-
-        patches = Patches(decode, (height, width), settings.temporal_patch_size, settings, self.dtype)
-        if is_known is None or not is_known(key):
-            patches.decode()
-        times_s = group_times(sampled.times_s, settings.temporal_patch_size)
+        group = settings.temporal_patch_size
+        times_s = group_times(sampled.times_s, group)
         grid = (len(times_s), height // settings.patch_size, width // settings.patch_size)
-        return PreparedMedium(part.name, "video", key, grid, tuple(times_s), patches.load)
+
+        def write(rows: Tensor) -> None:
+            groups = _frame_groups(video.frames(sampled.indices), (height, width), settings)
+            # Group by group: a film's frames never lie in memory beside its patches.
+            for frames, part_of_rows in zip(groups, rows.split(len(rows) // len(times_s)), strict=True):
+                _write_patches(frames, (height, width), group, settings, part_of_rows)
+
+        return PreparedMedium(
+            part.name,
+            "video",
+            key=content_key(video.digest, "video", height, width, sampled.indices, sampled.times_s, settings),
+            grid=grid,
+            num_rows=math.prod(grid) * group,
+            encoder_rows=math.prod(grid),
+            write=write,
+            times_s=tuple(times_s),
+        )
+
+
+def _frame_groups(frames: Iterator[np.ndarray], size: tuple[int, int], settings: Preprocessing) -> Iterator[Tensor]:
+    """Frames resized, as many as a group has [frames, height, width, 3]; the last frame fills up its group.
+
+    Each group is overwritten by the next one.
+    """
+    group = torch.empty((settings.temporal_patch_size, *size, NUM_CHANNELS), dtype=torch.uint8)
+    place = 0
+    for frame in frames:
+        image_ops.resize(torch.from_numpy(frame), *size, settings.filter, out=group[place])
+        place += 1
+        if place == len(group):
+            yield group
+            place = 0
+    if place:
+        group[place:] = group[place - 1]
+        yield group
+
+
+def _write_patches(
+    pixels: Tensor, size: tuple[int, int], temporal_patch_size: int, settings: Preprocessing, rows: Tensor
+) -> None:
+    """What the encoder reads [N, 3 * frames of a group * P * P], of 8-bit RGB of any size."""
+    image_ops.patches(
+        pixels,
+        *size,
+        patch_size=settings.patch_size,
+        merge_size=settings.merge_size,
+        mean=settings.mean,
+        std=settings.std,
+        rescale=settings.rescale,
+        filter=settings.filter,
+        temporal_patch_size=temporal_patch_size,
+        out=rows.view(-1, temporal_patch_size * rows.shape[1]),
+    )

@@ -1,79 +1,25 @@
-"""Media in their places: placeholders expanded, positions on three axes, patches made when the encoder asks."""
+"""Media in their places: placeholders expanded, positions on three axes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from tilewright.models.pixels import Pixels
-from tilewright.models.qwen3_vl.preprocessing import Preprocessing
-from tilewright.ops import image as image_ops
-from tilewright.types import Medium, ModelInputs, RequestError, Span
+from tilewright.inputs.media_processor import Placement, PreparedMedium
+from tilewright.types import MediaKind, RequestError, Span
+
+_Run = tuple[MediaKind, int, int]  # kind, start, length
 
 
 @dataclass(frozen=True)
 class Placeholders:
     """Ids of the tokens that stand for media, and of those around each picture and each group of frames."""
 
-    image: int
-    video: int
+    of_kind: Mapping[MediaKind, int]
     start: int
     end: int
-
-
-@dataclass(frozen=True)
-class PreparedMedium:
-    """A medium with its size and key, before it has a place in a prompt."""
-
-    name: str  # for errors: "image 2"
-    kind: Literal["image", "video"]
-    key: bytes
-    grid: tuple[int, int, int]
-    times_s: tuple[float, ...]  # of each group of frames; none for a picture
-    load: Callable[[], Tensor]
-
-
-class Patches:
-    """The patches of one medium; its pixels are decoded once, when first asked for."""
-
-    def __init__(
-        self,
-        read: Callable[[], Tensor],
-        size: tuple[int, int],
-        temporal_patch_size: int,
-        settings: Preprocessing,
-        dtype: torch.dtype,
-    ) -> None:
-        self._pixels = Pixels(read)
-        self._size = size
-        self._temporal_patch_size = temporal_patch_size
-        self._settings = settings
-        self._dtype = dtype
-
-    def decode(self) -> Tensor:
-        """The pixels, 8-bit RGB."""
-        return self._pixels()
-
-    def load(self) -> Tensor:
-        """What the encoder reads: [N, 3 * frames of a group * P * P]."""
-        settings = self._settings
-        return image_ops.patches(
-            self.decode(),
-            *self._size,
-            patch_size=settings.patch_size,
-            merge_size=settings.merge_size,
-            mean=settings.mean,
-            std=settings.std,
-            rescale=settings.rescale,
-            filter=settings.filter,
-            temporal_patch_size=self._temporal_patch_size,
-            dtype=self._dtype,
-        )
 
 
 def place(
@@ -82,31 +28,24 @@ def place(
     placeholders: Placeholders,
     merge_size: int,
     encode: Callable[[str], list[int]],
-) -> ModelInputs:
+) -> Placement:
     """The prompt with every medium in the place of its placeholders, in order.
 
-    A picture has one placeholder, or as many as it has features. A video has one, which becomes a time, a start, the
-    features and an end for each group of frames; or each group has its run of placeholders already.
+    A medium without times has one placeholder, or as many as it has features. One with times (a video) has one, which
+    becomes a time, a start, the features and an end for each group of frames; or each group has its run of
+    placeholders already.
     """
-    runs = _runs(ids, (placeholders.image, placeholders.video))
-    videos = [medium for medium in media if medium.kind == "video"]
-    is_expanded = sum(token_id == placeholders.video for token_id, _, _ in runs) != len(videos)
-    waiting = {
-        placeholders.image: [medium for medium in media if medium.kind == "image"],
-        placeholders.video: [medium for medium in videos for _ in (medium.times_s if is_expanded else (0,))],
-    }
+    runs = _runs(ids, placeholders.of_kind)
+    waiting = {kind: _Waiting(kind, media, runs) for kind in placeholders.of_kind}
     prompt = _Prompt(merge_size)
     position = 0
-    for token_id, start, length in runs:
-        kind = "image" if token_id == placeholders.image else "video"
-        if not waiting[token_id]:
-            given = sum(medium.kind == kind for medium in media)
-            raise RequestError(f"the prompt has more placeholders of {kind}s than the {given} given have use for")
-        medium = waiting[token_id].pop(0)
+    for kind, start, length in runs:
+        medium, is_expanded = waiting[kind].take(), waiting[kind].is_expanded
+        token_id = placeholders.of_kind[kind]
         prompt.add_text(ids[position:start])
         position = start + length
-        if kind == "image" or is_expanded:
-            allowed = {prompt.group_length(medium)} | ({1} if kind == "image" else set())
+        if not medium.times_s or is_expanded:
+            allowed = {prompt.group_length(medium)} | (set() if medium.times_s else {1})
             _check_run(medium, start, length, allowed)
             prompt.add_group(token_id, medium)
             continue
@@ -116,10 +55,28 @@ def place(
             prompt.add_group(token_id, medium)
             prompt.add_text([placeholders.end])
     prompt.add_text(ids[position:])
-    left = [medium for queue in waiting.values() for medium in queue]
-    if left:
-        raise RequestError(f"{left[0].name}: the prompt has no placeholder left for it")
+    for queue in waiting.values():
+        if queue.media:
+            raise RequestError(f"{queue.media[0].name}: the prompt has no placeholder left for it")
     return prompt.build()
+
+
+class _Waiting:
+    """The media of a kind that have no place yet; one with times comes once per group where groups have runs."""
+
+    def __init__(self, kind: MediaKind, media: Sequence[PreparedMedium], runs: Sequence[_Run]) -> None:
+        self.kind = kind
+        given = [medium for medium in media if medium.kind == kind]
+        self.num_given = len(given)
+        self.is_expanded = sum(other == kind for other, _, _ in runs) != len(given)
+        self.media = [medium for medium in given for _ in (medium.times_s if self.is_expanded else ()) or (0,)]
+
+    def take(self) -> PreparedMedium:
+        if not self.media:
+            raise RequestError(
+                f"the prompt has more placeholders of {self.kind}s than the {self.num_given} given have use for"
+            )
+        return self.media.pop(0)
 
 
 def _check_run(medium: PreparedMedium, start: int, length: int, allowed: set[int]) -> None:
@@ -160,22 +117,21 @@ class _Prompt:
         self._positions.append(np.indices((1, rows, columns), dtype=np.int64).reshape(3, -1) + self._next_position)
         self._next_position += max(rows, columns)
 
-    def build(self) -> ModelInputs:
-        media = tuple(
-            Medium(medium.kind, medium.key, medium.grid, tuple(spans), medium.load)
-            for medium, spans in self._spans.values()
-        )
-        return ModelInputs(tuple(self._ids), np.concatenate(self._positions, axis=1), self._next_position, media)
+    def build(self) -> Placement:
+        media = [(medium, tuple(spans)) for medium, spans in self._spans.values()]
+        return Placement(self._ids, np.concatenate(self._positions, axis=1), self._next_position, media)
 
 
-def _runs(ids: Sequence[int], placeholders: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(token id, start, length) of every run of equal placeholders."""
-    found: list[tuple[int, int, int]] = []
+def _runs(ids: Sequence[int], of_kind: Mapping[MediaKind, int]) -> list[_Run]:
+    """Every run of equal placeholders."""
+    kinds = {token_id: kind for kind, token_id in of_kind.items()}
+    found: list[_Run] = []
     for index, token_id in enumerate(ids):
-        if token_id not in placeholders:
+        kind = kinds.get(token_id)
+        if kind is None:
             continue
-        if found and found[-1][0] == token_id and sum(found[-1][1:]) == index:
-            found[-1] = (token_id, found[-1][1], found[-1][2] + 1)
+        if found and found[-1][0] == kind and sum(found[-1][1:]) == index:
+            found[-1] = (kind, found[-1][1], found[-1][2] + 1)
         else:
-            found.append((token_id, index, 1))
+            found.append((kind, index, 1))
     return found

@@ -6,6 +6,8 @@ N: patches of all media, in the order in which 2 x 2 neighbours merge. Attention
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,12 +17,13 @@ from torch import Tensor
 from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import Linear, PatchEmbedding
 from tilewright.layers.mlp import activation_named
+from tilewright.models.media_batch import MediaBatch, MediaItem
 from tilewright.models.text_config import Config, head_width, integer
 from tilewright.ops import backend
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.plan import empty, scope
 from tilewright.ops.rope import rope_qk, rope_table, vision_axes
-from tilewright.types import Medium, UnsupportedConfig
+from tilewright.types import UnsupportedConfig
 from tilewright.weights.unpacked import Unpacked
 
 EPS = 1e-6
@@ -151,12 +154,15 @@ class VisionTower:
         self.rope_axes = vision_axes(frequencies).to(backend.device())
         self.position_embedding = functools.lru_cache(MAX_CACHED_GRIDS)(self._position_embedding)
 
-    def __call__(self, media: Sequence[Medium]) -> list[Tensor]:
+    def __call__(self, batch: MediaBatch) -> list[Tensor]:
         """Features [n, (1 + deepstack layers) * output width] of each medium: its own, then those of each layer."""
         config = self.config
-        x_ND = self._embed_patches(media)
-        frame_starts = _frame_starts([medium.grid for medium in media]).to(x_ND.device)
-        places = torch.cat([patch_places(medium.grid, config.merge_size) for medium in media], dim=1).to(x_ND.device)
+        # Those of a kind together, in the order of the buffer: neighbours there are multiplied where they lie.
+        order = sorted(range(len(batch.items)), key=lambda i: (batch.items[i].kind, batch.items[i].first_row))
+        items = [batch.items[i] for i in order]
+        x_ND = self._embed_patches(batch, items)
+        frame_starts = _frame_starts([item.grid for item in items]).to(x_ND.device)
+        places = torch.cat([patch_places(item.grid, config.merge_size) for item in items], dim=1).to(x_ND.device)
         cos, sin = rope_table(places, self.inv_freq, self.rope_axes)
         num_features, width = len(x_ND) // config.merge_size**2, config.output_width
         features = torch.empty(num_features, config.num_outputs * width, dtype=x_ND.dtype, device=x_ND.device)
@@ -170,17 +176,25 @@ class VisionTower:
                 if i in mergers:
                     mergers[i](x_ND, taken[i])
         self.merger(x_ND, outputs[0])
-        return list(features.split([medium.num_features for medium in media]))
+        of_item = dict(zip(order, features.split([item.num_features for item in items]), strict=True))
+        return [of_item[i] for i in range(len(order))]
 
-    def _embed_patches(self, media: Sequence[Medium]) -> Tensor:
-        """Patch and position embeddings [N, D]: each medium's pixels are read where its preprocessing wrote them."""
-        counts = [medium.grid[0] * medium.grid[1] * medium.grid[2] for medium in media]
-        x_ND = empty((sum(counts), self.config.width), self.patch_embedding.dtype)
-        for medium, rows in zip(media, x_ND.split(counts), strict=True):
-            positions = self.position_embedding(*medium.grid[1:])
-            pixels = medium.load().to(x_ND.device)
-            for patches, frame in zip(pixels.split(len(positions)), rows.split(len(positions)), strict=True):
-                self.patch_embedding(patches, is_still=medium.kind == "image", residual=positions, out=frame)
+    def _embed_patches(self, batch: MediaBatch, items: Sequence[MediaItem]) -> Tensor:
+        """Patch and position embeddings [N, D] of items sorted by kind: one product for each kind of weight."""
+        x_ND = empty((sum(math.prod(item.grid) for item in items), self.config.width), self.patch_embedding.dtype)
+        first = 0
+        for kind, group in itertools.groupby(items, key=lambda item: item.kind):
+            of_kind = list(group)
+            end = first
+            for item in of_kind:
+                frames, rows, columns = item.grid
+                begin, end = end, end + math.prod(item.grid)
+                x_ND[begin:end].view(frames, rows * columns, -1)[:] = self.position_embedding(rows, columns)
+            is_still = kind == "image"
+            frames_of_group = 1 if is_still else self.config.temporal_patch_size
+            patches = batch.rows(of_kind).view(end - first, frames_of_group * batch.buffer.shape[1])
+            self.patch_embedding(patches, is_still=is_still, residual=x_ND[first:end], out=x_ND[first:end])
+            first = end
         return x_ND
 
     def _position_embedding(self, rows: int, columns: int) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.inputs.chat_template import source_of
 from tilewright.inputs.media import (
     MediaKind,
     MediaLimits,
@@ -16,6 +15,7 @@ from tilewright.inputs.media import (
     check_total,
     num_frames_of_url,
 )
+from tilewright.inputs.messages import source_of
 from tilewright.types import RequestError
 
 MAX_SOURCE_LENGTH = 8192  # characters of a URL or a path; a data: URL has limits of its own

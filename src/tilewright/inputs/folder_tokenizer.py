@@ -1,0 +1,100 @@
+"""Tokenizers from the files of a checkpoint's folder: tokenizer.json, and what lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.inputs.chat_template import read_templates
+from tilewright.inputs.tokenizer import ADDED_TOKEN_FLAGS
+from tilewright.model_files import CheckpointError, read_json, read_optional_json
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# What templates may name. Lists (additional_special_tokens) are no names.
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def build(folder: Path) -> dict[str, Any]:
+    """The arguments of `Tokenizer` that the folder's files amount to."""
+    import tokenizers
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no tokenizer.json")
+    # The small files first: an error in one is raised before a second is spent on the vocabulary.
+    config = read_optional_json(folder / "tokenizer_config.json")
+    generation_config = read_optional_json(folder / "generation_config.json")
+    model_config = read_optional_json(folder / "config.json")
+    special_tokens = _special_tokens({**read_optional_json(folder / "special_tokens_map.json"), **config})
+    templates = read_templates(folder, config)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower one
+        read_json(path)  # raises a clearer error if it is not JSON at all
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
+    _add_missing_tokens(backend, config.get("added_tokens_decoder"))
+    return {
+        "backend": backend,
+        "special_tokens": special_tokens,
+        "stop_token_ids": _stop_token_ids(backend, generation_config, model_config, special_tokens),
+        "chat_template": templates,
+    }
+
+
+def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_NAMES:
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, added: object) -> None:
+    """Adds what tokenizer_config.json lists and tokenizer.json lacks, in the order of their ids."""
+    from tokenizers import AddedToken
+
+    known = backend.get_added_tokens_decoder()
+    for token_id, fields in sorted((int(token_id), fields) for token_id, fields in dict(added or {}).items()):  # type: ignore[call-overload]
+        if token_id in known:
+            continue
+        flags = {name: fields[name] for name in ADDED_TOKEN_FLAGS if name in fields}
+        backend.add_tokens([AddedToken(fields["content"], **flags)])
+        if (actual := backend.token_to_id(fields["content"])) != token_id:
+            raise CheckpointError(
+                f"tokenizer_config.json gives {fields['content']!r} the id {token_id}, tokenizer.json {actual}"
+            )
+
+
+def _stop_token_ids(
+    backend: tokenizers.Tokenizer,
+    generation_config: Mapping[str, object],
+    config: Mapping[str, object],
+    special_tokens: Mapping[str, str],
+) -> list[int]:
+    """The tokens that end an answer: generation_config.json's, or else config.json's and the tokenizer's own.
+
+    The tokenizer's as well, because Qwen3.5's config names the end of a text alone, and turns of a chat end otherwise.
+    """
+    if stop := _token_ids(generation_config, "generation_config.json"):
+        return stop
+    text_config = config.get("text_config")
+    stop = _token_ids(config, "config.json")
+    if not stop and isinstance(text_config, Mapping):
+        stop = _token_ids(text_config, "config.json")
+    eos_token = special_tokens.get("eos_token")
+    token_id = None if eos_token is None else backend.token_to_id(eos_token)
+    return stop if token_id is None or token_id in stop else [*stop, token_id]
+
+
+def _token_ids(config: Mapping[str, object], file: str) -> list[int]:
+    """eos_token_id: one, a list, or null."""
+    given = config.get("eos_token_id")
+    listed: list = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token_id) is int for token_id in listed):
+        raise CheckpointError(f"{file} has eos_token_id {given!r}, expected a token id or a list of them")
+    return listed

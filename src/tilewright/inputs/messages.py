@@ -1,0 +1,163 @@
+"""Messages as clients send them: parts of several APIs in one form, and the media among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilewright.inputs.chat_template import plain
+from tilewright.inputs.media import (
+    Fetch,
+    MediaLimits,
+    MediaPart,
+    check_count,
+    check_total,
+    num_frames_of_url,
+    open_frames_url,
+    open_url,
+)
+from tilewright.types import MediaKind, Messages, RequestError
+
+MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
+# Of qwen_vl_utils' parts: sizes and times that each picture or video would have for itself.
+_UNSERVED_KEYS = (
+    "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes", "min_frames",
+    "max_frames", "video_start", "video_end",
+)  # fmt: skip
+
+
+def normalize(
+    messages: Messages,
+    *,
+    limits: MediaLimits | None = None,
+    fetch: Fetch | None = None,
+    accepts: Sequence[MediaKind] = MEDIA_KINDS,
+    model: str = "the model",
+) -> tuple[list[dict[str, Any]], list[MediaPart]]:
+    """Messages for the template, in which a medium is {"type": its kind}, and the media in the order of the messages.
+
+    Takes OpenAI's parts (text, image_url, video_url, input_audio) and {"type": "image", "image": source}, video and
+    audio alike; a video may say its frames' "fps". Nothing is fetched here: `fetch` turns an http(s) URL into bytes.
+    """
+    collected = _Media(limits or MediaLimits(), fetch, accepts, model)
+    normalized = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise RequestError(f"a message is a {type(message).__name__}, expected an object with a role")
+        rest = {key: plain(value) for key, value in message.items() if key != "content"}
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            rest["content"] = [collected.take(part) for part in content]
+        elif isinstance(content, str) or content is None:
+            rest["content"] = content
+        else:
+            raise RequestError(f"content is a {type(content).__name__}, expected text or a list of parts")
+        normalized.append(rest)
+    return normalized, collected.parts
+
+
+def media_of_prompt(
+    media: Sequence[object],
+    *,
+    limits: MediaLimits | None = None,
+    accepts: Sequence[MediaKind],
+    model: str = "the model",
+) -> list[MediaPart]:
+    """The media of a prompt, which come as the parts of a message do."""
+    collected = _Media(limits or MediaLimits(), None, accepts, model)
+    for part in media:
+        if collected.take(part)["type"] == "text":
+            raise RequestError('media has an item of text, expected {"type": "image", "image": source} or the like')
+    return collected.parts
+
+
+class _Media:
+    """The media of a request, collected part by part within its limits."""
+
+    def __init__(self, limits: MediaLimits, fetch: Fetch | None, accepts: Sequence[MediaKind], model: str) -> None:
+        self._limits = limits
+        self._fetch = fetch
+        self._accepts = accepts
+        self._model = model
+        self._total_bytes = 0
+        self.parts: list[MediaPart] = []
+
+    def take(self, part: object) -> dict[str, Any]:
+        """The part as a template reads it; a medium joins `parts`."""
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        if not isinstance(part, Mapping):
+            raise RequestError(f"a part of a message is a {type(part).__name__}, expected an object with a type")
+        found = source_of(part)
+        if found is None:
+            return {"type": "text", "text": _text_of(part)}
+        kind, source, is_url = found
+        name = f"{kind} {1 + sum(medium.kind == kind for medium in self.parts)}"
+        if unserved := [key for key in _UNSERVED_KEYS if part.get(key) is not None]:
+            raise RequestError(f"{name}: {unserved[0]} is given: media are prepared as the checkpoint says")
+        if kind not in self._accepts:
+            accepted = " and ".join(("text", *self._accepts)) if self._accepts else "text alone"
+            raise RequestError(f"{name}: {self._model} takes {accepted}")
+        check_count(len(self.parts) + 1, name, self._limits)
+        if is_url:
+            source = self._open(kind, source, name)
+        self._total_bytes += _num_bytes(source) if is_url or isinstance(source, bytes) else 0
+        check_total(self._total_bytes, name, self._limits)
+        fps = part.get("fps")
+        if fps is not None and (not isinstance(fps, int | float) or not 0 < fps <= 1000):
+            raise RequestError(f"{name}: fps is {fps!r}, expected more than 0, at most 1000")
+        self.parts.append(MediaPart(kind, name, source, None if fps is None else float(fps)))
+        return {"type": kind}
+
+    def _open(self, kind: MediaKind, url: str, name: str) -> bytes | list[bytes]:
+        """The bytes behind a URL, or the frames that a video's URL carries one by one."""
+        if kind == "video" and num_frames_of_url(url):
+            return open_frames_url(url, name, self._limits)
+        return open_url(url, name, self._limits, self._fetch)
+
+
+def _num_bytes(source: bytes | list[bytes]) -> int:
+    return len(source) if isinstance(source, bytes) else sum(map(len, source))
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    """The text of a part that is no medium; RequestError for one of another type, which templates would pass over."""
+    kind = part.get("type", "text")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in ("text", "refusal") or any(key in part for key in ("image", "video", "audio", "image_url", "file")):
+        raise RequestError(f"a part of a message is of type {kind!r:.60}, expected text, a picture, a video or a sound")
+    if not isinstance(text, str):
+        raise RequestError(f"a part of type {kind} has {text!r:.60}, expected text")
+    return text
+
+
+def has_media(messages: Messages) -> bool:
+    """Whether a part of some message may be other than text."""
+    contents = [message.get("content") if isinstance(message, Mapping) else None for message in messages]
+    return any(
+        not isinstance(part, str) and not (isinstance(part, Mapping) and part.get("type") == "text")
+        for content in contents
+        if isinstance(content, list | tuple)
+        for part in content
+    )
+
+
+def source_of(part: Mapping[str, Any]) -> tuple[MediaKind, Any, bool] | None:
+    """(kind, source, whether it must be a URL) of a part that is a medium."""
+    for kind in MEDIA_KINDS:
+        if part.get("type") == f"{kind}_url" or (part.get("type") is None and f"{kind}_url" in part):
+            value = part.get(f"{kind}_url")
+            url = value.get("url") if isinstance(value, Mapping) else value
+            if not isinstance(url, str):
+                raise RequestError(f'{kind}_url is {value!r:.100}, expected {{"url": ...}}')
+            return kind, url, True
+        if part.get("type") == kind or (part.get("type") is None and kind in part):
+            if part.get(kind) is None:
+                raise RequestError(f'a part of type {kind} has no "{kind}"')
+            return kind, part[kind], False
+    if part.get("type") == "input_audio":
+        value = part.get("input_audio")
+        if not isinstance(value, Mapping) or not isinstance(value.get("data"), str):
+            raise RequestError('input_audio is expected to be {"data": base64, "format": ...}')
+        return "audio", f"data:audio/{value.get('format', 'wav')};base64,{value['data']}", True
+    return None

@@ -1,0 +1,63 @@
+"""What an encoder reads in one pass: plain data, so that any process which maps the media buffer can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.ops import backend
+from tilewright.ops.plan import empty
+from tilewright.types import MediaKind, Medium
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """A medium of the batch."""
+
+    kind: MediaKind
+    grid: tuple[int, int, int]
+    tiling: tuple[int, int]
+    first_row: int  # in the buffer
+    num_rows: int
+    num_features: int  # rows of the encoder's result
+
+
+@dataclass(frozen=True)
+class MediaBatch:
+    """Media to encode, and the buffer in which their patches lie."""
+
+    buffer: Tensor  # [rows, width]: those of all requests
+    items: tuple[MediaItem, ...]
+
+    @classmethod
+    def of(cls, buffer: Tensor, media: Sequence[Medium]) -> MediaBatch:
+        items = [
+            MediaItem(
+                medium.kind,
+                medium.grid,
+                medium.tiling,
+                medium.region.first_row,
+                medium.region.num_rows,
+                medium.num_states or medium.num_features,
+            )
+            for medium in media
+        ]
+        return cls(buffer, tuple(items))
+
+    def rows(self, items: Sequence[MediaItem]) -> Tensor:
+        """The rows of some items, one after the other: where they lie if they are neighbours, else copied once."""
+        runs: list[tuple[int, int]] = []
+        for item in items:
+            end = item.first_row + item.num_rows
+            if runs and runs[-1][1] == item.first_row:
+                runs[-1] = (runs[-1][0], end)
+            else:
+                runs.append((item.first_row, end))
+        parts = [self.buffer[begin:end] for begin, end in runs]
+        if len(parts) == 1:
+            return parts[0].to(backend.device())
+        copied = empty((sum(map(len, parts)), self.buffer.shape[1]), self.buffer.dtype)
+        return torch.cat([part.to(copied.device) for part in parts], out=copied)
