@@ -112,7 +112,7 @@ class Engine:
                 (media_limits or MediaLimits()).max_items,
                 speculate=speculate,
                 prefix_cache=prefix_cache,
-                replay=replay and backend == "native",
+                replay=_can_replay(replay, backend),
             )
         self.loop = EngineLoop(
             core,
@@ -303,6 +303,12 @@ def _require_supported(*, tp: int, quantize: str | None, device: str, backend: s
         raise RequestError(f"device is {device!r}, expected cpu")
     if backend not in ops_backend.NAMES:
         raise RequestError(f"backend is {backend!r}, expected {' or '.join(ops_backend.NAMES)}")
+
+
+def _can_replay(replay: bool, backend: str) -> bool:
+    if replay and backend != "native":
+        _log.info("replay is for the native backend: steps run op by op on %s", backend)
+    return replay and backend == "native"
 
 
 def _embedded_path() -> Path:
