@@ -1,5 +1,7 @@
 #include "kernels/embedding/embedding.h"
 
+#include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "base/parallel.h"
@@ -17,14 +19,16 @@ void over_rows(const Args& args, Kernel kernel, int64_t bytes_per_element) {
   parallel_chunks(args.count, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-// Replays ask this of hundreds of numbers, nearly always all in range: all are compared without a branch first, which
-// the compiler makes vectors of.
+// Replays ask this of hundreds of numbers, nearly always all in range: all are compared first, without a branch and in
+// their own type, which the compiler makes vectors of.
 template <class Id>
 int64_t first_outside(const Id* ids, int64_t count, int64_t limit, int64_t least) {
-  bool outside = false;
-  for (int64_t i = 0; i < count; ++i) outside |= ids[i] < least || ids[i] >= limit;
+  const Id lowest = static_cast<Id>(std::max<int64_t>(least, std::numeric_limits<Id>::min()));
+  const Id highest = static_cast<Id>(std::min<int64_t>(limit - 1, std::numeric_limits<Id>::max()));
+  Id outside = 0;
+  for (int64_t i = 0; i < count; ++i) outside |= static_cast<Id>((ids[i] < lowest) | (ids[i] > highest));
   for (int64_t i = 0; outside; ++i)
-    if (ids[i] < least || ids[i] >= limit) return i;
+    if (ids[i] < lowest || ids[i] > highest) return i;
   return -1;
 }
 
