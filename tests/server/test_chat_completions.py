@@ -190,7 +190,7 @@ def test_tool_results_go_back(client):
     assert complete(client, messages=messages, tools=[TOOL]).usage.prompt_tokens > 0
 
 
-def test_calls_and_thoughts_of_a_script(scripted, chat_engine):
+def test_calls_and_reasoning_of_a_script(scripted, chat_engine):
     call = '<tool_call>\n{"name": "lay_tile", "arguments": {"colour": "red"}}\n</tool_call>'
     text = f"Let me see.</think>\n\nI will.\n{call}"
     template = chat_engine.loaded.tokenizer.chat_template["default"]

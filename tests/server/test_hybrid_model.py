@@ -61,7 +61,7 @@ def wait_until_idle(server):
         time.sleep(0.05)
 
 
-def test_thoughts_are_told_apart(client):
+def test_reasoning_is_returned_separately(client):
     """Reasoning is on by default, and no part of the answer."""
     message = complete(client, user(text("Why?"))).choices[0].message
     assert reasoning_of(message) and not message.content

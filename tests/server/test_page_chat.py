@@ -470,7 +470,7 @@ def test_a_browser_that_keeps_nothing(scripted, visits):
     assert page.locator(".conversations .title").all_inner_texts() == ["Still?"]
 
 
-def test_thoughts_are_folded_away(scripted, visits, chat_folder):
+def test_reasoning_is_folded_away(scripted, visits, chat_folder):
     template = (chat_folder / "chat_template.jinja").read_text()
     running, _ = scripted(("<think>Let me <b>see", "</think>It is 4"), template=template)
     page = visits.open(running.url)

@@ -115,7 +115,7 @@ def test_what_a_model_said_in_one_go_is_one_message():
     assert messages([call(1), output(1, parts)])[1] == chat_output(1, "a\nb")
 
 
-def test_tools_formats_and_thoughts():
+def test_tools_formats_and_reasoning():
     flat = {"type": "function", **WEATHER["function"], "strict": None}
     body = chat_body(
         {
