@@ -165,7 +165,7 @@ def test_nothing_of_a_call_that_was_cut_off_leaks(tool_format, template):
 
 @pytest.mark.parametrize("tool_format", [HERMES, XML, LLAMA])
 def test_nothing_of_a_further_call_that_was_cut_off_is_content(tool_format):
-    """Wherever the answer ends: beside calls, half a tag or half a name is no text that anybody wrote."""
+    """Wherever the answer ends: beside calls, half a tag or half a name is not content."""
     calls = {
         HERMES: ['<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>', "\n"],
         XML: [

@@ -191,7 +191,7 @@ def part(**fields):
         ({"input": "Hi", "metadata": {"a": "b" * 513}}, "value of 513"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(request_, message):
+def test_invalid_requests_are_refused(request_, message):
     with pytest.raises(RequestError, match=message):
         chat_body(request_)
 
@@ -223,7 +223,7 @@ def test_a_response_goes_back_as_input():
     }
 
 
-def test_a_request_goes_on_from_an_earlier_response():
+def test_a_request_continues_an_earlier_response():
     history = History()
     first = history.resolve({"input": "Hi", "instructions": "Be brief."})
     response = answered(first)
@@ -242,7 +242,7 @@ def test_a_request_goes_on_from_an_earlier_response():
         history.resolve({"input": "Hi", "previous_response_id": ["a"]})
 
 
-def test_history_is_kept_as_asked_and_as_far_as_it_may():
+def test_history_respects_store_and_its_limit():
     def is_kept(response):
         try:
             history.resolve({"input": "", "previous_response_id": response["id"]})
