@@ -61,7 +61,7 @@ def test_previous_response_id(client):
     with pytest.raises(openai.BadRequestError, match="resp_unknown"):
         respond(client, previous_response_id="resp_unknown")
     unkept = respond(client, store=False)
-    with pytest.raises(openai.BadRequestError, match="still kept"):
+    with pytest.raises(openai.BadRequestError, match="the id of a stored response"):
         respond(client, previous_response_id=unkept.id)
 
 

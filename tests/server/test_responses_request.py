@@ -170,7 +170,7 @@ def part(**fields):
         ({"input": [{"type": "reasoning", "content": [{"type": "input_text", "text": "x"}]}]}, "reasoning_text"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "call_id is None"),
         ({"input": [{**call(1), "arguments": {}}]}, "arguments is {}"),
-        ({"input": [output(1)]}, r"input\[0\]\.call_id is 'call_1', expected that of an earlier"),
+        ({"input": [output(1)]}, r"input\[0\]\.call_id is 'call_1', expected the call_id of an earlier"),
         ({"input": "Hi", "instructions": ["x"]}, "instructions is"),
         ({"input": "Hi", "tools": [{"type": "web_search"}]}, r"tools\[0\]\.type is 'web_search'"),
         ({"input": "Hi", "tools": [WEATHER]}, r"tools\[0\] has function, expected name"),
@@ -236,7 +236,7 @@ def test_a_request_continues_an_earlier_response():
         chat_output(1),
     ]
     assert answered(second)["previous_response_id"] == response["id"]
-    with pytest.raises(RequestError, match="previous_response_id is 'resp_x', expected that of a response"):
+    with pytest.raises(RequestError, match="previous_response_id is 'resp_x', expected the id of a stored response"):
         history.resolve({"input": "Hi", "previous_response_id": "resp_x"})
     with pytest.raises(RequestError, match=r"previous_response_id is \['a'\]"):
         history.resolve({"input": "Hi", "previous_response_id": ["a"]})
