@@ -156,7 +156,7 @@ def test_failures_in_a_file_of_their_own(text_model, source, output, tmp_path):
     assert (output.read_bytes(), errors.read_bytes()) == before
 
 
-def test_pictures_by_path_and_what_failed_asked_again(vision_model, tmp_path, output):
+def test_pictures_by_path_and_retry_failed(vision_model, tmp_path, output):
     (tmp_path / "pictures").mkdir()
     here, later = tmp_path / "pictures" / "one 1.png", tmp_path / "pictures" / "two.png"
     Image.effect_noise((32, 24), 90).convert("RGB").save(here)
@@ -185,7 +185,7 @@ def test_pictures_by_path_and_what_failed_asked_again(vision_model, tmp_path, ou
             assert line["response"]["body"]["choices"][0]["message"]["content"] == answer.text, name
 
 
-def test_it_goes_on_where_it_was(text_model, source, output, capsys):
+def test_a_batch_is_resumed(text_model, source, output, capsys):
     assert run(source, output, text_model) == 1
     whole = output.read_bytes()
     lines = whole.splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""The files of a batch: what is read, what is kept, and what is mended."""
+"""The files of a batch: reading, writing and repairing them."""
 
 import asyncio
 import errno

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
-HELP = """/image FILE   show it a picture with the next message
-/video FILE   and a video
-/clear        forget the conversation
-/help         this
-/exit         end; so does Ctrl-D. Ctrl-C stops an answer"""
+HELP = """/image FILE   attach a picture to the next message
+/video FILE   attach a video
+/clear        clear the conversation
+/help         show this help
+/exit         exit, as Ctrl-D does; Ctrl-C stops an answer"""
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,4 +1,4 @@
-"""A server on loopback that answers as a test tells it to, whatever HTTP or OpenAI's interface think of that."""
+"""A server on loopback that answers exactly what a test says, valid or not."""
 
 import asyncio
 import json

@@ -152,7 +152,7 @@ def test_several_choices(run):
         (plain(b'{"choices": []}'), "no stream", "expected text/event-stream"),
     ],
 )
-def test_failures_are_told_by_kind(run, answer, kind, message):
+def test_failures_are_counted_by_kind(run, answer, kind, message):
     """One request fails, then all do."""
 
     def some_fail(request):

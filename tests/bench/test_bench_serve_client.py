@@ -221,7 +221,7 @@ def test_a_refusal_before_the_whole_body_was_read():
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_nobody_there():
+def test_no_server():
     with OddServer(lambda request: plain(b"one")) as server:
         pass
     (error,) = get(server, "/")

@@ -58,7 +58,7 @@ def test_without_usage_chunks_are_counted():
         {"content": None, "tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]},
     ],
 )
-def test_thoughts_and_calls_are_tokens_too(delta):
+def test_reasoning_and_calls_are_tokens_too(delta):
     sample = sample_of((12, event(choices=[{"index": 0, "delta": delta}])), (13, finish(reason="stop")))
     assert sample.first_token_s == 2 and sample.num_chunks == 1
 
@@ -274,7 +274,7 @@ def test_closed_loop_by_time(monkeypatch):
     assert times_s == [0, 0, 1, 1, 2, 2] and len(samples) == 6  # those under way are waited for
 
 
-def test_open_loop_waits_for_nobody(monkeypatch):
+def test_open_loop_does_not_wait_for_answers(monkeypatch):
     times_s, most, samples = sent(OpenLoop((0.0, 1.0, 1.5, 4.0)), 4, monkeypatch, lambda number: 10.0)
     assert times_s == [0, 1, 1.5, 4] and most == 4 and len(samples) == 4
 

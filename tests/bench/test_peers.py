@@ -167,7 +167,7 @@ def test_ours_for_real(peers, tmp_path, monkeypatch, capsys):
     assert "W4t" in capsys.readouterr().out
 
 
-def test_transformers_computes_in_the_type_that_is_asked_for(peers, tmp_path, monkeypatch, capsys):
+def test_transformers_computes_in_the_requested_dtype(peers, tmp_path, monkeypatch, capsys):
     folder, path = write_text_model(tmp_path / "model"), tmp_path / "peers.json"
     monkeypatch.setattr(peers.Session, "run_round", _calls_only)
     options = ["--transformers", sys.executable, "--transformers-dtype", "float32", "--works", "W4t", "--rounds", "1"]

@@ -1,4 +1,4 @@
-"""What torch is compared in: the type it multiplies fastest, on machines with and without bf16 in hardware."""
+"""The dtype that torch is measured in: its fastest one, with and without bf16 in hardware."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def no_fast_bf16(monkeypatch):
     return seen
 
 
-def test_the_probe_takes_and_tells_the_faster_type(monkeypatch, no_fast_bf16):
+def test_the_probe_uses_and_names_the_faster_dtype(monkeypatch, no_fast_bf16):
     monkeypatch.setattr(probe, "GEMM_SHAPE", (64, 64, 64))
     monkeypatch.setattr(machine, "measure", lambda seconds: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
     assert probe.probe().gemm_dtype == "float32"

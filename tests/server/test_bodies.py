@@ -43,7 +43,7 @@ MANY = [1] * 20_000
         (ResponsesBody, {"input": "hi", "tools": MANY}),
     ],
 )
-def test_many_mistakes_are_told_as_one(body, given):
+def test_many_mistakes_give_one_error(body, given):
     """Checking ends at the first of a list: all of them would take a thousand bytes each, on the event loop."""
     with pytest.raises(pydantic.ValidationError) as caught:
         body.model_validate(given)
@@ -57,6 +57,6 @@ def test_what_is_neither_null_nor_right_is_refused(name):
 
 
 @pytest.mark.parametrize("user", ["ada", 7, {"name": "Ada", "role": "admin"}, None])
-def test_who_asks_is_nothing_to_the_server(user):
+def test_the_user_field_is_ignored(user):
     """Open WebUI sends an object to what it takes for one of its pipelines."""
     assert ChatBody.model_validate({**CHAT, "user": user}).messages[0].content == "hi"

@@ -48,7 +48,7 @@ def test_a_stream_says_the_same(client):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_without_being_asked_a_stream_tells_no_usage(client):
+def test_a_stream_has_no_usage_by_default(client):
     assert all(chunk.usage is None and chunk.choices for chunk in complete(client, stream=True))
 
 
@@ -172,7 +172,7 @@ def test_a_forced_tool_call(client, choice, is_stream):
 
 
 def test_a_named_function_is_called_once(client):
-    """However many calls the model would go on with."""
+    """However many calls the model would make."""
     named = {"type": "function", "function": {"name": "stop_work"}}
     options = {"tools": [TOOL, OTHER_TOOL], "max_tokens": 300, "extra_body": THINKING_OFF}
     for seed in range(4):
@@ -190,7 +190,7 @@ def test_tool_results_go_back(client):
     assert complete(client, messages=messages, tools=[TOOL]).usage.prompt_tokens > 0
 
 
-def test_calls_and_thoughts_of_a_script(scripted, chat_engine):
+def test_calls_and_reasoning_of_a_script(scripted, chat_engine):
     call = '<tool_call>\n{"name": "lay_tile", "arguments": {"colour": "red"}}\n</tool_call>'
     text = f"Let me see.</think>\n\nI will.\n{call}"
     template = chat_engine.loaded.tokenizer.chat_template["default"]
@@ -308,7 +308,7 @@ def test_a_broken_data_url_is_named(vision_server, text):
         ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "one of"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked(client, options, message):
+def test_invalid_requests(client, options, message):
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, **options)
     assert message in caught.value.message

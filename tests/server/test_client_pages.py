@@ -19,7 +19,8 @@ from serve_process import ServerProcess
 from sources import ROOT
 from tiny_checkpoint import write_vision_model
 
-from tilewright import cli, serve
+from tilewright import cli
+from tilewright.server import flags
 from tilewright.server.settings import ServerSettings
 
 PAGES = sorted((ROOT / "docs" / "clients").glob("*.md"))
@@ -130,7 +131,7 @@ def test_the_server_takes_the_flags_of_the_pages(line):
 
 def test_a_server_for_containers_answers_to_the_name_they_use():
     (line,) = [line for line in serve_lines() if "--host 0.0.0.0" in line]
-    settings = serve.make_settings(options_of(line))
+    settings = flags.make_settings(options_of(line))
     assert set(settings.allowed_hosts) == {"host.docker.internal", "127.0.0.1"}
 
 
@@ -181,7 +182,7 @@ def test_what_tools_return_comes_back_to_the_model(page, ask_script):
 
 
 @pytest.mark.parametrize("page", ["openai.md", "langchain.md"])
-def test_a_call_with_wrong_arguments_is_told_of(page, ask_script):
+def test_a_call_with_wrong_arguments_is_reported(page, ask_script):
     out = ask_script(example_with(page, "tool_calls"), ScriptedModel(parameter="town"))
     assert out.startswith("The tools say: ") and "error" in out
 
@@ -265,7 +266,7 @@ def test_open_webui_streams_a_picture_and_its_own_fields_do_no_harm(web):
     assert chunks[-1]["choices"] == [] and 0 < chunks[-1]["usage"]["completion_tokens"] <= 40
 
 
-def test_open_webui_asks_for_a_title(web):
+def test_open_webui_requests_a_title(web):
     task = {"task": "title_generation", "task_body": {"messages": [QUESTION]}, "chat_id": "6a1d"}
     body = {"model": MODEL, "messages": [QUESTION], "stream": False, "max_tokens": 50, "metadata": task}
     _, lines = web("/chat/completions", body)
@@ -273,7 +274,7 @@ def test_open_webui_asks_for_a_title(web):
     assert choice["message"]["content"] and choice["finish_reason"] in ("stop", "length")
 
 
-def test_open_webui_goes_on_after_its_tools(web):
+def test_open_webui_continues_after_its_tools(web):
     parameters = {"type": "object", "properties": {"timezone": {"type": "string"}}, "required": []}
     clock = {"name": "get_current_timestamp", "description": "The time", "parameters": parameters}
     call = {"id": "call_1", "type": "function", "index": 0, "function": {"name": clock["name"], "arguments": "{}"}}
@@ -286,7 +287,7 @@ def test_open_webui_goes_on_after_its_tools(web):
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer"}, {"Authorization": "Bearer wrong"}])
-def test_open_webui_is_told_of_a_wrong_key(server, headers):
+def test_open_webui_gets_an_error_for_a_wrong_key(server, headers):
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/models", headers=headers), timeout=60)
     assert caught.value.code == 401 and "API key" in json.load(caught.value)["error"]["message"]

@@ -83,7 +83,7 @@ def test_offsets_are_those_of_characters():
         ({"logprobs": 21}, "logprobs"),
     ],
 )
-def test_what_cannot_be_asked(client, options, message):
+def test_invalid_requests(client, options, message):
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, **options)
     assert message in caught.value.message

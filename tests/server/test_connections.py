@@ -129,7 +129,7 @@ def test_idle_connections_are_closed(scripted):
         assert answer(connection)[0] == 200
 
 
-def test_a_body_that_nobody_reads_keeps_no_connection_open(scripted):
+def test_an_unread_body_keeps_no_connection_open(scripted):
     running, _ = scripted(settings=ServerSettings(idle_timeout_s=1000.0))
     with connect(running) as connection:
         connection.sendall(GET + b"content-length: 1000000\r\n\r\n")

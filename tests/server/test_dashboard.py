@@ -49,7 +49,7 @@ def queries(dashboard):
     return [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", [])]
 
 
-def test_every_query_asks_for_what_there_is(dashboard, labels):
+def test_every_query_names_existing_metrics(dashboard, labels):
     assert queries(dashboard)
     for title, query in queries(dashboard):
         names = NAME.findall(query)
@@ -107,7 +107,7 @@ def test_panels_lie_side_by_side(dashboard):
     ]  # fmt: skip
 
 
-def test_the_page_tells_every_metric_as_the_server_does(exposed, labels):
+def test_docs_list_every_metric_as_the_server_does(exposed, labels):
     page = (ROOT / "docs" / "metrics.md").read_text()
     kinds, says = (dict(re.findall(rf"# {word} (\S+) (.*)", exposed)) for word in ("TYPE", "HELP"))
     table = re.findall(r"^\| `(tilewright_\w+)` \| (\w+) \| (.*) \|$", page, re.MULTILINE)

@@ -127,7 +127,7 @@ def test_a_refusal_is_what_was_said(scripted):
     assert backend.requests[0].messages[1]["content"] == "I will not."
 
 
-def test_the_answer_goes_on_with_the_last_message(post, scripted):
+def test_continue_final_message(post, scripted):
     running, backend = scripted()
     path = f"{running.url}/v1/chat/completions"
     httpx.post(path, json={"messages": QUESTION, "continue_final_message": True, "add_generation_prompt": False})

@@ -49,7 +49,7 @@ def wait_until(is_true):
         time.sleep(0.01)
 
 
-def test_a_key_is_asked_for(scripted):
+def test_a_key_is_required(scripted):
     running, _ = scripted(settings=ServerSettings(api_keys=("first", "second")))
     for key in ("first", "second"):
         client = running.client(api_key=key)
@@ -72,7 +72,7 @@ def test_names_it_does_not_answer_to(scripted):
     assert send(f"{anywhere.url}/v1/models", host="tiles.example")[0] == 200
 
 
-def test_cors_is_off_unless_asked_for(scripted):
+def test_cors_is_off_by_default(scripted):
     running, _ = scripted()
     origin = {"origin": "https://tiles.example", "access_control_request_method": "POST"}
     assert "access-control-allow-origin" not in send(f"{running.url}/v1/models", **origin)[1]
@@ -162,7 +162,7 @@ def test_errors_have_one_shape(scripted, path, body, status):
     assert found == status and error_of(text)["message"]
 
 
-def test_what_is_told_back_is_json(scripted):
+def test_echoed_fields_are_valid_json(scripted):
     running, _ = scripted()
     for odd in (b'"\\ud800"', b"NaN"):
         status, _, text = send(f"{running.url}/v1/responses", b'{"input": "hi", "user": %s}' % odd)
@@ -197,7 +197,7 @@ def test_a_body_that_trickles(scripted):
         assert answer.startswith(b"HTTP/1.1 408")
 
 
-def test_who_leaves_while_media_are_fetched_frees_their_place(scripted, monkeypatch):
+def test_a_client_that_leaves_during_a_fetch_frees_its_place(scripted, monkeypatch):
     running, _ = scripted()
     is_cancelled = threading.Event()
 
@@ -282,7 +282,7 @@ def test_too_many(scripted):
     wait_until(lambda: backend.num_aborted == 10)
 
 
-def test_who_leaves_frees_their_place(chat_server, chat_engine):
+def test_a_client_that_leaves_frees_its_place(chat_server, chat_engine):
     client = chat_server.client()
     options = {"model": "", "max_tokens": 8000, "extra_body": {"ignore_eos": True}, **BODY}
     stream = client.chat.completions.create(stream=True, **options)
@@ -318,7 +318,7 @@ def test_while_there_is_no_engine(scripted):
 
 
 @pytest.mark.parametrize("logs_content", [False, True])
-def test_content_is_logged_only_if_asked(scripted, caplog, logs_content):
+def test_content_is_logged_only_with_log_content(scripted, caplog, logs_content):
     running, _ = scripted(settings=ServerSettings(logs_content=logs_content))
     with caplog.at_level(logging.DEBUG):
         secret = {"messages": [{"role": "user", "content": "my secret tile"}], "stop": "my secret stop"}

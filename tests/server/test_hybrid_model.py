@@ -61,7 +61,7 @@ def wait_until_idle(server):
         time.sleep(0.05)
 
 
-def test_thoughts_are_told_apart(client):
+def test_reasoning_is_returned_separately(client):
     """Reasoning is on by default, and no part of the answer."""
     message = complete(client, user(text("Why?"))).choices[0].message
     assert reasoning_of(message) and not message.content
@@ -132,7 +132,7 @@ def test_log_probabilities_of_a_prompt(client):
     assert logprobs[0] is None and len(logprobs) >= len(LONG) and all(one < 0 for one in logprobs[1:])
 
 
-def test_who_leaves_holds_nothing(server, client):
+def test_a_client_that_leaves_holds_nothing(server, client):
     for count in (0, 1, 9):
         stream = complete(client, user(text(LONG + str(count))), max_tokens=600, extra=QUIET, stream=True)
         for _ in range(count):
@@ -159,7 +159,7 @@ def test_a_placeholder_in_the_text_of_a_message_is_text(client):
     assert placeholder > word  # its letters, not one token that a picture would have to stand for
 
 
-def test_too_little_memory_is_told(folder):
+def test_too_little_memory_is_an_error(folder):
     command = [sys.executable, "-m", "tilewright", "serve", str(folder), "--port", "0", "--kv-memory", "10KB"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and "the recurrent state of one sequence takes" in ended.stderr

@@ -1,4 +1,4 @@
-"""Prompts that are too long are refused at once, by every way in, and nobody else waits for them."""
+"""Prompts that are too long are refused at once, at every endpoint, and delay no other request."""
 
 import json
 import threading
@@ -70,7 +70,7 @@ def test_refused_by_the_engine(chat_engine, untokenized):
 
 
 def test_a_long_prompt_keeps_no_short_one_waiting(chat_engine, chat_server, monkeypatch):
-    """Held in mid-tokenizing, it holds up nobody; and who leaves meanwhile ends it."""
+    """While it is tokenized, other requests run; it ends when its client leaves."""
     began, may_go_on, pieces = threading.Event(), threading.Event(), []
     original = Tokenizer._ids
 

@@ -132,7 +132,7 @@ def test_redirects_inside_are_not_followed(target, public_loopback):
     assert origin.paths == ["/a"]
 
 
-def test_a_name_is_asked_for_once_per_connection(public_loopback):
+def test_a_name_is_resolved_once_per_connection(public_loopback):
     """A name that is public when it is checked and private when it is used: the two are one."""
     names = {"media.example": [["127.0.0.1"], ["127.0.0.2"]]}
     data, _, resolver = fetch("http://media.example:PORT/a", {"/a": ok(b"picture")}, names)
@@ -278,13 +278,13 @@ def test_compressed_answers_are_refused(header, public_loopback):
 
 
 @pytest.mark.parametrize("status", [204, 206, 304, 401, 404, 500])
-def test_other_answers_are_told_by_their_number_alone(status, public_loopback):
+def test_errors_have_only_the_status_of_other_responses(status, public_loopback):
     answer = f"HTTP/1.1 {status} Secret words\r\nX-Token: hush\r\nContent-Length: 0\r\n\r\n".encode()
     assert refused("http://media.example:PORT/a", {"/a": answer})[0] == f"the server answered {status}"
 
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b"", b"HTTP/1.1 banana\r\n\r\n", b"+OK secret\r\n\r\n"])
-def test_what_is_no_http_is_not_told(answer, public_loopback):
+def test_a_response_that_is_not_http_is_not_quoted(answer, public_loopback):
     async def speak(writer):
         writer.write(answer)
         writer.close()
@@ -292,12 +292,12 @@ def test_what_is_no_http_is_not_told(answer, public_loopback):
     assert refused("http://media.example:PORT/a", {"/a": speak})[0] == "the response is incomplete or not HTTP"
 
 
-def test_nobody_listens(public_loopback):
+def test_a_closed_port(public_loopback):
     names = {"media.example": [["127.0.0.1"]]}
     assert refused("http://media.example:9/", {}, names)[0] == "connecting to its host failed"
 
 
-def test_whoever_counts_the_bytes_can_refuse_them(public_loopback):
+def test_take_can_refuse_bytes(public_loopback):
     def take(num_bytes):
         raise RequestError(f"no room for {num_bytes}")
 
@@ -319,7 +319,7 @@ def test_a_certificate_of_ones_own_is_refused(certificate, public_loopback):
     assert reason == "its certificate is not trusted" and origin.requests == []
 
 
-def test_tls_asks_for_the_host_by_name(certificate, public_loopback):
+def test_tls_sends_the_host_name(certificate, public_loopback):
     names = []
     certificate.sni_callback = lambda connection, name, context: names.append(name)
     trusting = ssl.create_default_context(cadata=CERTIFICATE)

@@ -12,7 +12,7 @@ NOT_ALLOWED = "files are read only from folders given with --allow-files DIR"
 
 @pytest.fixture
 def disk(tmp_path):
-    """An open folder, a link to it, and things beside it that are nobody's business."""
+    """An open folder, a link to it, and files beside it that must not be read."""
     (tmp_path / "open" / "deep").mkdir(parents=True)
     (tmp_path / "open" / "a b.png").write_bytes(b"picture")
     (tmp_path / "open" / "deep" / "c.png").write_bytes(b"deep")
@@ -108,7 +108,7 @@ def test_sizes(disk):
 
 
 def test_a_folder_that_becomes_a_link_while_it_is_read(disk, monkeypatch):
-    """Between the check and the opening: where the open file lies decides."""
+    """Between the check and the opening: the path of the open file decides."""
     real_open = os.open
 
     def swap_then_open(path, flags, *args):

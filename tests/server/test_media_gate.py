@@ -221,7 +221,7 @@ def test_the_rest_is_given_up_when_one_fails():
     assert error.startswith("image 2: ") and error.endswith("the server answered 500")
 
 
-def test_whoever_asked_may_leave():
+def test_the_client_may_leave_during_a_fetch():
     async def run():
         async def never(writer):
             await asyncio.sleep(30)
@@ -243,7 +243,7 @@ def test_whoever_asked_may_leave():
 
 
 def test_messages_of_other_forms_pass_as_they_are():
-    """Whoever reads them says what is wrong with them."""
+    """The engine says what is wrong with them."""
     messages = [{"role": "user", "content": "text"}, {"role": "assistant", "content": None, "tool_calls": []}, {}, 7,
                 {"role": "user", "content": [None, 3, {"type": "text"}, {"type": "image", "image": 5}]}]  # fmt: skip
 

@@ -120,7 +120,7 @@ def test_good_calls_are_admitted_and_bad_ones_are_not(name, qwen3):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_call_where_several_are_not_asked_for(name):
+def test_one_call_without_parallel_tool_calls(name):
     tool_format = FORMATS[name]
     found = matcher(tool_format, TOOLS, parallel=False)
     assert accepts(found, written(tool_format, GOOD[:1]))
@@ -379,7 +379,7 @@ def test_any_schema_is_a_grammar_or_refused(name, parameters, is_strict, compile
 
 
 def test_parameters_made_to_crash_are_refused(compiler):
-    """A chain of references overflows the stack of whoever compiles it: another process, which is replaced."""
+    """A chain of references overflows the compiler's stack: in another process, which is replaced."""
     length = 8000
     links = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}, "minItems": 1} for i in range(length)}
     schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/d0"}}, "required": ["x"]}

@@ -165,7 +165,7 @@ def test_nothing_of_a_call_that_was_cut_off_leaks(tool_format, template):
 
 @pytest.mark.parametrize("tool_format", [HERMES, XML, LLAMA])
 def test_nothing_of_a_further_call_that_was_cut_off_is_content(tool_format):
-    """Wherever the answer ends: beside calls, half a tag or half a name is no text that anybody wrote."""
+    """Wherever the answer ends: beside calls, half a tag or half a name is not content."""
     calls = {
         HERMES: ['<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>', "\n"],
         XML: [
@@ -182,7 +182,7 @@ def test_nothing_of_a_further_call_that_was_cut_off_is_content(tool_format):
     assert parse(f"{call}\nso <b", HERMES if tool_format == LLAMA else tool_format).content.endswith("so <b")
 
 
-def test_thoughts():
+def test_reasoning():
     def said(text, **options):
         answer = parse(text, None, **options)
         return answer.reasoning, answer.content
@@ -203,7 +203,7 @@ def test_thoughts():
 
 
 @pytest.mark.parametrize("splits_reasoning", [True, False])
-def test_no_calls_in_thoughts(splits_reasoning):
+def test_no_calls_in_reasoning(splits_reasoning):
     call = '<tool_call>\n{"name": "stop.now", "arguments": {}}\n</tool_call>'
     answer = parse(f"<think>\n{call}\n</think>\n\n{call}", HERMES, splits_reasoning=splits_reasoning)
     assert answer.calls == [["stop.now", "{}"]]

@@ -210,7 +210,7 @@ def test_the_theme_is_kept(url, visits):
     assert page.evaluate(paper) == dark and page.get_by_role("button", name="Theme: dark").is_visible()
 
 
-def test_nothing_moves_for_who_wants_that(url, visits):
+def test_reduced_motion_is_respected(url, visits):
     page = visits.open(url, reduced_motion="reduce")
     moving = "[...document.querySelectorAll('*')].map((node) => getComputedStyle(node).transitionDuration)"
     assert set(page.evaluate(moving)) == {"0s"}

@@ -116,7 +116,7 @@ def test_the_sample_picture_and_removing_one(vision_server, visits):
     assert page.locator(".question .preview img").count() == 1
 
 
-def test_the_embedded_model_is_asked_what_it_was_taught(scripted, visits):
+def test_the_embedded_model_has_its_own_examples(scripted, visits):
     running, backend = scripted(name=embedded.MODEL_NAME, accepts=("image",))
     page = visits.open(running.url)
     assert "nothing of the world" in page.locator(".welcome .tiny").inner_text()
@@ -166,7 +166,7 @@ def test_a_camera_that_is_refused(scripted, visits):
     page.get_by_role("button", name="Cancel").click()
 
 
-def test_what_the_model_cannot_take_is_told_before_it_is_sent(scripted, visits):
+def test_unsupported_files_are_refused_before_they_are_sent(scripted, visits):
     running, backend = scripted()
     page = visits.open(running.url)
     assert page.get_by_role("button", name="Add files").is_disabled()
@@ -235,7 +235,7 @@ def test_another_tab_sees_what_changed(scripted, visits):
     assert first.title() == "From the first · Tilewright"
 
 
-def test_a_picture_over_the_limit_is_sent_smaller_and_that_is_told(scripted, visits):
+def test_a_picture_over_the_limit_is_sent_smaller_with_a_note(scripted, visits):
     limits = MediaLimits(max_pixels=100 * 100, allow_paths=False)
     running, backend = scripted(settings=ServerSettings(media=MediaPolicy(limits)), accepts=("image",))
     page = visits.open(running.url)
@@ -338,7 +338,7 @@ def test_settings_arrive_in_the_request(scripted, visits):
     assert backend.requests[1].sampling == {} and len(backend.requests[1].messages) == 1
 
 
-def test_an_error_is_told_in_its_place_and_can_be_tried_again(scripted, visits):
+def test_an_error_is_shown_in_its_place_with_a_retry(scripted, visits):
     running, backend = scripted()
     visits.expected.append(REFUSED)
     page = visits.open(running.url)
@@ -353,7 +353,7 @@ def test_an_error_is_told_in_its_place_and_can_be_tried_again(scripted, visits):
     assert answers(page).locator(".error").is_hidden()
 
 
-def test_a_mistake_of_the_user_is_told_in_the_servers_words(chat_server, visits):
+def test_a_mistake_of_the_user_is_shown_in_the_servers_words(chat_server, visits):
     visits.expected.append(REFUSED)
     page = visits.open(chat_server.url)
     send(page, "long " * 2000)
@@ -432,7 +432,7 @@ def test_an_answer_that_breaks_off_is_kept(scripted, visits):
     assert answers(page).locator(".markdown").inner_text() == "Hello there"
 
 
-def test_the_key_is_asked_for_and_gone_with_the_tab(scripted, visits):
+def test_the_key_is_requested_and_gone_with_the_tab(scripted, visits):
     visits.expected.append(REFUSED)
     running, _ = scripted(settings=ServerSettings(api_keys=("open sesame",)))
     page = visits.open(running.url, wait=False)
@@ -448,7 +448,7 @@ def test_the_key_is_asked_for_and_gone_with_the_tab(scripted, visits):
     assert "open sesame" in of_tab and "open sesame" not in lasting and cookie == ""
 
 
-def test_a_full_disk_is_told_and_the_conversation_goes_on(scripted, visits):
+def test_a_full_disk_is_reported_and_the_conversation_continues(scripted, visits):
     running, backend = scripted()
     full = "IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError'); };"
     page = visits.open(running.url, scripts=[full])
@@ -470,7 +470,7 @@ def test_a_browser_that_keeps_nothing(scripted, visits):
     assert page.locator(".conversations .title").all_inner_texts() == ["Still?"]
 
 
-def test_thoughts_are_folded_away(scripted, visits, chat_folder):
+def test_reasoning_is_folded_away(scripted, visits, chat_folder):
     template = (chat_folder / "chat_template.jinja").read_text()
     running, _ = scripted(("<think>Let me <b>see", "</think>It is 4"), template=template)
     page = visits.open(running.url)

@@ -82,7 +82,7 @@ def test_nothing_else_is_sent(running, path):
     assert fetch(running, path).status == 404
 
 
-def test_the_page_needs_no_key_but_what_it_asks_does(scripted):
+def test_the_page_needs_no_key_but_its_requests_do(scripted):
     running, _ = scripted(settings=ServerSettings(api_keys=("secret",)))
     assert all(fetch(running, path).status == 200 for path in PAGE_FILES)
     assert fetch(running, "/v1/models").status == 401 and fetch(running, "/page/nothing.js").status == 401
@@ -114,7 +114,7 @@ def test_scripts_name_only_files_that_are_there():
     assert len(named) == 7 and all(f"/{path}" in PAGE_FILES for path in named)
 
 
-def test_the_model_tells_what_it_takes(vision_server, chat_server):
+def test_the_model_lists_its_input_modalities(vision_server, chat_server):
     model = json.loads(fetch(vision_server, "/v1/models").content)["data"][0]
     assert model["input_modalities"] == ["text", "image", "video"]
     assert model["limits"] == {

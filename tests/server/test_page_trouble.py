@@ -83,7 +83,7 @@ def test_an_address_keeps_no_model_away(scripted, visits):
     until(page, "document.querySelector('#model').value")
 
 
-def test_one_editor_that_closes_when_something_else_is_asked(held, visits):
+def test_one_editor_that_closes_when_another_question_is_sent(held, visits):
     running, backend = held()
     page = visits.open(running.url)
     send(page, "One")
@@ -101,7 +101,7 @@ def test_one_editor_that_closes_when_something_else_is_asked(held, visits):
     assert page.evaluate(BUBBLES) == ["One", "Two"] and len(backend.requests) == 2
 
 
-def test_the_sample_is_asked_once_and_where_it_was_clicked(held, visits):
+def test_the_sample_is_sent_once_and_where_it_was_clicked(held, visits):
     running, backend = held(accepts=("image",))
     page = visits.open(running.url)
     page.get_by_role("button", name="Try a sample picture").dblclick()
@@ -155,7 +155,7 @@ def test_a_picture_stays_with_the_question_it_was_added_to(scripted, visits):
     page.locator(".tray img").wait_for()
 
 
-def test_what_is_written_stays_while_another_tab_asks(scripted, visits):
+def test_what_is_written_stays_while_another_tab_sends(scripted, visits):
     running, _ = scripted()
     first = visits.open(running.url)
     send(first, "One")
@@ -170,7 +170,7 @@ def test_what_is_written_stays_while_another_tab_asks(scripted, visits):
     until(first, "document.querySelector('#question').value === 'A long thought'")
 
 
-def test_two_tabs_that_ask_at_once_lose_nothing(held, visits):
+def test_two_tabs_that_send_at_once_lose_nothing(held, visits):
     running, backend = held()
     first = visits.open(running.url)
     send(first, "One")
@@ -244,7 +244,7 @@ def test_a_key_that_no_header_can_carry_is_not_taken(scripted, visits):
         ("the engine ended (signal 9) and is being restarted; send the request again", (5,)),
     ],
 )
-def test_asking_again_has_an_end(scripted, visits, message, pauses_s):
+def test_retries_are_bounded(scripted, visits, message, pauses_s):
     assert (
         "send the request again" in Path(remote.__file__).read_text()
     )  # by which the page knows that the engine was lost

@@ -67,7 +67,7 @@ def test_a_lost_engine_is_replaced(serve):
         assert "tilewright_engine_restarts_total 1.0" in response.read().decode()
 
 
-def test_told_to_end_it_finishes_what_it_answers(serve):
+def test_shutdown_finishes_the_answers_under_way(serve):
     server = serve()
     client = server.client()
     options = {**LONG, "max_tokens": 400}
@@ -88,7 +88,7 @@ def test_told_to_end_it_finishes_what_it_answers(serve):
         os.kill(engine, 0)
 
 
-def test_what_takes_longer_than_the_drain_is_told_so(serve):
+def test_answers_beyond_the_drain_timeout_end_with_an_error(serve):
     server = serve("--drain-timeout", "1")
     client = server.client()
     options = {**LONG, "max_tokens": 8000}
@@ -157,7 +157,7 @@ def test_flags_are_obeyed(serve):
         (["MODEL", "--max-connections", "0"], "--max-connections"),
     ],
 )
-def test_what_cannot_be_served_is_told_at_once(model, flags, message, capsys, monkeypatch):
+def test_wrong_flags_are_refused_at_once(model, flags, message, capsys, monkeypatch):
     arguments = ["serve", *[str(model) if flag == "MODEL" else flag for flag in flags], "--port", "0"]
     try:
         status = cli.main(arguments)

@@ -21,7 +21,7 @@ def test_no_process_can_be_started(monkeypatch):
         asyncio.run(asyncio.wait_for(RemoteBackend({}).start(), 30))
 
 
-def test_it_goes_on_trying_once_it_was_there(tmp_path, monkeypatch):
+def test_it_keeps_restarting_once_it_was_ready(tmp_path, monkeypatch):
     """A lost engine that cannot be replaced at once is replaced later."""
     folder = write_text_model(tmp_path)
 

@@ -48,7 +48,7 @@ def test_a_stream_says_the_same(client):
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-def test_one_goes_on_from_another(client):
+def test_previous_response_id(client):
     first = respond(client)
     second = respond(client, "And a wall?", previous_response_id=first.id)
     said = [
@@ -61,7 +61,7 @@ def test_one_goes_on_from_another(client):
     with pytest.raises(openai.BadRequestError, match="resp_unknown"):
         respond(client, previous_response_id="resp_unknown")
     unkept = respond(client, store=False)
-    with pytest.raises(openai.BadRequestError, match="still kept"):
+    with pytest.raises(openai.BadRequestError, match="the id of a stored response"):
         respond(client, previous_response_id=unkept.id)
 
 
@@ -106,7 +106,7 @@ def test_pictures(vision_server):
         ({"given": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input_file"),
     ],
 )
-def test_what_cannot_be_asked(client, options, message):
+def test_invalid_requests(client, options, message):
     with pytest.raises(openai.BadRequestError) as caught:
         respond(client, **options)
     assert message in caught.value.message

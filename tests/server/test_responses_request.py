@@ -115,7 +115,7 @@ def test_what_a_model_said_in_one_go_is_one_message():
     assert messages([call(1), output(1, parts)])[1] == chat_output(1, "a\nb")
 
 
-def test_tools_formats_and_thoughts():
+def test_tools_formats_and_reasoning():
     flat = {"type": "function", **WEATHER["function"], "strict": None}
     body = chat_body(
         {
@@ -170,7 +170,7 @@ def part(**fields):
         ({"input": [{"type": "reasoning", "content": [{"type": "input_text", "text": "x"}]}]}, "reasoning_text"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "call_id is None"),
         ({"input": [{**call(1), "arguments": {}}]}, "arguments is {}"),
-        ({"input": [output(1)]}, r"input\[0\]\.call_id is 'call_1', expected that of an earlier"),
+        ({"input": [output(1)]}, r"input\[0\]\.call_id is 'call_1', expected the call_id of an earlier"),
         ({"input": "Hi", "instructions": ["x"]}, "instructions is"),
         ({"input": "Hi", "tools": [{"type": "web_search"}]}, r"tools\[0\]\.type is 'web_search'"),
         ({"input": "Hi", "tools": [WEATHER]}, r"tools\[0\] has function, expected name"),
@@ -191,7 +191,7 @@ def part(**fields):
         ({"input": "Hi", "metadata": {"a": "b" * 513}}, "value of 513"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(request_, message):
+def test_invalid_requests_are_refused(request_, message):
     with pytest.raises(RequestError, match=message):
         chat_body(request_)
 
@@ -223,7 +223,7 @@ def test_a_response_goes_back_as_input():
     }
 
 
-def test_a_request_goes_on_from_an_earlier_response():
+def test_a_request_continues_an_earlier_response():
     history = History()
     first = history.resolve({"input": "Hi", "instructions": "Be brief."})
     response = answered(first)
@@ -236,13 +236,13 @@ def test_a_request_goes_on_from_an_earlier_response():
         chat_output(1),
     ]
     assert answered(second)["previous_response_id"] == response["id"]
-    with pytest.raises(RequestError, match="previous_response_id is 'resp_x', expected that of a response"):
+    with pytest.raises(RequestError, match="previous_response_id is 'resp_x', expected the id of a stored response"):
         history.resolve({"input": "Hi", "previous_response_id": "resp_x"})
     with pytest.raises(RequestError, match=r"previous_response_id is \['a'\]"):
         history.resolve({"input": "Hi", "previous_response_id": ["a"]})
 
 
-def test_history_is_kept_as_asked_and_as_far_as_it_may():
+def test_history_respects_store_and_its_limit():
     def is_kept(response):
         try:
             history.resolve({"input": "", "previous_response_id": response["id"]})

@@ -82,7 +82,7 @@ def test_the_share_is_of_the_measured_limit(engine, client, monkeypatch):
     assert answer.timings["bandwidth_share"] * READ_LIMIT == pytest.approx(speeds[0])
 
 
-def test_what_is_told_of_the_speed():
+def test_timings_fields():
     ended = Ended(3, 0, 11, Timings(0.1, 0.5, 2.5, READ_LIMIT / 4), bandwidth_share=0.25)
     assert timings(ended) == {
         "queued_s": 0.1,

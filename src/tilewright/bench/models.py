@@ -35,8 +35,8 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         parser = subparsers.add_parser(
             name,
             help=what,
-            description=f"Measures {what}. Prompts are random and new in every round; answers are greedy and go on to "
-            "the last token. The machine's own speed is probed between the rounds.",
+            description=f"Measures {what}. Prompts are random and new in every round; answers are greedy and have "
+            "the full length. The machine's own speed is probed between the rounds.",
             epilog=f"""examples:
   tilewright bench {name}                                 the embedded model
   tilewright bench {name} -m MODEL

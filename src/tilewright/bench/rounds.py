@@ -21,7 +21,7 @@ from tilewright.types import Completion, RequestError
 
 @dataclass(frozen=True)
 class Measurement:
-    """A number with its unit. Where it is a rate the machine has a limit for, `limited_by` names that in Probe."""
+    """A number with its unit. `limited_by` names the field of Probe that limits it, if any."""
 
     value: float
     unit: str
@@ -164,7 +164,7 @@ def picture(engine: Engine, options: argparse.Namespace) -> Measure:
 
 
 def batch(engine: Engine, options: argparse.Namespace) -> Measure:
-    """Seconds of many requests at once, each with a picture where the model takes one; then the same ones again."""
+    """Seconds of many requests at once, each with a picture if the model takes one; then the same requests again."""
     prompts = Prompts(engine)
     num_tokens = options.batch * options.new_tokens
 

@@ -18,7 +18,7 @@ PATCHES = (1024, 2048, 4096)
 PAGE_SIZE = 128
 BATCH, CONTEXT = 8, 4096
 CHUNK = 1024
-# fp32 scores of the twin at 4096 patches are 1 GB; these many of the queries show a wrong kernel as well.
+# fp32 scores of the reference for 4096 patches take 1 GB; this many queries show a wrong kernel as well.
 CHECKED_QUERIES = 64
 
 
@@ -74,7 +74,7 @@ def _paged(batch: int, num_queries: int, heads: int, kv_heads: int, width: int) 
     pages = CONTEXT // PAGE_SIZE
     cache = KvCache.empty(batch * pages, PAGE_SIZE, kv_heads, width, torch.bfloat16)
     k, v = random(2 * batch * CONTEXT, kv_heads, width).chunk(2)
-    # Pages in no order, as a server that has run for a while has them.
+    # Pages in random order, as in a server that has run for a while.
     block_table = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
     slots = block_table.long()[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)
     kv_store(k, v, cache, slots.flatten())

@@ -33,7 +33,7 @@ def _some_ids(limit: int, seed: int) -> Tensor:
 
 
 def _embedding(vocabulary: int, width: int, packed: bool) -> Calls:
-    # The table is far larger than cache; other ids each call find other rows of it.
+    # The table is far larger than the cache; each call has other ids and reads other rows.
     plain = random(1024, width).repeat(-(-vocabulary // 1024), 1)[:vocabulary]
     table = pack_weight(plain) if packed else plain
     ids = [_some_ids(vocabulary, seed) for seed in range(16)]

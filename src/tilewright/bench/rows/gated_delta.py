@@ -69,7 +69,7 @@ def rows() -> Iterator[Row]:
 
 
 def _in_huge_pages(tensor: Tensor) -> Tensor:
-    """The same numbers where an engine has its activations and states."""
+    """The same values in the memory layout of the engine's activations and states."""
     return empty_in_huge_pages(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
@@ -205,7 +205,7 @@ def _split(net: LinearAttention, interleaved: bool) -> Calls:
         return gated_delta.split_projections(qkvz, ba, *heads, interleaved=interleaved, out=(qkv, z, b, a))
 
     def theirs(_: int) -> tuple[Tensor, ...]:
-        # Of contiguous parts some are views: copied, so that both sides write the same.
+        # Some contiguous parts are views: copied, so that both sides write as much.
         return tuple(part.contiguous() for part in twins.split_projections(qkvz, ba, *heads, interleaved=interleaved))
 
     def check() -> bool:

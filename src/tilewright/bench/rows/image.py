@@ -27,7 +27,7 @@ def rows() -> Iterator[Row]:
 
 
 def _patches(source: tuple[int, int], target: tuple[int, int]) -> Calls:
-    # Smooth waves: noise would be clipped at every overshoot, where roundings differ most.
+    # Smooth waves: noise would be clipped at each overshoot, where rounding differs most.
     waves = torch.sin(torch.arange(source[0] * source[1] * 3).view(*source, 3) * 0.01)
     picture = (waves * 100 + 128).to(torch.uint8)
     ours = partial(image.patches, picture, *target, patch_size=PATCH, merge_size=MERGE, mean=MEAN, std=STD)

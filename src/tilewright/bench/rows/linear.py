@@ -16,7 +16,7 @@ from tilewright.ops.torch_backend import linear as reference
 ROWS = (1, 4, 16, 128, 512, 1024)
 HEAD_ROWS = (1, 16)
 VISION_ROWS = (1024, 4096)
-# The twin runs in fp32: this many rows and outputs of it are enough to see a wrong kernel.
+# The reference runs in fp32: this many rows and outputs are enough to show a wrong kernel.
 CHECKED_ROWS, CHECKED_OUTPUTS = 64, 4096
 
 
@@ -35,7 +35,7 @@ def rows() -> Iterator[Row]:
             for m in VISION_ROWS:
                 yield _row("linear", f"{model.name} vision {name}", m, n, k, f"linear vision M={m}")
         vision, patches = model.vision, VISION_ROWS[-1]
-        frame = vision.patch_elements // 2  # of a still: the kernel is summed over its two frames
+        frame = vision.patch_elements // 2  # of a picture: the kernel is summed over its two frames
         moved = 2 * (vision.hidden * frame + patches * (frame + vision.hidden))
         shape = f"{model.name} {patches} patches of {vision.patch} x {vision.patch}"
         yield Row("patch embedding", shape, moved, 2 * patches * vision.hidden * frame, partial(_patches, vision))
@@ -66,7 +66,7 @@ def _calls(m: int, n: int, k: int, gated: bool) -> Calls:
 
 
 def _patches(vision: Vision) -> Calls:
-    """A still as one frame and a summed kernel, against two equal frames and a convolution, as the model has it."""
+    """A picture as one frame with a summed kernel, against the model's two equal frames and convolution."""
     patches, frame = VISION_ROWS[-1], vision.patch_elements // 2
     x, kernel = (
         random(patches, frame),
@@ -103,7 +103,7 @@ def _their_weights(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _weight(n: int, k: int) -> Tensor:
-    # One block of random numbers repeated: by the billion they would take minutes.
+    # One block of random numbers, repeated: billions of them would take minutes.
     block = random(min(n, 2048), k, scale=k**-0.5, seed=1)
     return block.repeat(-(-n // block.shape[0]), 1)[:n].contiguous()
 

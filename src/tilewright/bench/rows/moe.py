@@ -15,10 +15,10 @@ from tilewright.ops.torch_backend import moe as reference
 
 TOKENS = (1, 8, 64, 1024)
 ROUTED_TOKENS = (1, 1024)
-# The experts of a layer are four times the largest cache we have met, so calls rotate among routings, not among copies:
-# 16 of a token's 8 experts are as many as there are.
+# The experts of a layer are four times the largest cache we have seen, so calls rotate among routings, not among
+# copies: 16 routings of 8 experts per token use every expert.
 NUM_ROUTINGS = 16
-# The twin runs in fp32: this many tokens of it are enough to see a wrong kernel.
+# The reference runs in fp32: this many tokens are enough to show a wrong kernel.
 CHECKED_TOKENS = 4
 
 
@@ -33,13 +33,13 @@ def rows() -> Iterator[Row]:
 
 
 def _routings(model: Experts, tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """ids and weights of each call: every expert equally often, as a trained router aims at.
+    """ids and weights of each call: every expert equally often, as routers are trained to do.
 
     Neighbouring calls of one token have no expert in common until all had their turn.
     """
     generator = torch.Generator().manual_seed(0)
     needed = NUM_ROUTINGS * tokens
-    per_deal = model.num_experts // model.top_k  # tokens that one shuffled deck of experts serves
+    per_deal = model.num_experts // model.top_k  # tokens that one shuffled deck of experts is dealt to
     decks = [torch.randperm(model.num_experts, generator=generator) for _ in range(-(-needed // per_deal))]
     hands = torch.cat([deck[: per_deal * model.top_k].view(per_deal, model.top_k) for deck in decks]).int()
     weights = torch.softmax(torch.randn(hands.shape, generator=generator), -1)
@@ -79,7 +79,7 @@ def _moe_calls(model: Experts, tokens: int) -> Calls:
 
 
 def _torch_moe(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The loop over the experts hit that models written in torch have."""
+    """The loop over the used experts of models written in torch."""
     y = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         tokens, choice = torch.where(ids == expert)
@@ -99,7 +99,7 @@ def _experts(model: Experts) -> tuple[Tensor, Tensor, tuple[PackedExperts, Packe
     )
     packed = []
     for weights, gated in zip(plain, (True, False), strict=True):
-        # Rolled, so that no two experts are the same and a wrong one shows.
+        # Rolled, so that all experts differ and a wrong one shows.
         for expert in range(count):
             weights[expert] = weights[expert].roll(expert, 0)
         experts = PackedExperts.empty(count, weights.shape[1], weights.shape[2], gated, weights.dtype)

@@ -29,7 +29,7 @@ class Source:
     name: str  # of the first item that uses it, for errors: "image 2"
     is_frames: bool = False  # a data: URL with the frames of a video
     num_uses: int = 0
-    size_bytes: int = 0  # counted so far; of a data: URL, the most it can have
+    size_bytes: int = 0  # counted so far; of a data: URL, an estimate until it is decoded
     data: bytes | list[bytes] | None = None
 
     @property
@@ -43,9 +43,9 @@ class MediaSources:
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
         self._inline: list[Source] = []
-        self._by_text: dict[str, Source] = {}  # without data: URLs, which are long and seldom equal
+        self._by_text: dict[str, Source] = {}  # without data: URLs, which are long and rarely equal
         self._num_items: Counter[MediaKind] = Counter()
-        self._num_frames = 0  # that come one by one
+        self._num_frames = 0  # of videos that are given as frames
         self._total_bytes = 0
 
     def __iter__(self) -> Iterator[Source]:
@@ -91,7 +91,7 @@ class MediaSources:
     def _add(self, text: str, name: str, must_be_url: bool, is_frames: bool = False) -> Source:
         if scheme_of(text) == "data":
             source = Source(text, name, is_frames, num_uses=1)
-            # A "%" counts as an escape there: one that is none makes the size too small, never the decoded bytes.
+            # check_data_url counts each "%" as an escape of three characters: many bare ones would count below zero.
             self.grow(source, max(0, check_data_url(text, name, self._limits)))
             self._inline.append(source)
             return source

@@ -4,7 +4,8 @@ import { ApiError, Unreachable } from "./api.js";
 
 const MAX_WAIT_S = 120;
 const MAX_REPEATS = 3; // by itself; after that there is a button
-// What ended while it answered may have ended by what it was asked: that is repeated once only. remote.py says it so.
+// An engine that ended during an answer may have ended because of the request: it is repeated once only. This is the
+// text of remote.py's error.
 const MAX_REPEATS_OF_LOST = 1;
 const WAS_LOST = /send the request again/;
 

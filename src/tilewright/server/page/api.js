@@ -16,7 +16,7 @@ export class ApiError extends Error {
   }
 }
 
-// Nobody answered, or the answer broke off: then `isMidAnswer`.
+// The server did not answer, or the answer broke off: then `isMidAnswer`.
 export class Unreachable extends Error {
   constructor(message, isMidAnswer = false) {
     super(message);
@@ -40,7 +40,7 @@ export class Api {
     return (await (await this.request("v1/models")).json()).data;
   }
 
-  // Resolves if the server would answer a request now. It tells so without a key.
+  // Resolves if the server would answer a request now. No key is needed.
   async health() {
     const response = await reach("health", { cache: "no-store" });
     if (!response.ok) throw await apiError(response);

@@ -48,7 +48,7 @@ class App {
   }
 
   async start() {
-    this.pane.focus(); // at once: what the browser keeps is read meanwhile, and nobody waits for it to type
+    this.pane.focus(); // at once: typing does not wait for what the browser has stored
     const loading = this.loadModels(); // whatever the address leads to
     await this.openFromUrl();
     const { problem } = this.store;
@@ -59,7 +59,7 @@ class App {
     await loading;
   }
 
-  // The models, as soon as the server tells them.
+  // The models, as soon as the server sends them.
   async loadModels() {
     for (;;) {
       try {
@@ -98,7 +98,7 @@ class App {
     byId("banner").textContent = reason ?? "";
   }
 
-  // Told by the connection. After the server was away another model may answer.
+  // Called by the connection. After the server was away another model may answer.
   serverChanged(reason) {
     this.showBanner(reason);
     if (!reason && this.models.length) this.loadModels();
@@ -162,7 +162,7 @@ class App {
     this.show(newConversation());
   }
 
-  // All of it at once: who opens something may write, send, or go on or back before the browser has read anything.
+  // All at once: the user may write, send or navigate before the browser has read anything.
   show(conversation) {
     this.pane.show(conversation);
     this.opened(conversation);

@@ -1,4 +1,4 @@
-// The kinds of files that can be sent, and how each is shown, made to fit and told to the server.
+// The kinds of files that can be sent, and how each is shown, resized and sent.
 
 import { element } from "./dom.js";
 import { randomId } from "./ids.js";
@@ -32,7 +32,7 @@ export const KINDS = {
   },
 };
 
-// A file that cannot be sent; the message tells why.
+// A file that cannot be sent; the message says why.
 export class Refused extends Error {}
 
 export function kindsOf(model) {
@@ -51,7 +51,7 @@ export async function attach(file, model) {
   const kind = Object.keys(KINDS).find((one) => file.type.startsWith(`${one}/`));
   const name = file.name || (kind ? `${kind}.${file.type.split("/")[1]}` : "file");
   if (!kind) throw new Refused(`${name} cannot be sent: it is neither a picture nor a video.`);
-  if (!model) throw new Refused(`${name} cannot be added before the server has told its model.`);
+  if (!model) throw new Refused(`${name} cannot be added before the server has sent its model.`);
   if (!kindsOf(model).includes(kind)) {
     throw new Refused(
       `${name} cannot be sent: ${model.id} takes ${nounsOf(model) ? `text and ${nounsOf(model)}` : "text"} only.`,

@@ -140,7 +140,7 @@ export class ChatPane {
     try {
       attachments = await this.composer.attach(await files());
     } catch (error) {
-      this.tell(`This cannot be asked: ${error.message}`);
+      this.tell(`This cannot be sent: ${error.message}`);
       return;
     }
     if (conversation !== this.conversation || conversation.messages.length) {
@@ -242,7 +242,7 @@ export class ChatPane {
     this.announce(answer);
   }
 
-  // The body of a request; what cannot be sent is told here, before it is.
+  // The body of a request; reports here what cannot be sent.
   async request(conversation, end) {
     const { system, ...sampling } = currentSettings();
     const model = this.app.model();
@@ -311,7 +311,7 @@ export class ChatPane {
     this.column.append(view.node);
   }
 
-  // Only the last question can be edited, only the last answer asked for again; an empty conversation welcomes.
+  // Only the last question can be edited, only the last answer regenerated; an empty conversation shows a welcome.
   changedMessages() {
     const { messages } = this.conversation;
     const lastQuestion = messages.findLast((message) => message.role === "user");

@@ -100,7 +100,7 @@ export class Composer {
     }
   }
 
-  // Tells what the model takes, before anything is sent to it.
+  // Shows what the model accepts, before anything is sent.
   showModel() {
     const model = this.host.model();
     const kinds = kindsOf(model);
@@ -178,7 +178,7 @@ export class Composer {
     this.showFiles();
   }
 
-  // The files made ready to be sent, and kept; those that cannot be are told of and left out.
+  // The files made ready to be sent, and kept; those that cannot be are reported and left out.
   async attach(files) {
     const attachments = [];
     for (const file of files) {
@@ -206,7 +206,7 @@ export class Composer {
     const attachments = await this.attach(files);
     draft.unread = draft.unread.filter((one) => !unread.includes(one));
     draft.attachments = [...draft.attachments, ...attachments];
-    if (attachments.length < files.length) draft.isSending = false; // its writer is told, and decides
+    if (attachments.length < files.length) draft.isSending = false; // the user sees why, and decides
     if (!draft.unread.length) this.reading.delete(draft);
     if (draft.isDropped) {
       await this.host.store.forgetFiles(attachments);

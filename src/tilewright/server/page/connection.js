@@ -1,18 +1,18 @@
-// Whether the server answers. Asked only after it did not, until it does again.
+// Whether the server answers. Polled only after it did not, until it does again.
 
 import { ApiError } from "./api.js";
 
 const PAUSES_MS = [500, 1000, 2000, 4000]; // between two questions; the last one again and again
 
 export class Connection {
-  // `onChange` is told what is wrong, or null when all is well.
+  // `onChange` gets what is wrong, or null when all is well.
   constructor(api, onChange) {
     this.api = api;
     this.onChange = onChange;
     this.back = null; // resolves when the server answers again
   }
 
-  // Tells that the server did not answer; resolves when it does.
+  // Reports that the server did not answer; resolves when it does.
   lost(reason) {
     this.back ??= this.wait(reason);
     return this.back;

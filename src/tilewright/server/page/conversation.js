@@ -9,7 +9,7 @@ export function newConversation() {
   return { id: randomId(), title: "", changedAt: Date.now(), messages: [] };
 }
 
-// Stands in for one while the browser is asked for it: what is written and sent meanwhile goes to it.
+// A placeholder while the browser loads a conversation: what is written and sent meanwhile goes to it.
 export function comingConversation(id) {
   return { ...newConversation(), id, isComing: true };
 }

@@ -3,5 +3,5 @@ document.documentElement.dataset.theme = "system";
 try {
   document.documentElement.dataset.theme = localStorage.getItem("tilewright-theme") ?? "system";
 } catch {
-  // The browser keeps nothing for this page, and says so by an exception; app.js tells the user.
+  // The browser stores nothing for this page, and throws; app.js tells the user.
 }

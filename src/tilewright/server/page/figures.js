@@ -1,4 +1,4 @@
-// What is told under an answer: how fast it came, and how close that is to what the machine can do.
+// The line under an answer: its speed, and the share of the machine's limit.
 
 import { element } from "./dom.js";
 

@@ -13,7 +13,7 @@ export class MarkdownView {
     this.isPlain = false; // since something went wrong: the text is shown as it is written
     this.settled = 0; // where in the text the first block begins that may still change
     this.tail = []; // the nodes of those blocks
-    this.code = null; // the fence that the text ends within, as `openFence` tells it
+    this.code = null; // the fence that the text ends within, as `openFence` returns it
   }
 
   update(text) {

@@ -94,12 +94,12 @@ export class AnswerView {
       this.update();
       host.drawn();
     });
-    this.thoughts = element("p", { class: "thoughts" });
+    this.reasoningText = element("p", { class: "reasoning-text" });
     this.reasoning = element(
       "details",
       { class: "reasoning", hidden: true },
-      element("summary", {}, "Thoughts"),
-      this.thoughts,
+      element("summary", {}, "Reasoning"),
+      this.reasoningText,
     );
     this.body = element("div", { class: "markdown" });
     this.markdown = new MarkdownView(this.body);
@@ -149,7 +149,8 @@ export class AnswerView {
     this.node.classList.toggle("under-way", isComing);
     this.node.classList.toggle("asking", message.status === "asking");
     this.reasoning.hidden = !message.reasoning;
-    if (this.thoughts.textContent.length !== message.reasoning.length) this.thoughts.textContent = message.reasoning;
+    const { reasoningText: text } = this;
+    if (text.textContent.length !== message.reasoning.length) text.textContent = message.reasoning;
     if (isComing) this.markdown.update(message.text);
     else this.markdown.finish(message.text);
     this.showState();

@@ -19,7 +19,7 @@ export class Scroller {
     return this.node.scrollHeight - this.node.clientHeight - this.node.scrollTop;
   }
 
-  // Only moving up lets go: the text may grow between our own scrolling and the event that tells of it.
+  // Only moving up lets go: the text may grow between our own scrolling and its event.
   scrolled() {
     if (this.distance < NEAR) this.isPinned = true;
     else if (this.node.scrollTop < this.lastTop - 1) this.isPinned = false;

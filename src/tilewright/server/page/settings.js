@@ -19,12 +19,12 @@ function checkStops(stops) {
     : `expected at most ${MAX_STOPS} lines of ${MAX_STOP_LENGTH} characters`;
 }
 
-// Of each field: how it is asked for, and its value for the request out of what was written.
+// Of each field: its label and input, and its value for the request.
 const FIELDS = [
   {
     name: "system",
     label: "System prompt",
-    hint: "Told to the model before the conversation",
+    hint: "System message, sent before the conversation",
     rows: 3,
     read: (text) => text,
   },

@@ -43,7 +43,7 @@ export class Store {
     return result;
   }
 
-  // What other tabs are told: { id, change }, where change is "asked", "changed" or "deleted" and no id means all.
+  // Messages to other tabs: { id, change }, where change is "asked", "changed" or "deleted" and no id means all.
   tell(change, id = null) {
     this.channel.postMessage({ id, change });
   }
@@ -64,7 +64,7 @@ export class Store {
     return conversation;
   }
 
-  // Tells that a conversation in memory has the messages that are kept.
+  // Notes that a conversation in memory has the messages that are stored.
   adopted(conversation) {
     this.bases.set(conversation, idsOf(conversation.messages));
   }
@@ -195,7 +195,7 @@ function idsOf(messages) {
   return new Set(messages.map(({ id }) => id));
 }
 
-// To the other tabs; to nobody where the browser keeps nothing.
+// To the other tabs; to none if the browser stores nothing.
 function openChannel() {
   try {
     return new BroadcastChannel(NAME);
@@ -208,10 +208,10 @@ function openChannel() {
 export function storageProblem(error) {
   if (error?.name === "QuotaExceededError") {
     return (
-      "The browser has no room left to keep this conversation. It goes on, but a reload loses what is new; " +
+      "The browser has no room left to keep this conversation. You can continue, but a reload loses what is new; " +
       "deleting old conversations makes room."
     );
   }
   const reason = error?.message || error?.name || error;
-  return `The browser could not keep this conversation (${reason}). It goes on, but a reload loses what is new.`;
+  return `The browser could not keep this conversation (${reason}). You can continue, but a reload loses what is new.`;
 }
