@@ -1,8 +1,10 @@
 """Qwen3-VL's inputs are those of transformers' processor: ids, positions, grids and pixels of pictures exactly."""
 
+import gc
 import io
 import json
 import shutil
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from oracle import require
 from PIL import Image
 
 from tilewright.inputs.media import MediaLimits
+from tilewright.inputs.media_buffer import MediaBuffer
+from tilewright.inputs.text_limits import TextBudget, TextLimits
 from tilewright.models.qwen3_vl.preprocessing import (
     group_times,
     num_sampled_frames,
@@ -404,6 +408,27 @@ def test_known_media_are_decoded_only_when_loaded(processor):
     assert asked == [inputs.media[0].key] and inputs.media[0].grid == (1, 18, 24)
     with pytest.raises(RequestError, match="image 1: cannot be decoded"):
         processor.media_buffer.load(inputs.media[0].region)
+
+
+def test_a_prompt_without_a_place_for_a_picture_is_refused_before_it_is_decoded(processor):
+    data = png(PICTURES[0])
+    with pytest.raises(RequestError, match="image 1: the prompt has no placeholder left for it"):
+        processor.prompt("x", media=parts([data[: len(data) // 2]]))
+
+
+def test_a_request_waits_for_room_until_it_is_cancelled(config, folder, processor):
+    small = Qwen3VlProcessor(config, folder, processor.tokenizer, None)
+    small.media_buffer = MediaBuffer(768, torch.bfloat16, 500 * 768 * 2)
+    inputs = small.prompt("<|image_pad|>", media=parts(PICTURES[:1]))  # 432 patches
+    answers = iter([False, False, True])
+    budget = TextBudget(TextLimits(1000, 10), lambda: next(answers))
+    with pytest.raises(CancelledError):
+        small.prompt("<|image_pad|>", media=parts(PICTURES[:1]), budget=budget)
+    del inputs
+    gc.collect()
+    assert small.prompt("<|image_pad|>", media=parts(PICTURES[:1])).media[0].region.first_row == 0
+    with pytest.raises(RequestError, match="media take 1327104 bytes once prepared, the limit is 768000"):
+        small.prompt("<|image_pad|>x<|image_pad|>", media=parts([PICTURES[0], PICTURES[0]]))
 
 
 def test_large_pictures_are_shrunk(processor, config):

@@ -18,7 +18,7 @@ Fetch = Callable[[str], bytes]  # an http(s) URL -> what lies there; the caller'
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """What a request may bring. Sizes are known and checked before anything is decoded."""
+    """Limits of a request's media. Sizes are known and checked before anything is decoded."""
 
     max_bytes: int = 128 * 2**20  # of one item, as it arrives
     max_pixels: int = 2**26  # of one picture or frame: 8192 x 8192, 200 MB once decoded
@@ -27,7 +27,7 @@ class MediaLimits:
     max_items: int = 64  # pictures, videos and sounds of a request
     max_total_bytes: int = 512 * 2**20  # of all items of a request, as they arrive
     max_decode_s: float = 60.0  # for one item, where a process of its own decodes it: only such can be stopped
-    allow_paths: bool = True  # a server that takes messages from others turns this off: a path would read its files
+    allow_paths: bool = True  # servers turn this off: a path in a message would read their files
 
 
 @dataclass(frozen=True)

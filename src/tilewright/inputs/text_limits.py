@@ -1,4 +1,4 @@
-"""How much text a request may bring: measured before a template is rendered or anything is tokenized."""
+"""How much text a request may have: measured before a template is rendered or anything is tokenized."""
 
 from __future__ import annotations
 

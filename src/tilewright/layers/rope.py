@@ -163,7 +163,7 @@ def _frequencies(config: RopeConfig, max_context: int) -> tuple[Tensor, float]:
 
 
 def _dynamic_theta(config: RopeConfig, max_context: int) -> float:
-    """A base so much larger that the slowest frequency turns as far over the context as over the trained one."""
+    """A larger base, with which the slowest frequency turns as far over the context as it did over the trained one."""
     factor, stretch = config.factor, max(max_context / config.max_positions, 1.0)
     return config.theta * (factor * stretch - (factor - 1)) ** (config.width / (config.width - 2))
 

@@ -19,7 +19,7 @@ from tilewright.types import MediaKind, ModelInputs
 
 @dataclass(frozen=True)
 class KvSpec:
-    """The keys and values one token leaves behind."""
+    """The keys and values stored for one token."""
 
     num_layers: int
     num_heads: int
@@ -31,7 +31,7 @@ class KvSpec:
 
 @dataclass(frozen=True)
 class CrossSpec(KvSpec):
-    """The keys and values one encoder state leaves behind in cross-attention layers."""
+    """The keys and values that cross-attention layers store for one encoder state."""
 
     max_states: int  # of one medium
 
@@ -101,7 +101,7 @@ class Model(Protocol):
         """Prepares position tables for sequences of up to so many tokens."""
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The model's name for a tensor of the checkpoint; None for one that by rule is not used."""
+        """The model's name for a tensor of the checkpoint; None for one that is not used."""
 
     def forward(self, batch: Batch) -> Tensor:
         """fp32 logits [R, V] of the rows the batch asks for."""
@@ -138,7 +138,7 @@ class Processor(Protocol):
 
     @property
     def picture_token_ids(self) -> tuple[int, ...]:
-        """What stands for a picture in a prompt's ids; nothing where it takes none."""
+        """The tokens of a picture's placeholder in a prompt; empty where it takes none."""
 
 
 @dataclass(frozen=True)
@@ -147,5 +147,5 @@ class Family:
 
     build: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Model]  # from the config and tensor shapes
     make_processor: Callable[..., Processor] | None = None  # None: text only
-    # What the names of a predictor's tensors begin with: who does not draft builds it without these.
+    # Prefix of the names of a predictor's tensors: they are left out where nothing is drafted.
     predictor_prefix: str | None = None

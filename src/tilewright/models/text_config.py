@@ -46,7 +46,7 @@ def head_width(config: Config, width: int, num_heads: int, default: int | None =
 
 
 def whole_name(stored_name: str) -> str:
-    """The name a tensor has in a whole model: one saved without its head has none of the "model." before them."""
+    """The name a tensor has in a whole model: checkpoints saved without a head leave out the prefix "model."."""
     part = stored_name.partition(".")[0]
     return f"model.{stored_name}" if part in _PARTS else stored_name
 

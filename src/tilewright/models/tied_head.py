@@ -34,7 +34,7 @@ def config_as_stored(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _is_same(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    """Ends at the first difference, so that only a head that is stored for nothing is read whole."""
+    """Stops at the first difference: only a head that equals the table is read whole."""
     num_rows = checkpoint.shapes[first][0]
     if checkpoint.shapes[first] != checkpoint.shapes[second]:
         return False

@@ -218,7 +218,7 @@ def _build(
 
 
 def _progress_bar(total_bytes: int, progress: bool) -> tqdm:
-    # disable=None is tqdm's word for: only on a terminal.
+    # disable=None: tqdm shows a bar on a terminal only.
     return tqdm(total=total_bytes, desc="loading", unit="B", unit_scale=True, disable=None if progress else True)
 
 

@@ -40,7 +40,7 @@ _GRACE_S = 10.0
 
 
 def main() -> None:
-    """Serves until the other side is gone. Arguments: the socket, the slate, bytes of memory."""
+    """Serves requests until the socket closes. Arguments: the socket, the slate, bytes of memory."""
     link = socket.socket(fileno=int(sys.argv[1]))
     slate, memory_bytes = int(sys.argv[2]), int(sys.argv[3])
     import_all()
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def import_all() -> None:
-    """Imports whatever decoding may come to need."""
+    """Imports all that decoding may need: afterwards no file can be opened."""
     import av
 
     parts = [part.name for part in pkgutil.walk_packages(av.__path__, "av.")]
@@ -75,7 +75,7 @@ class _Decoder:
         while True:
             header, payload = receive(self._read_exactly)
             allowed_s = header.get("limits", {}).get("max_decode_s", allowed_s)
-            # The one who asks ends this process when it takes too long. These are for when it is gone.
+            # The engine ends this process when it takes too long. These limits are for when the engine is gone.
             signal.setitimer(signal.ITIMER_REAL, allowed_s + _GRACE_S)
             limit_cpu(allowed_s + _GRACE_S)
             reply = self._answer(header, payload)

@@ -1,4 +1,4 @@
-"""Media opened and decoded by other processes: a file made to do harm costs its request, and nothing else."""
+"""Media opened and decoded by other processes: a malicious file can fail its own request and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class MediaFault(RequestError):
-    """An item that brought its decoder down: it crashed, hung, or wanted too much memory."""
+    """An item whose decoder process crashed, timed out or exceeded its memory."""
 
 
 class IsolatedOpener:
@@ -48,7 +48,7 @@ class IsolatedOpener:
         return open_audio(part, limits, sample_rate, fetch, self._read_sound)
 
     def close(self) -> None:
-        """Ends the processes, also those at work."""
+        """Ends all processes, busy ones included."""
         self.pool.close()
 
     def _read_picture(self, data: bytes, name: str, limits: MediaLimits) -> PictureFile:
@@ -116,14 +116,14 @@ class _Item:
 
 
 class _Session:
-    """An item and the process that works on it."""
+    """An item and the process that decodes it."""
 
     def __init__(self, process: DecoderProcess, item: _Item) -> None:
         self._process = process
         self._item = item
 
     def open(self) -> tuple[dict[str, Any], bytes]:
-        """What the process says of the item."""
+        """The header and payload of the process's reply about the item."""
         item, process = self._item, self._process
         process.holds, process.num_items = None, process.num_items + 1
         process.write(item.data)
@@ -186,7 +186,7 @@ class _Session:
         item.spent_s += time.monotonic() - started_s
         error, message = reply.get("error"), str(reply.get("message"))[:1000]
         if error == "refused":
-            # It names the item itself, unless it is no longer what we started.
+            # The process names the item itself, unless it was taken over.
             raise RequestError(message if message.startswith(item.name) else f"{item.name}: {message}")
         if error == "memory":
             raise DecoderFailed("it takes more memory than decoding may use")

@@ -1,4 +1,4 @@
-"""Processes that decode: started, asked, replaced when they fail or have done their share."""
+"""Decoder processes: started, used, and replaced when they fail or have decoded their number of items."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tilewright.inputs.isolation.wire import WireError, pack, receive
 _log = logging.getLogger(__name__)
 
 _START = "import sys; sys.path[:] = sys.argv[4:]; from tilewright.inputs.isolation.main import main; main()"
-# All of its environment: nothing of ours. One thread; and it keeps some memory from item to item, since fresh pages
-# cost more than a JPEG's decoding.
+# Its whole environment: nothing is inherited. One thread; freed memory is kept for the next item, since fresh pages
+# cost more than decoding a JPEG.
 _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     "OPENBLAS_NUM_THREADS": "1",
@@ -31,12 +31,12 @@ _ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**26),
 }
 _START_TIMEOUT_S = 60.0  # it takes 0.2 when the machine is idle
-_SEND_TIMEOUT_S = 10.0  # messages are small, and wait for nobody unless the other side is stuck
+_SEND_TIMEOUT_S = 10.0  # messages are small: sending blocks only if the other side hangs
 _KEPT_SLATE_BYTES = 16 * 2**20  # larger ones are cut back when an item is done
 
 
 class DecoderFailed(Exception):
-    """The process died, took too long or talked nonsense; it is of no more use."""
+    """The process died, timed out or sent an invalid reply; it is not used again."""
 
 
 class DecoderProcess:
@@ -158,7 +158,7 @@ class DecoderProcess:
             os.ftruncate(self._slate, _KEPT_SLATE_BYTES)
 
     def kill(self) -> None:
-        """Ends it; whoever waits for it gets a DecoderFailed."""
+        """Ends the process; a caller that waits for it gets a DecoderFailed."""
         self.has_failed = True
         self._process.kill()
         self._process.wait()
@@ -178,7 +178,7 @@ class DecoderProcess:
 
 
 class DecoderPool:
-    """As many processes as there are callers at once; those that are free are kept for the next."""
+    """One process per concurrent caller; idle ones are kept for the next."""
 
     def __init__(self, memory_bytes: int, max_items_per_process: int, num_kept: int) -> None:
         self._memory_bytes = memory_bytes
@@ -191,7 +191,7 @@ class DecoderPool:
 
     @contextlib.contextmanager
     def lease(self, token: object) -> Iterator[DecoderProcess]:
-        """A process for one caller, the one that holds the token's item if it is free."""
+        """A process for one caller: the one in which the token's item is open, if that is idle."""
         process = self._take(token)
         try:
             process.wait_until_ready()
@@ -203,7 +203,7 @@ class DecoderPool:
             self._give_back(process)
 
     def close(self) -> None:
-        """Ends all processes, also those at work: their callers get a DecoderFailed."""
+        """Ends all processes, busy ones included: their callers get a DecoderFailed."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []

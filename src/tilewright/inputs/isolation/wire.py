@@ -1,4 +1,4 @@
-"""Messages between a process and those that decode for it: a header of JSON, then raw bytes. Nothing is unpickled."""
+"""Messages between the engine and decoder processes: a JSON header, then raw bytes. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_PAYLOAD_BYTES = 2**23  # the times of a million frames; pixels and samples g
 
 
 class WireError(Exception):
-    """What came is no message."""
+    """The bytes received are not a message."""
 
 
 def pack(header: Mapping[str, Any], payload: bytes = b"") -> bytes:

@@ -25,7 +25,7 @@ from tilewright.ops.norm import layer_norm
 from tilewright.ops.plan import empty, scope
 from tilewright.types import UnsupportedConfig
 
-OUTER_EPS = 1e-5  # of the norms before and after the layers, whatever the config says of those within
+OUTER_EPS = 1e-5  # of the norms before and after the layers; the config's norm_eps is for those within
 ROW_MULTIPLE = 8  # a tile is padded to so many rows
 
 
@@ -41,7 +41,7 @@ class VisionConfig:
     patch_size: int
     num_channels: int
     max_tiles: int
-    inner_maps: tuple[int, ...]  # local layers whose results are handed on beside the last one's
+    inner_maps: tuple[int, ...]  # local layers whose outputs are part of the result, beside the last one's
     activation: str
     eps: float
 
@@ -169,7 +169,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
 
 
 class VisionTower:
-    """`biases` are those the checkpoint has: what is stored without one has none, which is a bias of zero."""
+    """`biases` are those the checkpoint has; layers stored without one have none."""
 
     def __init__(
         self, name: str, projector_name: str, config: VisionConfig, output_width: int, biases: frozenset[str]
