@@ -370,7 +370,7 @@ def test_an_engine_that_is_lost_is_not_waited_for(text_model, source, output, mo
     with monkeypatch.context() as patch:
         patch.setattr(EngineLoop, "_deliver", fail_late)
         assert run(source, output, text_model, "--concurrency", "2") == ENGINE_LOST
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "run the same command again" in capsys.readouterr().err
     assert "a thread failed" in caplog.text
     assert run(source, output, text_model) == 1
     assert len(read(output)) == 40

@@ -147,7 +147,7 @@ def test_flags_are_obeyed(serve):
     ("flags", "message"),
     [
         (["/no/such/model"], "/no/such/model"),
-        (["MODEL", "--allow-files", "/no/such/folder"], "no folder"),
+        (["MODEL", "--allow-files", "/no/such/folder"], "not a folder"),
         (["MODEL", "--kv-memory", "1"], "kv_memory"),
         (["MODEL", "--max-body", "much"], "much"),
         (["MODEL", "--api-key", "clé"], "ASCII"),
