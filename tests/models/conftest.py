@@ -5,8 +5,7 @@ import tiny
 import tiny_qwen3_5
 import torch
 
-from tilewright.engine.cross.cache import CrossCache
-from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.assembly import build_resources, local_executor, step_inputs
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.chat_template import ChatTemplate
@@ -62,7 +61,7 @@ def models(networks):
 
 @pytest.fixture
 def make_runner():
-    """A ModelRunner over fresh pages of 32 tokens."""
+    """What runs steps, over fresh pages of 32 tokens."""
 
     def make(model, *, num_pages=64, replay=False, dtype=torch.float32):
         def caches(spec):
@@ -71,10 +70,18 @@ def make_runner():
             ]
 
         limits = StepLimits(max_context=32 * num_pages, max_tokens_per_step=2048, max_sequences=16)
-        cross = {}
-        if model.cross_spec:
-            cross = {"cross_cache": CrossCache(num_pages, 32), "cross_caches": caches(model.cross_spec)}
-        return ModelRunner(model, caches(model.kv_spec), EncoderCache(1 << 30), limits, replay=replay, **cross)
+        resources = build_resources(
+            limits, num_pages, 32, num_cross_pages=num_pages if model.cross_spec else 0, encoder_cache_bytes=1 << 30
+        )
+        runner = ModelRunner(
+            model,
+            caches(model.kv_spec),
+            step_inputs(resources, limits, model.num_position_axes),
+            limits,
+            cross_caches=caches(model.cross_spec) if model.cross_spec else [],
+            replay=replay,
+        )
+        return local_executor(resources, runner)
 
     return make
 

@@ -57,7 +57,7 @@ def attention_path(request, monkeypatch):
 
 def clean(runner):
     """The runner with caches of zeros: plain torch multiplies what is beyond a length by zero, which keeps a NaN."""
-    for cache in runner.kv_caches + runner.cross_caches:
+    for cache in runner.model_runner.kv_caches + runner.model_runner.cross_caches:
         cache.data.zero_()
     return runner
 

@@ -13,6 +13,7 @@ from tilewright.engine.detokenizer import TokenDecoder
 from tilewright.engine.draft.policy import DraftPolicy
 from tilewright.engine.draft.predictor import PredictorDrafter
 from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
+from tilewright.engine.executor import LocalExecutor
 from tilewright.engine.kv.manager import KvCacheManager
 from tilewright.engine.kv.pages import PAGE_SIZE, PagePool
 from tilewright.engine.kv.prefix_cache import PrefixCache
@@ -22,9 +23,11 @@ from tilewright.engine.resources import SequenceResources
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.state.buffers import StateBuffers
 from tilewright.engine.state.cache import StateCache
+from tilewright.engine.state.memory import StateMemory
+from tilewright.engine.step_inputs import StepInputs, StepLayout
 from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.step_writer import StepWriter
 from tilewright.models.protocol import KvSpec, Model
 from tilewright.ops.kv_cache import KvCache
 
@@ -60,24 +63,25 @@ def build_core(
         num_state_slots=None if model.state_spec is None else num_state_slots,
         prefix_cache=prefix_cache,
     )
+    inputs = step_inputs(resources, limits, model.num_position_axes)
     runner = ModelRunner(
         model,
         _caches(model.kv_spec, num_pages, page_size, dtype),
-        resources.media.features,
+        inputs,
         limits,
-        cross_cache=resources.media.cross_cache if model.cross_spec else None,
         cross_caches=_caches(model.cross_spec, num_cross_pages, page_size, dtype) if model.cross_spec else [],
-        states=StateBuffers(model.state_spec, num_state_slots, dtype, limits) if model.state_spec else None,
+        states=StateMemory(model.state_spec, num_state_slots, dtype) if model.state_spec else None,
         predictor=model.predictor if speculate else None,
         replay=replay,
     )
+    executor = local_executor(resources, runner)
     lookup = PromptLookupDrafter(speculate, model.vocab_size) if speculate else None
     drafter = None
     if lookup is not None and runner.predictor is not None:
         policy = DraftPolicy(speculate, limits.max_draft_rows, resources.max_drafts_per_step)
-        drafter = PredictorDrafter(runner, policy, lookup, page_size)
+        drafter = PredictorDrafter(executor, policy, lookup, page_size)
     return EngineCore(
-        runner,
+        executor,
         Scheduler(resources, limits, drafter or lookup),
         Sampler(),
         make_token_decoder=make_token_decoder,
@@ -106,6 +110,26 @@ def build_resources(
     media = MediaScheduler(EncoderCache(encoder_cache_bytes), CrossCache(num_cross_pages, page_size), limits)
     states = None if num_state_slots is None else StateCache(num_state_slots, prefixes)
     return SequenceResources(KvCacheManager(pool, prefixes), media, states)
+
+
+def step_inputs(resources: SequenceResources, limits: StepLimits, num_axes: int) -> StepInputs:
+    """The buffer for steps over these resources."""
+    pool, cross_cache = resources.kv.pool, resources.media.cross_cache
+    layout = StepLayout(
+        limits,
+        num_axes=num_axes,
+        page_size=pool.page_size,
+        num_pages=pool.num_pages,
+        num_cross_pages=cross_cache.num_pages,
+    )
+    return StepInputs(layout)
+
+
+def local_executor(resources: SequenceResources, runner: ModelRunner) -> LocalExecutor:
+    """What runs steps over these resources in this process."""
+    media = resources.media
+    writer = StepWriter(runner.inputs, media.features, media.cross_cache, has_states=resources.states is not None)
+    return LocalExecutor(runner, writer)
 
 
 def _caches(spec: KvSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> list[KvCache]:
