@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from mock_model import EOS, VOCABULARY_SIZE, _choose, logits_of, make_core
 
-from tilewright.engine.assembly import local_executor, step_inputs
+from tilewright.engine.assembly import local_executor, step_layout
 from tilewright.engine.core import EngineCore
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.state.memory import StateMemory
+from tilewright.engine.step_inputs import StepInputs
 from tilewright.models.protocol import StateSpec
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -133,7 +134,7 @@ def recurrent_core(
         for layer in (*states.conv_states, *states.delta_states):
             layer.fill_(float("nan"))
         model, pages = RecurrentModel(vocabulary_size, num_axes), Pages(num_pages, page_size, num_axes)
-        inputs = step_inputs(resources, limits, num_axes)
+        inputs = StepInputs(step_layout(resources, limits, num_axes))
         return local_executor(resources, ModelRunner(model, [pages], inputs, limits, states=states, replay=False))
 
     return make_core(

@@ -5,8 +5,9 @@ import tiny
 import tiny_qwen3_5
 import torch
 
-from tilewright.engine.assembly import build_resources, local_executor, step_inputs
+from tilewright.engine.assembly import build_resources, local_executor, step_layout
 from tilewright.engine.runner import ModelRunner
+from tilewright.engine.step_inputs import StepInputs
 from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.tokenizer import Tokenizer
@@ -76,7 +77,7 @@ def make_runner():
         runner = ModelRunner(
             model,
             caches(model.kv_spec),
-            step_inputs(resources, limits, model.num_position_axes),
+            StepInputs(step_layout(resources, limits, model.num_position_axes)),
             limits,
             cross_caches=caches(model.cross_spec) if model.cross_spec else [],
             replay=replay,

@@ -63,7 +63,7 @@ def build_core(
         num_state_slots=None if model.state_spec is None else num_state_slots,
         prefix_cache=prefix_cache,
     )
-    inputs = step_inputs(resources, limits, model.num_position_axes)
+    inputs = StepInputs(step_layout(resources, limits, model.num_position_axes))
     runner = ModelRunner(
         model,
         _caches(model.kv_spec, num_pages, page_size, dtype),
@@ -112,17 +112,16 @@ def build_resources(
     return SequenceResources(KvCacheManager(pool, prefixes), media, states)
 
 
-def step_inputs(resources: SequenceResources, limits: StepLimits, num_axes: int) -> StepInputs:
-    """The buffer for steps over these resources."""
+def step_layout(resources: SequenceResources, limits: StepLimits, num_axes: int) -> StepLayout:
+    """How steps over these resources lie in a buffer."""
     pool, cross_cache = resources.kv.pool, resources.media.cross_cache
-    layout = StepLayout(
+    return StepLayout(
         limits,
         num_axes=num_axes,
         page_size=pool.page_size,
         num_pages=pool.num_pages,
         num_cross_pages=cross_cache.num_pages,
     )
-    return StepInputs(layout)
 
 
 def local_executor(resources: SequenceResources, runner: ModelRunner) -> LocalExecutor:
