@@ -27,7 +27,8 @@ class LocalExecutor:
         try:
             logits = self.model_runner.run(step.encode)
         finally:
-            self._note_encoded(step.encode)
+            if step.encode:
+                self._note_encoded(step.encode)
         for group in step.cross_groups:
             self.cross_cache.fill(group.key)
         return logits

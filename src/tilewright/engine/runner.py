@@ -63,15 +63,17 @@ class ModelRunner:
         `media` are those of the step's `encoded_ids`, in order: pixels are passed beside the buffer.
         """
         header = self.inputs.header
-        for feature_id in self._ids("dropped_ids", header.num_dropped):
-            self.features.pop(feature_id, None)
+        if header.num_dropped:
+            for feature_id in self._ids("dropped_ids", header.num_dropped):
+                self.features.pop(feature_id, None)
         if header.num_encoded:
             self.encode(self._ids("encoded_ids", header.num_encoded), media)
         if header.num_cross_fills:
             self._fill(header.num_cross_fills)
         if not header.num_tokens:
             return torch.empty(0, self.model.vocab_size)
-        if self.replay and self._is_recordable(header):
+        is_small = header.num_tokens <= MAX_RECORDED_TOKENS and header.num_tokens == header.num_logit_rows
+        if self.replay and is_small and not header.num_feature_runs:
             shape = header.num_tokens, header.num_sequences, header.num_cross_rows, header.num_cross_spans
             logits, self._hidden = self._recorded.run(shape, lambda: self._forward(header))
             return logits
@@ -100,9 +102,6 @@ class ModelRunner:
     def _ids(self, name: str, count: int) -> list[int]:
         ids: list[int] = self.inputs.arrays[name][:count].tolist()
         return ids
-
-    def _is_recordable(self, header: StepHeader) -> bool:
-        return header.wants_all_logits and not header.num_feature_runs and header.num_tokens <= MAX_RECORDED_TOKENS
 
     def _forward(self, header: StepHeader) -> tuple[Tensor, Tensor | None]:
         """Logits, and all hidden states if they are kept, or computed anyway, for a predictor."""

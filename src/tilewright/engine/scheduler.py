@@ -179,8 +179,7 @@ class Scheduler:
         return in_context if max_tokens is None else min(in_context, max_tokens - sequence.num_output_tokens)
 
     def _schedule_decodes(self, step: Step) -> None:
-        is_ready = self.resources.is_ready
-        decoding = [sequence for sequence in self.running if sequence.is_decoding and is_ready(sequence)]
+        decoding = self.resources.ready([sequence for sequence in self.running if sequence.is_decoding])
         num_spare_rows = min(self.limits.max_draft_rows - len(decoding), self.resources.max_drafts_per_step)
         for sequence in decoding:
             try:

@@ -82,11 +82,11 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum([chunk.num_tokens for chunk in self.chunks])  # a list is summed faster than a generator
 
     @property
     def num_logits(self) -> int:
-        return sum(chunk.num_logits for chunk in self.chunks)
+        return sum([chunk.num_logits for chunk in self.chunks])
 
     @property
     def has_decodes(self) -> bool:

@@ -7,6 +7,7 @@ or a Python object, so the buffer may be shared memory that runners in other pro
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,6 +40,9 @@ class StepHeader(NamedTuple):
     @property
     def wants_all_logits(self) -> bool:
         return self.num_logit_rows == self.num_tokens
+
+
+_HEADER = struct.Struct(f"={len(StepHeader._fields)}q")  # a tenth of the time that numpy takes for ten numbers
 
 
 class FeatureRows(NamedTuple):
@@ -124,14 +128,14 @@ class StepInputs:
             size_bytes = math.prod(place.shape) * place.dtype.itemsize
             view = memory[place.offset : place.offset + size_bytes].view(place.dtype).view(place.shape)
             self.tensors[name], self.arrays[name] = view, view.numpy()
-        self._header = self.arrays["header"]
+        self._header = self.arrays["header"].data
 
     @property
     def header(self) -> StepHeader:
-        return StepHeader(*self._header.tolist())
+        return StepHeader._make(_HEADER.unpack_from(self._header))
 
     def write_header(self, header: StepHeader) -> None:
-        self._header[:] = header
+        _HEADER.pack_into(self._header, 0, *header)
 
     def logit_rows(self, header: StepHeader) -> Tensor | None:
         """The rows whose logits are wanted; None: all."""

@@ -12,6 +12,7 @@ from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.engine.sequence import NO_SLOT
 from tilewright.engine.step import Chunk, DraftInput, Step, last_rows
 from tilewright.engine.step_inputs import CrossFill, FeatureRows, StepHeader, StepInputs
+from tilewright.types import Medium
 
 
 class TokenWriter:
@@ -23,7 +24,7 @@ class TokenWriter:
         self._token_ids, self._positions, self._slots = arrays["token_ids"], arrays["positions"], arrays["slots"]
         self._query_starts, self._kv_lengths = arrays["query_starts"], arrays["kv_lengths"]
         self._block_table = arrays["block_table"]
-        self._numbers = np.arange(len(self._token_ids))
+        self._numbers = np.arange(len(self._token_ids) + 1)
         # What rows of the block table begin with: in a step that decodes they are as they were, but for one page in 64.
         self._pages: list[list[int]] = [[] for _ in range(len(self._block_table))]
 
@@ -41,9 +42,12 @@ class TokenWriter:
         lengths, stops, offsets = np.array(
             [(chunk.num_tokens, chunk.stop, chunk.sequence.position_offset) for chunk in chunks]
         ).T
-        ends = lengths.cumsum()
-        rows = self._numbers[:num_sequences].repeat(lengths)
-        places = self._numbers[:num_tokens] + (stops - ends)[rows]
+        if num_tokens == num_sequences:  # one token each, as in most steps
+            ends, rows, places = self._numbers[1 : num_sequences + 1], self._numbers[:num_sequences], stops - 1
+        else:
+            ends = lengths.cumsum()
+            rows = self._numbers[:num_sequences].repeat(lengths)
+            places = self._numbers[:num_tokens] + (stops - ends)[rows]
         page_starts = self._block_table[rows, places // self.page_size] * self.page_size
         self._token_ids[:num_tokens] = token_ids
         self._positions[:, :num_tokens] = places + offsets[rows]
@@ -72,8 +76,8 @@ class StepWriter:
     def write(self, step: Step, *, keeps_hidden: bool = False) -> None:
         chunks = step.chunks
         # In this order: an id that was dropped may be given to a medium that is encoded.
-        num_dropped = self._write_ids("dropped_ids", self.features.take_dropped(len(self._arrays["dropped_ids"])))
-        num_encoded = self._write_ids("encoded_ids", [self.features.id_of(medium.key) for medium in step.encode])
+        num_dropped = self._write_dropped() if self.features.num_dropped else 0
+        num_encoded = self._write_encoded(step.encode) if step.encode else 0
         num_fills = self._write_fills(step.cross_groups) if step.cross_groups else 0
         num_tokens = self._tokens.write(chunks) if chunks else 0
         if self.has_states:
@@ -101,10 +105,15 @@ class StepWriter:
             )
         )
 
-    def _write_ids(self, name: str, ids: list[int]) -> int:
-        if ids:
-            self._arrays[name][: len(ids)] = ids
+    def _write_dropped(self) -> int:
+        """How many features no longer need to be kept; what finds no place here is reported with the next step."""
+        ids = self.features.take_dropped(len(self._arrays["dropped_ids"]))
+        self._arrays["dropped_ids"][: len(ids)] = ids
         return len(ids)
+
+    def _write_encoded(self, media: Items[Medium]) -> int:
+        self._arrays["encoded_ids"][: len(media)] = [self.features.id_of(medium.key) for medium in media]
+        return len(media)
 
     def _write_states(self, chunks: Items[Chunk]) -> None:
         """Where each sequence's recurrent state is read, and after which tokens it is kept."""

@@ -27,6 +27,11 @@ class EncoderCache:
     def hit_rate(self) -> float:
         return self.num_hits / max(1, self.num_lookups)
 
+    @property
+    def num_dropped(self) -> int:
+        """Evicted features that runners still have."""
+        return len(self._dropped_ids)
+
     def has(self, key: bytes) -> bool:
         return key in self._entries
 

@@ -71,14 +71,21 @@ class MediaScheduler(SequenceResource):
     def commit(self, sequence: Sequence) -> None:
         """Unpins what no token that is left to compute reads."""
         if sequence.pinned_keys:
-            rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-            needed = {run.medium.key for run in rest}
-            unfilled = [group for group in sequence.pinned_groups if not self.cross_cache.is_filled(group.key)]
-            needed |= {medium.key for group in unfilled for medium in group.media}
-            for key in sequence.pinned_keys:
-                if key not in needed:
-                    self.features.unpin(key)
-            sequence.pinned_keys = [key for key in sequence.pinned_keys if key in needed]
+            self._unpin_features(sequence)
+        if sequence.pinned_groups:
+            self._unpin_groups(sequence)
+
+    def _unpin_features(self, sequence: Sequence) -> None:
+        rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        needed = {run.medium.key for run in rest}
+        unfilled = [group for group in sequence.pinned_groups if not self.cross_cache.is_filled(group.key)]
+        needed |= {medium.key for group in unfilled for medium in group.media}
+        for key in sequence.pinned_keys:
+            if key not in needed:
+                self.features.unpin(key)
+        sequence.pinned_keys = [key for key in sequence.pinned_keys if key in needed]
+
+    def _unpin_groups(self, sequence: Sequence) -> None:
         for group in list(sequence.pinned_groups):
             if group.stop <= sequence.num_computed_tokens:
                 self.cross_cache.unpin(group.key)
