@@ -13,7 +13,7 @@ from tilewright.types import Medium
 
 
 class LocalExecutor:
-    """Writes each step where its runner reads it, and tells the caches what the runner has made of it."""
+    """Writes each step where its runner reads it, and notes in the caches what the runner has computed."""
 
     def __init__(self, model_runner: ModelRunner, writer: StepWriter) -> None:
         self.model_runner = model_runner

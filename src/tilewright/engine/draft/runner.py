@@ -1,4 +1,4 @@
-"""Runs a multi-token predictor: over what a step computed, then over its own drafts, one token a pass."""
+"""Runs a multi-token predictor: over the tokens of a step, then over its own drafts, one token a pass."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class DraftRunner:
 
 
 def _after_drafts(draft_inputs: Items[DraftInput], going: Items[int], drafts: Items[list[int]]) -> list[DraftInput]:
-    """The draft_inputs, of which those that go on are at the place of their next draft's hidden state."""
+    """The inputs of the next pass: those that continue are at the place of their latest draft."""
     moved = list(draft_inputs)
     for index in going:
         stop = draft_inputs[index].stop

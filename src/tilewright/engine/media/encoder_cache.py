@@ -21,7 +21,7 @@ class EncoderCache:
         self._pins: Counter[bytes] = Counter()
         self._ids: dict[bytes, int] = {}  # of entries, and of media that are about to be encoded
         self._free_ids: list[int] = []
-        self._dropped_ids: list[int] = []  # evicted, and not yet reported to runners
+        self._dropped_ids: list[int] = []  # evicted, not yet reported to runners
 
     @property
     def hit_rate(self) -> float:
@@ -52,7 +52,7 @@ class EncoderCache:
         self._shrink()
 
     def take_dropped(self, max_ids: int) -> list[int]:
-        """Ids of evicted features, which runners are told of now; the ids may be used again."""
+        """Ids of evicted features, which the next step reports to runners; the ids may be used again."""
         taken, self._dropped_ids = self._dropped_ids[:max_ids], self._dropped_ids[max_ids:]
         self._free_ids += taken
         return taken
