@@ -150,7 +150,7 @@ class Bench:
             inputs = self.inputs(prompt_tokens)
             if medium is not None:
                 own = replace(medium, key=index.to_bytes(16, "little"))
-                self.core.resources.media.features.put(own.key, self.states)
+                self.keep(own, self.states)
                 inputs = replace(inputs, media=(own,))
             self.core.add(str(index), inputs, GREEDY)
         while any(not item.is_decoding for item in self.core.scheduler.running + self.core.scheduler.waiting):
@@ -177,6 +177,12 @@ class Bench:
         self.finish(1)
         return seconds
 
+    def keep(self, medium: Medium, features: torch.Tensor) -> None:
+        """As if the medium was encoded."""
+        cache = self.core.resources.media.features
+        self.core.runner.model_runner.features[cache.id_of(medium.key)] = features
+        cache.put(medium.key, features.nbytes)
+
     def forget(self) -> None:
         """Drops all that is kept of pictures."""
         self.core.resources.media.features.clear()
@@ -186,7 +192,7 @@ class Bench:
         begin = perf_counter()
         self.core.runner.encode([medium])
         seconds = perf_counter() - begin
-        self.states = self.core.resources.media.features.get(medium.key)
+        self.states = self.core.runner.model_runner.features[self.core.resources.media.features.id_of(medium.key)]
         self.forget()
         return seconds
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 MediaKind = Literal["image", "video", "audio"]
+MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -88,6 +88,7 @@ class MockRunner:
     def __init__(self, resources: SequenceResources, limits: StepLimits) -> None:
         self.pool = pool = resources.kv.pool
         self.features = resources.media.features
+        self.encoded = {}  # features by key
         self.cross_cache = cross_cache = resources.media.cross_cache
         self.states = np.full((cross_cache.num_pages, cross_cache.page_size), NOT_WRITTEN, np.int64)
         self.limits = limits
@@ -115,7 +116,8 @@ class MockRunner:
         for medium in media:
             self.media_buffer.load(medium.region)
             assert not self.features.has(medium.key)
-            self.features.put(medium.key, features_of(medium.key, medium.num_states or medium.num_features))
+            self.encoded[medium.key] = features_of(medium.key, medium.num_states or medium.num_features)
+            self.features.put(medium.key, self.encoded[medium.key].nbytes)
             self.num_encoded += 1
 
     def _fill(self, groups):
@@ -123,10 +125,15 @@ class MockRunner:
         for group in groups:
             assert not self.cross_cache.is_filled(group.key)
             for medium in group.media:
-                assert len(self.features.get(medium.key)) == medium.num_states
+                assert len(self._features(medium)) == medium.num_states
             states = np.concatenate([states_of(medium.key, medium.num_states) for medium in group.media])
             self.states.reshape(-1)[self.cross_cache.slots(group.key, group.num_states)] = states
             self.cross_cache.fill(group.key)
+
+    def _features(self, medium):
+        assert self.features.has(medium.key)
+        self.features.id_of(medium.key)  # as a step's writer asks for it
+        return self.encoded[medium.key]
 
     def _compute(self, chunk):
         sequence, size = chunk.sequence, self.pool.page_size
@@ -140,7 +147,7 @@ class MockRunner:
         features = {}
         for run in sequence.features_in(chunk.start, chunk.stop):
             for index in range(run.length):
-                features[run.start + index] = self.features.get(run.medium.key)[run.first_feature + index]
+                features[run.start + index] = self._features(run.medium)[run.first_feature + index]
         positions = sequence.positions(chunk.start, chunk.stop)
         seen = {}
         for cross_span in sequence.cross_spans(chunk.start, chunk.stop):

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from mock_model import EOS, VOCABULARY_SIZE, _choose, logits_of, make_core
 
+from tilewright.engine.assembly import local_executor, step_layout
 from tilewright.engine.core import EngineCore
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.sequence import Sequence
-from tilewright.engine.state.buffers import StateBuffers
+from tilewright.engine.state.memory import StateMemory
+from tilewright.engine.step_inputs import StepInputs
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.protocol import StateSpec
 from tilewright.types import ModelInputs, SamplingParams
@@ -129,13 +131,14 @@ def recurrent_core(
     num_pages=64, page_size=4, num_slots=32, *, vocabulary_size=VOCABULARY_SIZE, num_axes=3, **options
 ) -> EngineCore:
     def make_runner(resources, limits):
-        buffers = StateBuffers(SPEC, num_slots, torch.float32, limits)
-        for layer in (*buffers.conv_states, *buffers.delta_states):
+        states = StateMemory(SPEC, num_slots, torch.float32)
+        for layer in (*states.conv_states, *states.delta_states):
             layer.fill_(float("nan"))
         model, pages = RecurrentModel(vocabulary_size, num_axes), Pages(num_pages, page_size, num_axes)
+        inputs = StepInputs(step_layout(resources, limits, num_axes))
         buffer = MediaBuffer(1, torch.float32, 1 << 16)
-        features = resources.media.features
-        return ModelRunner(model, [pages], features, limits, states=buffers, media_buffer=buffer, replay=False)
+        runner = ModelRunner(model, [pages], inputs, limits, states=states, media_rows=buffer.rows, replay=False)
+        return local_executor(resources, runner, buffer)
 
     return make_core(
         num_pages,

@@ -1,7 +1,6 @@
 import dataclasses
 
 import pytest
-import torch
 from mock_model import answer, make_core, media_inputs, run_all, text_inputs
 
 from tilewright.engine.cross.cache import CrossCache
@@ -183,24 +182,24 @@ class TestScene:
         assert keys[0] == keys[2] != keys[1]
 
 
-class TestFeatureCache:
+class TestEncoderCache:
     def test_bounded_least_recently_used_first(self):
         cache = EncoderCache(3 * 40)
         for key in (b"a", b"b", b"c"):
-            cache.put(key, torch.zeros(10, 1))
-        assert cache.get(b"a").shape == (10, 1)
-        cache.put(b"d", torch.zeros(10, 1))
+            cache.put(key, 40)
+        assert cache.id_of(b"a") == 0  # and it is the latest used
+        cache.put(b"d", 40)
         assert [cache.has(key) for key in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
         assert cache.size_bytes == 120
-        cache.put(b"d", torch.zeros(5, 1))
+        cache.put(b"d", 20)
         assert cache.size_bytes == 100
 
     def test_what_is_pinned_stays(self):
         cache = EncoderCache(50)
         cache.pin(b"a")
         cache.pin(b"a")
-        cache.put(b"a", torch.zeros(20, 1))
-        cache.put(b"b", torch.zeros(1, 1))
+        cache.put(b"a", 80)
+        cache.put(b"b", 4)
         assert cache.has(b"a") and not cache.has(b"b")
         cache.unpin(b"a")
         cache.clear()
@@ -212,11 +211,27 @@ class TestFeatureCache:
         cache = EncoderCache(1000)
         cache.pin(b"a")
         cache.pin(b"a")  # about to be put by the first
-        cache.put(b"a", torch.zeros(1, 1))
+        cache.put(b"a", 4)
         cache.pin(b"a")
         cache.pin(b"b")
         assert (cache.num_lookups, cache.num_hits, cache.hit_rate) == (4, 2, 0.5)
 
-    def test_what_is_not_there(self):
-        with pytest.raises(KeyError):
-            EncoderCache(10).get(b"a")
+    def test_ids_are_used_again_once_runners_have_dropped_them(self):
+        cache = EncoderCache(100)
+        for key in (b"a", b"b"):
+            cache.put(key, 40)
+        assert [cache.id_of(key) for key in (b"a", b"b", b"a")] == [0, 1, 0]
+        cache.put(b"c", 40)
+        assert cache.id_of(b"c") == 2 and not cache.has(b"b")
+        cache.put(b"d", 40)
+        assert cache.id_of(b"d") == 3 and not cache.has(b"a")  # runners still have features 0 and 1
+        assert cache.take_dropped(1) == [1]
+        assert cache.id_of(b"e") == 1
+        assert cache.take_dropped(10) == [0] and cache.take_dropped(10) == []
+
+    def test_the_id_of_a_medium_that_could_not_be_encoded_is_dropped(self):
+        cache = EncoderCache(100)
+        cache.pin(b"a")
+        assert cache.id_of(b"a") == 0
+        cache.unpin(b"a")
+        assert cache.take_dropped(10) == [0] and cache.id_of(b"b") == 0

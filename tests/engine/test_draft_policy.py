@@ -95,7 +95,7 @@ def test_drafts_that_become_right_are_found_out():
     chosen = world.run(1200)
     assert all(chosen[-300:])
     world.rate = 0.0  # and the next pause is a short one again
-    assert None in world.run(120) and world.policy._trials[1].next_pause == 2 * FIRST_PAUSE_STEPS
+    assert None in world.run(120) and world.policy._by_batch_size[1].next_pause == 2 * FIRST_PAUSE_STEPS
 
 
 def test_a_trial_waits_for_a_sequence_that_was_read():
@@ -104,10 +104,10 @@ def test_a_trial_waits_for_a_sequence_that_was_read():
     world = World(policy, rate=0.0)
     while world.step() is not None:
         pass
-    next_pause = policy._trials[1].next_pause
+    next_pause = policy._by_batch_size[1].next_pause
     world.run(FIRST_PAUSE_STEPS - 1)
     assert [world.step(num_read=0) for _ in range(500)] == [0] * 500
-    assert policy._trials[1].num_good == 0 and policy._trials[1].next_pause == next_pause
+    assert policy._by_batch_size[1].num_good == 0 and policy._by_batch_size[1].next_pause == next_pause
     assert world.run(TRIAL_STEPS) == [1] * TRIAL_STEPS
 
 

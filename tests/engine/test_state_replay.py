@@ -81,8 +81,9 @@ def make_core(model, *, replay=True, prefix_cache=True, drafts=0, num_pages=64, 
         prefix_cache=prefix_cache,
         replay=replay,
     )
-    for states in (*core.runner.states.conv_states, *core.runner.states.delta_states):
-        states.fill_(float("nan"))
+    states = core.runner.model_runner.states
+    for layer in (*states.conv_states, *states.delta_states):
+        layer.fill_(float("nan"))
     return core
 
 
@@ -124,7 +125,7 @@ def alone(model):
 def test_answers_are_those_alone(model, alone, options):
     core = make_core(model, **options)
     assert answers(core) == alone
-    assert bool(core.runner._recorded) == options.get("replay", True)
+    assert bool(core.runner.model_runner._recorded) == options.get("replay", True)
     if options.get("drafts"):
         assert core.scheduler.drafter.num_accepted > 0
     if "num_slots" not in options:

@@ -28,11 +28,11 @@ def prompt(length, first=1):
 
 def ask(core, token_ids, params=None):
     """A request, answered; its sequence, and how many tokens were computed for it."""
-    before = core.runner.model.num_computed
+    before = core.runner.model_runner.model.num_computed
     (sequence,) = core.add("a", text_inputs(token_ids), params or greedy())
     run_all(core)
     assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
-    return sequence, core.runner.model.num_computed - before
+    return sequence, core.runner.model_runner.model.num_computed - before
 
 
 BLOCKS = [[5, 6, 7, 8], [5, 6, 7, 9], [7, 8, 5, 6]]
@@ -108,7 +108,7 @@ def test_the_mock_is_read_through_its_slots():
     core = recurrent_core()
     (sequence,) = core.add("a", prompt(6), greedy())
     core.step()
-    core.runner.states.delta_states[1][sequence.state_slots.read] += 1
+    core.runner.model_runner.states.delta_states[1][sequence.state_slots.read] += 1
     core.step()
     assert "goes on from another state" in str(core.failures["a"])
 
@@ -404,7 +404,7 @@ class TestScarcity:
         core.abort("a")
         again, num_computed = ask(core, prompt(40).token_ids, greedy())
         assert again.num_cached_tokens == 36 and num_computed == 40 - 36 + 7
-        assert core.runner.model.num_computed == 40 + 7
+        assert core.runner.model_runner.model.num_computed == 40 + 7
         check_nothing_is_held(core)
 
     def test_a_snapshot_that_was_lost_is_taken_again(self):
@@ -427,11 +427,11 @@ class TestScarcity:
         (second,) = core.add("b", prompt(9, first=8), greedy(12))
         for _ in range(10):
             core.step()
-        before = core.runner.model.num_computed
+        before = core.runner.model_runner.model.num_computed
         core.scheduler._preempt(second)
         run_all(core)
         # Its last page's worth at most, besides what was to come.
-        assert core.runner.model.num_computed - before <= (40 - 10) + (12 - 10) + 4
+        assert core.runner.model_runner.model.num_computed - before <= (40 - 10) + (12 - 10) + 4
         for sequence in (first, second):
             assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
 
@@ -468,7 +468,7 @@ def test_a_step_that_fails(num_computed):
     core = recurrent_core(num_drafts=4)
     core.add("a", text_inputs([1, 2, 3] * 4), greedy(30))
     core.add("b", text_inputs([1, 2, 3] * 5), greedy(30))
-    core.runner.model.fails_at = num_computed
+    core.runner.model_runner.model.fails_at = num_computed
     failures = {}
     while core.has_work:
         core.step()
@@ -482,10 +482,10 @@ def test_what_a_failed_step_has_written_is_not_found_again():
     (sequence,) = core.add("a", prompt(40), greedy(4))
     core.step()
     assert sequence.num_computed_tokens == 8 and sequence.state_slots.read == sequence.state_slots.own
-    core.runner.model.fails_at = 15  # once the state after 16 tokens is in the place of that after 8
+    core.runner.model_runner.model.fails_at = 15  # once the state after 16 tokens is in the place of that after 8
     core.step()
     assert "out of luck" in str(core.failures["a"])
-    core.runner.model.fails_at = None
+    core.runner.model_runner.model.fails_at = None
     assert ask(core, prompt(40).token_ids, greedy(4))[0].num_cached_tokens == 0
     check_nothing_is_held(core)
 

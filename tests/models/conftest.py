@@ -5,9 +5,9 @@ import tiny
 import tiny_qwen3_5
 import torch
 
-from tilewright.engine.cross.cache import CrossCache
-from tilewright.engine.media.encoder_cache import EncoderCache
+from tilewright.engine.assembly import build_resources, local_executor, step_layout
 from tilewright.engine.runner import ModelRunner
+from tilewright.engine.step_inputs import StepInputs
 from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def each_backend(request):
 
 @pytest.fixture
 def make_runner():
-    """A ModelRunner over fresh pages of 32 tokens."""
+    """What runs steps, over fresh pages of 32 tokens."""
 
     def make(model, *, num_pages=64, replay=False, dtype=torch.float32):
         def caches(spec):
@@ -80,13 +80,20 @@ def make_runner():
             ]
 
         limits = StepLimits(max_context=32 * num_pages, max_tokens_per_step=2048, max_sequences=16)
-        cross = {}
-        if model.cross_spec:
-            cross = {"cross_cache": CrossCache(num_pages, 32), "cross_caches": caches(model.cross_spec)}
-        buffer = tiny.media_buffer(dtype)
-        return ModelRunner(
-            model, caches(model.kv_spec), EncoderCache(1 << 30), limits, media_buffer=buffer, replay=replay, **cross
+        resources = build_resources(
+            limits, num_pages, 32, num_cross_pages=num_pages if model.cross_spec else 0, encoder_cache_bytes=1 << 30
         )
+        buffer = tiny.media_buffer(dtype)
+        runner = ModelRunner(
+            model,
+            caches(model.kv_spec),
+            StepInputs(step_layout(resources, limits, model.num_position_axes)),
+            limits,
+            cross_caches=caches(model.cross_spec) if model.cross_spec else [],
+            media_rows=buffer.rows,
+            replay=replay,
+        )
+        return local_executor(resources, runner, buffer)
 
     return make
 

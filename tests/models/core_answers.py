@@ -57,7 +57,7 @@ class CoreAnswers:
         )
         self.scheduler, self.drafter = self.core.scheduler, self.core.drafter
         self.num_steps = 0
-        runner = self.core.runner
+        runner = self.core.runner.model_runner
         states = [*runner.states.conv_states, *runner.states.delta_states] if runner.states else []
         # A predictor may read what it never wrote: that is zeros, and makes a draft worse, not an answer.
         own = runner.kv_caches[:-1] if model.predictor else runner.kv_caches

@@ -97,7 +97,7 @@ def test_answers_are_those_without_drafts(name, how, dtype, load_foreseen, netwo
             assert answers.scheduler.resources.kv.prefix_cache.num_tokens_hit > 0
         assert answers.scheduler.num_preemptions > 0 or way != "sent back to wait"
         assert 0 < answers.drafter.num_accepted < answers.drafter.num_proposed, way
-        assert len(answers.core.runner._drafts._recorded) > 0 or way == "op by op"
+        assert len(answers.core.runner.model_runner._drafts._recorded) > 0 or way == "op by op"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -155,10 +155,10 @@ def test_drafts_are_what_the_predictor_gives_by_hand(options, networks, load_for
     model = load_foreseen("qwen3_5_moe", torch.float32)
     inputs = prompts_for("qwen3_5_moe", networks, torch.float32)[-1]
     answers = Answers(model, torch.float32, **{"drafts": 3, **options})
-    answers.core.runner.kv_caches[-1].data.fill_(float("nan"))  # all that is read was written
+    answers.core.runner.model_runner.kv_caches[-1].data.fill_(float("nan"))  # all that is read was written
     if "prefix_cache" in options:
         answers.to([inputs], DRAWN)
-    logits_of_passes = spy_on_passes(answers.core.runner._drafts)
+    logits_of_passes = spy_on_passes(answers.core.runner.model_runner._drafts)
     (sequence,) = answers.add("a", inputs, DRAWN)
     seen = {}  # by the number of tokens known
     while answers.core.has_work:
@@ -253,7 +253,7 @@ def test_drafts_are_made_over_keys_that_were_read(options, load_foreseen, networ
     )
     answers = Answers(model, torch.float32, drafts=3, page_size=32, **options)
     unread_until_read(answers.core.runner)
-    logits_of_passes = spy_on_passes(answers.core.runner._drafts)
+    logits_of_passes = spy_on_passes(answers.core.runner.model_runner._drafts)
     chance, num_left_alone = random.Random(5), 0
     for _ in range(4):
         sequences = [answers.add(str(number), inputs, DRAWN)[0] for number, inputs in enumerate(prompts)]
@@ -271,7 +271,7 @@ def test_drafts_are_made_over_keys_that_were_read(options, load_foreseen, networ
 
 def unread_until_read(runner):
     """Lets each step make the predictor's keys and values of its rows NaN."""
-    cache, run = runner.kv_caches[-1], runner.run
+    cache, run = runner.model_runner.kv_caches[-1], runner.run
     cache.data.fill_(float("nan"))
 
     def run_and_spoil(step):
@@ -308,7 +308,8 @@ class Clock:
 
     def __init__(self, runner):
         self.now_s = 0.0
-        run, run_pass = runner.run, runner._drafts._run
+        drafts = runner.model_runner._drafts
+        run, run_pass = runner.run, drafts._run
 
         def timed_run(step):
             self.now_s += 0.010 + 0.001 * step.num_tokens
@@ -318,7 +319,7 @@ class Clock:
             self.now_s += 0.003
             return run_pass(draft_inputs, media)
 
-        runner.run, runner._drafts._run = timed_run, timed_pass
+        runner.run, drafts._run = timed_run, timed_pass
 
     def __call__(self):
         return self.now_s

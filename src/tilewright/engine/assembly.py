@@ -13,6 +13,7 @@ from tilewright.engine.detokenizer import TokenDecoder
 from tilewright.engine.draft.policy import DraftPolicy
 from tilewright.engine.draft.predictor import PredictorDrafter
 from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
+from tilewright.engine.executor import LocalExecutor
 from tilewright.engine.kv.manager import KvCacheManager
 from tilewright.engine.kv.pages import PAGE_SIZE, PagePool
 from tilewright.engine.kv.prefix_cache import PrefixCache
@@ -22,9 +23,11 @@ from tilewright.engine.resources import SequenceResources
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.state.buffers import StateBuffers
 from tilewright.engine.state.cache import StateCache
+from tilewright.engine.state.memory import StateMemory
+from tilewright.engine.step_inputs import StepInputs, StepLayout
 from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.step_writer import StepWriter
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.protocol import KvSpec, Model
 from tilewright.ops.kv_cache import KvCache
@@ -53,7 +56,7 @@ def build_core(
 
     A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with recurrent layers
     `num_state_slots` states, one that takes media the `media_buffer` of its processor. `speculate` tokens at most are
-    guessed ahead, by its predictor if it has one.
+    drafted ahead, by its predictor if it has one.
     """
     resources = build_resources(
         limits,
@@ -63,25 +66,26 @@ def build_core(
         num_state_slots=None if model.state_spec is None else num_state_slots,
         prefix_cache=prefix_cache,
     )
+    inputs = StepInputs(step_layout(resources, limits, model.num_position_axes))
     runner = ModelRunner(
         model,
         _caches(model.kv_spec, num_pages, page_size, dtype),
-        resources.media.features,
+        inputs,
         limits,
-        cross_cache=resources.media.cross_cache if model.cross_spec else None,
         cross_caches=_caches(model.cross_spec, num_cross_pages, page_size, dtype) if model.cross_spec else [],
-        states=StateBuffers(model.state_spec, num_state_slots, dtype, limits) if model.state_spec else None,
+        states=StateMemory(model.state_spec, num_state_slots, dtype) if model.state_spec else None,
         predictor=model.predictor if speculate else None,
-        media_buffer=media_buffer,
+        media_rows=None if media_buffer is None else media_buffer.rows,
         replay=replay,
     )
+    executor = local_executor(resources, runner, media_buffer)
     lookup = PromptLookupDrafter(speculate, model.vocab_size) if speculate else None
     drafter = None
     if lookup is not None and runner.predictor is not None:
         policy = DraftPolicy(speculate, limits.max_draft_rows, resources.max_drafts_per_step)
-        drafter = PredictorDrafter(runner, policy, lookup, page_size)
+        drafter = PredictorDrafter(executor, policy, lookup, page_size)
     return EngineCore(
-        runner,
+        executor,
         Scheduler(resources, limits, drafter or lookup),
         Sampler(),
         make_token_decoder=make_token_decoder,
@@ -110,6 +114,27 @@ def build_resources(
     media = MediaScheduler(EncoderCache(encoder_cache_bytes), CrossCache(num_cross_pages, page_size), limits)
     states = None if num_state_slots is None else StateCache(num_state_slots, prefixes)
     return SequenceResources(KvCacheManager(pool, prefixes), media, states)
+
+
+def step_layout(resources: SequenceResources, limits: StepLimits, num_axes: int) -> StepLayout:
+    """How steps over these resources lie in a buffer."""
+    pool, cross_cache = resources.kv.pool, resources.media.cross_cache
+    return StepLayout(
+        limits,
+        num_axes=num_axes,
+        page_size=pool.page_size,
+        num_pages=pool.num_pages,
+        num_cross_pages=cross_cache.num_pages,
+    )
+
+
+def local_executor(
+    resources: SequenceResources, runner: ModelRunner, media_buffer: MediaBuffer | None = None
+) -> LocalExecutor:
+    """What runs steps over these resources in this process."""
+    media = resources.media
+    writer = StepWriter(runner.inputs, media.features, media.cross_cache, has_states=resources.states is not None)
+    return LocalExecutor(runner, writer, media_buffer)
 
 
 def _caches(spec: KvSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> list[KvCache]:

@@ -120,7 +120,7 @@ class EngineCore:
     def step(self) -> list[tuple[Sequence, Delta]]:
         """What one step adds to which sequences; nothing while it only computes prompts.
 
-        What goes wrong with one sequence ends its request alone, which `failures` tells then.
+        An error with one sequence ends its request alone; `failures` has the reason.
         """
         self.step_under_way = None
         self.failures.clear()
@@ -130,8 +130,8 @@ class EngineCore:
         try:
             sampled = self._compute(step)
         except Exception as error:
-            separator = StepBisector(self._compute, self.runner.encode, self.scheduler)
-            computed, sampled = separator.rescue(step, error)
+            bisector = StepBisector(self._compute, self.runner.encode, self.scheduler)
+            computed, sampled = bisector.rescue(step, error)
         else:
             computed = step
         results = self._deltas(self.scheduler.update(computed, sampled))

@@ -1,4 +1,4 @@
-"""What a model must read and compute at least, by its sizes: the limit its speed is held against."""
+"""What a model must read and compute at least, by its sizes: the roofline its speed is compared with."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class DraftCosts:
 class Costs:
     """Of the text side of a model: a vision tower is no part of it.
 
-    Layers that tokens go through only if they look at a picture count apart (`cross_...`). What is made of a picture
-    once, by the tower and for their keys and values, counts nowhere.
+    Cross-attention layers, which only tokens that see encoder states go through, are counted apart (`cross_...`). What
+    is computed once per picture, by the tower and for keys and values, is not counted.
     """
 
     weight_bytes_per_step: int  # of one token: each packed weight once, of experts only those a token is sent to
@@ -45,19 +45,19 @@ class Costs:
     head_flops: int
     attention_flops_per_pair: int  # of one query and one key, over all layers
     state_bytes_per_sequence: int = 0  # in recurrent layers
-    cross_bytes_per_step: int = 0  # of the layers that a token which looks at a picture goes through besides
+    cross_bytes_per_step: int = 0  # of cross-attention layers
     cross_bytes_per_state: int = 0  # keys and values there of one encoder state
     cross_linear_flops_per_token: int = 0
     cross_flops_per_pair: int = 0  # of one query and one encoder state
     draft: DraftCosts | None = None  # of a predictor, which is no part of the rest
 
     def decode_bytes(self, context: int, num_states: int = 0) -> int:
-        """What a step of one sequence reads that has `context` tokens and looks at `num_states` encoder states."""
+        """What a step reads of one sequence with `context` tokens that sees `num_states` encoder states."""
         own = context * self.kv_bytes_per_token + self.state_bytes_per_sequence
         return self.weight_bytes_per_step + own + self.cross_attention_bytes(num_states)
 
     def cross_attention_bytes(self, num_states: int) -> int:
-        """What a step reads besides whose sequences look at `num_states` encoder states in all."""
+        """What cross-attention layers read in a step whose sequences see `num_states` encoder states in all."""
         return self.cross_bytes_per_step + num_states * self.cross_bytes_per_state if num_states else 0
 
     def step_bytes(self, num_tokens: int, num_keys: int, num_sequences: int, num_states: int = 0) -> int:
@@ -68,12 +68,12 @@ class Costs:
         return dense + experts + own + self.cross_attention_bytes(num_states)
 
     def step_flops(self, num_tokens: int, num_logits: int, num_pairs: int) -> int:
-        """What a step multiplies and adds, with `num_pairs` of a query and a key; looking comes on top."""
+        """What a step multiplies and adds, with `num_pairs` of a query and a key; without cross-attention."""
         linears = num_tokens * self.linear_flops_per_token + num_logits * self.head_flops
         return linears + num_pairs * self.attention_flops_per_pair
 
     def cross_attention_flops(self, num_tokens: int, num_pairs: int) -> int:
-        """What tokens that look at pictures multiply and add besides, with `num_pairs` of a query and a state."""
+        """What cross-attention layers multiply and add, with `num_pairs` of a query and a state."""
         return num_tokens * self.cross_linear_flops_per_token + num_pairs * self.cross_flops_per_pair
 
     def prefill_flops(self, num_tokens: int) -> int:

@@ -16,7 +16,7 @@ class TokenDecoder(Protocol):
 class Detokenizer:
     """The text of one answer.
 
-    Text that may be the beginning of a stop string is held back until it is decided; the stop string itself never comes
+    Text that may be the start of a stop string is held back until it is decided; the stop string itself never comes
     out. The first min_tokens - 1 tokens end nothing, and no stop string begins in their text.
     """
 

@@ -42,27 +42,27 @@ class Engine:
         with Engine("path/to/Qwen3-VL-2B-Instruct") as engine:
             print(engine.chat([{"role": "user", "content": "What is a tile?"}], max_tokens=100).text)
 
-    `model` is a folder, a GGUF file or a hub id; None: the small one that comes with the package, which a warning
-    tells. Requests may come from any thread; they are computed together.
+    `model` is a folder, a GGUF file or a hub id; None: the small one that comes with the package, with a warning.
+    Requests may come from any thread; they are computed together.
 
     dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
-    kv_memory       bytes for keys and values, those of pictures that are looked at and states of recurrent layers
-                    included, or "4GB"; None: half of what is free
+    kv_memory       bytes for keys and values, cross-attention and recurrent states included, or "4GB"; None: half
+                    of what is free
     max_context     tokens a prompt and its answer may have; None: as many as the model allows
     backend         "native": the kernels; "torch": the same ops in plain torch, many times slower on a CPU, to compare
                     with (docs/backends.md)
-    max_sequences   answers that are computed together
+    max_sequences   answers computed together
     max_tokens_per_step  tokens of prompts and answers computed in one step
-    speculate       tokens guessed ahead, at most: by the checkpoint's multi-token predictor, if it has one and while
-                    that saves time, else by looking the text's end up in the text; 0: none, and no predictor is
-                    loaded. Answers do not depend on it
-    prefix_cache    whether beginnings of prompts that were computed before are found again
+    speculate       tokens drafted ahead, at most: by the checkpoint's multi-token predictor, if it has one and while
+                    that saves time, else by prompt look-up; 0: none, and no predictor is loaded. Answers do not
+                    depend on it
+    prefix_cache    whether known prefixes of prompts are reused instead of computed again
     replay          whether small steps are recorded and replayed natively; False runs them op by op, with equal
                     results, as the torch backend always does
     pack_cache      whether packed weights are kept on disk for the next start
     progress        whether loading shows a bar
     media_limits    what pictures, videos and sounds may measure; None: `tilewright.inputs.media.MediaLimits()`
-    isolate_media   whether they are decoded by processes of their own: for media that strangers send
+    isolate_media   whether they are decoded by processes of their own: for untrusted media
     allow_special_tokens  whether special tokens spelled out in messages are such; else they are plain text, and no
                     message can end its turn or begin another's. Prompts of `generate` are raw and may always have them
     """

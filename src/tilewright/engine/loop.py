@@ -1,4 +1,4 @@
-"""The thread that steps while there is work, and the way in and out for all others."""
+"""The thread that runs steps while there is work; requests come from other threads, and answers go back to them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EngineLoop:
         self._counter = StepCounter()
         self._costs = costs  # None: what steps read and compute is not counted
         self._step_began_s: float | None = None
-        self.after_step: Callable[[], None] = lambda: None  # called on the engine's thread when all Handles were told
+        self.after_step: Callable[[], None] = lambda: None  # on the engine's thread, when all Handles have the results
         self._start_stepping = start_stepping
         self._preparers = PreparationThreads(num_prepare_threads, start_preparing) if threaded else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True) if threaded else None
@@ -117,7 +117,7 @@ class EngineLoop:
         return True
 
     def stats(self) -> Stats:
-        """How it is doing now."""
+        """Counters and speeds as of now."""
         scheduler = self.core.scheduler
         drafter = scheduler.drafter
         counter, began_s = self._counter, self._step_began_s
@@ -232,7 +232,7 @@ class EngineLoop:
         return replace(completion, timings=replace(completion.timings, decode_bytes_per_s=speed))
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        """Ends a request that a step could not go on with: by its own fault, or else with an EngineError."""
+        """Ends a request that failed in a step: with its own RequestError, or else with an EngineError."""
         if not isinstance(error, RequestError):
             # As text, and only then without frames: those hold the sequences of the step, and with them pictures, as
             # long as someone holds the error or what was logged.

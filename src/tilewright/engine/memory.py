@@ -17,7 +17,7 @@ CROSS_SHARE = 0.25
 # Of that, for states of recurrent layers. One of Qwen3.5 takes as much as 1,500 to 2,300 tokens of text, and an answer
 # needs three or so, two of them snapshots: with some 6,000 tokens each, pages and slots run out together.
 STATE_SHARE = 0.5
-# One to go on from and seven to come back to are as many as an answer can have use of.
+# Its own state and seven snapshots are as many as an answer can make use of.
 SLOTS_PER_SEQUENCE = 8
 
 

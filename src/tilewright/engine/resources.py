@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from tilewright.engine.kv.manager import KvCacheManager
@@ -26,6 +28,18 @@ class SequenceResources:
         self._all: list[SequenceResource] = [kv, media] if states is None else [kv, states, media]
         self.max_drafts_per_step = min(resource.max_drafts_per_step for resource in self._all)
         self.can_repeat_steps = all(resource.can_repeat_steps for resource in self._all)
+        # What is asked for each sequence of a step: only of the resources that have an answer of their own. Of them all
+        # only keys and values grow with every token.
+        self.reserve = kv.reserve
+        self._begin_step = self._overriding("begin_step")
+        self._is_ready = self._overriding("is_ready")
+        self._draft_room = self._overriding("draft_room")
+        self._plan = self._overriding("plan")
+        self._commit = self._overriding("commit")
+
+    def _overriding(self, name: str) -> list[Callable[..., Any]]:
+        default = getattr(SequenceResource, name)
+        return [getattr(item, name) for item in self._all if getattr(type(item), name) is not default]
 
     def check(self, sequence: Sequence) -> None:
         """RequestError for a sequence that could never be held."""
@@ -33,8 +47,8 @@ class SequenceResources:
             resource.check(sequence)
 
     def begin_step(self) -> None:
-        for resource in self._all:
-            resource.begin_step()
+        for begin_step in self._begin_step:
+            begin_step()
 
     def admit(self, sequence: Sequence) -> int | None:
         """How many tokens of a waiting sequence are cached, which from now on holds what it needs; None: no room."""
@@ -64,30 +78,28 @@ class SequenceResources:
             stop = resource.chunk_end(sequence, start, stop, budget)
         return stop
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether the sequence has, or now got, memory for num_tokens; only keys and values grow with each."""
-        return self.kv.reserve(sequence, num_tokens)
-
-    def is_ready(self, sequence: Sequence) -> bool:
-        """Whether what the next token of a decoding sequence reads is there."""
-        for resource in self._all:  # noqa: SIM110  (a generator costs three times as much, for each sequence of a step)
-            if not resource.is_ready(sequence):
-                return False
-        return True
+    def ready(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those of the decoding sequences for which what their next token reads is there."""
+        for is_ready in self._is_ready:
+            sequences = [sequence for sequence in sequences if is_ready(sequence)]
+        return sequences
 
     def draft_room(self) -> int:
         """How many drafts a sequence may have now."""
-        return min(resource.draft_room() for resource in self._all)
+        room = sys.maxsize
+        for draft_room in self._draft_room:
+            room = min(room, draft_room())
+        return room
 
     def plan(self, chunk: Chunk) -> None:
         """Takes the memory that a chunk writes to, beyond its pages."""
-        for resource in self._all:
-            resource.plan(chunk)
+        for plan in self._plan:
+            plan(chunk)
 
     def commit(self, sequence: Sequence) -> None:
         """After a step: the sequence's computed tokens are known to be right."""
-        for resource in self._all:
-            resource.commit(sequence)
+        for commit in self._commit:
+            commit(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Gives back all that a sequence holds."""

@@ -1,145 +1,136 @@
-"""Runs a step: encodes its media, fills its groups, lays its chunks out as a batch, and gives the logits."""
+"""Runs a step that is plain data: encodes its media, fills cross-attention pages, and gives the logits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
 
-from tilewright.engine.cross.buffers import CrossBuffers
-from tilewright.engine.cross.cache import CrossCache
-from tilewright.engine.cross.group import CrossGroup
 from tilewright.engine.draft.runner import DraftRunner
-from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS, RecordedSteps
-from tilewright.engine.state.buffers import StateBuffers
-from tilewright.engine.step import Chunk, DraftInput, Step, last_rows
-from tilewright.engine.step_buffers import StepBuffers, media_runs
+from tilewright.engine.state.memory import StateMemory
+from tilewright.engine.step import DraftInput
+from tilewright.engine.step_inputs import EncodedMedium, FeatureRows, StepHeader, StepInputs
 from tilewright.engine.step_limits import StepLimits
-from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Model, Predictor
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena
-from tilewright.types import Medium
 
 
 class ModelRunner:
-    """The model with its pages of keys and values. `replay`: small steps are recorded once per shape and replayed.
+    """The model with its memory: KV pages, encoder features, recurrent states. It reads steps from `inputs`.
 
-    A model with cross-attention has a second set of caches, with the pages of `cross_cache`; one with recurrent
-    layers has `states`. With a `predictor`, `draft` tells what may follow; while `keeps_hidden`, steps leave it all the
-    hidden states it reads.
+    `replay`: small steps are recorded once per shape and replayed. A model with cross-attention has a second set of
+    caches, one with recurrent layers has `states`. With a `predictor`, `draft` drafts what may follow a step.
     """
 
     def __init__(
         self,
         model: Model,
         kv_caches: Items[KvCache],
-        features: EncoderCache,
+        inputs: StepInputs,
         limits: StepLimits,
         *,
-        cross_cache: CrossCache | None = None,
         cross_caches: Items[KvCache] = (),
-        states: StateBuffers | None = None,
+        states: StateMemory | None = None,
         predictor: Predictor | None = None,
-        media_buffer: MediaBuffer | None = None,
+        media_rows: Tensor | None = None,
         replay: bool = True,
     ) -> None:
         self.model = model
-        self.media_buffer = media_buffer
+        self.media_rows = media_rows  # the media buffer, [rows, width]; None: the model takes no media
         self.kv_caches = kv_caches
-        self.features = features
-        self.cross_cache = cross_cache
+        self.inputs = inputs
         self.cross_caches = cross_caches
         self.states = states
         self.replay = replay
-        page_size, num_pages = kv_caches[0].page_size, kv_caches[0].num_pages
-        self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages, recorded=replay)
-        self._cross: CrossBuffers | None = None
-        if cross_cache:
-            self._cross = CrossBuffers(limits.max_tokens_per_step, cross_cache, cross_caches, recorded=replay)
+        self.features: dict[int, Tensor] = {}  # by the id that the scheduler's side gave them
         self._arena = Arena()
         self._recorded: RecordedSteps[tuple[Tensor, Tensor | None]] = RecordedSteps(self._arena)
         self.predictor = predictor
-        self.keeps_hidden = False
         self._hidden: Tensor | None = None  # of the last step's tokens, until the arena is used again
         self._drafts: DraftRunner | None = None
         if predictor is not None:
-            self._drafts = DraftRunner(model, predictor, kv_caches, features, limits, self._arena, replay=replay)
+            draft_inputs = StepInputs(inputs.layout)
+            self._drafts = DraftRunner(predictor, kv_caches, draft_inputs, limits, self._arena, replay=replay)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> Tensor:
-        """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
-        if step.encode:
-            self.encode(step.encode)
-        if step.cross_groups:
-            self._fill(step.cross_groups)
-        self._buffers.fill(step.chunks)
-        if self.states:
-            self.states.fill(step.chunks)
-        seen = self._cross.fill(step.chunks) if self._cross else ()
-        num_tokens, num_sequences = step.num_tokens, len(step.chunks)
-        media = media_runs(self.model, self.features, step.chunks)
-        wants_all = step.num_logits == num_tokens
-        logit_rows = None if wants_all else _logit_rows(step.chunks)
-        if self.replay and wants_all and not media and num_tokens <= MAX_RECORDED_TOKENS:
-            # The numbers of tokens and sequences, then those of tokens and spans that see something.
-            shape = num_tokens, num_sequences, *seen
-            logits, self._hidden = self._recorded.run(
-                shape, lambda: self._forward(self._batch(num_tokens, num_sequences, None, ()))
-            )
+    def run(self) -> Tensor:
+        """fp32 logits [R, V] of the rows that the step in `inputs` asks for. They are overwritten by the next step."""
+        header = self.inputs.header
+        if header.num_dropped:
+            for feature_id in self.inputs.arrays["dropped_ids"][: header.num_dropped].tolist():
+                self.features.pop(feature_id, None)
+        if header.num_encoded:
+            self._encode(header.num_encoded)
+        if header.num_cross_fills:
+            self._fill(header.num_cross_fills)
+        if not header.num_tokens:
+            return torch.empty(0, self.model.vocab_size)
+        is_small = header.num_tokens <= MAX_RECORDED_TOKENS and header.num_tokens == header.num_logit_rows
+        if self.replay and is_small and not header.num_feature_runs:
+            shape = header.num_tokens, header.num_sequences, header.num_cross_rows, header.num_cross_spans
+            logits, self._hidden = self._recorded.run(shape, lambda: self._forward(header))
             return logits
         with self._arena.use():
-            logits, self._hidden = self._forward(self._batch(num_tokens, num_sequences, logit_rows, media))
+            logits, self._hidden = self._forward(header)
         return logits
 
-    def draft(self, draft_inputs: Items[DraftInput]) -> list[list[int]]:
-        """What the predictor thinks follows, as many tokens as each reading asks for, of the step that was run last."""
+    def draft(self, draft_inputs: Items[DraftInput], next_features: Items[FeatureRows]) -> list[list[int]]:
+        """What the predictor drafts after the step that was run last, as many tokens as each of the inputs asks for.
+
+        `next_features` stand in for tokens that follow those of the inputs.
+        """
         assert self._drafts is not None and self._hidden is not None, "the last step kept no hidden states"
-        drafts = self._drafts.draft(self._hidden, draft_inputs)
+        media = media_runs(self.model, self.features, next_features)
+        drafts = self._drafts.draft(self._hidden, draft_inputs, media)
         self._hidden = None  # their memory is the drafts' now
         return drafts
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _encode(self, count: int) -> None:
+        """Keeps the features of media under their ids: those of all of them from one pass of the encoder."""
+        assert self.media_rows is not None, "a model that takes media has a buffer for them"
+        media = [EncodedMedium(*row) for row in self.inputs.arrays["encoded"][:count].tolist()]
+        batch = MediaBatch(self.media_rows, tuple(medium.item for medium in media))
+        with self._arena.use():
+            for medium, features in zip(media, self.model.encode(batch), strict=True):
+                self.features[medium.feature_id] = features
+
+    def _forward(self, header: StepHeader) -> tuple[Tensor, Tensor | None]:
         """Logits, and all hidden states if they are kept, or computed anyway, for a predictor."""
-        if self.predictor is None or (batch.logit_rows is not None and not self.keeps_hidden):
+        batch = self._batch(header)
+        if self.predictor is None or (batch.logit_rows is not None and not header.keeps_hidden):
             return self.model.forward(batch), None
         return self.predictor.forward_with_hidden(batch)
 
-    @torch.inference_mode()
-    def encode(self, media: Items[Medium]) -> None:
-        """Puts the features of the media into the cache: those of all of them from one pass of the encoder."""
-        if not media:
-            return
-        assert self.media_buffer is not None, "a model that takes media has a buffer for them"
-        for medium in media:
-            self.media_buffer.load(medium.region)
+    def _batch(self, header: StepHeader) -> Batch:
+        inputs = self.inputs
+        runs = [FeatureRows(*row) for row in inputs.arrays["feature_runs"][: header.num_feature_runs].tolist()]
+        media = media_runs(self.model, self.features, runs)
+        states = None if self.states is None else self.states.batch(inputs, header)
+        cross = inputs.cross_batch(header, self.cross_caches, recorded=self.replay)
+        return inputs.batch(header, self.kv_caches, media, cross, states, recorded=self.replay)
+
+    def _fill(self, num_fills: int) -> None:
+        """Writes the keys and values of encoder states to their cross-attention pages."""
+        slots, first = self.inputs.tensors["cross_fill_slots"], 0
         with self._arena.use():
-            batch = MediaBatch.of(self.media_buffer.rows, media)
-            for medium, features in zip(media, self.model.encode(batch), strict=True):
-                self.features.put(medium.key, features)
-
-    def _fill(self, groups: Items[CrossGroup]) -> None:
-        """Writes the keys and values of groups whose media are encoded to their pages."""
-        if not groups or self.cross_cache is None:
-            return
-        with self._arena.use():
-            for group in groups:
-                slots = torch.from_numpy(self.cross_cache.slots(group.key, group.num_states))
-                sizes = [medium.num_states for medium in group.media]
-                for medium, places in zip(group.media, slots.split(sizes), strict=True):
-                    self.model.store_cross_states(self.features.get(medium.key), places, self.cross_caches)
-                self.cross_cache.fill(group.key)
-
-    def _batch(self, num_tokens: int, num_sequences: int, logit_rows: Tensor | None, media: Items[MediaRun]) -> Batch:
-        cross = self._cross.batch(num_tokens) if self._cross else None
-        states = self.states.batch(num_tokens, num_sequences) if self.states else None
-        return self._buffers.batch(num_tokens, num_sequences, self.kv_caches, logit_rows, media, cross, states)
+            for feature_id, num_states in self.inputs.arrays["cross_fills"][:num_fills].tolist():
+                places = slots[first : first + num_states]
+                self.model.store_cross_states(self.features[feature_id], places, self.cross_caches)
+                first += num_states
 
 
-def _logit_rows(chunks: Items[Chunk]) -> Tensor:
-    rows = last_rows((chunk.num_tokens for chunk in chunks), (chunk.num_logits for chunk in chunks))
-    return torch.tensor(rows, dtype=torch.int64)
+def media_runs(model: Model, features: Mapping[int, Tensor], runs: Iterable[FeatureRows]) -> list[MediaRun]:
+    """The features that stand in for tokens, as views of what the encoder made."""
+    return [
+        MediaRun(
+            torch.arange(run.first_row, run.first_row + run.length),
+            *model.split_features(features[run.feature_id][run.first_feature : run.first_feature + run.length]),
+        )
+        for run in runs
+    ]

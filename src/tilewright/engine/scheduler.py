@@ -1,4 +1,4 @@
-"""Which tokens of which sequences are computed next, and where their keys and values go."""
+"""Chooses which tokens of which sequences are computed next."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Scheduler:
         return dropped
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a sequence and gives back what it holds."""
+        """Ends a sequence and releases what it holds."""
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         self._release(sequence)
         sequence.matcher = None
@@ -67,7 +67,7 @@ class Scheduler:
         sequence.finished_s = time.perf_counter()
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence that has gone wrong; others of its request go on until the step is done."""
+        """Ends a sequence that failed; others of its request continue until the step is done."""
         self.failures.setdefault(sequence.request_id, error)
         if not sequence.is_finished:
             self.finish(sequence, "abort")
@@ -93,7 +93,7 @@ class Scheduler:
             self._schedule_prompts(step)
             if step.chunks or step.encode or not self.running:
                 return step
-            self._preempt(self.running[-1])  # prompts hold all pages, and none of them can go on
+            self._preempt(self.running[-1])  # prompts hold all pages, and none of them can continue
 
     def update(self, step: Step, sampled: list[Sampled]) -> list[Event]:
         """Appends what was sampled, and says what each sequence gained and which ended."""
@@ -112,16 +112,16 @@ class Scheduler:
         """What a sequence gained by its chunk, if it did; it may have ended with that."""
         sequence, matcher = chunk.sequence, chunk.sequence.matcher
         if matcher is not None:
-            matcher.raise_error()  # its mask meant nothing
+            matcher.raise_error()  # its mask is not valid
         if result.prompt_logprobs:
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
-        num_right = len(result.token_ids) - 1 if result.token_ids else 0
+        num_accepted = len(result.token_ids) - 1 if result.token_ids else 0
         if self.drafter and chunk.num_drafts and not chunk.is_forced:
-            self.drafter.record(sequence, chunk.num_drafts, num_right)
+            self.drafter.record(sequence, chunk.num_drafts, num_accepted)
         sequence.draft_token_ids = []
         num_before, reason = sequence.num_tokens, None
         for token_id in result.token_ids:
-            if token_id == NO_TOKEN:  # not the one after a draft that ends a form: nothing may come there
+            if token_id == NO_TOKEN:  # not the row after a draft that ends the grammar: no token is allowed there
                 raise FloatingPointError(f"the model's logits of token {sequence.num_tokens} are not numbers (NaN)")
             sequence.token_ids.append(token_id)
             reason = self._finish_reason(sequence)
@@ -129,8 +129,8 @@ class Scheduler:
                 break
         if matcher is not None:
             matcher.raise_error()
-        # The slots of wrong drafts are written again by the tokens that come instead.
-        num_computed = chunk.stop - chunk.num_drafts + num_right
+        # The slots of rejected drafts are written again by the tokens that come instead.
+        num_computed = chunk.stop - chunk.num_drafts + num_accepted
         sequence.num_computed_tokens = min(num_computed, sequence.num_tokens)
         self.resources.commit(sequence)
         if not result.token_ids:
@@ -145,9 +145,9 @@ class Scheduler:
         return Event(sequence, result.token_ids[:num_new], result.logprobs[:num_new], reason, has_stop_token)
 
     def find_room(self, sequence: Sequence, num_drafts: int) -> int:
-        """How many of so many tokens can be drafted ahead of a sequence that decodes; pages are there for them then."""
+        """How many of so many tokens can be drafted for a decoding sequence, which then has pages for them."""
         num_drafts = min(num_drafts, self._max_drafts(sequence))
-        # All but the first draft come from a pass over the place of the token before: so far, keys are written.
+        # Each draft but the first comes from a pass that writes the key of the draft before it.
         while num_drafts > 1 and not self.resources.reserve(sequence, sequence.num_tokens + num_drafts - 2):
             num_drafts -= 1
         return num_drafts
@@ -159,8 +159,8 @@ class Scheduler:
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         token_id, matcher = sequence.token_ids[-1], sequence.matcher
         if token_id in sequence.stop_token_ids:
-            # In a constrained answer it is one where the form is whole without it, else a part of the form like any
-            # other; before min_tokens it comes only where nothing else fits.
+            # In a constrained answer it ends the answer only where the grammar may end, else it is a token like any
+            # other; before min_tokens it comes only where the grammar allows nothing else.
             is_end = sequence.num_output_tokens >= sequence.params.min_tokens
             if is_end if matcher is None else matcher.is_accepting:
                 return "stop"
@@ -179,8 +179,7 @@ class Scheduler:
         return in_context if max_tokens is None else min(in_context, max_tokens - sequence.num_output_tokens)
 
     def _schedule_decodes(self, step: Step) -> None:
-        is_ready = self.resources.is_ready
-        decoding = [sequence for sequence in self.running if sequence.is_decoding and is_ready(sequence)]
+        decoding = self.resources.ready([sequence for sequence in self.running if sequence.is_decoding])
         num_spare_rows = min(self.limits.max_draft_rows - len(decoding), self.resources.max_drafts_per_step)
         for sequence in decoding:
             try:
@@ -190,7 +189,7 @@ class Scheduler:
 
     def _schedule_decode(self, step: Step, sequence: Sequence, max_drafts: int) -> int:
         """Puts the next token of a sequence into the step, unless there is no page for it; how many drafts with it."""
-        # An earlier one may have taken its pages. The one preempted here is later than all that are in the step.
+        # An earlier one may have taken its pages. The one preempted here arrived later than all that are in the step.
         while sequence.status is Status.RUNNING and not self.resources.reserve(sequence, sequence.num_tokens):
             self._preempt(self.running[-1])
         if sequence.status is not Status.RUNNING:
@@ -201,7 +200,7 @@ class Scheduler:
         return num_drafts
 
     def _draft(self, sequence: Sequence, max_drafts: int) -> bool:
-        """Gives a sequence its drafts; whether they are tokens that its grammar forces, so that they are right."""
+        """Gives a sequence its drafts; whether they are forced by its grammar, so that all are accepted."""
         max_drafts = min(max_drafts, self._max_drafts(sequence)) if max_drafts > 0 else 0
         drafts: list[int] = []
         is_forced = False
@@ -215,7 +214,7 @@ class Scheduler:
                 if matcher is not None:
                     del drafts[matcher.num_fitting(drafts) :]
         while drafts and not self.resources.reserve(sequence, sequence.num_tokens + len(drafts)):
-            drafts.pop()  # they preempt nobody
+            drafts.pop()  # drafts preempt no other sequence
         sequence.draft_token_ids = drafts
         return is_forced
 
@@ -255,7 +254,7 @@ class Scheduler:
 
         By arrival, with one exception: while the oldest prompt is computed, half of the budget is set aside for those
         behind it that are at most half as long as what it has left. So a short one waits for other short ones, but not
-        for a long one, which in turn is never slowed down to less than half of the speed.
+        for a long one, which in turn keeps at least half of its speed.
         """
         decoding = {chunk.sequence for chunk in step.chunks}
         prompts = [sequence for sequence in self.running if sequence not in decoding]
@@ -277,7 +276,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence runs from now on: there must be memory for it beside what others need.
 
-        When one has to wait for it, all behind it do: else a stream of short ones would keep it out for ever.
+        When one has to wait for it, all behind it do: else a stream of short ones would starve it.
         """
         if not self._may_admit or len(self.running) >= self.limits.max_sequences:
             return False
@@ -301,7 +300,7 @@ class Scheduler:
         return first_row + self.limits.max_prompt_rows
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Sends a sequence back to its place among those that wait; it resumes with all its tokens."""
+        """Moves a sequence back to the queue, at its place by arrival; it resumes with all its tokens."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.status = Status.WAITING

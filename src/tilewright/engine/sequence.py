@@ -1,4 +1,4 @@
-"""One answer in the making, and the arithmetic over its tokens."""
+"""One answer that is being generated, and the arithmetic over its tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StateSlots:
     """What a running sequence has of the state cache."""
 
     own: int  # where its steps leave the state
-    read: int = NO_SLOT  # with the state after its computed tokens: its own, a snapshot's, or none at the beginning
+    read: int = NO_SLOT  # with the state after its computed tokens: its own or a snapshot's; none before the first
     kept: dict[int, int] = field(default_factory=dict)  # by the step under way: the state after so many tokens -> slot
 
 
@@ -87,14 +87,14 @@ class Sequence:
         self.num_prompt_tokens = len(inputs.token_ids)
         self.position_offset = inputs.next_position - len(inputs.token_ids)  # of an output token's rope position
         self.num_computed_tokens = 0  # their keys and values are in the pages
-        self.draft_token_ids: list[int] = []  # guessed continuation, part of the step under way
+        self.draft_token_ids: list[int] = []  # part of the step under way
         self.pages: list[int] = []
         self.page_digests: list[bytes] = []  # of full pages, as far as they were needed
         self.num_stored_pages = 0  # the first of `pages`, which the prefix cache has seen
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.pinned_keys: list[bytes] = []  # of media that are being read
         self.cross_groups: list[CrossGroup] = cross_groups_of(inputs.media) if leader is None else leader.cross_groups
-        self.pinned_groups: list[CrossGroup] = []  # those that tokens under way see
+        self.pinned_groups: list[CrossGroup] = []  # those that tokens of the step under way see
         self.state_slots: StateSlots | None = None  # while it runs, in models with recurrent layers
         self.branch_border = 0  # how many of its tokens had matching pages when it was admitted last
         self.last_snapshot: bytes | None = None  # of the states after its prompt; the next one takes its place

@@ -1,4 +1,4 @@
-"""How the engine is doing, in numbers."""
+"""Counters and speeds of the engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Speeds:
 
 
 class StepCounter:
-    """What steps did, in all and of late. One thread counts, any reads."""
+    """What steps did, in all and in the last seconds. One thread counts, any thread reads."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0

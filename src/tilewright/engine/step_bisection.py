@@ -1,4 +1,4 @@
-"""A step that raised, computed again in parts: what raises alone has failed, all else goes on."""
+"""A step that raised, computed again in parts: a sequence that raises alone has failed, the others continue."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Failure = tuple[Chunk, Exception]
 
 @dataclass(frozen=True)
 class StepBisector:
-    """Finds out whose fault it is that a step cannot be computed.
+    """Finds the sequences because of which a step cannot be computed.
 
     Keys and values are written again as they were. Recurrent states are not: a step that raised may have written half
-    of them over those that it read. There the parts only show whose fault it is, and the others are computed again
-    from what is cached of them; where it is nobody's alone, all fail.
+    of them over those that it read. There the parts only show which sequences fail, and the others are preempted and
+    computed again from what is cached of them; where no sequence fails alone, all fail.
     """
 
     compute: Callable[[Step], list[Sampled]]
@@ -27,7 +27,7 @@ class StepBisector:
     scheduler: Scheduler
 
     def rescue(self, step: Step, error: Exception) -> tuple[Step, list[Sampled]]:
-        """What is left of a step after it raised an error, and its results; the scheduler knows who has failed."""
+        """What is left of a step after it raised an error, and its results; the scheduler has the failures."""
         if self._drop_unencodable(step.encode):  # nothing was written before that
             rest = self._part(step, [chunk for chunk in step.chunks if not chunk.sequence.is_finished])
             try:

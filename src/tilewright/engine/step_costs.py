@@ -12,9 +12,12 @@ def step_cost(costs: Costs, chunks: Items[Chunk], num_logits: int) -> tuple[int,
     """Bytes that a step of these chunks read at least, and the operations it did."""
     if not chunks:  # a step that only encodes
         return 0, 0
-    num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    # A query sees the keys before it and its own; the queries of a chunk are the last tokens so far.
-    num_pairs = sum(chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2 for chunk in chunks)
+    num_tokens = num_keys = num_pairs = 0
+    for chunk in chunks:
+        num_tokens += chunk.num_tokens
+        num_keys += chunk.stop
+        # A query sees the keys before it and its own; the queries of a chunk are the last tokens so far.
+        num_pairs += chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2
     spans = [
         span
         for chunk in chunks
@@ -24,7 +27,7 @@ def step_cost(costs: Costs, chunks: Items[Chunk], num_logits: int) -> tuple[int,
     num_cross_tokens = sum(span.stop - span.start for span in spans)
     num_cross_pairs = sum((span.stop - span.start) * span.num_states for span in spans)
     num_states = sum(span.num_states for span in spans)
-    read_bytes = costs.step_bytes(num_tokens, sum(chunk.stop for chunk in chunks), len(chunks), num_states)
+    read_bytes = costs.step_bytes(num_tokens, num_keys, len(chunks), num_states)
     flops = costs.step_flops(num_tokens, num_logits, num_pairs)
     return read_bytes, flops + costs.cross_attention_flops(num_cross_tokens, num_cross_pairs)
 

@@ -12,9 +12,9 @@ class StepLimits:
     """How much one step may do.
 
     A step's weights are read once: at 20 GB/s and 1 TFLOP/s in bf16, reading costs as much as computing 50 rows. At
-    1,024 tokens it is 5 % of the step, and larger steps gain nothing but make those who decode wait longer. A few more
-    let a picture of 1024 x 1024, 1,024 features, go in one step with the question about it: 18 tokens left over took
-    another 0.2 of 3.3 seconds.
+    1,024 tokens it is 5 % of the step, and larger steps gain nothing but make decoding sequences wait longer. A few
+    more let a picture of 1024 x 1024, 1,024 features, go in one step with the question about it: 18 tokens left over
+    took another 0.2 of 3.3 seconds.
     """
 
     max_context: int
@@ -24,7 +24,7 @@ class StepLimits:
     max_encode_patches: int = 8192
     # Two of 512 x 512, or a single larger one, while others wait for the next token of their answers.
     max_encode_patches_beside_decodes: int = 2048
-    # Below the 50 rows at which computing costs as much as reading the weights, a wrong draft costs little.
+    # Below the 50 rows at which computing costs as much as reading the weights, a rejected draft costs little.
     max_rows_with_drafts: int = 32
     # Logits of 128 rows over 152,000 tokens are 78 MB.
     max_prompt_rows: int = 128

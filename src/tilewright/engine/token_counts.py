@@ -19,7 +19,7 @@ class TokenCounts:
         self._slot_by_id: dict[int, int] = {}
         self._ids = np.empty(256, np.int64)
         self._counts = np.empty(256, np.int32)
-        # Only the repetition penalty looks at the prompt.
+        # Only the repetition penalty reads the prompt.
         if sequence.params.repetition_penalty != 1.0:
             for token_id in dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens]):
                 self._count(token_id, 0)

@@ -24,6 +24,12 @@ class MediaItem:
     num_rows: int
     num_features: int  # rows of the encoder's result
 
+    @classmethod
+    def of(cls, medium: Medium) -> MediaItem:
+        region = medium.region
+        num_features = medium.num_states or medium.num_features
+        return cls(medium.kind, medium.grid, medium.tiling, region.first_row, region.num_rows, num_features)
+
 
 @dataclass(frozen=True)
 class MediaBatch:
@@ -34,18 +40,7 @@ class MediaBatch:
 
     @classmethod
     def of(cls, buffer: Tensor, media: Sequence[Medium]) -> MediaBatch:
-        items = [
-            MediaItem(
-                medium.kind,
-                medium.grid,
-                medium.tiling,
-                medium.region.first_row,
-                medium.region.num_rows,
-                medium.num_states or medium.num_features,
-            )
-            for medium in media
-        ]
-        return cls(buffer, tuple(items))
+        return cls(buffer, tuple(MediaItem.of(medium) for medium in media))
 
     def rows(self, items: Sequence[MediaItem]) -> Tensor:
         """The rows of some items, one after the other: where they lie if they are neighbours, else copied once."""

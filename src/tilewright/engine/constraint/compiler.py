@@ -21,7 +21,7 @@ from tilewright.types import Constraint, RequestError
 MAX_GRAMMARS = 32
 MAX_REFUSALS = 1024
 REFUSAL_S = 60.0  # what is sent again within gets the same answer at once; later a machine may have more time for it
-# Of a schema within a grammar, as one of tools is: where it stands in there would tell its author nothing.
+# Of a schema within a grammar, as one of tools is: its position in there means nothing to its author.
 _SCHEMA_ERROR = re.compile(r"failed to compile JSON schema: (.*)")
 
 
@@ -35,7 +35,7 @@ class Grammar:
         self._constraint = constraint
 
     def start(self) -> Matcher:
-        """A matcher for one answer, at its beginning."""
+        """A matcher for one answer, at its start."""
         names_token_ids = self._constraint.kind == "lark"
         return Matcher(self._matcher.deep_copy(), self._vocabulary, self._break, names_token_ids=names_token_ids)
 

@@ -35,7 +35,7 @@ def limits() -> llguidance.LLParserLimits:
 
 
 def build(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the beginning of the grammar, which has computed its first mask: later ones cost less."""
+    """A matcher at the start of the grammar that has computed its first mask: later masks cost less."""
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
     _check(matcher)
     mask = matcher.compute_bitmask()

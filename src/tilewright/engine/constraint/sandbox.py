@@ -30,7 +30,7 @@ class CompileSandbox:
     """Tries grammars, for any thread, one after the other. Its process starts with the first, and anew after a harm."""
 
     def __init__(self, num_tokens: int, special_tokens: Mapping[int, str], stop_token_ids: Sequence[int]) -> None:
-        """As much of a vocabulary as compiling looks at; special tokens are those that are no text."""
+        """The part of a vocabulary that compiling reads; special tokens are those that are no text."""
         self._vocabulary = json.dumps([num_tokens, list(special_tokens.items()), list(stop_token_ids)])
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -59,7 +59,7 @@ class CompileSandbox:
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a crash is told by what does not come back
+            stderr=subprocess.DEVNULL,  # a crash is seen by the missing answer
             text=True,
             encoding="utf-8",
             start_new_session=True,  # what interrupts us from the keyboard is not for it

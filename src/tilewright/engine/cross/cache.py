@@ -17,10 +17,10 @@ class _Entry:
 
 
 class CrossCache:
-    """num_pages pages of page_size states, handed out a group at a time, least recently used given up first.
+    """num_pages pages of page_size states, handed out a group at a time, least recently used evicted first.
 
-    A group that a running sequence sees is pinned and keeps its pages. One that was pinned but never filled gives them
-    back with its last pin.
+    A group that a running sequence sees is pinned and keeps its pages. One that was never filled gives them back with
+    its last pin.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:

@@ -10,7 +10,8 @@ from tilewright.engine.sequence import Sequence
 from tilewright.engine.step import Chunk
 
 # One token in 16 may have been missed, and 32 in all: the last step of the answer before in a conversation, or a few
-# steps that had too many sequences for drafts. The shortest pause is twice as long: after it nobody goes on as before.
+# steps that had too many sequences for drafts. The shortest pause is twice as long: after it no sequence is read any
+# further.
 MAX_MISSED_SHARE = 1 / 16
 MAX_MISSED_TOKENS = 32
 
@@ -22,10 +23,10 @@ class _Count:
 
 
 class PredictorCoverage:
-    """Remembers, by page, the tokens that were read, so that a page found in the prefix cache tells whether it was.
+    """Remembers which tokens of each page the predictor has read, so that it is known for pages of the prefix cache.
 
-    A sequence that missed too much is not read any further until it is computed anew: keys that are not there make
-    drafts poor, and what follows would cost passes for nothing.
+    A sequence of which too much was not read is not read any further until it is admitted again: missing keys make
+    drafts poor, and further passes would be wasted.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -43,13 +44,13 @@ class PredictorCoverage:
             self._read_by_page[page] = 0
         count = self._counts.get(sequence)
         if count is None or start <= count.start or start // size != count.start // size:
-            self._count(sequence, start)  # it was admitted, perhaps once more, or has filled a page
+            self._count(sequence, start)  # it was admitted, perhaps again, or has filled a page
         else:
             count.start = start
         return self._is_enough(sequence)
 
     def end(self, sequence: Sequence, start: int, stop: int) -> bool:
-        """Whether that is still so when tokens start .. stop of the chunk were computed, and are about to be read.
+        """The same when tokens start .. stop of the chunk were computed, and are about to be read.
 
         Of a page that they filled, the prefix cache may have given the sequence another's.
         """

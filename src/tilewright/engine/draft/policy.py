@@ -10,8 +10,8 @@ from operator import mul
 
 from tilewright.engine.draft.durations import Durations
 
-# Three of four drafts are thought to be right until they are seen, and that weighs as much as 2 that were seen. Of
-# those the latest thirty or so count.
+# The prior: three of four drafts are accepted, with the weight of 2 observations. Of observations the latest thirty
+# or so count.
 EXPECTED_RATE = 0.75
 EXPECTED_WEIGHT = 2.0
 MEMORY = 0.97
@@ -26,10 +26,10 @@ GOOD_STEPS = 32
 
 
 @dataclass
-class _BatchSizeTrial:
-    """What goes for about so many sequences at once: with one a row more is nearly free, with twenty it is not."""
+class _BatchSizeState:
+    """Trials and pauses for one batch size: with one sequence a row more is nearly free, with twenty it is not."""
 
-    untimed_left: int = FIRST_PAUSE_STEPS  # steps that are read in the hope of one that tells what it takes
+    untimed_left: int = FIRST_PAUSE_STEPS  # steps that the predictor reads while no step without drafts was timed
     trial_left: int = TRIAL_STEPS
     pause_left: int = 0  # steps
     next_pause: int = FIRST_PAUSE_STEPS
@@ -37,10 +37,10 @@ class _BatchSizeTrial:
 
 
 class DraftPolicy:
-    """Chooses a number of drafts by how often those at each place were right, and how long steps and passes take.
+    """Chooses a number of drafts by how often those at each place were accepted, and how long steps and passes take.
 
-    Nothing here changes an answer: right drafts are what would have come anyway. `max_drafts` are those of a sequence;
-    a step has `max_rows` rows with them, and `max_drafts_in_all` of them, at most.
+    Nothing here changes an answer: accepted drafts are what would have been sampled anyway. A sequence has at most
+    `max_drafts`, a step at most `max_drafts_in_all` and, with them, `max_rows` rows.
     """
 
     def __init__(self, max_drafts: int, max_rows: int, max_drafts_in_all: int) -> None:
@@ -49,10 +49,10 @@ class DraftPolicy:
         self.max_drafts_in_all = max_drafts_in_all
         self._step_s = Durations()  # by rows
         self._pass_s = Durations()  # by sequences
-        self._num_tried: list[float] = []  # by place, those whose drafts before were right
-        self._num_right: list[float] = []
+        self._num_tried: list[float] = []  # by place, those whose earlier drafts were accepted
+        self._num_accepted: list[float] = []
         self._forget()
-        self._trials: defaultdict[int, _BatchSizeTrial] = defaultdict(_BatchSizeTrial)  # by powers of two
+        self._by_batch_size: defaultdict[int, _BatchSizeState] = defaultdict(_BatchSizeState)  # by powers of two
 
     def choose(self, num_sequences: int, num_read: int) -> int | None:
         """How many tokens to draft after the step that begins, for those of its sequences that the predictor has read.
@@ -64,40 +64,40 @@ class DraftPolicy:
         most = min(self.max_drafts, num_spare_rows // max(1, num_read))
         if most < 1:
             return None
-        crowd = self._trials[num_sequences.bit_length()]
-        if crowd.pause_left:
-            crowd.pause_left -= 1
+        trial = self._by_batch_size[num_sequences.bit_length()]
+        if trial.pause_left:
+            trial.pause_left -= 1
             return None
         if not self._step_s.reaches_down_to(num_sequences):
-            # What a step takes without drafts is what they are held against; beside prompts it never shows.
-            crowd.untimed_left -= 1
-            return 0 if crowd.untimed_left >= 0 else None
+            # Drafts are compared with the time of a step without them, which cannot be measured beside prompts.
+            trial.untimed_left -= 1
+            return 0 if trial.untimed_left >= 0 else None
         if not num_read:
             return 0
-        if crowd.trial_left:
-            crowd.trial_left -= 1
+        if trial.trial_left:
+            trial.trial_left -= 1
             return 1
         best = max(range(most + 1), key=lambda count: self._tokens_per_s(num_sequences, num_read, count))
         if best:
-            crowd.num_good += 1
-            if crowd.num_good == GOOD_STEPS:
-                crowd.next_pause = FIRST_PAUSE_STEPS
+            trial.num_good += 1
+            if trial.num_good == GOOD_STEPS:
+                trial.next_pause = FIRST_PAUSE_STEPS
             return best
-        self._trials[num_sequences.bit_length()] = _BatchSizeTrial(
-            pause_left=crowd.next_pause - 1, next_pause=min(2 * crowd.next_pause, LONGEST_PAUSE_STEPS)
+        self._by_batch_size[num_sequences.bit_length()] = _BatchSizeState(
+            pause_left=trial.next_pause - 1, next_pause=min(2 * trial.next_pause, LONGEST_PAUSE_STEPS)
         )
         self._forget()
         return None
 
-    def record(self, num_proposed: int, num_right: int) -> None:
-        """Counts the drafts of a sequence in a step, of which the first `num_right` were right."""
+    def record(self, num_proposed: int, num_accepted: int) -> None:
+        """Counts the drafts of a sequence in a step, of which the first `num_accepted` were accepted."""
         for place in range(self.max_drafts):
             # Places that are not tried are forgotten too, so that they are tried again after a hundred or so.
             self._num_tried[place] *= MEMORY
-            self._num_right[place] *= MEMORY
-            if place < num_proposed and place <= num_right:
+            self._num_accepted[place] *= MEMORY
+            if place < num_proposed and place <= num_accepted:
                 self._num_tried[place] += 1
-                self._num_right[place] += place < num_right
+                self._num_accepted[place] += place < num_accepted
 
     def time_step(self, num_rows: int, took_s: float) -> None:
         """Learns from a step that decoded and did nothing else."""
@@ -109,19 +109,22 @@ class DraftPolicy:
         self._pass_s.add(num_sequences, took_s)
 
     def rates(self) -> Iterator[float]:
-        """How often the draft at each place is right when those before it are: as those before, until it is seen."""
+        """How often the draft at each place is accepted if those before it are; as those before, until it was tried."""
         rate = EXPECTED_RATE
-        for num_right, num_tried in zip(self._num_right, self._num_tried, strict=True):
-            rate = (num_right + EXPECTED_WEIGHT * rate) / (num_tried + EXPECTED_WEIGHT)
+        for num_accepted, num_tried in zip(self._num_accepted, self._num_tried, strict=True):
+            rate = (num_accepted + EXPECTED_WEIGHT * rate) / (num_tried + EXPECTED_WEIGHT)
             yield rate
 
     def _tokens_per_s(self, num_sequences: int, num_read: int, num_drafts: int) -> float:
-        """What all gain in a second when those that were read have so many drafts; the best is hoped of the untimed."""
-        num_right = sum(accumulate(islice(self.rates(), num_drafts), mul))
+        """Tokens per second if each sequence that was read has so many drafts.
+
+        Sizes that were never timed get an optimistic estimate.
+        """
+        num_accepted = sum(accumulate(islice(self.rates(), num_drafts), mul))
         took_s = self._step_s.of(num_sequences + num_read * num_drafts) + num_drafts * self._pass_s.of(num_read)
-        return (num_sequences + num_read * num_right) / took_s
+        return (num_sequences + num_read * num_accepted) / took_s
 
     def _forget(self) -> None:
-        """Makes the next trial one without prejudice: drafts that were all wrong may be of an answer that has ended."""
+        """Starts the next trial from the prior: drafts that were all rejected may be of an answer that has ended."""
         self._num_tried = [0.0] * self.max_drafts
-        self._num_right = [0.0] * self.max_drafts
+        self._num_accepted = [0.0] * self.max_drafts

@@ -36,8 +36,8 @@ class DraftingRunner(Protocol):
 
 
 @dataclass(frozen=True)
-class _Ahead:
-    """What may follow a sequence of so many tokens."""
+class _Draft:
+    """Tokens that may follow a sequence of so many tokens."""
 
     num_tokens: int
     token_ids: list[int]
@@ -46,16 +46,16 @@ class _Ahead:
 class PredictorDrafter:
     """Proposes what the predictor drafted after the last step; where it drafts nothing, what `lookup` finds.
 
-    One source at a time: the predictor has read the text too, and sees a repetition coming, so that a look-up adds
-    little where the predictor pays. Where it does not, be it that its drafts are wrong or that many sequences make its
-    passes dear, a look-up still costs nothing.
+    One source at a time: the predictor has read the text too and drafts repetitions, so that a look-up adds little
+    where the predictor saves time. Where it does not, because its drafts are rejected or because passes over many
+    sequences take long, a look-up still costs nothing.
 
     The predictor's keys and values lie in the pages beside the model's, and are found again with them. They decide how
-    good drafts are, never what is answered, so two things are let be: the key of a page's last token depends on the
-    token after the page, which the page's digest does not cover; and tokens that nobody read, of answers while drafting
-    paused or in the last step of one, have the key of an earlier use of the page, or zeros. A sequence with more than a
-    few of those is left alone (engine/draft/coverage.py): its drafts would be worse than the predictor is, and drafting
-    would pause for it.
+    good drafts are, never what is answered, so two inaccuracies are accepted: the key of a page's last token depends on
+    the token after the page, which the page's digest does not cover; and tokens that the predictor did not read, while
+    drafting paused or in the last step of an answer, have the key of an earlier use of the page, or zeros. For a
+    sequence with more than a few of those it drafts nothing (engine/draft/coverage.py): such drafts would be worse than
+    the predictor is, and drafting would pause because of them.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class PredictorDrafter:
         self.lookup = lookup
         self.clock = clock
         self.draft_inputs: list[DraftInput] = []  # of the last step
-        self._read_tokens = PredictorCoverage(page_size)
+        self._coverage = PredictorCoverage(page_size)
         self._is_read: list[bool] = []  # by chunk of the step under way
-        self._ahead: WeakKeyDictionary[Sequence, _Ahead] = WeakKeyDictionary()
+        self._drafted: WeakKeyDictionary[Sequence, _Draft] = WeakKeyDictionary()
         self._num_proposed = 0
         self._num_accepted = 0
         self._num_drafts: int | None = None  # after the step under way
@@ -89,38 +89,38 @@ class PredictorDrafter:
         return self._num_accepted + self.lookup.num_accepted
 
     def propose(self, sequence: Sequence, max_drafts: int) -> list[int]:
-        ahead = self._ahead_of(sequence)
-        return self.lookup.propose(sequence, max_drafts) if ahead is None else ahead.token_ids[:max_drafts]
+        draft = self._draft_of(sequence)
+        return self.lookup.propose(sequence, max_drafts) if draft is None else draft.token_ids[:max_drafts]
 
     def record(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        if self._ahead_of(sequence) is None:
+        if self._draft_of(sequence) is None:
             self.lookup.record(sequence, num_proposed, num_accepted)
             return
-        del self._ahead[sequence]
+        del self._drafted[sequence]
         self._num_proposed += num_proposed
         self._num_accepted += num_accepted
         self.policy.record(num_proposed, num_accepted)
 
     def begin(self, step: Step) -> None:
         """Before a step is run: decides whether it is read, and how much is drafted after it."""
-        self._is_read = [self._read_tokens.begin(chunk) for chunk in step.chunks]
+        self._is_read = [self._coverage.begin(chunk) for chunk in step.chunks]
         num_sequences = sum(chunk.num_sampled > 0 for chunk in step.chunks)
         num_read = sum(chunk.num_sampled > 0 for chunk in compress(step.chunks, self._is_read))
         self._num_drafts = self.policy.choose(max(1, num_sequences), num_read)
         if self._num_drafts is None:
-            # Prompts are read all the same, for little: keys alone are computed of them. What begins like one, a long
-            # instruction that all share, would else go without drafts as long as it is cached.
+            # Prompts are read all the same, which costs little: only their keys are computed. Else prompts that share a
+            # prefix, such as a long system prompt, would have no drafts as long as it is cached.
             for index, chunk in enumerate(step.chunks):
                 self._is_read[index] &= chunk.start < chunk.sequence.num_prompt_tokens
         self.runner.keeps_hidden = any(self._is_read)
-        # Others take as long as their prompts and pictures are.
+        # The time of others depends on their prompts and pictures.
         self._only_decodes = all(chunk.num_sampled == chunk.num_tokens for chunk in step.chunks)
         self._began_s = self.clock()
 
     def draft(self, step: Step, find_room: Callable[[Sequence, int], int]) -> None:
-        """After a step was updated: reads what it computed, and drafts for those that go on.
+        """After a step was updated: the predictor reads its tokens, and drafts for the sequences that continue.
 
-        `find_room` tells how many drafts a sequence has room for, of the number wanted.
+        `find_room` gives how many drafts a sequence has room for, of the number wanted.
         """
         now_s = self.clock()
         if self._only_decodes:
@@ -129,25 +129,25 @@ class PredictorDrafter:
         first_row = 0
         for chunk, is_read in zip(step.chunks, self._is_read, strict=True):
             sequence, stop = chunk.sequence, chunk.sequence.num_computed_tokens
-            if is_read and sequence.status is Status.RUNNING and self._read_tokens.end(sequence, chunk.start, stop):
+            if is_read and sequence.status is Status.RUNNING and self._coverage.end(sequence, chunk.start, stop):
                 wanted = find_room(sequence, self._num_drafts) if self._num_drafts and sequence.is_decoding else 0
                 following = sequence.token_ids[chunk.start + 1 : stop + 1]
                 self.draft_inputs.append(DraftInput(sequence, chunk.start, stop, following, first_row, wanted))
             first_row += chunk.num_tokens
         if not self.draft_inputs:
             return
-        for reading, token_ids in zip(self.draft_inputs, self.runner.draft(self.draft_inputs), strict=True):
-            self._read_tokens.add(reading.sequence, reading.start, reading.stop)
-            unused = self._ahead.pop(reading.sequence, None)
-            if unused is not None:  # they did not fit a grammar, or it forced others: as good as wrong
+        for item, token_ids in zip(self.draft_inputs, self.runner.draft(self.draft_inputs), strict=True):
+            self._coverage.add(item.sequence, item.start, item.stop)
+            unused = self._drafted.pop(item.sequence, None)
+            if unused is not None:  # a grammar did not allow them, or forced others: as good as rejected
                 self.policy.record(len(unused.token_ids), 0)
             if token_ids:
-                self._ahead[reading.sequence] = _Ahead(reading.sequence.num_tokens, token_ids)
-        num_passes = max(reading.num_drafts for reading in self.draft_inputs)
+                self._drafted[item.sequence] = _Draft(item.sequence.num_tokens, token_ids)
+        num_passes = max(item.num_drafts for item in self.draft_inputs)
         if self._only_decodes and num_passes:
             self.policy.time_pass(len(self.draft_inputs), (self.clock() - now_s) / num_passes)
 
-    def _ahead_of(self, sequence: Sequence) -> _Ahead | None:
+    def _draft_of(self, sequence: Sequence) -> _Draft | None:
         """What was drafted for a sequence as it is now."""
-        ahead = self._ahead.get(sequence)
-        return ahead if ahead is not None and ahead.num_tokens == sequence.num_tokens else None
+        draft = self._drafted.get(sequence)
+        return draft if draft is not None and draft.num_tokens == sequence.num_tokens else None

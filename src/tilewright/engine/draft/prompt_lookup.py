@@ -11,8 +11,9 @@ from tilewright.engine.sequence import Sequence
 LONGEST_NGRAM = 4
 SHORTEST_NGRAM = 2
 
-# Of every 16 drafts a quarter must be right: a row more costs a few per cent of a step that reads all weights, a right
-# one saves a step. Else the sequence drafts nothing for 32 tokens, and after each further failure twice as long.
+# Of every 16 drafts a quarter must be accepted: a row more costs a few per cent of a step that reads all weights, an
+# accepted draft saves a step. Else the sequence drafts nothing for 32 tokens, and after each further failure for twice
+# as many.
 TRIAL_DRAFTS = 16
 MIN_ACCEPTANCE = 0.25
 FIRST_PAUSE_TOKENS = 32
@@ -31,9 +32,9 @@ class _History:
 
 
 class PromptLookupDrafter:
-    """Proposes up to num_drafts tokens for a sequence, and counts how many of them were right.
+    """Proposes up to num_drafts tokens for a sequence, and counts how many of them are accepted.
 
-    Tokens from vocabulary_size on are read and never written (Llama-3.2-Vision's picture): no draft has one.
+    Tokens from vocabulary_size on are read and never generated (Llama-3.2-Vision's image token): no draft has one.
     """
 
     def __init__(self, num_drafts: int = 4, vocabulary_size: int = sys.maxsize) -> None:
@@ -58,13 +59,13 @@ class PromptLookupDrafter:
                 count = min(self.num_drafts, max_drafts)
                 drafts = token_ids[source : source + count]
                 period = len(token_ids) - source
-                while len(drafts) < count:  # the match ends the sequence: the repetition goes on into the drafts
+                while len(drafts) < count:  # the match ends the sequence: the drafts continue the repetition
                     drafts.append(drafts[-period])
                 return list(takewhile(lambda token_id: token_id < self.vocabulary_size, drafts))
         return []
 
     def record(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Counts the drafts of a step; pauses a sequence whose drafts are mostly wrong."""
+        """Counts the drafts of a step; pauses a sequence whose drafts are mostly rejected."""
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted
         history = self._histories[sequence]

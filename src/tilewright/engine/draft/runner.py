@@ -1,4 +1,4 @@
-"""Runs a multi-token predictor: over what a step computed, then over its own drafts, one token a pass."""
+"""Runs a multi-token predictor: over the tokens of a step, then over its own drafts, one token a pass."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS, RecordedSteps
 from tilewright.engine.sampler import greedy_parameters
 from tilewright.engine.step import DraftInput, last_rows
-from tilewright.engine.step_buffers import StepBuffers, media_runs
+from tilewright.engine.step_inputs import StepHeader, StepInputs
 from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.step_writer import TokenWriter
 from tilewright.layers.batch import MediaRun
-from tilewright.models.protocol import Model, Predictor
+from tilewright.models.protocol import Predictor
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena
 from tilewright.ops.sample import sample
@@ -26,21 +26,19 @@ class DraftRunner:
 
     def __init__(
         self,
-        model: Model,
         predictor: Predictor,
         kv_caches: Items[KvCache],
-        features: EncoderCache,
+        inputs: StepInputs,
         limits: StepLimits,
         arena: Arena,
         *,
         replay: bool,
     ) -> None:
-        self.model, self.predictor = model, predictor
+        self.predictor = predictor
         self.kv_caches = kv_caches
-        self.features = features
+        self.inputs = inputs
         self.replay = replay
-        page_size, num_pages = kv_caches[0].page_size, kv_caches[0].num_pages
-        self._buffers = StepBuffers(model.num_position_axes, limits, page_size, num_pages, recorded=replay)
+        self._writer = TokenWriter(inputs)
         self._hidden = torch.zeros(limits.max_tokens_per_step, predictor.width, dtype=kv_caches[0].data.dtype)
         self._logit_rows = torch.zeros(limits.max_sequences, dtype=torch.int64)
         self._greedy = greedy_parameters(limits.max_sequences)
@@ -48,15 +46,16 @@ class DraftRunner:
         self._recorded: RecordedSteps[tuple[Tensor, Tensor]] = RecordedSteps(arena)
 
     @torch.inference_mode()
-    def draft(self, hidden_TD: Tensor, draft_inputs: Items[DraftInput]) -> list[list[int]]:
-        """The drafts each reading asks for, the likeliest token after the other.
+    def draft(self, hidden_TD: Tensor, draft_inputs: Items[DraftInput], next_media: Items[MediaRun]) -> list[list[int]]:
+        """The drafts that each input asks for, the likeliest token after the other.
 
         `hidden_TD` are the hidden states of a step. The first pass reads those of the tokens that were kept and leaves
-        their keys and values; each further one takes what the pass before made of the last token for the hidden state
-        of its draft. What that leaves in the pages is written again once the token is known.
+        their keys and values, with `next_media` among the tokens that follow them. Each further pass takes the output
+        of the one before for the hidden state of its draft. What that leaves in the pages is written again once the
+        token is known.
         """
         drafts: list[list[int]] = [[] for _ in draft_inputs]
-        media = media_runs(self.model, self.features, draft_inputs, ahead=1)
+        media = next_media
         source = hidden_TD
         rows = [row for item in draft_inputs for row in range(item.first_row, item.first_row + item.num_tokens)]
         going = list(range(len(draft_inputs)))
@@ -72,13 +71,12 @@ class DraftRunner:
             rows = [row for row, index in enumerate(asking) if len(drafts[index]) < draft_inputs[index].num_drafts]
             going = [asking[row] for row in rows]
             draft_inputs = _after_drafts(draft_inputs, going, drafts)
-            media = []
+            media = ()
         return drafts
 
     def _run(self, draft_inputs: Items[DraftInput], media: Items[MediaRun]) -> tuple[Tensor, Tensor]:
-        """Logits and states of the last row of each reading that asks for drafts."""
-        self._buffers.fill(draft_inputs)
-        num_tokens = sum(item.num_tokens for item in draft_inputs)
+        """Logits and states of the last row of each input that asks for drafts."""
+        num_tokens = self._writer.write(draft_inputs)
         rows = last_rows(
             (item.num_tokens for item in draft_inputs), (int(item.num_drafts > 0) for item in draft_inputs)
         )
@@ -91,12 +89,15 @@ class DraftRunner:
 
     def _pass(self, shape: tuple[int, int, int], media: Items[MediaRun]) -> tuple[Tensor, Tensor]:
         num_tokens, num_sequences, num_rows = shape
-        batch = self._buffers.batch(num_tokens, num_sequences, self.kv_caches, self._logit_rows[:num_rows])
+        batch = self.inputs.batch(
+            StepHeader(num_tokens, num_sequences, num_tokens), self.kv_caches, recorded=self.replay
+        )
+        batch = replace(batch, logit_rows=self._logit_rows[:num_rows])
         return self.predictor.draft(batch.token_ids_T, self._hidden[:num_tokens], batch, media)
 
 
 def _after_drafts(draft_inputs: Items[DraftInput], going: Items[int], drafts: Items[list[int]]) -> list[DraftInput]:
-    """The draft_inputs, of which those that go on are at the place of their next draft's hidden state."""
+    """The inputs of the next pass: those that continue are at the place of their latest draft."""
     moved = list(draft_inputs)
     for index in going:
         stop = draft_inputs[index].stop

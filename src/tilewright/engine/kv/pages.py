@@ -1,4 +1,4 @@
-"""The pages of the KV cache: which are free, which are in use, and what the others still hold."""
+"""The pages of the KV cache: which are free, which are in use, and which still hold a cached prefix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PagePool:
             raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens, expected at least 1 of each")
         self.num_pages = num_pages
         self.page_size = page_size
-        self.on_forget: Callable[[bytes], None] = lambda digest: None  # told of every page that is found no more
+        self.on_forget: Callable[[bytes], None] = lambda digest: None  # called for each page that loses its digest
         self._references = [0] * num_pages
         self._digests: list[bytes | None] = [None] * num_pages
         self._page_by_digest: dict[bytes, int] = {}
@@ -88,7 +88,7 @@ class PagePool:
             self._digests[page] = digest
 
     def forget(self, digest: bytes) -> None:
-        """Makes the content unfindable, if it is there; those who refer to its page keep it."""
+        """Takes the digest off its page, if there is one; references to the page stay."""
         page = self._page_by_digest.pop(digest, None)
         if page is None:
             return

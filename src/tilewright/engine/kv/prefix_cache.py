@@ -1,4 +1,4 @@
-"""Keys and values of full pages, found again by everything they depend on."""
+"""The prefix cache: full pages of keys and values, found again by everything they depend on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DIGEST_BYTES = 16
 
 
 class PrefixCache:
-    """Finds the pages of a sequence's beginning that another one has computed, and counts how often.
+    """Finds the pages of a sequence's prefix that another one has computed, and counts how often.
 
     A full page is keyed by a digest over the digest of the page before it, its token ids, their rope positions, the
     features among them and what they see by cross-attention, so equal digests mean equal keys and values. Generated
     tokens are stored too: the next turn of a conversation finds the answer. With `one_of_each`, a page that another
-    sequence has computed as well is given back in favour of the one that is found.
+    sequence has computed as well is released, and the cached one used.
     """
 
     def __init__(self, pool: PagePool, *, enabled: bool = True, one_of_each: bool = False) -> None:
@@ -33,7 +33,7 @@ class PrefixCache:
         return self.num_tokens_hit / max(1, self.num_tokens_looked_up)
 
     def match(self, sequence: Sequence) -> list[int]:
-        """The pages of the longest stored beginning, retained; at least one token is left, which gives the logits."""
+        """The pages of the longest cached prefix, retained; at least one token is left to compute, for its logits."""
         pages: list[int] = []
         if not self.enabled or sequence.wants_prompt_logprobs:
             return pages
@@ -46,7 +46,7 @@ class PrefixCache:
         return pages
 
     def count(self, sequence: Sequence, num_tokens_hit: int) -> None:
-        """Counts one look-up that was made use of."""
+        """Counts one look-up of a sequence that was admitted."""
         if self.enabled:
             self.num_tokens_looked_up += sequence.num_tokens
             self.num_tokens_hit += num_tokens_hit
@@ -71,7 +71,7 @@ class PrefixCache:
             sequence.pages[index] = found
 
     def digest(self, sequence: Sequence, index: int) -> bytes:
-        """What stands for everything up to the end of a sequence's page."""
+        """The digest of everything up to the end of a sequence's page."""
         digests = sequence.page_digests
         while len(digests) <= index:
             parent = digests[-1] if digests else bytes(DIGEST_BYTES)

@@ -1,4 +1,4 @@
-"""What a chunk looks at is there when it is computed: media are encoded by then, groups have pages that are filled."""
+"""Schedules the encoding of media, and the pages of cross-attention groups, before the chunks that read them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tilewright.types import Medium, RequestError
 
 
 class MediaScheduler(SequenceResource):
-    """Has media encoded and groups filled in the step that reads them, and keeps them until they have been read."""
+    """Puts media to encode and groups to fill into the step that reads them, and pins both until they were read."""
 
     def __init__(self, features: EncoderCache, cross_cache: CrossCache, limits: StepLimits) -> None:
         self.features = features
         self.cross_cache = cross_cache
         self.limits = limits
-        self._without_place: Sequence | None = None  # the earliest of this step whose group finds no pages
+        self._blocked: Sequence | None = None  # the earliest of this step whose group got no pages
 
     def is_known(self, media_key: bytes) -> bool:
         """Whether a medium need not be decoded: its features are cached, or its keys and values where it is alone."""
@@ -43,7 +43,7 @@ class MediaScheduler(SequenceResource):
                 )
 
     def begin_step(self) -> None:
-        self._without_place = None
+        self._blocked = None
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the group that the next token sees is in its pages: not so at once after a sequence was preempted."""
@@ -60,7 +60,7 @@ class MediaScheduler(SequenceResource):
         ]
         for need in sorted(needs, key=lambda need: need.start):
             if isinstance(need, CrossGroup):
-                is_ready = self._show(step, sequence, need)
+                is_ready = self._prepare_group(step, sequence, need)
             else:
                 is_ready = self._encode(step, sequence, need.medium)
             if not is_ready:
@@ -70,14 +70,21 @@ class MediaScheduler(SequenceResource):
     def commit(self, sequence: Sequence) -> None:
         """Unpins what no token that is left to compute reads."""
         if sequence.pinned_keys:
-            rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-            needed = {run.medium.key for run in rest}
-            unfilled = [group for group in sequence.pinned_groups if not self.cross_cache.is_filled(group.key)]
-            needed |= {medium.key for group in unfilled for medium in group.media}
-            for key in sequence.pinned_keys:
-                if key not in needed:
-                    self.features.unpin(key)
-            sequence.pinned_keys = [key for key in sequence.pinned_keys if key in needed]
+            self._unpin_features(sequence)
+        if sequence.pinned_groups:
+            self._unpin_groups(sequence)
+
+    def _unpin_features(self, sequence: Sequence) -> None:
+        rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        needed = {run.medium.key for run in rest}
+        unfilled = [group for group in sequence.pinned_groups if not self.cross_cache.is_filled(group.key)]
+        needed |= {medium.key for group in unfilled for medium in group.media}
+        for key in sequence.pinned_keys:
+            if key not in needed:
+                self.features.unpin(key)
+        sequence.pinned_keys = [key for key in sequence.pinned_keys if key in needed]
+
+    def _unpin_groups(self, sequence: Sequence) -> None:
         for group in list(sequence.pinned_groups):
             if group.stop <= sequence.num_computed_tokens:
                 self.cross_cache.unpin(group.key)
@@ -102,7 +109,7 @@ class MediaScheduler(SequenceResource):
         }
 
     def _encode(self, step: Step, sequence: Sequence, medium: Medium) -> bool:
-        """Whether the medium has features, or gets them in this step. Not if there is no encoder time left for it."""
+        """Whether the medium has features, or gets them in this step. Not if the encoder has no budget left for it."""
         if not self.features.has(medium.key) and all(other.key != medium.key for other in step.encode):
             num_patches = sum(other.encoder_rows for other in (*step.encode, medium))
             if step.encode and num_patches > self.limits.max_patches(step.has_decodes):
@@ -113,10 +120,10 @@ class MediaScheduler(SequenceResource):
             sequence.pinned_keys.append(medium.key)
         return True
 
-    def _show(self, step: Step, sequence: Sequence, group: CrossGroup) -> bool:
-        """Whether the sequence can look at a group in this step: it has pages, and what fills them.
+    def _prepare_group(self, step: Step, sequence: Sequence, group: CrossGroup) -> bool:
+        """Whether a group is ready in this step: it has pages, which are filled or get filled in it.
 
-        Pictures that side by side are more than a step has time for are encoded over several.
+        Pictures side by side that are too many for one step are encoded over several.
         """
         if not self._has_pages(sequence, group):
             return False
@@ -128,16 +135,16 @@ class MediaScheduler(SequenceResource):
         return True
 
     def _has_pages(self, sequence: Sequence, group: CrossGroup) -> bool:
-        """Whether the group has pages, from now on until the sequence lets go of it.
+        """Whether the group has pages, from now on until the sequence unpins it.
 
-        When one finds none, those that came after it take none either, not even to share: else a stream of small
-        groups would keep a large one out for ever.
+        When one gets none, sequences that came after it get none either, not even shared ones: else a stream of small
+        groups would starve a large one.
         """
         if group in sequence.pinned_groups:
             return True
-        first = self._without_place
+        first = self._blocked
         if (first is not None and first.id < sequence.id) or not self.cross_cache.pin(group):
-            self._without_place = sequence if first is None or sequence.id < first.id else first
+            self._blocked = sequence if first is None or sequence.id < first.id else first
             return False
         sequence.pinned_groups.append(group)
         return True

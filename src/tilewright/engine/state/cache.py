@@ -1,4 +1,4 @@
-"""The states that recurrent layers go on from: of running sequences, of drafts, and snapshots found by content."""
+"""Slots for recurrent states: of running sequences, of drafts, and snapshots that are found by content."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class StateCache(SequenceResource):
 
     A running sequence has a slot that its steps write, and each draft of a step one more. The others are for snapshots:
     states at the end of pages, named by the page's digest and never written again. When a slot is needed, the least
-    recently used snapshot that nobody reads is given up; without its page, a snapshot is given up at once. How slots
-    are shared out, and where snapshots are taken, tells docs/states.md.
+    recently used snapshot that nobody reads is evicted; a snapshot is evicted with its page. docs/states.md explains
+    how slots are shared out, and where snapshots are taken.
     """
 
     can_repeat_steps = False  # it may have overwritten half of the states that it read
 
     def __init__(self, num_slots: int, prefix_cache: PrefixCache) -> None:
-        self._slots = PagePool(num_slots, 1)  # counted, named and given up as pages are
+        self._slots = PagePool(num_slots, 1)  # counted, named and evicted as pages are
         self._prefix_cache = prefix_cache
         self._page_size = prefix_cache.pool.page_size
         prefix_cache.pool.on_forget = self._slots.forget
@@ -62,7 +62,7 @@ class StateCache(SequenceResource):
     def match(self, sequence: Sequence, num_tokens: int) -> int:
         """Of the tokens whose pages match, those up to the last snapshot.
 
-        Where the match ended is where others branch off: a state is kept when the sequence comes past it.
+        Where the match ended other prompts branch off: a snapshot is taken when the sequence reaches that token.
         """
         sequence.branch_border = num_tokens
         count = num_tokens // self._page_size
@@ -125,23 +125,23 @@ class StateCache(SequenceResource):
         return self._slots.num_free  # each draft leaves the state after it
 
     def commit(self, sequence: Sequence) -> None:
-        """After a step: the sequence stands at the state after its computed tokens, those at page ends are found again.
+        """After a step: the next one reads the state after the computed tokens; states at page ends become snapshots.
 
-        If that is a snapshot, the next step reads it and writes the sequence's own slot; else its slot becomes the
-        sequence's own. What refused drafts left is given back.
+        If the state to read is a snapshot, the next step writes the sequence's own slot; else its slot becomes the
+        sequence's own. The slots of rejected drafts are given back.
         """
         slots = _slots_of(sequence)
         kept, slots.kept = slots.kept, {}
         if slots.read not in (NO_SLOT, slots.own):
             self._slots.release([slots.read])
         slots.read = kept[sequence.num_computed_tokens]
-        stands_at_snapshot = False
+        reads_snapshot = False
         for count in sorted(kept):
             if count <= sequence.num_computed_tokens and kept[count] != slots.own:
                 is_snapshot = self._name(sequence, count, kept[count])
-                stands_at_snapshot = is_snapshot and kept[count] == slots.read
+                reads_snapshot = is_snapshot and kept[count] == slots.read
         held = dict.fromkeys([slots.own, *(kept[count] for count in sorted(kept))])
-        if not stands_at_snapshot:
+        if not reads_snapshot:
             slots.own = slots.read
         self._slots.release([slot for slot in held if slot not in (slots.own, slots.read)])
 

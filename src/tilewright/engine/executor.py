@@ -1,0 +1,58 @@
+"""Runs the scheduler's steps: as plain data, by a runner in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from torch import Tensor
+
+from tilewright.engine.runner import ModelRunner
+from tilewright.engine.step import DraftInput, Step
+from tilewright.engine.step_writer import StepWriter, feature_runs
+from tilewright.inputs.media_buffer import MediaBuffer
+from tilewright.types import Medium
+
+
+class LocalExecutor:
+    """Writes each step where its runner reads it, and notes in the caches what the runner has computed."""
+
+    def __init__(self, model_runner: ModelRunner, writer: StepWriter, media_buffer: MediaBuffer | None = None) -> None:
+        self.model_runner = model_runner
+        self.media_buffer = media_buffer
+        self.writer = writer
+        self.features, self.cross_cache = writer.features, writer.cross_cache
+        self.keeps_hidden = False  # whether steps keep all hidden states for `draft`
+
+    def run(self, step: Step) -> Tensor:
+        """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
+        self._load(step.encode)
+        self.writer.write(step, keeps_hidden=self.keeps_hidden)
+        try:
+            logits = self.model_runner.run()
+        finally:
+            if step.encode:
+                self._note_encoded(step.encode)
+        for group in step.cross_groups:
+            self.cross_cache.fill(group.key)
+        return logits
+
+    def encode(self, media: Items[Medium]) -> None:
+        """Encodes media without computing anything else."""
+        self.run(Step(encode=list(media)))
+
+    def draft(self, draft_inputs: Items[DraftInput]) -> list[list[int]]:
+        """What the predictor drafts after the step that was run last, as many tokens as each of the inputs asks for."""
+        return self.model_runner.draft(draft_inputs, feature_runs(self.features, draft_inputs, ahead=1))
+
+    def _load(self, media: Items[Medium]) -> None:
+        """Writes patches that were left out because the encoder's output was cached, which it no longer is."""
+        for medium in media:
+            assert self.media_buffer is not None, "a model that takes media has a buffer for them"
+            self.media_buffer.load(medium.region)
+
+    def _note_encoded(self, media: Items[Medium]) -> None:
+        """Also after a step that failed later: what it has encoded need not be encoded again."""
+        for medium in media:
+            features = self.model_runner.features.get(self.features.id_of(medium.key))
+            if features is not None:
+                self.features.put(medium.key, features.nbytes)

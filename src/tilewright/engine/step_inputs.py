@@ -1,0 +1,220 @@
+"""A step as plain data: a header of integers and arrays at fixed offsets of one flat buffer.
+
+The scheduler's side writes it (engine/step_writer.py), runners read it (engine/runner.py). Nothing in it is an address
+or a Python object, so the buffer may be shared memory that runners in other processes map.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.engine.step_limits import StepLimits
+from tilewright.layers.batch import Batch, CrossBatch, MediaRun, StateBatch
+from tilewright.models.media_batch import MediaItem
+from tilewright.ops.kv_cache import KvCache
+from tilewright.types import MEDIA_KINDS
+
+ALIGNMENT = 64  # bytes, a cache line
+
+
+class StepHeader(NamedTuple):
+    """How much of each array is filled."""
+
+    num_tokens: int
+    num_sequences: int
+    num_logit_rows: int
+    num_feature_runs: int = 0
+    num_cross_rows: int = 0
+    num_cross_spans: int = 0
+    num_encoded: int = 0
+    num_dropped: int = 0
+    num_cross_fills: int = 0
+    keeps_hidden: int = 0  # 1: the hidden states of all tokens are kept for a predictor
+
+    @property
+    def wants_all_logits(self) -> bool:
+        return self.num_logit_rows == self.num_tokens
+
+
+_HEADER = struct.Struct(f"={len(StepHeader._fields)}q")  # a tenth of the time that numpy takes for ten numbers
+
+
+class EncodedMedium(NamedTuple):
+    """A row of `encoded`: a medium to encode, whose patches lie in the media buffer."""
+
+    feature_id: int
+    kind: int  # its place in MEDIA_KINDS
+    frames: int
+    rows: int
+    columns: int
+    tile_rows: int
+    tile_columns: int
+    first_row: int  # in the media buffer
+    num_rows: int
+    num_features: int
+
+    @classmethod
+    def of(cls, feature_id: int, item: MediaItem) -> EncodedMedium:
+        kind = MEDIA_KINDS.index(item.kind)
+        return cls(feature_id, kind, *item.grid, *item.tiling, item.first_row, item.num_rows, item.num_features)
+
+    @property
+    def item(self) -> MediaItem:
+        grid, tiling = (self.frames, self.rows, self.columns), (self.tile_rows, self.tile_columns)
+        return MediaItem(MEDIA_KINDS[self.kind], grid, tiling, self.first_row, self.num_rows, self.num_features)
+
+
+class FeatureRows(NamedTuple):
+    """A row of `feature_runs`: features that stand in for a run of the batch's tokens."""
+
+    feature_id: int
+    first_feature: int
+    first_row: int
+    length: int
+
+
+class CrossFill(NamedTuple):
+    """A row of `cross_fills`: features whose keys and values go to the next num_states of `cross_fill_slots`."""
+
+    feature_id: int
+    num_states: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an array lies in the buffer."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class StepLayout:
+    """The offset table of the arrays. Equal arguments give equal layouts, in every process."""
+
+    def __init__(
+        self, limits: StepLimits, *, num_axes: int, page_size: int, num_pages: int, num_cross_pages: int = 0
+    ) -> None:
+        self.page_size = page_size
+        max_tokens, max_sequences = limits.max_tokens_per_step, limits.max_sequences
+        max_pages = min(num_pages, -(-limits.max_context // page_size))
+        # A medium has at least one patch, and its cross-attention states at least one slot. As many spans as tokens,
+        # as many pages as there are: most of it is never touched, and takes no memory.
+        max_media, max_states = limits.max_encode_patches, num_cross_pages * page_size
+        max_spans = max_tokens if num_cross_pages else 0
+        long, integer = torch.int64, torch.int32
+        self.places: dict[str, Place] = {}
+        self.size_bytes = 0
+        for name, dtype, shape in (
+            ("header", long, (len(StepHeader._fields),)),
+            ("token_ids", long, (max_tokens,)),
+            ("positions", long, (num_axes, max_tokens)),
+            ("slots", long, (max_tokens,)),
+            ("query_starts", integer, (max_sequences + 1,)),
+            ("kv_lengths", integer, (max_sequences,)),
+            ("block_table", integer, (max_sequences, max_pages)),
+            ("logit_rows", long, (max_tokens,)),
+            ("read_slots", integer, (max_sequences,)),
+            ("write_slots", integer, (max_tokens,)),
+            ("encoded", long, (max_media, len(EncodedMedium._fields))),
+            ("dropped_ids", long, (max_media,)),
+            ("feature_runs", long, (max_tokens, len(FeatureRows._fields))),
+            ("cross_rows", long, (max_spans,)),
+            ("cross_query_starts", integer, (max_spans + 1,)),
+            ("cross_lengths", integer, (max_spans,)),
+            ("cross_block_table", integer, (max_spans, num_cross_pages)),
+            ("cross_fills", long, (max_states, len(CrossFill._fields))),
+            ("cross_fill_slots", long, (max_states,)),
+        ):
+            self.places[name] = Place(self.size_bytes, dtype, shape)
+            size_bytes = math.prod(shape) * dtype.itemsize
+            self.size_bytes += -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class StepInputs:
+    """The arrays of a layout as views of a buffer: `tensors` for the model, `arrays` to fill them through numpy.
+
+    They stay where they are: a recorded step reads them again.
+    """
+
+    def __init__(self, layout: StepLayout, buffer: Tensor | None = None) -> None:
+        """`buffer` is uint8 [layout.size_bytes]; None: memory of this process."""
+        self.layout = layout
+        memory = torch.zeros(layout.size_bytes, dtype=torch.uint8) if buffer is None else buffer
+        self.tensors: dict[str, Tensor] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        for name, place in layout.places.items():
+            size_bytes = math.prod(place.shape) * place.dtype.itemsize
+            view = memory[place.offset : place.offset + size_bytes].view(place.dtype).view(place.shape)
+            self.tensors[name], self.arrays[name] = view, view.numpy()
+        self._header = self.arrays["header"].data
+
+    @property
+    def header(self) -> StepHeader:
+        return StepHeader._make(_HEADER.unpack_from(self._header))
+
+    def write_header(self, header: StepHeader) -> None:
+        _HEADER.pack_into(self._header, 0, *header)
+
+    def logit_rows(self, header: StepHeader) -> Tensor | None:
+        """The rows whose logits are wanted; None: all."""
+        return None if header.wants_all_logits else self.tensors["logit_rows"][: header.num_logit_rows]
+
+    def batch(
+        self,
+        header: StepHeader,
+        kv_caches: Items[KvCache],
+        media: Items[MediaRun] = (),
+        cross: CrossBatch | None = None,
+        states: StateBatch | None = None,
+        *,
+        recorded: bool = True,
+    ) -> Batch:
+        """What was filled in, as views. If steps are not `recorded`, the block table has only the columns in use."""
+        tensors, num_tokens, num_sequences = self.tensors, header.num_tokens, header.num_sequences
+        num_pages = self._num_columns("block_table", "kv_lengths", num_sequences, recorded)
+        return Batch(
+            token_ids_T=tensors["token_ids"][:num_tokens],
+            positions_AT=tensors["positions"][:, :num_tokens],
+            slots_T=tensors["slots"][:num_tokens],
+            query_starts=tensors["query_starts"][: num_sequences + 1],
+            kv_lengths=tensors["kv_lengths"][:num_sequences],
+            block_table=tensors["block_table"][:num_sequences, :num_pages],
+            kv_caches=kv_caches,
+            logit_rows=self.logit_rows(header),
+            media=media,
+            cross=cross,
+            states=states,
+        )
+
+    def cross_batch(self, header: StepHeader, kv_caches: Items[KvCache], *, recorded: bool = True) -> CrossBatch | None:
+        """What tokens attend to by cross-attention, as views; None where no token attends to anything."""
+        num_rows, num_spans = header.num_cross_rows, header.num_cross_spans
+        if not num_spans:
+            return None
+        tensors = self.tensors
+        num_pages = self._num_columns("cross_block_table", "cross_lengths", num_spans, recorded)
+        return CrossBatch(
+            rows_R=None if num_rows == header.num_tokens else tensors["cross_rows"][:num_rows],
+            query_starts=tensors["cross_query_starts"][: num_spans + 1],
+            lengths=tensors["cross_lengths"][:num_spans],
+            block_table=tensors["cross_block_table"][:num_spans, :num_pages],
+            kv_caches=kv_caches,
+        )
+
+    def _num_columns(self, table: str, lengths: str, num_rows: int, recorded: bool) -> int:
+        """All columns of a block table for recorded steps, whose arguments stay; else those that the rows need.
+
+        The torch backend gathers the pages of every column.
+        """
+        if recorded:
+            return self.arrays[table].shape[1]
+        return -(-int(self.arrays[lengths][:num_rows].max(initial=1)) // self.layout.page_size)

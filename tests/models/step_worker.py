@@ -1,0 +1,65 @@
+"""A process that runs the steps which another one writes into shared memory."""
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.engine.runner import ModelRunner
+from tilewright.engine.state.memory import StateMemory
+from tilewright.engine.step_inputs import StepInputs, StepLayout
+from tilewright.engine.step_limits import StepLimits
+from tilewright.models.registry import family_of
+from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.native import kernels
+from tilewright.weights.checkpoint import open_checkpoint
+from tilewright.weights.load import load
+
+
+@dataclass(frozen=True)
+class Sizes:
+    limits: StepLimits
+    page_size: int
+    num_pages: int
+    num_cross_pages: int
+    num_state_slots: int
+
+
+def shared_inputs(layout: StepLayout, fd: int) -> StepInputs:
+    """The arrays of a layout in the memory behind a file descriptor."""
+    return StepInputs(layout, torch.frombuffer(mmap.mmap(fd, layout.size_bytes), dtype=torch.uint8))
+
+
+def make_runner(model, inputs: StepInputs, sizes: Sizes, dtype: torch.dtype) -> ModelRunner:
+    """A runner over fresh memory, which is NaN where nothing was written."""
+
+    def caches(spec, num_pages):
+        shape = num_pages, sizes.page_size, spec.num_heads, spec.head_width
+        return [KvCache.empty(*shape, dtype) for _ in range(spec.num_layers)]
+
+    kv_caches = caches(model.kv_spec, sizes.num_pages)
+    cross_caches = caches(model.cross_spec, sizes.num_cross_pages) if model.cross_spec else []
+    states = StateMemory(model.state_spec, sizes.num_state_slots, dtype) if model.state_spec else None
+    memory = [cache.data for cache in (*kv_caches, *cross_caches)]
+    for tensor in [*memory, *((*states.conv_states, *states.delta_states) if states else ())]:
+        tensor.fill_(float("nan"))
+    return ModelRunner(model, kv_caches, inputs, sizes.limits, cross_caches=cross_caches, states=states)
+
+
+def serve(connection, shared, folder: str, sizes: Sizes, dtype: torch.dtype) -> None:
+    """Answers each list of media with the logits of the step that is in the shared memory then; ends with None."""
+    torch.set_num_threads(1)
+    kernels.set_num_threads(1)
+    checkpoint = open_checkpoint(folder)
+    model = family_of(checkpoint.config).build(checkpoint.config, checkpoint.shapes)
+    load(model, checkpoint, dtype=dtype, rename=model.checkpoint_name)
+    layout = StepLayout(
+        sizes.limits,
+        num_axes=model.num_position_axes,
+        page_size=sizes.page_size,
+        num_pages=sizes.num_pages,
+        num_cross_pages=sizes.num_cross_pages,
+    )
+    runner = make_runner(model, shared_inputs(layout, shared.detach()), sizes, dtype)
+    while (media := connection.recv()) is not None:
+        connection.send(runner.run(media).numpy())
