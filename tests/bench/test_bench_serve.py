@@ -267,7 +267,7 @@ def test_where_the_server_runs():
 
 def test_a_machine_that_cannot_be_measured(monkeypatch):
     monkeypatch.setattr(limits.sys, "executable", "/bin/false")
-    with pytest.raises(RequestError, match="--no-limits leaves that out"):
+    with pytest.raises(RequestError, match="--no-limits skips that"):
         limits.measure()
 
 
