@@ -30,31 +30,31 @@ def test_what_followed_the_longest_ngram(token_ids, expected):
     assert PromptLookupDrafter(4).propose(sequence_of(token_ids), 10) == expected
     assert PromptLookupDrafter(4).propose(sequence_of(token_ids), 2) == expected[:2]
     # Token by token the index is the same as built at once.
-    growing, speculator = sequence_of(token_ids[:1]), PromptLookupDrafter(4)
+    growing, drafter = sequence_of(token_ids[:1]), PromptLookupDrafter(4)
     for token_id in token_ids[1:]:
-        speculator.propose(growing, 10)
+        drafter.propose(growing, 10)
         growing.token_ids.append(token_id)
-    assert speculator.propose(growing, 10) == expected
+    assert drafter.propose(growing, 10) == expected
 
 
 def test_a_sequence_whose_drafts_are_wrong_pauses_ever_longer():
-    speculator, sequence = PromptLookupDrafter(4), sequence_of([1, 2, 3, 1, 2])
+    drafter, sequence = PromptLookupDrafter(4), sequence_of([1, 2, 3, 1, 2])
     pauses = []
     for _ in range(3):
         for _ in range(TRIAL_DRAFTS // 4):
-            assert speculator.propose(sequence, 4)
-            speculator.record(sequence, 4, 0)
+            assert drafter.propose(sequence, 4)
+            drafter.record(sequence, 4, 0)
         pause = 0
-        while not speculator.propose(sequence, 4):
+        while not drafter.propose(sequence, 4):
             sequence.token_ids += [1, 2]
             pause += 2
         pauses.append(pause)
     assert pauses == [FIRST_PAUSE_TOKENS, 2 * FIRST_PAUSE_TOKENS, 4 * FIRST_PAUSE_TOKENS]
-    assert (speculator.num_proposed, speculator.num_accepted) == (3 * TRIAL_DRAFTS, 0)
+    assert (drafter.num_proposed, drafter.num_accepted) == (3 * TRIAL_DRAFTS, 0)
     # Others are not concerned, and one good trial makes the next pause short again.
-    assert speculator.propose(sequence_of([1, 2, 3, 1, 2]), 4)
-    speculator.record(sequence, TRIAL_DRAFTS, TRIAL_DRAFTS // 4)
-    assert speculator.propose(sequence, 4)
+    assert drafter.propose(sequence_of([1, 2, 3, 1, 2]), 4)
+    drafter.record(sequence, TRIAL_DRAFTS, TRIAL_DRAFTS // 4)
+    assert drafter.propose(sequence, 4)
 
 
 def test_only_right_drafts_count():

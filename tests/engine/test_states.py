@@ -270,8 +270,8 @@ class TestDrafts:
         core = recurrent_core(num_slots=num_slots, num_drafts=4)
         params = SamplingParams(temperature=temperature, seed=7, max_tokens=120, ignore_eos=True)
         ask(core, [1, 2, 3, 4, 1, 2, 3, 4], params)
-        speculator = core.scheduler.drafter
-        assert 0 < speculator.num_accepted < speculator.num_proposed
+        drafter = core.scheduler.drafter
+        assert 0 < drafter.num_accepted < drafter.num_proposed
         check_nothing_is_held(core)
 
     def test_each_has_a_slot_of_its_own(self):

@@ -186,10 +186,10 @@ def test_a_picture_is_no_draft(engine):
     inputs = engine.loaded.processor.prompt("78<|image|>6", media=[{"type": "image", "image": picture(1)}])
     (sequence,) = Sequence.for_request("x", inputs, GREEDY)
     sequence.token_ids += engine.loaded.tokenizer.encode("9678")
-    speculator = engine.loop.core.scheduler.drafter
-    assert speculator.propose(sequence, 4) == []
+    drafter = engine.loop.core.scheduler.drafter
+    assert drafter.propose(sequence, 4) == []
     sequence.token_ids += engine.loaded.tokenizer.encode("967")
-    assert speculator.propose(sequence, 4) == engine.loaded.tokenizer.encode("8967")
+    assert drafter.propose(sequence, 4) == engine.loaded.tokenizer.encode("8967")
 
 
 def test_prompts_of_tokens(engine):

@@ -38,7 +38,7 @@ class StepRunner(Protocol):
 
 
 class EngineCore:
-    """Sequences in, what each step adds to them out. For one thread."""
+    """Takes requests, and gives what each step adds to their sequences. For one thread."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class EngineCore:
         self.sampler = sampler
         self.make_token_decoder = make_token_decoder
         self.vocabulary_size = vocabulary_size
-        self.num_embeddings = num_embeddings or vocabulary_size  # tokens that may be read, if never written
+        self.num_embeddings = num_embeddings or vocabulary_size  # tokens that may be read; some are never generated
         self.eos_token_ids = frozenset(eos_token_ids)
         self.constraints = constraints
         self.drafter = drafter  # of a model with a multi-token predictor
@@ -80,7 +80,7 @@ class EngineCore:
         return self.scheduler.failures
 
     def must_compile(self, params: SamplingParams) -> bool:
-        """Whether a request brings a constraint that was not met before, which may take seconds; for any thread."""
+        """Whether a request brings a constraint that is not compiled yet, which may take seconds; for any thread."""
         constraint = params.constraint
         return constraint is not None and self.constraints is not None and not self.constraints.knows(constraint)
 
@@ -111,7 +111,7 @@ class EngineCore:
                     raise RequestError(f"{name} has token {token_id}, expected 0 to {count - 1}")
         self.scheduler.check(len(inputs.token_ids))
         sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s, grammar)
-        stop = params.stop if grammar is None else ()  # the form of a constrained answer says where it ends
+        stop = params.stop if grammar is None else ()  # a grammar says where the answer ends
         for sequence in sequences:
             self._detokenizers[sequence] = Detokenizer(self.make_token_decoder(), stop, params.min_tokens)
         self.scheduler.add(sequences)
@@ -142,7 +142,7 @@ class EngineCore:
         return results
 
     def abort(self, request_id: str) -> list[tuple[Sequence, Delta]]:
-        """The last of each unfinished sequence of a request, which ends. Not while a step is under way."""
+        """Ends a request: the last Delta of each unfinished sequence. Not while a step is under way."""
         return [
             (sequence, Delta(sequence.index, self._detokenizers[sequence].flush(), (), finish_reason="abort"))
             for sequence in self.scheduler.abort(request_id)

@@ -74,7 +74,7 @@ class Sequence:
         self.id = next(_next_id)  # counts up with arrival
         self.request_id = request_id
         self.index = index
-        self._leader = leader  # None for the leader itself: a cycle would outlive its use
+        self._leader = leader  # None for the leader itself: a reference cycle would keep it alive
         self.inputs = inputs
         self.params = params
         self.seed = secrets.randbits(64) if seed is None else seed

@@ -20,16 +20,16 @@ from tilewright.types import Constraint, RequestError
 
 MAX_GRAMMARS = 32
 MAX_REFUSALS = 1024
-REFUSAL_S = 60.0  # what is sent again within gets the same answer at once; later a machine may have more time for it
+REFUSAL_S = 60.0  # the same constraint is refused at once for so long; later the machine may be less busy
 # Of a schema within a grammar, as one of tools is: its position in there means nothing to its author.
 _SCHEMA_ERROR = re.compile(r"failed to compile JSON schema: (.*)")
 
 
 class Grammar:
-    """A compiled constraint. What matchers find out about it serves all of them: they share the lexer's states."""
+    """A compiled constraint. Its matchers share the states of the lexer."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, constraint: Constraint) -> None:
-        self.is_broken = False  # a matcher has hit a limit, perhaps one of what they share
+        self.is_broken = False  # a matcher has hit a limit, perhaps of the shared states
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._constraint = constraint
@@ -104,7 +104,7 @@ class ConstraintCompiler:
             trial.run(source)
             matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, source), COMPILE_STACK_BYTES)
             if constraint.allows_reasoning:
-                # The answer alone was compiled too: what is wrong with it would only show after the thoughts.
+                # The answer alone was compiled too: an error in it would only show after the reasoning.
                 longer = with_thoughts(source, opens_reasoning=opens_reasoning)
                 matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, longer), COMPILE_STACK_BYTES)
         except GrammarError as error:

@@ -29,7 +29,7 @@ class Matcher:
         names_token_ids: bool,
     ) -> None:
         self.num_words = vocabulary.num_words
-        self.error: RequestError | None = None  # a limit was hit, and nothing below means anything any more
+        self.error: RequestError | None = None  # a limit was hit, and nothing below is valid any more
         self._matcher = matcher
         # A grammar that names tokens by their ids may name some that the vocabulary has only rows for.
         self._known = vocabulary.known if names_token_ids else None

@@ -27,14 +27,14 @@ STACK_BYTES = 16 << 20
 
 
 class CompileSandbox:
-    """Tries grammars, for any thread, one after the other. Its process starts with the first, and anew after a harm."""
+    """Tries grammars, for any thread, one after the other. Its process starts with the first, and again if it died."""
 
     def __init__(self, num_tokens: int, special_tokens: Mapping[int, str], stop_token_ids: Sequence[int]) -> None:
         """The part of a vocabulary that compiling reads; special tokens are those that are no text."""
         self._vocabulary = json.dumps([num_tokens, list(special_tokens.items()), list(stop_token_ids)])
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._finalizer: weakref.finalize | None = None  # ends the process, when we do or before
+        self._finalizer: weakref.finalize | None = None  # ends the process, at our exit at the latest
 
     def run(self, grammar: str) -> None:
         """GrammarError if the grammar cannot be compiled, or not within TIMEOUT_S and MEMORY_BYTES."""
@@ -62,7 +62,7 @@ class CompileSandbox:
             stderr=subprocess.DEVNULL,  # a crash is seen by the missing answer
             text=True,
             encoding="utf-8",
-            start_new_session=True,  # what interrupts us from the keyboard is not for it
+            start_new_session=True,  # so that Ctrl-C does not reach it
         )
         self._finalizer = weakref.finalize(self, _end, process)
         if not _ask(process, self._vocabulary, START_TIMEOUT_S):

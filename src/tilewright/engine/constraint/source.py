@@ -1,4 +1,4 @@
-"""A Constraint as llguidance reads it, with the thoughts that may come before the answer."""
+"""A Constraint as llguidance reads it, with the reasoning that may come before the answer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NAME_BY_KIND = {"json_schema": "the JSON schema", "regex": "the regular express
 # 200 tokens of the embedded model's answer were nothing else where 64 were. A schema may bring options of its own.
 _JSON_OPTIONS = {"whitespace_pattern": r"\x20"}
 
-# Thoughts end at the first closing tag, as text: a vocabulary may have it as one token, as several, or as both.
+# Reasoning ends at the first closing tag, as text: a vocabulary may have it as one token, as several, or as both.
 _OPEN, _CLOSE = REASONING_TAGS
-_THOUGHTS = """
+_REASONING = """
 start: {start}
 thoughts[lazy]: /{open}(?s:.*){close}/
 SPACE: /[ \\t\\r\\n]{{1,64}}/
@@ -31,7 +31,7 @@ def name_of(constraint: Constraint) -> str:
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """The grammar of a constraint, thoughts left aside; RequestError for what can be seen to be none at once."""
+    """The grammar of a constraint, without reasoning; RequestError for what is obviously none."""
     if constraint.kind not in _NAME_BY_KIND:
         raise RequestError(f"constraint kind is {constraint.kind!r}, expected {', '.join(_NAME_BY_KIND)}")
     name = name_of(constraint)
@@ -48,14 +48,14 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def with_thoughts(grammar: str, *, opens_reasoning: bool) -> str:
-    """The grammar after thoughts: the rest of them where the prompt ends within, else any or none."""
+    """The grammar after reasoning: the rest of it where the prompt ends within it, else any or none."""
     (answer,) = json.loads(grammar)["grammars"]
-    thoughts = _THOUGHTS.format(
+    reasoning = _REASONING.format(
         start="thoughts SPACE? @answer" if opens_reasoning else "(thoughts SPACE?)? @answer",
         open="" if opens_reasoning else _OPEN,
         close=_CLOSE.replace("/", "\\/"),
     )
-    return json.dumps({"grammars": [{"lark_grammar": thoughts}, {**answer, "name": "answer"}]})
+    return json.dumps({"grammars": [{"lark_grammar": reasoning}, {**answer, "name": "answer"}]})
 
 
 def _answer(constraint: Constraint) -> dict[str, Any]:
