@@ -74,5 +74,5 @@ def test_questions_are_timed(monkeypatch, capsys, scripts, tmp_path, config):
 def test_shapes_have_the_biases_of_real_checkpoints(scripts, config):
     tower = scripts[2].make_model(config).vision
     layers = [*tower.local_layers, *tower.global_layers]
-    assert all(layer.mlp_in.value.bias is not None and layer.mlp_out.value.bias is not None for layer in layers)
-    assert tower.projector.value.bias is not None and layers[0].qkv.value.bias is None
+    assert all(layer.mlp_in.packed.bias is not None and layer.mlp_out.packed.bias is not None for layer in layers)
+    assert tower.projector.packed.bias is not None and layers[0].qkv.packed.bias is None

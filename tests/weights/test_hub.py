@@ -74,7 +74,7 @@ def http_error(kind: type) -> Exception:
         (ConnectionError("no"), "the hub cannot be reached"),
         (
             OSError(28, "No space left on device"),
-            "downloading org/name failed: .*No space left.*go on where it stopped",
+            "downloading org/name failed: .*No space left.*run it again to resume",
         ),
         (RuntimeError("odd"), "downloading org/name failed: odd"),
     ],
