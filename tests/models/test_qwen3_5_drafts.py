@@ -166,7 +166,7 @@ def test_drafts_are_what_the_predictor_gives_by_hand(options, networks, load_for
         answers.core.step()
         if sequence.output_token_ids and logits_of_passes:
             seen[sequence.num_tokens] = torch.cat(logits_of_passes)
-            assert answers.drafter._ahead[sequence].token_ids == seen[sequence.num_tokens].argmax(1).tolist()
+            assert answers.drafter._drafted[sequence].token_ids == seen[sequence.num_tokens].argmax(1).tolist()
     assert 0 < answers.drafter.num_accepted < answers.drafter.num_proposed
     assert bool(sequence.num_cached_tokens) == ("prefix_cache" in options)
     whole = extended(inputs, sequence.output_token_ids)

@@ -45,14 +45,16 @@ class TokenWriter:
         ).T
         if num_tokens == num_sequences:  # one token each, as in most steps
             ends, rows, places = self._numbers[1 : num_sequences + 1], self._numbers[:num_sequences], stops - 1
+            positions = places + offsets
         else:
             ends = lengths.cumsum()
             rows = self._numbers[:num_sequences].repeat(lengths)
             places = self._numbers[:num_tokens] + (stops - ends)[rows]
-        page_starts = self._block_table[rows, places // self.page_size] * self.page_size
+            positions = places + offsets[rows]
+        pages_before, in_page = np.divmod(places, self.page_size)
         self._token_ids[:num_tokens] = token_ids
-        self._positions[:, :num_tokens] = places + offsets[rows]
-        self._slots[:num_tokens] = page_starts + places % self.page_size
+        self._positions[:, :num_tokens] = positions
+        self._slots[:num_tokens] = self._block_table[rows, pages_before] * self.page_size + in_page
         self._query_starts[1 : num_sequences + 1] = ends
         self._kv_lengths[:num_sequences] = stops
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
