@@ -3,6 +3,7 @@
 import mmap
 from dataclasses import dataclass
 
+import tiny
 import torch
 
 from tilewright.engine.runner import ModelRunner
@@ -30,7 +31,7 @@ def shared_inputs(layout: StepLayout, fd: int) -> StepInputs:
     return StepInputs(layout, torch.frombuffer(mmap.mmap(fd, layout.size_bytes), dtype=torch.uint8))
 
 
-def make_runner(model, inputs: StepInputs, sizes: Sizes, dtype: torch.dtype) -> ModelRunner:
+def make_runner(model, inputs: StepInputs, sizes: Sizes, dtype: torch.dtype, media_rows: torch.Tensor) -> ModelRunner:
     """A runner over fresh memory, which is NaN where nothing was written."""
 
     def caches(spec, num_pages):
@@ -43,11 +44,16 @@ def make_runner(model, inputs: StepInputs, sizes: Sizes, dtype: torch.dtype) -> 
     memory = [cache.data for cache in (*kv_caches, *cross_caches)]
     for tensor in [*memory, *((*states.conv_states, *states.delta_states) if states else ())]:
         tensor.fill_(float("nan"))
-    return ModelRunner(model, kv_caches, inputs, sizes.limits, cross_caches=cross_caches, states=states)
+    return ModelRunner(
+        model, kv_caches, inputs, sizes.limits, cross_caches=cross_caches, states=states, media_rows=media_rows
+    )
 
 
 def serve(connection, shared, folder: str, sizes: Sizes, dtype: torch.dtype) -> None:
-    """Answers each list of media with the logits of the step that is in the shared memory then; ends with None."""
+    """Answers the rows of media with the logits of the step that is in the shared memory then; ends with None.
+
+    Rows are (first row, values): what this process would map of the media buffer.
+    """
     torch.set_num_threads(1)
     kernels.set_num_threads(1)
     checkpoint = open_checkpoint(folder)
@@ -60,6 +66,9 @@ def serve(connection, shared, folder: str, sizes: Sizes, dtype: torch.dtype) -> 
         num_pages=sizes.num_pages,
         num_cross_pages=sizes.num_cross_pages,
     )
-    runner = make_runner(model, shared_inputs(layout, shared.detach()), sizes, dtype)
-    while (media := connection.recv()) is not None:
-        connection.send(runner.run(media).numpy())
+    media_rows = torch.full_like(tiny.media_buffer(dtype).rows, float("nan"))
+    runner = make_runner(model, shared_inputs(layout, shared.detach()), sizes, dtype, media_rows)
+    while (rows := connection.recv()) is not None:
+        for first_row, values in rows:
+            media_rows[first_row : first_row + len(values)] = torch.from_numpy(values)
+        connection.send(runner.run().numpy())

@@ -26,7 +26,7 @@ from tilewright.engine.draft import coverage as read_tokens
 from tilewright.engine.draft.policy import DraftPolicy
 from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
 from tilewright.ops.kv_cache import kv_store
-from tilewright.types import Constraint, ModelInputs, SamplingParams
+from tilewright.types import Constraint, SamplingParams
 
 NAMES = list(foreseen.LAYER_SHARES)
 NUM_TOKENS = 40
@@ -140,7 +140,9 @@ def extended(inputs, output_ids):
         [inputs.positions, np.broadcast_to(following, (len(inputs.positions), len(following)))], 1
     )
     stop = inputs.next_position + len(output_ids)
-    return ModelInputs((*inputs.token_ids, *output_ids), positions, stop, inputs.media)
+    return dataclasses.replace(
+        inputs, token_ids=(*inputs.token_ids, *output_ids), positions=positions, next_position=stop
+    )
 
 
 @torch.inference_mode()
@@ -181,8 +183,8 @@ def spy_on_passes(drafts):
     """A list that the logits of each pass of the predictor are put into, where there are any."""
     found, run = [], drafts._run
 
-    def keep(draft_inputs, media):
-        logits, states = run(draft_inputs, media)
+    def keep(*arguments):
+        logits, states = run(*arguments)
         if len(logits):
             found.append(logits.clone())
         return logits, states
@@ -315,9 +317,9 @@ class Clock:
             self.now_s += 0.010 + 0.001 * step.num_tokens
             return run(step)
 
-        def timed_pass(draft_inputs, media):
+        def timed_pass(*arguments):
             self.now_s += 0.003
-            return run_pass(draft_inputs, media)
+            return run_pass(*arguments)
 
         runner.run, drafts._run = timed_run, timed_pass
 

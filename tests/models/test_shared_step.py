@@ -31,14 +31,15 @@ class MirroringExecutor(LocalExecutor):
     """Has a worker run each step too, from what this process has written."""
 
     def __init__(self, model_runner, writer, connection):
-        super().__init__(model_runner, writer)
+        super().__init__(model_runner, writer, tiny.media_buffer(torch.float32))
         self.connection = connection
         self.headers = []
 
     def run(self, step):
         logits = super().run(step)
         self.headers.append(self.model_runner.inputs.header)
-        self.connection.send(step.encode)
+        buffer = self.media_buffer
+        self.connection.send([(item.region.first_row, buffer.view(item.region).numpy()) for item in step.encode])
         assert self.connection.poll(TIMEOUT_S), "the worker gives no logits"
         mirrored = self.connection.recv()
         assert mirrored.shape == tuple(logits.shape) and mirrored.tobytes() == logits.numpy().tobytes()
@@ -90,7 +91,7 @@ def test_another_process_computes_the_same_from_shared_memory(family, networks, 
     os.ftruncate(fd, layout.size_bytes)
     media = resources.media
     with worker(fd, str(folder), sizes, dtype) as connection:
-        runner = make_runner(model, shared_inputs(layout, fd), sizes, dtype)
+        runner = make_runner(model, shared_inputs(layout, fd), sizes, dtype, tiny.media_buffer(dtype).rows)
         writer = StepWriter(runner.inputs, media.features, media.cross_cache, has_states=resources.states is not None)
         executor = MirroringExecutor(runner, writer, connection)
         core = EngineCore(
@@ -102,7 +103,7 @@ def test_another_process_computes_the_same_from_shared_memory(family, networks, 
             num_embeddings=model.num_embeddings,
         )
         for number, prompt in enumerate(prompts_of(family, hf, model.num_position_axes)):
-            core.add(str(number), prompt, PARAMS)
+            core.add(str(number), tiny.in_dtype(prompt, dtype), PARAMS)
         while core.has_work:
             core.step()
             assert not core.failures, core.failures

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.step import DraftInput, Step
-from tilewright.engine.step_writer import StepWriter, feature_runs
+from tilewright.engine.step_writer import DraftWriter, StepWriter
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.types import Medium
 
@@ -21,6 +21,8 @@ class LocalExecutor:
         self.media_buffer = media_buffer
         self.writer = writer
         self.features, self.cross_cache = writer.features, writer.cross_cache
+        draft_inputs = model_runner.draft_inputs
+        self._draft_writer = None if draft_inputs is None else DraftWriter(draft_inputs, self.features)
         self.keeps_hidden = False  # whether steps keep all hidden states for `draft`
 
     def run(self, step: Step) -> Tensor:
@@ -42,7 +44,9 @@ class LocalExecutor:
 
     def draft(self, draft_inputs: Items[DraftInput]) -> list[list[int]]:
         """What the predictor drafts after the step that was run last, as many tokens as each of the inputs asks for."""
-        return self.model_runner.draft(draft_inputs, feature_runs(self.features, draft_inputs, ahead=1))
+        assert self._draft_writer is not None, "the model has no predictor"
+        self._draft_writer.write(draft_inputs)
+        return self.model_runner.draft()
 
     def _load(self, media: Items[Medium]) -> None:
         """Writes patches that were left out because the encoder's output was cached, which it no longer is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from tilewright.engine.draft.runner import DraftRunner
 from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS, RecordedSteps
 from tilewright.engine.state.memory import StateMemory
-from tilewright.engine.step import DraftInput
 from tilewright.engine.step_inputs import EncodedMedium, FeatureRows, StepHeader, StepInputs
 from tilewright.engine.step_limits import StepLimits
 from tilewright.layers.batch import Batch, MediaRun
@@ -38,6 +36,7 @@ class ModelRunner:
         cross_caches: Items[KvCache] = (),
         states: StateMemory | None = None,
         predictor: Predictor | None = None,
+        draft_inputs: StepInputs | None = None,
         media_rows: Tensor | None = None,
         replay: bool = True,
     ) -> None:
@@ -55,8 +54,13 @@ class ModelRunner:
         self._hidden: Tensor | None = None  # of the last step's tokens, until the arena is used again
         self._drafts: DraftRunner | None = None
         if predictor is not None:
-            draft_inputs = StepInputs(inputs.layout)
+            draft_inputs = draft_inputs or StepInputs(inputs.layout)
             self._drafts = DraftRunner(predictor, kv_caches, draft_inputs, limits, self._arena, replay=replay)
+
+    @property
+    def draft_inputs(self) -> StepInputs | None:
+        """Where `draft` reads what its predictor is given; None: the model has none."""
+        return None if self._drafts is None else self._drafts.inputs
 
     @torch.inference_mode()
     def run(self) -> Tensor:
@@ -80,14 +84,10 @@ class ModelRunner:
             logits, self._hidden = self._forward(header)
         return logits
 
-    def draft(self, draft_inputs: Items[DraftInput], next_features: Items[FeatureRows]) -> list[list[int]]:
-        """What the predictor drafts after the step that was run last, as many tokens as each of the inputs asks for.
-
-        `next_features` stand in for tokens that follow those of the inputs.
-        """
+    def draft(self) -> list[list[int]]:
+        """What the predictor drafts after the step that was run last, for each sequence in `draft_inputs`."""
         assert self._drafts is not None and self._hidden is not None, "the last step kept no hidden states"
-        media = media_runs(self.model, self.features, next_features)
-        drafts = self._drafts.draft(self._hidden, draft_inputs, media)
+        drafts = self._drafts.draft(self._hidden, self._media_runs(self._drafts.inputs))
         self._hidden = None  # their memory is the drafts' now
         return drafts
 
@@ -109,8 +109,7 @@ class ModelRunner:
 
     def _batch(self, header: StepHeader) -> Batch:
         inputs = self.inputs
-        runs = [FeatureRows(*row) for row in inputs.arrays["feature_runs"][: header.num_feature_runs].tolist()]
-        media = media_runs(self.model, self.features, runs)
+        media = self._media_runs(inputs)
         states = None if self.states is None else self.states.batch(inputs, header)
         cross = inputs.cross_batch(header, self.cross_caches, recorded=self.replay)
         return inputs.batch(header, self.kv_caches, media, cross, states, recorded=self.replay)
@@ -124,13 +123,15 @@ class ModelRunner:
                 self.model.store_cross_states(self.features[feature_id], places, self.cross_caches)
                 first += num_states
 
-
-def media_runs(model: Model, features: Mapping[int, Tensor], runs: Iterable[FeatureRows]) -> list[MediaRun]:
-    """The features that stand in for tokens, as views of what the encoder made."""
-    return [
-        MediaRun(
-            torch.arange(run.first_row, run.first_row + run.length),
-            *model.split_features(features[run.feature_id][run.first_feature : run.first_feature + run.length]),
-        )
-        for run in runs
-    ]
+    def _media_runs(self, inputs: StepInputs) -> list[MediaRun]:
+        """The features that stand in for tokens, as views of what the encoder made."""
+        runs = [FeatureRows(*row) for row in inputs.arrays["feature_runs"][: inputs.header.num_feature_runs].tolist()]
+        return [
+            MediaRun(
+                torch.arange(run.first_row, run.first_row + run.length),
+                *self.model.split_features(
+                    self.features[run.feature_id][run.first_feature : run.first_feature + run.length]
+                ),
+            )
+            for run in runs
+        ]

@@ -124,6 +124,11 @@ class StepLayout:
             ("logit_rows", long, (max_tokens,)),
             ("read_slots", integer, (max_sequences,)),
             ("write_slots", integer, (max_tokens,)),
+            # Of a predictor's inputs: the first row of each sequence in the step, how many drafts it wants, and the
+            # position of the token after its last one.
+            ("draft_first_rows", long, (max_sequences,)),
+            ("draft_counts", long, (max_sequences,)),
+            ("draft_positions", long, (max_sequences,)),
             ("encoded", long, (max_media, len(EncodedMedium._fields))),
             ("dropped_ids", long, (max_media,)),
             ("feature_runs", long, (max_tokens, len(FeatureRows._fields))),

@@ -161,6 +161,30 @@ class StepWriter:
         return len(fills)
 
 
+class DraftWriter:
+    """Writes what a multi-token predictor reads after a step."""
+
+    def __init__(self, inputs: StepInputs, features: EncoderCache) -> None:
+        self.inputs = inputs
+        self.features = features
+        self._tokens = TokenWriter(inputs)
+
+    def write(self, draft_inputs: Items[DraftInput]) -> None:
+        arrays, count = self.inputs.arrays, len(draft_inputs)
+        num_tokens = self._tokens.write(draft_inputs)
+        rows = last_rows(
+            (item.num_tokens for item in draft_inputs), (int(item.num_drafts > 0) for item in draft_inputs)
+        )
+        arrays["logit_rows"][: len(rows)] = rows
+        arrays["draft_first_rows"][:count] = [item.first_row for item in draft_inputs]
+        arrays["draft_counts"][:count] = [item.num_drafts for item in draft_inputs]
+        arrays["draft_positions"][:count] = [item.stop + item.sequence.position_offset for item in draft_inputs]
+        runs = feature_runs(self.features, draft_inputs, ahead=1)
+        if runs:
+            arrays["feature_runs"][: len(runs)] = runs
+        self.inputs.write_header(StepHeader(num_tokens, count, len(rows), len(runs)))
+
+
 def feature_runs(features: EncoderCache, chunks: Items[Chunk | DraftInput], *, ahead: int = 0) -> list[FeatureRows]:
     """The features that stand in for tokens of the chunks.
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS, RecordedSteps
 from tilewright.engine.sampler import greedy_parameters
-from tilewright.engine.step import DraftInput, last_rows
 from tilewright.engine.step_inputs import StepHeader, StepInputs
 from tilewright.engine.step_limits import StepLimits
-from tilewright.engine.step_writer import TokenWriter
 from tilewright.layers.batch import MediaRun
 from tilewright.models.protocol import Predictor
 from tilewright.ops.kv_cache import KvCache
@@ -22,7 +21,11 @@ from tilewright.ops.sample import sample
 
 
 class DraftRunner:
-    """The predictor with the inputs of its passes, at fixed places: small ones are recorded once per shape."""
+    """The predictor with the inputs of its passes, at fixed places: small ones are recorded once per shape.
+
+    The first pass reads `inputs`, which the scheduler's side has written. Each further one is over the drafts of the
+    one before, and its inputs follow from those.
+    """
 
     def __init__(
         self,
@@ -38,68 +41,73 @@ class DraftRunner:
         self.kv_caches = kv_caches
         self.inputs = inputs
         self.replay = replay
-        self._writer = TokenWriter(inputs)
+        self._further = StepInputs(inputs.layout)
         self._hidden = torch.zeros(limits.max_tokens_per_step, predictor.width, dtype=kv_caches[0].data.dtype)
-        self._logit_rows = torch.zeros(limits.max_sequences, dtype=torch.int64)
         self._greedy = greedy_parameters(limits.max_sequences)
         self._arena = arena
         self._recorded: RecordedSteps[tuple[Tensor, Tensor]] = RecordedSteps(arena)
 
     @torch.inference_mode()
-    def draft(self, hidden_TD: Tensor, draft_inputs: Items[DraftInput], next_media: Items[MediaRun]) -> list[list[int]]:
-        """The drafts that each input asks for, the likeliest token after the other.
+    def draft(self, hidden_TD: Tensor, next_media: Items[MediaRun]) -> list[list[int]]:
+        """The drafts that each sequence of `inputs` asks for, the likeliest token after the other.
 
         `hidden_TD` are the hidden states of a step. The first pass reads those of the tokens that were kept and leaves
         their keys and values, with `next_media` among the tokens that follow them. Each further pass takes the output
         of the one before for the hidden state of its draft. What that leaves in the pages is written again once the
         token is known.
         """
-        drafts: list[list[int]] = [[] for _ in draft_inputs]
-        media = next_media
-        source = hidden_TD
-        rows = [row for item in draft_inputs for row in range(item.first_row, item.first_row + item.num_tokens)]
-        going = list(range(len(draft_inputs)))
-        while going:
-            torch.index_select(source, 0, torch.tensor(rows), out=self._hidden[: len(rows)])
-            asking = [index for index in going if len(drafts[index]) < draft_inputs[index].num_drafts]
-            logits, source = self._run([draft_inputs[index] for index in going], media)
-            if asking:
-                greedy = (parameter[: len(asking)] for parameter in self._greedy)
-                for index, token_id in zip(asking, sample(logits, *greedy).tolist(), strict=True):
-                    drafts[index].append(token_id)
+        header, arrays = self.inputs.header, self.inputs.arrays
+        wanted: list[int] = arrays["draft_counts"][: header.num_sequences].tolist()
+        drafts: list[list[int]] = [[] for _ in wanted]
+        self._select(hidden_TD, self._first_rows(header))
+        logits, source = self._run(self.inputs, header, next_media)
+        asking = [index for index, count in enumerate(wanted) if count]
+        while asking:
+            greedy = (parameter[: len(asking)] for parameter in self._greedy)
+            for index, token_id in zip(asking, sample(logits, *greedy).tolist(), strict=True):
+                drafts[index].append(token_id)
             # The states are those of the rows that asked, in their order.
-            rows = [row for row, index in enumerate(asking) if len(drafts[index]) < draft_inputs[index].num_drafts]
-            going = [asking[row] for row in rows]
-            draft_inputs = _after_drafts(draft_inputs, going, drafts)
-            media = ()
+            rows = [row for row, index in enumerate(asking) if len(drafts[index]) < wanted[index]]
+            asking = [asking[row] for row in rows]
+            if asking:
+                self._select(source, rows)
+                self._write_further(np.array(asking), [drafts[index] for index in asking])
+                logits, source = self._run(self._further, StepHeader(*[len(asking)] * 3))
         return drafts
 
-    def _run(self, draft_inputs: Items[DraftInput], media: Items[MediaRun]) -> tuple[Tensor, Tensor]:
-        """Logits and states of the last row of each input that asks for drafts."""
-        num_tokens = self._writer.write(draft_inputs)
-        rows = last_rows(
-            (item.num_tokens for item in draft_inputs), (int(item.num_drafts > 0) for item in draft_inputs)
-        )
-        self._logit_rows[: len(rows)] = torch.tensor(rows, dtype=torch.int64)
-        shape = num_tokens, len(draft_inputs), len(rows)
-        if not self.replay or media or num_tokens > MAX_RECORDED_TOKENS:
+    def _first_rows(self, header: StepHeader) -> list[int]:
+        """The rows of the step whose hidden states the first pass reads."""
+        starts = self.inputs.arrays["query_starts"][: header.num_sequences + 1].tolist()
+        first_rows = self.inputs.arrays["draft_first_rows"][: header.num_sequences].tolist()
+        lengths = (end - begin for begin, end in pairwise(starts))
+        return [row for first, length in zip(first_rows, lengths, strict=True) for row in range(first, first + length)]
+
+    def _select(self, hidden: Tensor, rows: list[int]) -> None:
+        torch.index_select(hidden, 0, torch.tensor(rows), out=self._hidden[: len(rows)])
+
+    def _write_further(self, asking: np.ndarray, drafts: Items[list[int]]) -> None:
+        """One token of each sequence: its latest draft, at the place after the one before."""
+        count, num_before = len(asking), len(drafts[0]) - 1
+        first, further, page_size = self.inputs.arrays, self._further.arrays, self.inputs.layout.page_size
+        places = first["kv_lengths"][asking].astype(np.int64) + num_before
+        num_pages = int(places.max()) // page_size + 1
+        table = further["block_table"][:count]
+        table[:, :num_pages] = first["block_table"][asking, :num_pages]
+        further["token_ids"][:count] = [tokens[-1] for tokens in drafts]
+        further["positions"][:, :count] = first["draft_positions"][asking] + num_before
+        further["slots"][:count] = table[np.arange(count), places // page_size] * page_size + places % page_size
+        further["query_starts"][: count + 1] = np.arange(count + 1)
+        further["kv_lengths"][:count] = places + 1
+
+    def _run(self, inputs: StepInputs, header: StepHeader, media: Items[MediaRun] = ()) -> tuple[Tensor, Tensor]:
+        """Logits and states of the logit rows."""
+        if not self.replay or media or header.num_tokens > MAX_RECORDED_TOKENS:
             with self._arena.use():
-                return self._pass(shape, media)
-        return self._recorded.run(shape, lambda: self._pass(shape, ()))
+                return self._pass(inputs, header, media)
+        # A recorded pass reads the buffer it was recorded over.
+        shape = int(inputs is self.inputs), header.num_tokens, header.num_sequences, header.num_logit_rows
+        return self._recorded.run(shape, lambda: self._pass(inputs, header, ()))
 
-    def _pass(self, shape: tuple[int, int, int], media: Items[MediaRun]) -> tuple[Tensor, Tensor]:
-        num_tokens, num_sequences, num_rows = shape
-        batch = self.inputs.batch(
-            StepHeader(num_tokens, num_sequences, num_tokens), self.kv_caches, recorded=self.replay
-        )
-        batch = replace(batch, logit_rows=self._logit_rows[:num_rows])
-        return self.predictor.draft(batch.token_ids_T, self._hidden[:num_tokens], batch, media)
-
-
-def _after_drafts(draft_inputs: Items[DraftInput], going: Items[int], drafts: Items[list[int]]) -> list[DraftInput]:
-    """The inputs of the next pass: those that continue are at the place of their latest draft."""
-    moved = list(draft_inputs)
-    for index in going:
-        stop = draft_inputs[index].stop
-        moved[index] = replace(draft_inputs[index], start=stop, stop=stop + 1, token_ids=drafts[index][-1:])
-    return moved
+    def _pass(self, inputs: StepInputs, header: StepHeader, media: Items[MediaRun]) -> tuple[Tensor, Tensor]:
+        batch = inputs.batch(header, self.kv_caches, recorded=self.replay)
+        return self.predictor.draft(batch.token_ids_T, self._hidden[: header.num_tokens], batch, media)
