@@ -68,7 +68,7 @@ def model():
     return DeltaModel()
 
 
-def make_core(model, *, replay=True, prefix_cache=True, drafts=0, num_pages=64, num_slots=24, **limits):
+def replayed_core(model, *, replay=True, prefix_cache=True, drafts=0, num_pages=64, num_slots=24, **limits):
     core = build_core(
         model,
         torch.float32,
@@ -104,7 +104,7 @@ def answers(core):
 @pytest.fixture(scope="module")
 def alone(model):
     """Token by token, op by op, with nothing cached."""
-    core = make_core(model, replay=False, prefix_cache=False, max_tokens_per_step=1, max_sequences=1)
+    core = replayed_core(model, replay=False, prefix_cache=False, max_tokens_per_step=1, max_sequences=1)
     expected = answers(core)
     assert len({tuple(output) for output in expected}) == len(PROMPTS)
     return expected
@@ -123,7 +123,7 @@ def alone(model):
     ids=str,
 )
 def test_answers_are_those_alone(model, alone, options):
-    core = make_core(model, **options)
+    core = replayed_core(model, **options)
     assert answers(core) == alone
     assert bool(core.runner.model_runner._recorded) == options.get("replay", True)
     if options.get("drafts"):

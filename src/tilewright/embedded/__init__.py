@@ -30,5 +30,5 @@ def is_embedded(model: str | Path) -> bool:
 
 
 def notice(how_to_name_another: str) -> str:
-    """The line that whoever named no model is told."""
+    """The notice for users who named no model."""
     return f"no model named: using the embedded {MODEL_NAME} ({ABILITIES}). Another: {how_to_name_another}"

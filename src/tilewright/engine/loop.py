@@ -194,7 +194,7 @@ class EngineLoop:
     def _add(
         self, handle: Handle, prepared: ModelInputs | BaseException | None, grammar: Grammar | None = None
     ) -> None:
-        """Hands a prepared request to the core, or ends it if preparing it failed or is of no use any more."""
+        """Hands a prepared request to the core, or ends it if preparing failed or it was aborted."""
         with self._changed:
             self._num_preparing -= 1
         if prepared is None or handle.is_aborted:

@@ -23,7 +23,7 @@ def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
     device = backend.device()
     if size_bytes < HUGE_PAGE_BYTES or device.type != "cpu":
         return torch.zeros(num_elements, dtype=dtype, device=device)
-    # Private: Linux gives shared memory no huge pages unless told to (shmem_enabled is "never" by default). One page
+    # Private: Linux gives shared memory no huge pages unless configured (shmem_enabled is "never" by default). One page
     # more than needed, so that the tensor can begin on a boundary; what is not touched takes no memory.
     memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -24,7 +24,7 @@ class Vocabulary:
             # The library wants one: a token that the head has no row for, so that it is never drawn.
             self.stop_token_ids = [size]
             tokens.append(b"")
-        # Where a tag around thoughts is a special token, the model has no other way to write it.
+        # Where a tag around reasoning is a special token, the model has no other way to write it.
         tags = {tokenizer.token_id(tag) for tag in REASONING_TAGS}
         special = {*tokenizer.special_token_ids, *self.stop_token_ids} - tags
         self.special_tokens = {

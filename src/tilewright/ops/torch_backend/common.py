@@ -1,4 +1,4 @@
-"""What several ops need: results put where the caller wants them, tokens told apart by sequence, rows of a pool."""
+"""What several ops need: results written where the caller wants them, the sequence of each token, rows of a pool."""
 
 import torch
 from torch import Tensor

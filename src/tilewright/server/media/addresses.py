@@ -1,4 +1,4 @@
-"""Connections to public addresses only: URLs in requests come from strangers."""
+"""Connections to public addresses only: URLs in requests are untrusted."""
 
 from __future__ import annotations
 
