@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.inputs.chat_template import read_templates
-from tilewright.inputs.tokenizer import ADDED_TOKEN_FLAGS
 from tilewright.model_files import CheckpointError, read_json, read_optional_json
 
 if TYPE_CHECKING:
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
 
 # What templates may name. Lists (additional_special_tokens) are no names.
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def build(folder: Path) -> dict[str, Any]:

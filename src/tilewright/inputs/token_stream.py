@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from tilewright.inputs.tokenizer import Tokenizer
+
+class TokenTexts(Protocol):
+    """What streams ask of a tokenizer."""
+
+    def has_token(self, token_id: int) -> bool: ...
+
+    def is_byte_token(self, token_id: int) -> bool: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 class ByteStream:
     """Text of byte-level tokens: a character comes out when its last byte is in."""
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: TokenTexts, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -36,7 +45,7 @@ class PieceStream:
     in front of the held ones, and its text is removed from the result.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: TokenTexts, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._anchor: list[int] = []

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilewright.inputs import folder_tokenizer
 from tilewright.inputs.token_stream import ByteStream, PieceStream
 from tilewright.types import ContextLengthExceeded
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from tilewright.inputs.text_limits import TextBudget
 
-ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Characters counted in one go, which takes 0.1 s at most. A cut in mid-word adds a few tokens to the 500 of a piece.
 PIECE_CHARACTERS = 1 << 16
@@ -56,9 +56,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer of a checkpoint's folder: tokenizer.json and the files beside it."""
-        from tilewright.inputs.folder_tokenizer import build
-
-        return cls(**build(Path(folder)))
+        return cls(**folder_tokenizer.build(Path(folder)))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
@@ -107,7 +105,7 @@ class Tokenizer:
                 setattr(backend, part, getattr(self._backend, part))
         original = {}
         for token_id, token in sorted(self._backend.get_added_tokens_decoder().items()):
-            flags = {name: getattr(token, name) for name in ADDED_TOKEN_FLAGS}
+            flags = {name: getattr(token, name) for name in folder_tokenizer.ADDED_TOKEN_FLAGS}
             backend.add_tokens([tokenizers.AddedToken(mark + token.content, **flags)])
             original[backend.token_to_id(mark + token.content)] = token_id
         ids = _encode(backend, self._within(text, budget), False)
