@@ -59,10 +59,10 @@ def test_a_second_turn_finds_the_first_in_the_cache(engine, picture):
 def test_features_that_were_dropped_after_a_request_was_prepared_are_made_again(engine, picture, monkeypatch):
     """The engine reads the picture before the step that needs it: no preparing thread has decoded it."""
     first = engine.chat(about(picture, "Dropped?"), max_tokens=8)
-    scheduler = engine.loop.core.scheduler
-    scheduler.features.clear()
-    scheduler.prefix_cache.pool.clear()
-    monkeypatch.setattr(engine, "_is_known", lambda key: True)
+    resources = engine.loop.core.resources
+    resources.media.features.clear()
+    resources.kv.prefix_cache.pool.clear()
+    monkeypatch.setattr(resources.media, "is_known", lambda key: True)
     loaded = []
     load = engine.loaded.processor.media_buffer.load
     monkeypatch.setattr(engine.loaded.processor.media_buffer, "load", lambda region: loaded.append(load(region)))
