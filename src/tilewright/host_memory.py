@@ -9,6 +9,10 @@ from pathlib import Path
 
 from tilewright.types import RequestError
 
+# Linux's flag of mmap, which Python names only from 3.13 on. Without it the kernel counts a whole mapping against the
+# memory that may be promised, and refuses one larger than the machine's.
+MAP_NORESERVE = 0x4000
+
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
 

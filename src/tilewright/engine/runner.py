@@ -36,7 +36,6 @@ class ModelRunner:
         cross_caches: Items[KvCache] = (),
         states: StateMemory | None = None,
         predictor: Predictor | None = None,
-        draft_inputs: StepInputs | None = None,
         media_rows: Tensor | None = None,
         replay: bool = True,
     ) -> None:
@@ -54,7 +53,7 @@ class ModelRunner:
         self._hidden: Tensor | None = None  # of the last step's tokens, until the arena is used again
         self._drafts: DraftRunner | None = None
         if predictor is not None:
-            draft_inputs = draft_inputs or StepInputs(inputs.layout)
+            draft_inputs = StepInputs(inputs.layout)
             self._drafts = DraftRunner(predictor, kv_caches, draft_inputs, limits, self._arena, replay=replay)
 
     @property
@@ -75,7 +74,7 @@ class ModelRunner:
             self._fill(header.num_cross_fills)
         if not header.num_tokens:
             return torch.empty(0, self.model.vocab_size)
-        is_small = header.num_tokens <= MAX_RECORDED_TOKENS and header.num_tokens == header.num_logit_rows
+        is_small = header.num_tokens <= MAX_RECORDED_TOKENS and header.wants_all_logits
         if self.replay and is_small and not header.num_feature_runs:
             shape = header.num_tokens, header.num_sequences, header.num_cross_rows, header.num_cross_spans
             logits, self._hidden = self._recorded.run(shape, lambda: self._forward(header))

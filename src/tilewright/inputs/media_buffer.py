@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tilewright.host_memory import available_bytes
+from tilewright.host_memory import MAP_NORESERVE, available_bytes
 from tilewright.types import Region, RequestError
 
 Write = Callable[[Tensor], None]  # decodes a medium and writes its patches to the rows [num_rows, width] it is given
@@ -27,7 +27,6 @@ Write = Callable[[Tensor], None]  # decodes a medium and writes its patches to t
 SHARE_OF_FREE_MEMORY = 0.25
 MIN_BYTES = 256 << 20  # 40 pictures of 1024 x 1024
 POLL_S = 0.05  # how often a request that finds no room looks again
-MAP_NORESERVE = 0x4000  # Linux's: `mmap` has no name for it before Python 3.13
 
 _log = logging.getLogger(__name__)
 

@@ -9,11 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright.host_memory import MAP_NORESERVE
 from tilewright.model_files import CheckpointError
-
-# Linux's number: Python names it only from 3.13 on. Without it the kernel counts a whole file against the memory that
-# may be promised, and refuses one larger than the machine's.
-_MAP_NORESERVE = 0x4000
 
 
 class MappedFile:
@@ -33,7 +30,7 @@ class MappedFile:
                 self.memory = mmap.mmap(
                     file.fileno(),
                     self.size_bytes,
-                    flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                    flags=mmap.MAP_PRIVATE | MAP_NORESERVE,
                     prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 )
         except OSError as error:

@@ -13,7 +13,7 @@ import llguidance
 from tilewright.engine.constraint.grammar import COMPILE_STACK_BYTES, GrammarError, build, on_deep_stack
 from tilewright.engine.constraint.matcher import Matcher
 from tilewright.engine.constraint.sandbox import CompileSandbox
-from tilewright.engine.constraint.source import grammar_of, name_of, with_thoughts
+from tilewright.engine.constraint.source import grammar_of, name_of, with_reasoning
 from tilewright.engine.constraint.vocabulary import Vocabulary
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Constraint, RequestError
@@ -105,7 +105,7 @@ class ConstraintCompiler:
             matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, source), COMPILE_STACK_BYTES)
             if constraint.allows_reasoning:
                 # The answer alone was compiled too: an error in it would only show after the reasoning.
-                longer = with_thoughts(source, opens_reasoning=opens_reasoning)
+                longer = with_reasoning(source, opens_reasoning=opens_reasoning)
                 matcher = on_deep_stack(lambda: build(vocabulary.tokenizer, longer), COMPILE_STACK_BYTES)
         except GrammarError as error:
             within = _SCHEMA_ERROR.search(str(error)) if constraint.kind == "lark" else None

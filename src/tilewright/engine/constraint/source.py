@@ -20,7 +20,7 @@ _JSON_OPTIONS = {"whitespace_pattern": r"\x20"}
 _OPEN, _CLOSE = REASONING_TAGS
 _REASONING = """
 start: {start}
-thoughts[lazy]: /{open}(?s:.*){close}/
+reasoning[lazy]: /{open}(?s:.*){close}/
 SPACE: /[ \\t\\r\\n]{{1,64}}/
 """
 
@@ -47,11 +47,11 @@ def grammar_of(constraint: Constraint) -> str:
         raise RequestError(f"{name} cannot be read: it is nested too deeply") from None
 
 
-def with_thoughts(grammar: str, *, opens_reasoning: bool) -> str:
+def with_reasoning(grammar: str, *, opens_reasoning: bool) -> str:
     """The grammar after reasoning: the rest of it where the prompt ends within it, else any or none."""
     (answer,) = json.loads(grammar)["grammars"]
     reasoning = _REASONING.format(
-        start="thoughts SPACE? @answer" if opens_reasoning else "(thoughts SPACE?)? @answer",
+        start="reasoning SPACE? @answer" if opens_reasoning else "(reasoning SPACE?)? @answer",
         open="" if opens_reasoning else _OPEN,
         close=_CLOSE.replace("/", "\\/"),
     )
