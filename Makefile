@@ -26,7 +26,7 @@ test-cpp: .venv/.test
 	  -DTILEWRIGHT_PYTHON=OFF -DTILEWRIGHT_TESTS=ON -DTILEWRIGHT_SANITIZE=ON \
 	  -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1" > build/sanitize.log || (cat build/sanitize.log; false)
 	$(BIN)/cmake --build build/sanitize
-	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+	$(BIN)/ctest --test-dir build/sanitize --parallel 2 --output-on-failure
 
 # The C++ tests of the architecture that this machine is not, cross-built and run under emulation, so that a change made
 # on one does not break the other. Without sanitizers, which the emulator is too slow for. On x86-64 the emulator's
@@ -55,9 +55,19 @@ run-emulated:
 	$(BIN)/cmake --build build/$(OTHER_ARCH)
 	$(BIN)/ctest --test-dir build/$(OTHER_ARCH) --parallel 2 --output-on-failure
 
-# Against the installed package: src is not on the path. One test installs the wheel elsewhere.
+# Against the installed package: src is not on the path. One test installs the wheel elsewhere. Two processes, then the
+# tests that must not run beside others (pyproject.toml, markers). A file's tests stay in one process, so that what they
+# share is made once; files in the order of their names, whose last are short: neither process waits long for the other.
+# Kernel threads without work sleep instead of spinning, since two processes share the cores.
 test-python: .venv/.test dist/.wheel
-	$(BIN)/pytest -q
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+	$(BIN)/pytest -q -m alone
+
+# The tests of replicas, with the extra `ray`.
+.PHONY: test-ray
+test-ray: .venv/.test
+	$(PIP_INSTALL) "tilewright[ray]"
+	$(BIN)/pytest -q tests/cluster tests/test_replica_flags.py tests/test_batch_blocks.py
 
 # The package, not editable. Without build isolation, so that a change compiles only what it touches; the objects stay in
 # build/release, where a test looks at their symbols.

@@ -8,14 +8,17 @@ reads per second, or of a matrix product of torch's, both measured between the r
   python benchmarks/shapes.py Qwen3-VL-30B-A3B-Instruct.json --batch 1 8 --rounds 5 --json 30b.json
   python benchmarks/shapes.py Llama-3.2-11B-Vision-Instruct.json
   python benchmarks/shapes.py Qwen3.5-4B.json Qwen3.5-9B.json
+  python benchmarks/shapes.py Qwen3-VL-8B-Instruct.json --tp 2
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import resource
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -28,14 +31,20 @@ from tilewright.bench.probe import probe
 from tilewright.engine.assembly import build_core
 from tilewright.engine.costs import Costs, costs_of
 from tilewright.engine.kv.pages import PAGE_SIZE
+from tilewright.engine.ranks.processes import Ranks
+from tilewright.engine.ranks.worker import run_rank
 from tilewright.engine.scheduler import StepLimits
 from tilewright.inputs.media_buffer import MediaBuffer
+from tilewright.layers import partition
+from tilewright.layers.partition import Partition
 from tilewright.models.registry import family_of
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.native import kernels
 from tilewright.ops.packed import PackedForm, weight_format
+from tilewright.parallel.binding import apply_binding, binding_of_ranks, release_binding
+from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import Medium, ModelInputs, Region, SamplingParams, Span
 from tilewright.weights.experts import ExpertsWeight
 from tilewright.weights.linear import LinearWeight, PatchWeight, PatchWeights
@@ -75,14 +84,14 @@ def packed(n: int, k: int, gated: bool, bias: bool, block: torch.Tensor) -> Pack
 def random_value(weight: Weight, block: torch.Tensor) -> Any:
     sources = weight.sources
     if isinstance(weight, Unpacked):
-        value = torch.empty(sources[0].shape, dtype=torch.float32 if weight.in_fp32 else torch.bfloat16)
+        value = torch.empty(sources[0].own_shape, dtype=torch.float32 if weight.in_fp32 else torch.bfloat16)
         fill(value, block)
         return value + 1 if value.dim() == 1 else value
     if isinstance(weight, LinearWeight):
-        rows = sum(source.shape[0] for source in sources[: weight.num_parts])
-        return packed(rows, sources[0].shape[1], weight.gated, weight.has_bias, block)
+        rows = sum(source.own_shape[0] for source in sources[: weight.num_parts])
+        return packed(rows, sources[0].own_shape[1], weight.gated, weight.has_bias, block)
     if isinstance(weight, PatchWeight):
-        width, channels, frames, height, _ = sources[0].shape
+        width, channels, frames, height, _ = sources[0].own_shape
         pixels = channels * height * height
         return PatchWeights(
             packed(width, pixels, False, True, block), packed(width, frames * pixels, False, True, block)
@@ -106,16 +115,46 @@ def biases_of(config: dict) -> dict[str, tuple[int, ...]]:
     return {source.name.removesuffix("weight") + "bias": source.shape[:1] for source in sources}
 
 
-def make_model(config: dict) -> Any:
-    model = family_of(config).build(config, biases_of(config))
+def make_model(config: dict, group: Group | None = None) -> Any:
+    """The model, or what a rank of a group has of it."""
+    biases = biases_of(config)
+    with partition.use(Partition(group or SingleGroup())) as parts:
+        model = family_of(config).build(config, biases)
+    parts.warn()
     block = (torch.randn(1 << 22) * 0.02).bfloat16()
     for weight in iter_weights(model):
         weight.restore(random_value(weight, block))
     return model
 
 
+def load_rank(arguments: dict[str, Any], group: Group) -> tuple[Any, torch.dtype]:
+    return make_model(arguments["config"], group), torch.bfloat16
+
+
+def rank_main(rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
+    """The entry point of the other ranks' processes."""
+    run_rank(rank, size, payload, load_rank)
+
+
+@contextlib.contextmanager
+def started(config: dict, tp: int) -> Iterator[Ranks | None]:
+    """The other ranks, each with its part of the model; this process is bound as the first of them."""
+    if tp == 1:
+        yield None
+        return
+    bindings = binding_of_ranks(tp)
+    assert bindings is not None
+    apply_binding(bindings[0])
+    ranks = Ranks(tp, {"config": config}, bindings, entry="shapes:rank_main")
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+        release_binding()
+
+
 class Bench:
-    def __init__(self, model: Any, max_sequences: int, max_context: int) -> None:
+    def __init__(self, model: Any, max_sequences: int, max_context: int, ranks: Ranks | None = None) -> None:
         self.model = model
         limits = StepLimits(max_context=max_context)
         num_pages = -(-max_context // PAGE_SIZE) * max_sequences
@@ -131,6 +170,7 @@ class Bench:
             make_token_decoder=NoText,
             media_buffer=self.buffer,
             prefix_cache=False,
+            ranks=ranks,
         )
         self.core.resources.media.features.max_bytes = 1 << 40  # none is to be encoded again in a round
         self.rng = np.random.default_rng(0)
@@ -251,8 +291,8 @@ def measure_tiled(bench: Bench, batches: list[int], costs: Costs) -> dict[str, f
     return row
 
 
-def measure(model: Any, batches: list[int], rounds: int) -> dict[str, Any]:
-    bench = Bench(model, max(batches), 2048)
+def measure(model: Any, batches: list[int], rounds: int, ranks: Ranks | None = None) -> dict[str, Any]:
+    bench = Bench(model, max(batches), 2048, ranks)
     costs = costs_of(model, torch.bfloat16.itemsize)
     vision = getattr(model, "vision", None)
     figures: dict[str, list[float]] = {}
@@ -299,17 +339,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="+", type=Path, help="config.json files")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="sequences decoding at once (default 1 8)")
+    parser.add_argument("--tp", type=int, default=1, help="ranks; probes and shares are then those of the first")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     results = {}
     for path in options.configs:
-        model = make_model(json.loads(path.read_text()))
-        results[path.stem] = figures = measure(model, options.batch, options.rounds)
-        print(f"{path.stem}: {kernels.num_threads()} threads, {resident_gb():.1f} GB resident")
-        for name, value in figures.items():
-            print(f"  {name:40} {value['median']:9.3f}   ({value['min']:.3f} to {value['max']:.3f})")
-        del model
+        config = json.loads(path.read_text())
+        with started(config, options.tp) as ranks:
+            model = make_model(config, ranks.group if ranks else None)
+            if ranks:
+                ranks.wait_until_loaded()
+            results[path.stem] = figures = measure(model, options.batch, options.rounds, ranks)
+            of_rank = f"rank 0 of {options.tp}, " if ranks else ""
+            print(f"{path.stem}: {of_rank}{kernels.num_threads()} threads, {resident_gb():.1f} GB resident")
+            for name, value in figures.items():
+                print(f"  {name:40} {value['median']:9.3f}   ({value['min']:.3f} to {value['max']:.3f})")
+            del model
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
 

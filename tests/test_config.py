@@ -29,13 +29,25 @@ def test_all_set():
     assert settings.bind_cpus == (0, 1, 2, 3, 4, 5, 6, 7, 9)
 
 
+def test_other_settings_take_the_place_of_the_environment():
+    rank = resolve(NUM_THREADS="3")
+    config.use(rank)
+    try:
+        assert config.current() is rank
+    finally:
+        config.use(None)
+    assert config.current() is config.from_environment()
+
+
 def test_no_color_is_anything_but_nothing():
     assert config.resolve({"NO_COLOR": "0"}, CPUS).no_color
     assert not config.resolve({"NO_COLOR": ""}, CPUS).no_color and not resolve().no_color
 
 
 def test_as_many_threads_as_cpus_to_pin_to():
-    assert resolve(BIND="4,2").num_threads == 2
+    assert resolve(BIND="4,2").team_size == 2
+    assert resolve(BIND="4,2", NUM_THREADS="3").team_size == 3
+    assert resolve().team_size == len(CPUS)
     assert resolve(BIND="4,2").bind_cpus == (4, 2)
     assert resolve(BIND="1,1-2").bind_cpus == (1, 2)
 
@@ -52,6 +64,7 @@ def test_as_many_threads_as_cpus_to_pin_to():
         ({"CACHE_DIR": "here"}, "TILEWRIGHT_CACHE_DIR is 'here', expected a whole path or off"),
         ({"BIND": "5-3"}, "TILEWRIGHT_BIND is '5-3', which names no CPU; this process may use 0-15"),
         ({"BIND": "14-16"}, "TILEWRIGHT_BIND is '14-16', but this process may not use CPU 16, only 0-15"),
+        ({"BIND": "14-17,20"}, "TILEWRIGHT_BIND is '14-17,20', but this process may not use CPUs 16-17,20, only 0-15"),
     ],
 )
 def test_errors_name_the_value_and_what_is_allowed(variables, message):

@@ -2,15 +2,15 @@
 
 import pytest
 
-from tilewright import host_memory
+from tilewright import control_group, host_memory
 from tilewright.types import RequestError
 
 
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
     """Writes the files of control groups: groups(own, {folder: (limit, used)})."""
-    monkeypatch.setattr(host_memory, "GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(host_memory, "OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(control_group, "GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(control_group, "OWN_GROUP", tmp_path / "own")
 
     def write(own, limits, names=("memory.max", "memory.current")):
         (tmp_path / "own").write_text(own)

@@ -14,7 +14,9 @@ LEVELS = [
     ["cli"],
     ["demo"],
     ["batch", "bench", "terminal_chat", "pack_cache", "serve"],
+    ["cluster"],
     ["server"],
+    ["replica_flags"],
     ["machine", "engine_flags"],
     ["engine", "diffusion"],
     ["models"],
@@ -23,7 +25,7 @@ LEVELS = [
     ["ops"],
     ["_kernels"],
     ["host_memory"],
-    ["types", "config", "cpu_name", "event_loop", "model_files"],
+    ["types", "config", "control_group", "cpu_name", "event_loop", "model_files"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
@@ -36,8 +38,10 @@ FREE_OF_TORCH = [
     "demo",
     "serve",
     "engine_flags",
+    "replica_flags",
     "embedded",
     "config",
+    "control_group",
     "cpu_name",
     "host_memory",
     "event_loop",

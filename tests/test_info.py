@@ -95,8 +95,7 @@ def arm_virtual_machine(tmp_path, monkeypatch):
     (index / "type").write_text("Data\n")
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n")
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(machine, "SYS_CPU", tmp_path / "cpu")
-    monkeypatch.setattr(machine, "SYS_NODE", tmp_path / "node")
+    monkeypatch.setattr(machine, "SYSTEM", tmp_path)
     monkeypatch.setattr(machine, "HUGE_PAGES", tmp_path / "enabled")
 
 
@@ -108,6 +107,23 @@ def test_what_the_system_does_not_tell_is_unknown(arm_virtual_machine):
     assert lines["CPU"] == "Arm Neoverse-N1"
     assert (lines["caches"], lines["NUMA"]) == ("unknown", "one node")
     assert lines["huge"].split() == ["pages", "unknown"]
+
+
+def test_ranks_of_several_nodes_are_shown(tmp_path, monkeypatch):
+    cpus = config.from_environment().available_cpus
+    if len(cpus) < 2:
+        pytest.skip("one CPU")
+    for node, cpu in enumerate(cpus[:2]):
+        folder = tmp_path / f"node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpu}\n")
+        (folder / "meminfo").write_text(f"Node {node} MemTotal: 1024 kB\n")
+    monkeypatch.setattr(machine, "SYSTEM", tmp_path)
+    told = machine.describe()
+    assert [(rank.cpus, rank.memory_nodes) for rank in told.node_binding] == [((cpus[0],), (0,)), ((cpus[1],), (1,))]
+    rows = [line.split(maxsplit=2) for line in machine.as_text(told).splitlines() if line.startswith("--tp 2")]
+    assert [text for _, _, text in rows] == [str(rank) for rank in told.node_binding]
+    assert [rank["rank"] for rank in machine.as_dict(told)["node_binding"]] == [0, 1]
 
 
 def test_a_cpu_that_is_told_nowhere_is_unknown(arm_virtual_machine, monkeypatch, tmp_path):

@@ -57,18 +57,48 @@ using LeftVec = std::conditional_t<std::is_same_v<Left, float>, Vec, PairVec>;
 template <int kRows, int kTiles>
 using Sums = Vec[kRows][kTiles][kDotVecs];
 
-// acc += one depth of A's rows times B's columns, in fp32.
-template <int kParity, class TB, int kRows, int kTiles>
-TILEWRIGHT_INLINE void multiply_depth(const float* left, int64_t lda, const TB* const (&b)[kTiles], int pair,
+// Rows of A from some depth on. Every third row has a pointer, and an address adds the stride once or twice for the two
+// after it: twelve pointers are more than fit the registers for addresses beside all else, and fetching the others from
+// vector registers or from the stack took a fifth of the speed.
+template <class Left, int kRows>
+class RowPointers {
+ public:
+  TILEWRIGHT_INLINE RowPointers(const Left* left, int64_t lda) : lda_(lda) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kPointers; ++i) pointers_[i] = left + 3 * i * lda;
+    hide();
+  }
+  TILEWRIGHT_INLINE const Left* operator[](int r) const { return pointers_[r / 3] + r % 3 * lda_; }
+  TILEWRIGHT_INLINE void advance(int depths) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kPointers; ++i) pointers_[i] += depths;
+    hide();
+  }
+
+ private:
+  // From the compiler, which would otherwise make a pointer for each row after all.
+  TILEWRIGHT_INLINE void hide() {
+#pragma GCC unroll 4
+    for (int i = 0; i < kPointers; ++i) __asm__("" : "+r"(pointers_[i]));
+  }
+  static constexpr int kPointers = (kRows + 2) / 3;
+  const Left* pointers_[kPointers];
+  int64_t lda_;
+};
+
+// acc += one depth of A's rows, the kDepth-th from `left` and `pair` on, times B's columns, in fp32.
+template <int kDepth, class TB, int kRows, int kTiles>
+TILEWRIGHT_INLINE void multiply_depth(const RowPointers<float, kRows>& left, const TB* const (&b)[kTiles], int pair,
                                       Sums<kRows, kTiles>& acc) {
   Vec columns[kTiles][kDotVecs];
 #pragma GCC unroll 2
   for (int t = 0; t < kTiles; ++t)
 #pragma GCC unroll 4
-    for (int v = 0; v < kDotVecs; ++v) columns[t][v] = load_depth<kParity>(b[t] + pair * 32, v * Vec::kLanes);
+    for (int v = 0; v < kDotVecs; ++v)
+      columns[t][v] = load_depth<kDepth % 2>(b[t] + (pair + kDepth / 2) * 32, v * Vec::kLanes);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
-    const Vec row = Vec::set1(left[r * lda + pair * 2 + kParity]);
+    const Vec row = Vec::set1(left[r][kDepth]);
 #pragma GCC unroll 2
     for (int t = 0; t < kTiles; ++t)
 #pragma GCC unroll 4
@@ -121,16 +151,22 @@ TILEWRIGHT_INLINE void prefetch_pair(const TB* const (&b)[kTiles], int pair) {
 template <class Left, class TB, int kRows, int kTiles>
 TILEWRIGHT_INLINE void multiply_tile_by_pairs(const Left* left, int64_t lda, const TB* const (&b)[kTiles],
                                               Sums<kRows, kTiles>& acc) {
-  for (int pair = 0; pair < kTileDepth / 2; ++pair) {
+  RowPointers<Left, kRows> rows(left, lda);
+  for (int pair = 0; pair < kTileDepth / 2; pair += 2, rows.advance(4)) {
     prefetch_pair<kRows>(b, pair);
+    prefetch_pair<kRows>(b, pair + 1);
     if constexpr (std::is_same_v<Left, float>) {
-      multiply_depth<0>(left, lda, b, pair, acc);
-      multiply_depth<1>(left, lda, b, pair, acc);
+      multiply_depth<0>(rows, b, pair, acc);
+      multiply_depth<1>(rows, b, pair, acc);
+      multiply_depth<2>(rows, b, pair, acc);
+      multiply_depth<3>(rows, b, pair, acc);
     } else {
       using Pairs = LeftVec<Left>;
-      multiply_pair<Pairs>(b, pair, acc, [&](int r, Pairs columns, Vec sum) __attribute__((always_inline)) {
-        return dot(Pairs::set1(left + r * lda + pair * 2), columns, sum);
-      });
+#pragma GCC unroll 2
+      for (int second = 0; second < 2; ++second)
+        multiply_pair<Pairs>(b, pair + second, acc, [&](int r, Pairs columns, Vec sum) __attribute__((always_inline)) {
+          return dot(Pairs::set1(rows[r] + 2 * second), columns, sum);
+        });
     }
   }
 }
@@ -162,9 +198,20 @@ TILEWRIGHT_INLINE void multiply_tile_by_lanes(const Left* left, int64_t lda, con
   }
 }
 
-// Left bf16 (with B in bf16) multiplies pairs as they are; left fp32 widens B.
-template <class Left, class TB, bool kAccumulate, int kRows, int kTiles, class TileAt>
-inline void dot_block(const Left* a, int64_t lda, TileAt tile_at, int tile, int depth_tiles, float* c, int64_t ldc) {
+// Rows of A whose tiles of depth follow each other. What lies otherwise has an `at` of its own.
+template <class Left>
+struct LeftRows {
+  using Element = Left;
+  const Left* data;
+
+  const Left* at(int depth_tile) const { return data + depth_tile * kTileDepth; }
+};
+
+// left.at(d) is where the rows of A, lda apart, have tile d of depth. Left bf16 (with B in bf16) multiplies pairs as
+// they are; left fp32 widens B.
+template <class TB, bool kAccumulate, int kRows, int kTiles, class LeftSide, class TileAt>
+inline void dot_block(const LeftSide& left_side, int64_t row, int64_t lda, TileAt tile_at, int tile, int depth_tiles,
+                      float* c, int64_t ldc) {
   Sums<kRows, kTiles> acc;
   for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kTiles; ++t)
@@ -173,7 +220,7 @@ inline void dot_block(const Left* a, int64_t lda, TileAt tile_at, int tile, int 
   for (int d = 0; d < depth_tiles; ++d) {
     const TB* b[kTiles];
     for (int t = 0; t < kTiles; ++t) b[t] = tile_at(d, tile + t);
-    const Left* left = a + d * kTileDepth;
+    const typename LeftSide::Element* left = left_side.at(d) + row * lda;
     if constexpr (Vec::kHasFmaByLane)
       multiply_tile_by_lanes(left, lda, b, acc);
     else
@@ -193,22 +240,31 @@ inline void with_rows(int rows, Fn fn) {
   fn(std::integral_constant<int, kMax>{});
 }
 
-template <class TB, bool kAccumulate = false, class Left, class TileAt>
-inline void multiply_tiles(const Left* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles,
-                           float* c, int64_t ldc) {
-  for (int row = 0; row < rows; row += kDotRows) {
-    const int count = rows - row < kDotRows ? rows - row : kDotRows;
+// For a left side of any kind.
+template <class TB, bool kAccumulate = false, class LeftSide, class TileAt>
+inline void multiply_side(const LeftSide& left, int64_t lda, int rows, TileAt tile_at, int column_tiles,
+                          int depth_tiles, float* c, int64_t ldc) {
+  // Even blocks: 13 rows as 7 + 6, not 12 + 1, since few rows wait for the loads of B.
+  int blocks = (rows + kDotRows - 1) / kDotRows;
+  for (int row = 0, count = 0; blocks > 0; row += count, --blocks) {
+    count = (rows - row + blocks - 1) / blocks;
     with_rows<kDotRows>(count, [&](auto num_rows) {
       constexpr int kTiles = DotTraits::tiles(num_rows.value);
       int tile = 0;
       for (; tile + kTiles <= column_tiles; tile += kTiles)
-        dot_block<Left, TB, kAccumulate, num_rows.value, kTiles>(a + row * lda, lda, tile_at, tile, depth_tiles,
-                                                                 c + row * ldc + tile * kTileColumns, ldc);
+        dot_block<TB, kAccumulate, num_rows.value, kTiles>(left, row, lda, tile_at, tile, depth_tiles,
+                                                           c + row * ldc + tile * kTileColumns, ldc);
       for (; tile < column_tiles; ++tile)
-        dot_block<Left, TB, kAccumulate, num_rows.value, 1>(a + row * lda, lda, tile_at, tile, depth_tiles,
-                                                            c + row * ldc + tile * kTileColumns, ldc);
+        dot_block<TB, kAccumulate, num_rows.value, 1>(left, row, lda, tile_at, tile, depth_tiles,
+                                                      c + row * ldc + tile * kTileColumns, ldc);
     });
   }
+}
+
+template <class TB, bool kAccumulate = false, class Left, class TileAt>
+inline void multiply_tiles(const Left* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles,
+                           float* c, int64_t ldc) {
+  multiply_side<TB, kAccumulate>(LeftRows<Left>{a}, lda, rows, tile_at, column_tiles, depth_tiles, c, ldc);
 }
 
 }  // namespace

@@ -7,15 +7,16 @@
 namespace tilewright {
 namespace {
 
-int available_cpus() {
+cpu_set_t available_cpus() {
   cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
-  const int count = CPU_COUNT(&set);
-  return count > 0 ? count : 1;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) CPU_SET(0, &set);
+  return set;
 }
 
 // Read at start-up, before anyone binds a thread: a bound caller would see one CPU.
-const int default_threads = available_cpus();
+const cpu_set_t initial_cpus = available_cpus();
+const int default_threads = CPU_COUNT(&initial_cpus);
 std::atomic<int> configured_threads{0};
 thread_local bool works_alone = false;
 
@@ -34,11 +35,6 @@ int num_threads() {
 void yield_cpu() { sched_yield(); }
 
 void bind_threads(const int* cpus, int count) {
-  static cpu_set_t initial = [] {
-    cpu_set_t set;
-    sched_getaffinity(0, sizeof(set), &set);
-    return set;
-  }();
 #pragma omp parallel num_threads(num_threads())
   {
     cpu_set_t set;
@@ -46,7 +42,7 @@ void bind_threads(const int* cpus, int count) {
     if (count > 0)
       CPU_SET(cpus[omp_get_thread_num() % count], &set);
     else
-      set = initial;
+      set = initial_cpus;
     pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
   }
 }

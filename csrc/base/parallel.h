@@ -16,7 +16,8 @@ int num_threads();
 // otherwise share its cores with a second one.
 void work_alone();
 
-// Pins the runtime's threads, worker i to cpus[i % count]; the calling thread is worker 0. An empty list unpins.
+// Pins the runtime's threads, worker i to cpus[i % count]; the calling thread is worker 0. An empty list lets
+// them run on the CPUs that the process had when this library was loaded.
 void bind_threads(const int* cpus, int count);
 
 // Runs body(context, worker) on `num_workers` threads, the caller among them, and returns when all are done.

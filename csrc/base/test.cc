@@ -1,12 +1,15 @@
 // Rounding, layouts and threads: what every kernel stands on.
 #include <omp.h>
+#include <sched.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <limits>
 #include <thread>
 #include <vector>
 
+#include "base/memory_policy.h"
 #include "base/parallel.h"
 #include "base/tile.h"
 #include "testing/testing.h"
@@ -161,6 +164,38 @@ TEST(parallel_stages_start_when_the_one_before_is_done) {
     }
   }
   set_num_threads(0);
+}
+
+TEST(threads_are_bound_and_released) {
+  // On a thread of its own: the policy and the pins end with it.
+  std::thread([] {
+    cpu_set_t before, set;
+    sched_getaffinity(0, sizeof(before), &before);
+    int cpu = 0;
+    while (!CPU_ISSET(cpu, &before)) ++cpu;
+    set_num_threads(2);
+    bind_threads(&cpu, 1);
+    sched_getaffinity(0, sizeof(set), &set);
+    CHECK(CPU_COUNT(&set) == 1 && CPU_ISSET(cpu, &set));
+    bind_threads(nullptr, 0);
+    sched_getaffinity(0, sizeof(set), &set);
+    CHECK(CPU_EQUAL(&set, &before));
+    set_num_threads(0);
+  }).join();
+}
+
+TEST(memory_comes_from_known_nodes_only) {
+  std::thread([] {
+    const int none[] = {1023}, beyond[] = {1024}, negative[] = {-1};
+    for (MemoryPolicy policy : {MemoryPolicy::prefer, MemoryPolicy::interleave}) {
+      CHECK(set_memory_policy(policy, none, 1) != 0);
+      CHECK(set_memory_policy(policy, beyond, 1) == EINVAL);
+      CHECK(set_memory_policy(policy, negative, 1) == EINVAL);
+    }
+    // Refused, if at all, only where the system has no such call.
+    const int error = set_memory_policy(MemoryPolicy::local, nullptr, 0);
+    CHECK(error == 0 || error == ENOSYS || error == EPERM);
+  }).join();
 }
 
 TEST(a_cap_leaves_the_levels_within_it) {

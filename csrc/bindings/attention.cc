@@ -10,7 +10,7 @@ namespace tilewright {
 namespace {
 
 constexpr DTypes kInt32 = one_of({DType::i32});
-constexpr int kMaxHeadWidth = 256;
+constexpr int kMaxHeadWidth = 1024;  // autoencoders attend with one head of all their channels
 
 std::string text(int64_t value) { return std::to_string(value); }
 
@@ -20,7 +20,7 @@ KvLayout layout_of(Op& op, const Tensor& pages, int64_t page_size, int64_t head_
   OP_REQUIRE(op, page_size > 0 && page_size % kTileDepth == 0,
              "page_size is " + text(page_size) + ", expected a multiple of 32");
   OP_REQUIRE(op, head_width >= 1 && head_width <= kMaxHeadWidth,
-             "head width is " + text(head_width) + ", expected 1 to 256");
+             "head width is " + text(head_width) + ", expected 1 to " + text(kMaxHeadWidth));
   OP_REQUIRE(op, pages.size(2) == layout.head_elements(),
              "cache has " + text(pages.size(2)) + " elements per head and page, expected " +
                  text(layout.head_elements()) + " for pages of " + text(page_size) + " tokens and heads of " +
@@ -124,7 +124,7 @@ void bind_varlen(nb::module_& m) {
         op.same_dtype(q, k);
         op.same_dtype(q, v);
         OP_REQUIRE(op, op["K"] >= 1 && op["K"] <= kMaxHeadWidth,
-                   "head width is " + text(op["K"]) + ", expected 1 to 256");
+                   "head width is " + text(op["K"]) + ", expected 1 to " + text(kMaxHeadWidth));
         VarlenArgs args = {};
         args.attention = query_args(op, q, out, op["G"], query_starts, scale, causal, window, soft_cap);
         require_of_inputs(

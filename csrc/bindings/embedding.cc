@@ -11,36 +11,42 @@ void in_range(const Op& op, const Tensor& ids, int64_t limit) {
   require_of_results(Ids{op.name(), ids.name, ids.data, ids.dtype, ids.numel(), limit});
 }
 
-EmbeddingArgs args_of(const Op& op, const Tensor& ids, const Tensor& out, int64_t vocabulary) {
-  in_range(op, ids, vocabulary);
+// The table has `num_rows` rows, of the tokens from `first` on, of `num_ids` that there are.
+EmbeddingArgs args_of(const Op& op, const Tensor& ids, const Tensor& out, int64_t num_rows, int64_t first,
+                      int64_t num_ids) {
+  OP_REQUIRE(op, first >= 0, "first is " + std::to_string(first) + ", expected 0 or more");
+  in_range(op, ids, num_ids);
   EmbeddingArgs args;
   args.ids = ids.data;
   args.id_dtype = ids.dtype;
+  args.first = first;
+  args.num_rows = num_rows;
   args.out = op.rows(out);
   args.count = op["T"];
   args.width = op["D"];
   return args;
 }
 
-void embedding_entry(nb::handle ids_arg, nb::handle table_arg, nb::handle out_arg) {
+void embedding_entry(nb::handle ids_arg, nb::handle table_arg, int64_t first, int64_t num_ids, nb::handle out_arg) {
   Op op("embedding");
   const Tensor ids = op.tensor(ids_arg, "ids", {"T"}, one_of({DType::i32, DType::i64}));
   const Tensor table = op.tensor(table_arg, "table", {"V", "D"}, kFloats);
   const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, kFloats);
   op.same_dtype(table, out);
-  EmbeddingArgs args = args_of(op, ids, out, op["V"]);
+  EmbeddingArgs args = args_of(op, ids, out, op["V"], first, num_ids);
   args.table = op.rows(table);
   launch(embedding, args);
 }
 
-void embedding_packed_entry(nb::handle ids_arg, const nb::tuple& table_arg, nb::handle out_arg) {
+void embedding_packed_entry(nb::handle ids_arg, const nb::tuple& table_arg, int64_t first, int64_t num_ids,
+                            nb::handle out_arg) {
   Op op("embedding_packed");
   const PackedWeight table = packed_of(op, table_arg, "table", {"_"});
   OP_REQUIRE(op, !table.gated, "the table is packed as gate and up rows, expected a plain packed weight");
   op.bind("D", table.k);
   const Tensor ids = op.tensor(ids_arg, "ids", {"T"}, one_of({DType::i32, DType::i64}));
   const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, one_of({storage_of(table.format)}));
-  EmbeddingArgs args = args_of(op, ids, out, table.n);
+  EmbeddingArgs args = args_of(op, ids, out, table.n, first, num_ids);
   args.table.data = table.data;
   args.packed = true;
   launch(embedding, args);
@@ -71,8 +77,8 @@ void scatter_rows_entry(nb::handle out_arg, nb::handle rows_arg, nb::handle valu
 
 void bind_embedding(nb::module_& m) {
   using namespace nb::literals;
-  m.def("embedding", &embedding_entry, "ids"_a, "table"_a, "out"_a);
-  m.def("embedding_packed", &embedding_packed_entry, "ids"_a, "table"_a, "out"_a);
+  m.def("embedding", &embedding_entry, "ids"_a, "table"_a, "first"_a, "num_ids"_a, "out"_a);
+  m.def("embedding_packed", &embedding_packed_entry, "ids"_a, "table"_a, "first"_a, "num_ids"_a, "out"_a);
   m.def("scatter_rows", &scatter_rows_entry, "out"_a, "rows"_a, "values"_a, "accumulate"_a);
 }
 

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "base/isa.h"
+#include "base/memory_policy.h"
 #include "base/parallel.h"
 #include "bindings/tensor.h"
 #include "kernels/manifest.h"
@@ -19,6 +20,13 @@ Isa isa_named(const std::string& name) {
     known = level.name + (known.empty() ? "" : ", " + known);
   }
   throw nb::value_error(("unknown ISA level '" + name + "', expected one of " + known).c_str());
+}
+
+MemoryPolicy policy_named(const std::string& name) {
+  if (name == "local") return MemoryPolicy::local;
+  if (name == "prefer") return MemoryPolicy::prefer;
+  if (name == "interleave") return MemoryPolicy::interleave;
+  throw nb::value_error(("unknown memory policy '" + name + "', expected local, prefer or interleave").c_str());
 }
 
 // {op: [(isa, kernel), ...]}, best first.
@@ -61,18 +69,25 @@ NB_MODULE(_kernels, m) {
     set_num_threads(count);
   });
   m.def("bind_threads", [](const std::vector<int>& cpus) { bind_threads(cpus.data(), static_cast<int>(cpus.size())); });
+  m.def("set_memory_policy", [](const std::string& policy, const std::vector<int>& nodes) {
+    return set_memory_policy(policy_named(policy), nodes.data(), static_cast<int>(nodes.size()));
+  });
   m.def("manifest", &manifest);
   bind_attention(m);
   bind_linear(m);
   bind_moe(m);
   bind_gated_delta(m);
   bind_conv(m);
+  bind_conv3d(m);
   bind_norm(m);
+  bind_group_norm(m);
+  bind_ada_norm(m);
   bind_activation(m);
   bind_embedding(m);
   bind_rope(m);
   bind_probe(m);
   bind_image(m);
   bind_sample(m);
+  bind_collective(m);
   bind_plan(m);
 }

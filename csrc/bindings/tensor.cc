@@ -151,7 +151,7 @@ int64_t Op::num_rows(const Tensor& x, int inner) const {
 
 int64_t Op::row_stride(const Tensor& x, int inner) const {
   const int outer = x.rank - inner;
-  if (outer <= 0) return 0;
+  if (outer <= 0 || x.numel() == 0) return 0;
   int64_t stride = 0, expected = 0;  // of the innermost outer axis longer than 1; of the next one
   for (int i = outer - 1; i >= 0; --i) {
     if (x.shape[i] == 1) continue;

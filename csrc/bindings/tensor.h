@@ -125,13 +125,17 @@ void bind_linear(nb::module_& m);
 void bind_moe(nb::module_& m);
 void bind_gated_delta(nb::module_& m);
 void bind_conv(nb::module_& m);
+void bind_conv3d(nb::module_& m);
 void bind_norm(nb::module_& m);
+void bind_group_norm(nb::module_& m);
+void bind_ada_norm(nb::module_& m);
 void bind_activation(nb::module_& m);
 void bind_embedding(nb::module_& m);
 void bind_rope(nb::module_& m);
 void bind_probe(nb::module_& m);
 void bind_image(nb::module_& m);
 void bind_sample(nb::module_& m);
+void bind_collective(nb::module_& m);
 void bind_plan(nb::module_& m);
 
 }  // namespace tilewright

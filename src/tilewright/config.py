@@ -2,14 +2,16 @@
 
 TILEWRIGHT_MAX_ISA       the highest ISA level the kernels may use: scalar, avx2, avx512, avx512_bf16 or amx on x86-64;
                          scalar, neon, neon_dotprod or neon_bf16 on aarch64; unset: the best there is
-TILEWRIGHT_NUM_THREADS   threads the kernels use, counting the caller; unset: one per CPU of TILEWRIGHT_BIND, or of
-                         the process
-TILEWRIGHT_BIND          CPUs the threads are pinned to, such as "0-7,9"; unset: not pinned
+TILEWRIGHT_NUM_THREADS   threads the kernels use, counting the caller, on each rank where there are several; unset: one
+                         per CPU of TILEWRIGHT_BIND, or of the process; with several ranks, one per core of the rank
+TILEWRIGHT_BIND          CPUs the threads are pinned to, such as "0-7,9"; unset: not pinned. With several ranks: the
+                         CPUs that ranks are cut from, as if the process had only those
 TILEWRIGHT_CACHE_DIR     where packed weights are kept between starts, or "off"; unset: tilewright in XDG_CACHE_HOME or,
                          without that, in ~/.cache
 TILEWRIGHT_API_KEY       the key, or keys with commas between, that `tilewright serve` asks for; unset: none
 NO_COLOR                 anything: no colours in the terminal; unset: colours where a terminal shows them
 OPENAI_API_KEY           what `tilewright bench serve` shows the server it measures; unset: nothing
+RAY_ADDRESS              the Ray cluster that --replicas uses; unset: one is started on this machine
 """
 
 import functools
@@ -17,7 +19,8 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Collection, Iterable, Mapping
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,18 +51,76 @@ class Config:
 
     available_cpus: tuple[int, ...]  # as the process started: a pinned thread sees only its own
     max_isa: str | None = None  # None: the best there is
-    num_threads: int | None = None  # None: one per CPU of the process
+    num_threads: int | None = None  # None: one per CPU of `bind_cpus`, or of the process
     bind_cpus: tuple[int, ...] = ()  # empty: threads are not pinned
+    memory_nodes: tuple[int, ...] = ()  # of a rank, where its memory comes from; empty: as the system likes
     cache_dir: Path | None = None  # None: packed weights are not kept
     no_color: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     openai_api_key: str | None = field(default=None, repr=False)
+    ray_address: str | None = None  # None: a cluster of our own
+
+    @property
+    def usable_cpus(self) -> tuple[int, ...]:
+        """The CPUs that threads may be bound to."""
+        return tuple(sorted(self.bind_cpus)) or self.available_cpus
+
+    @property
+    def team_size(self) -> int:
+        """Threads of a kernel."""
+        return self.num_threads or len(self.usable_cpus)
 
 
 @functools.cache
-def current() -> Config:
-    """The Config of this process, read once."""
+def from_environment() -> Config:
+    """The Config that this process was started with, read once."""
     return resolve(os.environ, os.sched_getaffinity(0))
+
+
+_in_place: Config | None = None
+
+
+def current() -> Config:
+    """The Config of this process: that of its environment, unless another was put in its place."""
+    return _in_place or from_environment()
+
+
+def use(settings: Config | None) -> None:
+    """Puts `settings` in place of those of the environment; None: puts these back.
+
+    For a rank of several, which has its own CPUs. The kernels follow when `ops.native` is loaded, or told to.
+    """
+    global _in_place
+    _in_place = settings
+
+
+def use_threads(num_threads: int) -> None:
+    """Lets this process and those it starts use so many threads, unless the environment says how many.
+
+    For a process that shares the machine with others like it; before the kernels are loaded.
+    """
+    os.environ.setdefault("TILEWRIGHT_NUM_THREADS", str(num_threads))
+    from_environment.cache_clear()
+
+
+def prepare_ray(*, is_own: bool) -> None:
+    """Sets what Ray reads from the environment as it is imported, for a cluster of our own or one that runs.
+
+    What the user has set stays as it is, but for one thing: nothing is reported to Ray's makers.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if not is_own:
+        return
+    defaults = {
+        # Addresses of this machine alone: the name says otherwise, but on Linux it decides about them too.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # A replica of Ray Serve also listens on all addresses. With a token it answers nobody else.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Ray runs its workers at 15: any other program on the machine would come before the engines.
+        "RAY_worker_niceness": "0",
+    }
+    os.environ |= {name: value for name, value in defaults.items() if name not in os.environ}
 
 
 def resolve(
@@ -67,10 +128,8 @@ def resolve(
 ) -> Config:
     """The Config that the variables of `environment` describe, checked; ConfigError otherwise."""
     max_isa = _parse_isa(environment.get("TILEWRIGHT_MAX_ISA"), architecture)
-    bind_cpus = _parse_cpus(environment.get("TILEWRIGHT_BIND"), available_cpus)
+    bind_cpus = parse_cpus("TILEWRIGHT_BIND", environment.get("TILEWRIGHT_BIND", ""), available_cpus)
     num_threads = _parse_num_threads(environment.get("TILEWRIGHT_NUM_THREADS"))
-    if num_threads is None and bind_cpus:
-        num_threads = len(bind_cpus)
     cache_dir = _parse_cache_dir(environment)
     api_keys = _parse_api_keys(environment.get("TILEWRIGHT_API_KEY", ""))
     openai_api_key = environment.get("OPENAI_API_KEY") or None
@@ -83,6 +142,7 @@ def resolve(
         no_color=bool(environment.get("NO_COLOR")),
         api_keys=api_keys,
         openai_api_key=openai_api_key,
+        ray_address=environment.get("RAY_ADDRESS") or None,
     )
     _log.debug(
         "max_isa %s, num_threads %s, bind_cpus %s, cache_dir %s",
@@ -150,22 +210,30 @@ def _parse_num_threads(text: str | None) -> int | None:
     return int(text)
 
 
-def _parse_cpus(text: str | None, available_cpus: Collection[int]) -> tuple[int, ...]:
+def parse_cpus(name: str, text: str, available_cpus: Collection[int]) -> tuple[int, ...]:
+    """The CPUs of a list such as "0-7,9", in its order, all of them available; none for "". Errors call it `name`."""
     if not text:
         return ()
-    cpus: list[int] = []
+    cpus = expand_ranges(text)
+    if cpus is None:
+        raise ConfigError(f"{name} is {text!r}, expected CPU numbers and ranges such as 0-7,9")
+    allowed = format_cpus(sorted(available_cpus))
+    if not cpus:
+        raise ConfigError(f"{name} is {text!r}, which names no CPU; this process may use {allowed}")
+    if others := sorted(set(cpus) - set(available_cpus)):
+        raise ConfigError(f"{name} is {text!r}, but this process may not use {name_cpus(others)}, only {allowed}")
+    return tuple(dict.fromkeys(cpus))
+
+
+def expand_ranges(text: str) -> list[int] | None:
+    """The numbers that "0-7,9" stands for; None if it is no such list."""
+    numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ConfigError(f"TILEWRIGHT_BIND is {text!r}, expected CPU numbers and ranges such as 0-7,9")
-        cpus.extend(range(int(first), int(last or first) + 1))
-    allowed = format_cpus(sorted(available_cpus))
-    if not cpus:
-        raise ConfigError(f"TILEWRIGHT_BIND is {text!r}, which names no CPU; this process may use {allowed}")
-    for cpu in cpus:
-        if cpu not in available_cpus:
-            raise ConfigError(f"TILEWRIGHT_BIND is {text!r}, but this process may not use CPU {cpu}, only {allowed}")
-    return tuple(dict.fromkeys(cpus))
+            return None
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
@@ -177,3 +245,8 @@ def format_cpus(cpus: Iterable[int]) -> str:
         else:
             ranges.append([cpu, cpu])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def name_cpus(cpus: Sequence[int]) -> str:
+    """CPUs as a sentence names them: "CPU 3", "CPUs 0-7,9"."""
+    return f"CPU{'s' * (len(cpus) != 1)} {format_cpus(cpus)}"

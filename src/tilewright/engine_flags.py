@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MODEL_HELP = f"a folder, a GGUF file or a hub id (default: the embedded {embedded.MODEL_NAME})"
 _NAMES = (
     "dtype",
+    "tp",
+    "cpu_binding",
     "backend",
     "kv_memory",
     "max_context",
@@ -43,7 +45,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: that of the checkpoint")
     text = "what computes: our kernels (default), or plain torch, slowly, to compare with"
     group.add_argument("--backend", choices=("native", "torch"), help=text)
-    text = 'for the KV cache, such as "4GB" (default: half of the free memory)'
+    text = "processes that the model is split over, one per NUMA node; auto: as many as are faster (default 1)"
+    group.add_argument("--tp", type=_ranks, metavar="N|auto", help=text)
+    text = 'CPUs of each of them, such as "0-7|8-15" (default: those of its NUMA node)'
+    group.add_argument("--cpu-binding", metavar="LISTS", help=text)
+    text = "for the KV cache, such as 4GB or 25%% of the free memory (default: half of it)"
     group.add_argument("--kv-memory", metavar="SIZE", help=text)
     group.add_argument("--max-context", type=positive, metavar="N", help="tokens of a prompt and its answer together")
     group.add_argument("--max-sequences", type=positive, metavar="N", help="answers computed together")
@@ -61,6 +67,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-special-tokens", action="store_const", const=True,
         help="parse special tokens in the text of messages: their authors can then pose as system or assistant",
     )  # fmt: skip
+
+
+def _ranks(text: str) -> int | str:
+    return text if text == "auto" else positive(text)
 
 
 def positive(text: str) -> int:

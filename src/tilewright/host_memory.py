@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tilewright import control_group
 from tilewright.types import RequestError
 
 # Linux's flag of mmap, which Python names only from 3.13 on. Without it the kernel counts a whole mapping against the
 # memory that may be promised, and refuses one larger than the machine's.
 MAP_NORESERVE = 0x4000
-
-GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUP = Path("/proc/self/cgroup")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -27,6 +26,15 @@ def parse_bytes(size: int | str) -> int:
     if not match or match[2] == "i":
         raise RequestError(f"memory size is {size!r}, expected bytes or a size such as 2GB or 1.5GiB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def shared_file(name: str) -> int:
+    """The descriptor of an empty file in memory, without a name: it goes with the last process that has it."""
+    try:
+        return os.memfd_create(f"tilewright_{name}", os.MFD_CLOEXEC)
+    except OSError:  # a system that refuses the call: a file that has no name either
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
 
 
 def total_bytes() -> int:
@@ -45,22 +53,8 @@ def _system_bytes(name: str) -> int:
 
 
 def _group_bytes() -> Iterator[tuple[int, int]]:
-    """(limit, used) of the control group and those around it, in the files of either version, where it has a limit.
-
-    A service's limit is that of its own group; in a container the own group is shown as the root.
-    """
-    lines = OWN_GROUP.read_text().splitlines() if OWN_GROUP.exists() else []
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        names = ("memory.max", "memory.current")
-        root = GROUPS
-        if number != "0":
-            if "memory" not in controllers.split(","):
-                continue
-            names, root = ("memory.limit_in_bytes", "memory.usage_in_bytes"), GROUPS / "memory"
-        group = Path(path)
-        for folder in (group, *group.parents):
-            with contextlib.suppress(OSError):
-                limit, used = (Path(f"{root}{folder}", name).read_text().strip() for name in names)
-                if limit.isdecimal() and used.isdecimal():
-                    yield int(limit), int(used)
+    """(limit, used) of the control group and those around it, where it has a limit."""
+    files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    for limit, used in control_group.values_of("memory", *files):
+        if limit.isdecimal() and used.isdecimal():
+            yield int(limit), int(used)

@@ -12,10 +12,12 @@ from tilewright.cpu_name import cpu_name
 from tilewright.host_memory import available_bytes, total_bytes
 from tilewright.ops import backend
 from tilewright.ops.native import kernels
+from tilewright.parallel import topology
+from tilewright.parallel.binding import RankBinding, plan_binding
+from tilewright.parallel.topology import read_text
 
 CPUINFO = Path("/proc/cpuinfo")
-SYS_CPU = Path("/sys/devices/system/cpu")
-SYS_NODE = Path("/sys/devices/system/node")
+SYSTEM = topology.SYSTEM
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NUM_TURNS = 5  # of each multiply type, when measuring
 
@@ -64,6 +66,7 @@ class Machine:
     num_threads: int
     bind_cpus: str
     numa_nodes: list[NumaNode]
+    node_binding: list[RankBinding]  # of a rank per node that the process may use; empty for one node
     memory_bytes: int
     memory_available_bytes: int
     transparent_huge_pages: str
@@ -90,22 +93,24 @@ class Measured:
 def describe() -> Machine:
     """The Machine this process runs on, with the settings it was started with."""
     settings = config.current()
+    cpus = topology.read_cpus(SYSTEM).values()
     return Machine(
         version=__version__,
-        cpu_model=cpu_name(_read(CPUINFO)) or platform.processor() or "unknown",
+        cpu_model=cpu_name(read_text(CPUINFO)) or platform.processor() or "unknown",
         isa_found=kernels.isa_levels(),
         isa_cap=settings.max_isa,
         isa_in_use=kernels.active_isa(),
-        num_sockets=len(_cpu_topology("physical_package_id")) or 1,
-        num_cores=len(_cpu_topology("physical_package_id", "core_id")) or os.cpu_count() or 1,
+        num_sockets=len({cpu.socket for cpu in cpus}) or 1,
+        num_cores=len({cpu.core for cpu in cpus}) or os.cpu_count() or 1,
         num_cpus=os.cpu_count() or 1,
         process_cpus=config.format_cpus(settings.available_cpus),
         num_threads=kernels.num_threads(),
         bind_cpus=config.format_cpus(settings.bind_cpus),
         numa_nodes=_numa_nodes(),
+        node_binding=_node_binding(),
         memory_bytes=total_bytes(),
         memory_available_bytes=available_bytes(),
-        transparent_huge_pages=_first_match(r"\[(\w+)\]", _read(HUGE_PAGES)) or "unknown",
+        transparent_huge_pages=_first_match(r"\[(\w+)\]", read_text(HUGE_PAGES)) or "unknown",
         caches=_caches(),
         backends=list(backend.NAMES),
         kernels=chosen_kernels(),
@@ -163,6 +168,7 @@ def as_text(machine: Machine, measured: Measured | None = None) -> str:
         ("caches", "; ".join(caches) or "unknown"),
         ("memory", f"{_size(machine.memory_bytes)}, {_size(machine.memory_available_bytes)} available"),
         ("NUMA", "; ".join(nodes) or "one node"),
+        *((f"--tp {len(machine.node_binding)}", str(rank)) for rank in machine.node_binding),
         ("huge pages", machine.transparent_huge_pages),
         ("backends", f"{', '.join(machine.backends)}; --backend chooses, {machine.backends[0]} unless told"),
         *((f"op {op}", kernel.name) for op, kernel in machine.kernels.items()),
@@ -182,41 +188,30 @@ def as_text(machine: Machine, measured: Measured | None = None) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def _read(path: Path) -> str:
-    """The text of a file of /proc or /sys, "" where the system has none."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _first_match(pattern: str, text: str) -> str:
     match = re.search(pattern, text, re.MULTILINE)
     return match[1].strip() if match else ""
 
 
-def _cpu_topology(*names: str) -> set[tuple[str, ...]]:
-    """The distinct values of the topology files `names` over all CPUs."""
-    folders = SYS_CPU.glob("cpu[0-9]*/topology")
-    return {values for folder in folders if all(values := tuple(_read(folder / name) for name in names))}
-
-
 def _numa_nodes() -> list[NumaNode]:
-    nodes = []
-    for folder in sorted(SYS_NODE.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
-        total = _first_match(r"MemTotal:\s*(\d+)", _read(folder / "meminfo"))
-        nodes.append(NumaNode(int(folder.name[4:]), _read(folder / "cpulist"), int(total or 0) * 1024))
-    return nodes
+    nodes = topology.read_nodes(SYSTEM)
+    return [NumaNode(node.number, config.format_cpus(node.cpus), node.memory_bytes) for node in nodes]
+
+
+def _node_binding() -> list[RankBinding]:
+    usable = topology.read_topology(system=SYSTEM)
+    size = len(usable.nodes)
+    return plan_binding(usable, size, num_threads=config.current().num_threads).ranks if size > 1 else []
 
 
 def _caches() -> list[Cache]:
     caches = []
-    for folder in sorted((SYS_CPU / "cpu0/cache").glob("index[0-9]*")):
-        size = re.fullmatch(r"(\d+)([KMG]?)", _read(folder / "size"))
+    for folder in sorted((SYSTEM / "cpu/cpu0/cache").glob("index[0-9]*")):
+        size = re.fullmatch(r"(\d+)([KMG]?)", read_text(folder / "size"))
         if size:
             size_bytes = int(size[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[size[2]]
-            level, kind = int(_read(folder / "level") or 0), _read(folder / "type")
-            caches.append(Cache(level, kind, size_bytes, _read(folder / "shared_cpu_list")))
+            level, kind = int(read_text(folder / "level") or 0), read_text(folder / "type")
+            caches.append(Cache(level, kind, size_bytes, read_text(folder / "shared_cpu_list")))
     return caches
 
 

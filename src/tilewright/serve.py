@@ -12,15 +12,16 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tilewright import embedded, engine_flags
+from tilewright import embedded, engine_flags, replica_flags
 from tilewright.event_loop import run_loop
 from tilewright.server import flags
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
     from tilewright.server.link.remote import RemoteBackend
+    from tilewright.server.replicas.backend import ReplicaBackend
     from tilewright.server.settings import ServerSettings
 
 HOST = "127.0.0.1"
@@ -43,6 +44,8 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
   tilewright serve Qwen/Qwen3-VL-2B-Instruct --port 9000
   TILEWRIGHT_API_KEY=secret tilewright serve MODEL --host 0.0.0.0
   tilewright serve MODEL --allow-files ~/Pictures     clients may use file:// URLs of pictures in it
+  tilewright serve MODEL --replicas 2                 two engines; one that is lost is replaced
+  tilewright serve MODEL --replicas 1:4 --ray-address HOST:6379    on the machines of a Ray cluster, by load
   curl http://127.0.0.1:8000/v1/models""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -57,14 +60,16 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     group.add_argument("-q", "--quiet", action="store_true", help="only warnings")
     group.add_argument("-v", "--verbose", action="store_true", help="log more")
     engine_flags.add_engine_arguments(parser)
+    text = "engines behind this server, such as 2, or 1:4 as the load asks for; SIGHUP replaces them one by one"
+    replica_flags.add_arguments(parser, replica_flags.count_or_range, text)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
     from tilewright.server import log_lines
-    from tilewright.server.link.remote import RemoteBackend
 
+    replica_flags.check(options)
     is_json = options.log_format == "json" or (options.log_format is None and not sys.stderr.isatty())
     log_lines.configure(is_json, _log_level(options))
     _allow_many_connections()
@@ -80,11 +85,34 @@ def run(options: argparse.Namespace) -> int:
         "isolate_media": True,
         "media_limits": dataclasses.asdict(settings.media.limits),
     }
-    level = logging.DEBUG if options.verbose else logging.WARNING
-    backend = RemoteBackend(engine, log_level=level, log_is_json=is_json)
     with listener:
+        backend = _backend(options, engine, is_json)
         status: int = run_loop(serve(settings, backend, listener, options.drain_timeout))
         return status
+
+
+def _backend(options: argparse.Namespace, engine: dict[str, Any], log_is_json: bool) -> RemoteBackend | ReplicaBackend:
+    """An engine of its own process, or several of them by Ray."""
+    log_level = logging.DEBUG if options.verbose else logging.WARNING
+    if options.replicas is None:
+        from tilewright.server.link.remote import RemoteBackend
+
+        return RemoteBackend(engine, log_level=log_level, log_is_json=log_is_json)
+    from tilewright.cluster import connection
+    from tilewright.server.replicas.backend import ReplicaBackend
+
+    connection.connect(options.ray_address)
+    from tilewright.cluster.serving import RayReplicas, ReplicaSettings
+
+    settings = ReplicaSettings(
+        {**engine, "progress": False},
+        options.replicas,
+        options.replica_cpus,
+        options.drain_timeout,
+        log_level,
+        log_is_json,
+    )
+    return ReplicaBackend(RayReplicas(settings))
 
 
 def _log_level(options: argparse.Namespace) -> int:
@@ -108,7 +136,9 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-async def serve(settings: ServerSettings, backend: RemoteBackend, listener: socket.socket, drain_s: float) -> int:
+async def serve(
+    settings: ServerSettings, backend: RemoteBackend | ReplicaBackend, listener: socket.socket, drain_s: float
+) -> int:
     """Serves until SIGINT or SIGTERM, then finishes the answers under way."""
     import uvicorn
 
@@ -116,6 +146,7 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
     from tilewright.server.connections import server_config
     from tilewright.server.handler import ApiHandler
     from tilewright.server.link.remote import EngineRefused
+    from tilewright.server.replicas.backend import ReplicaBackend
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -137,6 +168,8 @@ async def serve(settings: ServerSettings, backend: RemoteBackend, listener: sock
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
+    if isinstance(backend, ReplicaBackend):
+        loop.add_signal_handler(signal.SIGHUP, backend.replace_all)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     num_keys = len(settings.api_keys)

@@ -71,13 +71,13 @@ def test_a_model_by_name_a_key_and_another_interface(run, monkeypatch):
 
 def test_the_key_of_the_environment(run, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "from-the-environment")
-    config.current.cache_clear()
+    config.from_environment.cache_clear()
     try:
         with OddServer(well_behaved) as server:
             assert run(server)[0] == 0
     finally:
         monkeypatch.undo()
-        config.current.cache_clear()
+        config.from_environment.cache_clear()
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer from-the-environment"}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from mock_model import EOS, VOCABULARY_SIZE, _choose, logits_of, make_core
 
-from tilewright.engine.assembly import local_executor, step_layout
+from tilewright.engine.assembly import make_executor, step_layout
 from tilewright.engine.core import EngineCore
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.sequence import Sequence
@@ -138,7 +138,7 @@ def recurrent_core(
         inputs = StepInputs(step_layout(resources, limits, num_axes))
         buffer = MediaBuffer(1, torch.float32, 1 << 16)
         runner = ModelRunner(model, [pages], inputs, limits, states=states, media_rows=buffer.rows, replay=False)
-        return local_executor(resources, runner, buffer)
+        return make_executor(resources, runner, buffer)
 
     return make_core(
         num_pages,

@@ -6,7 +6,8 @@ import weakref
 import pytest
 from mock_model import answer, make_core, media_inputs, read_by, text_inputs
 
-from tilewright.engine.loop import EngineError, EngineLoop
+from tilewright.engine.errors import EngineError
+from tilewright.engine.loop import EngineLoop
 from tilewright.types import RequestError, SamplingParams
 
 TIMEOUT_S = 60.0

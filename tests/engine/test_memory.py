@@ -22,3 +22,18 @@ def test_slots_of_states():
         RequestError, match=r"kv_memory is 109 bytes, expected at least 110: .* takes 100, a page .* 10"
     ):
         memory.num_state_slots(100, 10, 1000, 109)
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [(None, 500), (123, 123), ("2kB", 2000), ("50%", 500), ("12.5%", 125), ("99%", 990)],
+)
+def test_bytes_or_a_share_of_the_free_memory(monkeypatch, given, size):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    assert memory.kv_bytes(given) == size
+
+
+@pytest.mark.parametrize("given", ["100%", "-1%", "%", "1e1%", "5 %"])
+def test_shares_that_are_none(given):
+    with pytest.raises(RequestError, match="memory size is"):
+        memory.kv_bytes(given)

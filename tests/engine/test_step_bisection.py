@@ -5,7 +5,8 @@ import math
 import pytest
 from mock_model import LetterDecoder, answer, make_core, media_inputs, run_all, text_inputs
 
-from tilewright.engine.loop import EngineError, EngineLoop
+from tilewright.engine.errors import EngineError
+from tilewright.engine.loop import EngineLoop
 from tilewright.types import SamplingParams
 
 CULPRIT = 7  # its prompt begins with this token

@@ -447,6 +447,7 @@ def test_real_memory_limits():
     opener.close()
 
 
+@pytest.mark.alone  # 0.2 s are left for all but sleeping
 def test_an_item_has_so_much_time_from_its_opening_on(taken_over):
     """What opening took is missing when it is decoded; once decoded, it may be decoded again."""
     code = """

@@ -5,7 +5,7 @@ import tiny
 import tiny_qwen3_5
 import torch
 
-from tilewright.engine.assembly import build_resources, local_executor, step_layout
+from tilewright.engine.assembly import build_resources, make_executor, step_layout
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.step_inputs import StepInputs
 from tilewright.engine.step_limits import StepLimits
@@ -93,7 +93,7 @@ def make_runner():
             media_rows=buffer.rows,
             replay=replay,
         )
-        return local_executor(resources, runner, buffer)
+        return make_executor(resources, runner, buffer)
 
     return make
 

@@ -227,7 +227,6 @@ def test_pinning_reaches_the_thread_that_computes(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tp": 2}, "tp is 2"),
         ({"quantize": "int4"}, "quantize is 'int4'"),
         ({"device": "cuda"}, "device is 'cuda'"),
         ({"dtype": "int8"}, "dtype is 'int8'"),

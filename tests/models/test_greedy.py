@@ -1,11 +1,14 @@
 """A greedy answer depends on its own prompt alone: not on the batch, chunks, caches, preemption, drafts or replays."""
 
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import pytest
 import tiny
 import tiny_qwen3_5
 import torch
 from core_answers import CoreAnswers
+from rank_threads import RankThreads
 
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -28,14 +31,49 @@ def is_exact_however(model, dtype):
 class Answers(CoreAnswers):
     def __init__(self, model, dtype, **options):
         page_size = PAGE_SIZE if is_exact_however(model, dtype) else CHUNK_SIZE
-        super().__init__(model, dtype, page_size=page_size, **options)
+        ranks = RANKS.get(model)
+        super().__init__(model, dtype, page_size=page_size, ranks=ranks and ranks.session(), **options)
 
 
-@pytest.fixture(params=["qwen3_vl", "qwen3_moe", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def case(request, networks, models, dtype):
+RANKS: WeakKeyDictionary = WeakKeyDictionary()  # of the models that are split
+
+
+@pytest.fixture(scope="module")
+def split_models(networks):
+    """By family and dtype, over two ranks."""
+    made = {}
+
+    def model(family, dtype):
+        if (family, dtype) not in made:
+            made[family, dtype] = RankThreads(networks(family)[1], dtype, 2)
+        ranks = made[family, dtype]
+        RANKS[ranks.model] = ranks
+        return ranks.model
+
+    yield model
+    for ranks in made.values():
+        ranks.close()
+
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+FAMILIES = ("qwen3_vl", "qwen3_moe", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+# Family, ranks and dtype. Split families differ in what they cache, which fp32 shows in all ways of computing; sums of
+# ranks are rounded to bf16 in the same place of every family, so one is enough.
+CASES = [
+    *((family, 1, dtype) for family in FAMILIES for dtype in DTYPES),
+    *(("qwen3_vl", 2, dtype) for dtype in DTYPES),
+    ("mllama", 2, "f32"),
+    ("qwen3_5_moe", 2, "f32"),
+]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-tp{case[1]}-{case[2]}")
+def case(request, networks, models, split_models):
     """A model and prompts for it, of which two share a beginning and one repeats itself."""
-    hf, _ = networks(request.param)
-    num_axes = 3 if request.param in (*tiny.VISION_FAMILIES, *tiny_qwen3_5.SEEING) else 1
+    family, num_ranks, dtype_name = request.param
+    dtype = DTYPES[dtype_name]
+    hf, _ = networks(family)
+    num_axes = 3 if family in (*tiny.VISION_FAMILIES, *tiny_qwen3_5.SEEING) else 1
     prompts = [tiny.text_prompt(length, seed, num_axes) for length, seed in ((5, 1), (90, 2), (33, 3))]
     repeating = np.tile(np.arange(11), 8)
     positions = np.broadcast_to(np.arange(len(repeating)), (num_axes, len(repeating))).astype(np.int64)
@@ -43,7 +81,7 @@ def case(request, networks, models, dtype):
     longer = (*prompts[1].inputs.token_ids, 1, 2, 3)
     positions = np.broadcast_to(np.arange(len(longer)), (num_axes, len(longer))).astype(np.int64)
     inputs.append(ModelInputs(longer, positions, len(longer)))
-    if request.param in tiny.CROSS_FAMILIES:
+    if family in tiny.CROSS_FAMILIES:
         for pieces, seed in (
             ([4, (1, 2), 9], 4),
             ([(2, 2), 30, (1, 1), (1, 3), 5], 5),
@@ -57,7 +95,7 @@ def case(request, networks, models, dtype):
             ([("video", (3, 4, 6))], 6),
         ):
             inputs.append(tiny.in_dtype(tiny.media_prompt(hf, media, seed).inputs, dtype))
-    return models(request.param, dtype), dtype, inputs
+    return (models if num_ranks == 1 else split_models)(family, dtype), dtype, inputs
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from asking import about, picture
 
 import tilewright
 from tilewright.engine.costs import costs_of
-from tilewright.engine.loop import EngineError
+from tilewright.engine.errors import EngineError
 from tilewright.engine.sequence import Sequence
 from tilewright.models.mllama.processor import MllamaProcessor
 from tilewright.types import Constraint, RequestError, SamplingParams

@@ -11,6 +11,7 @@ from test_mllama import load_folder, save_tensors
 from test_parity import expected, logits_of, relative
 
 from tilewright.models.registry import family_of
+from tilewright.models.text_config import decoder_config
 from tilewright.models.tied_head import config_as_stored
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.checkpoint import open_checkpoint
@@ -174,3 +175,20 @@ def test_heads_of_a_vision_tower_may_be_of_another_width(networks, tmp_path):
     shapes = {source.name: source.shape for weight in iter_weights(model.vision) for source in weight.sources}
     assert shapes["model.visual.blocks.0.attn.qkv.weight"] == (3 * 3 * 32, 72)
     assert shapes["model.visual.blocks.0.attn.proj.weight"] == (72, 3 * 32)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"hidden_size": 96, "head_dim": 40}, 40),
+        ({"hidden_size": 96, "head_dim": None}, 24),
+        ({"hidden_size": 96}, 24),
+        ({"hidden_size": 96, "qk_head_dim": 48}, 48),
+        ({"hidden_size": 96, "head_dim": None, "qk_head_dim": 48}, 48),
+        ({"d_model": 64}, 16),
+        ({"hidden_size": None, "d_model": 64}, 16),
+    ],
+)
+def test_the_width_of_a_head_is_found_in_any_config(given, expected):
+    text = {key: value for key, value in tiny.TEXT.items() if key != "hidden_size"}
+    assert decoder_config({**text, **given}).attention.head_width == expected

@@ -15,7 +15,7 @@ from step_worker import Sizes, make_runner, serve, shared_inputs
 from tilewright.engine.assembly import build_resources, step_layout
 from tilewright.engine.core import EngineCore
 from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
-from tilewright.engine.executor import LocalExecutor
+from tilewright.engine.executor import Executor
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.step_limits import StepLimits
@@ -27,7 +27,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logit_b
 TIMEOUT_S = 120
 
 
-class MirroringExecutor(LocalExecutor):
+class MirroringExecutor(Executor):
     """Has a worker run each step too, from what this process has written."""
 
     def __init__(self, model_runner, writer, connection):

@@ -13,11 +13,14 @@ from helpers import poisoned, rand
 import tilewright.ops
 from tilewright.ops import (
     activation,
+    ada_norm,
     attention,
     backend,
     conv,
+    conv3d,
     embedding,
     gated_delta,
+    group_norm,
     image,
     linear,
     moe,
@@ -154,6 +157,7 @@ def calls_of_every_op(dtype):
     cache = KvCache.empty(4, 32, 2, 16, dtype)
     packed = linear.pack_weight(at(40, 48), at(40))
     gated = linear.pack_weight(at(80, 48), gated=True)
+    conv_2d, conv_3d = (conv3d.pack_conv(at(8, *axes)) for axes in ((6, 3, 3), (40, 3, 3, 3)))
     experts = [moe.PackedExperts.empty(8, n, k, g, dtype) for n, k, g in ((64, 48, True), (48, 32, False))]
     delta = (
         at(6, 2, 16),
@@ -167,6 +171,18 @@ def calls_of_every_op(dtype):
     return [
         (norm.rms_norm, (at(3, 48), at(48), 1e-6), {"residual": at(3, 48), "gate": at(3, 48), "out": at(3, 48)}),
         (norm.layer_norm, (at(3, 48), at(48), at(48), 1e-6), {"out": at(3, 48)}),
+        (
+            group_norm.group_norm,
+            (at(2, 3, 4, 48), 6, at(48), None, 1e-6),
+            {"activation": "silu", "out": at(2, 3, 4, 48)},
+        ),
+        (
+            ada_norm.ada_layer_norm,
+            (at(2, 6, 48), at(2, 48), at(2, 6, 48), 1e-6),
+            {"residual": at(2, 6, 48), "gate": at(2, 3, 1, 48), "out": at(2, 6, 48)},
+        ),
+        (ada_norm.ada_rms_norm, (at(2, 6, 48), at(2, 48), None, 1e-6), {"weight": at(48)}),
+        (ada_norm.gated_add, (at(2, 6, 48), at(2, 6, 48), at(2, 48, dtype=f32)), {"out": at(2, 6, 48)}),
         (linear.linear, (at(3, 48), packed), {"residual": at(3, 40), "out": at(3, 40)}),
         (linear.linear, (at(3, 48), gated), {"activation": "silu", "out_dtype": f32}),
         (moe.route, (at(3, 8, dtype=f32), 3), {"renormalize": True}),
@@ -202,6 +218,8 @@ def calls_of_every_op(dtype):
         (gated_delta.gated_delta_rule, (*delta, ids(3), ids(2), ids(6)), {}),
         (conv.causal_conv, (at(6, 8), at(4, 8), at(5, 3, 8), ids(3), ids(2)), {"bias": at(8)}),
         (conv.causal_conv, (at(6, 8), at(4, 8), at(5, 3, 8), ids(3), ids(2), ids(6)), {"out": at(6, 8)}),
+        (conv3d.conv3d, (at(2, 3, 5, 4, 40), conv_3d), {"previous": at(2, 1, 5, 4, 40), "out": at(2, 3, 3, 2, 8)}),
+        (conv3d.conv2d, (at(2, 5, 4, 6), conv_2d), {"upsample": True, "activation": "silu", "out": at(2, 8, 6, 8)}),
         (sample.sample, (at(3, 50, dtype=f32), *filters, at(3, dtype=torch.float64)), {}),
         (sample.softmax_probs, (at(3, 50, dtype=f32), *filters), {}),
         (sample.log_probs, (at(3, 50, dtype=f32), ids(3, dtype=torch.int64), 4), {}),
@@ -243,8 +261,8 @@ def test_all_on_another_device(dtype):
                 assert result is keywords["out"], function.__name__
             called.add(function.__name__)
     storage = {"elements_per_token", "empty_pages", "read_pages", "weight_format", "packed_elements", "pack_into"}
-    storage |= {"unpacked", "pack_weight_rows", "pack_bias"}
-    assert called | storage == {name for _, name in backend.OPS}
+    storage |= {"unpacked", "pack_weight_rows", "pack_bias", "conv_depth"}
+    assert (called - {"conv2d"}) | storage == {name for _, name in backend.OPS}
 
 
 def test_out_is_written(dtype):

@@ -158,3 +158,18 @@ def test_errors_name_the_tensor():
 
 def test_no_tokens(isa):
     assert rope.rope(torch.zeros(0, 2, 8), torch.zeros(0, 4), torch.zeros(0, 4)).shape == (0, 2, 8)
+
+
+def test_pairs_by_frame_row_and_column_are_complex_products(isa, dtype):
+    """As diffusion transformers have it: each axis of a clip turns its share of the pairs of a head."""
+    sections, heads = [4, 6, 5], 3
+    positions = torch.cartesian_prod(*(torch.arange(n) for n in (2, 3, 4))).T.contiguous()  # [3 axes, T]
+    inv_freq = torch.cat([10000.0 ** -(torch.arange(n) / n) for n in sections])
+    axes = rope.sectioned_axes(sections)
+    cos, sin = rope.rope_table(positions, inv_freq, axes)
+    x = rand(positions.shape[1], heads, 2 * sum(sections), dtype=dtype)
+    turns = torch.polar(torch.ones(1), positions.float()[axes.long()].T * inv_freq)
+    products = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turns[:, None]
+    expected = torch.view_as_real(products).flatten(-2).to(dtype)
+    out = rope.rope(x, cos, sin, interleaved=True, out=poisoned(*x.shape, dtype=dtype))
+    assert_close(out, expected)

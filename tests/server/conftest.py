@@ -145,7 +145,7 @@ class ScriptedBackend:
     async def stats(self):
         if self.error is not None:
             raise self.error
-        return {"step_age_s": 0.0}
+        return {"step_age_s": 0.0, "num_replicas": 1}
 
     async def close(self) -> None:
         pass

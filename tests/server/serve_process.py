@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -15,7 +16,7 @@ import openai
 class ServerProcess:
     """`tilewright serve` in a process of its own, on any free port; without a model, with the embedded one."""
 
-    def __init__(self, model, *flags, max_file_bytes=resource.RLIM_INFINITY, **environment):
+    def __init__(self, model, *flags, max_file_bytes=resource.RLIM_INFINITY, ready_s=60, **environment):
         named = [] if model is None else [str(model)]
         command = [sys.executable, "-m", "tilewright", "serve", *named, "--port", "0", "--kv-memory", "64MB"]
         self.process = subprocess.Popen(
@@ -32,7 +33,7 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            self.wait_for(lambda: self.url)
+            self.wait_for(lambda: self.url, ready_s)
         except BaseException:
             self.end()
             raise
@@ -44,6 +45,9 @@ class ServerProcess:
                 if "answers at" in line:
                     self.url = json.loads(line)["message"].split()[-1].removesuffix("/v1")
                 self._changed.notify_all()
+        self.process.wait()
+        with self._changed:
+            self._changed.notify_all()
 
     def wait_for(self, is_true, timeout_s=60):
         with self._changed:
@@ -60,13 +64,21 @@ class ServerProcess:
         except urllib.error.HTTPError as error:
             return error.code
 
+    def wait_until_ready(self, timeout_s=60):
+        """Until a new engine is there the server says so itself: 503, and nothing else."""
+        deadline_s = time.monotonic() + timeout_s
+        while (status := self.status()) != 200:
+            assert status == 503 and time.monotonic() < deadline_s
+            time.sleep(0.05)
+
     def engine_pid(self):
         """Of the one child that is the engine."""
-        children = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
-        ).stdout
-        (line,) = [line for line in children.splitlines() if "engine_process" in line]
-        return int(line.split()[0])
+        (pid,) = _children(self.process.pid, "engine_process")
+        return pid
+
+    def rank_pids(self):
+        """Of the engine's other ranks."""
+        return _children(self.engine_pid(), "parallel.worker")
 
     def end(self):
         if self.process.poll() is None:
@@ -76,3 +88,10 @@ class ServerProcess:
         finally:
             self.process.kill()
         self._reader.join(10)
+
+
+def _children(parent, name):
+    """The processes that `parent` has started with `name` in their command."""
+    command = ["ps", "-o", "pid=,args=", "--ppid", str(parent)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [int(line.split()[0]) for line in lines if name in line]

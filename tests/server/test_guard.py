@@ -309,7 +309,7 @@ def test_what_takes_too_long(scripted, is_stream):
 
 def test_while_there_is_no_engine(scripted):
     running, backend = scripted()
-    assert json.loads(send(f"{running.url}/health")[2]) == {"status": "ok"}
+    assert json.loads(send(f"{running.url}/health")[2]) == {"status": "ok", "replicas": 1}
     backend.error = EngineUnavailable("it is being started")
     assert send(f"{running.url}/health")[0] == 503
     with pytest.raises(openai.InternalServerError) as caught:

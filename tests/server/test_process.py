@@ -57,14 +57,32 @@ def test_a_lost_engine_is_replaced(serve):
             waiting.result()
         assert caught.value.status_code == 503
     # Until the new one is there, the server says so itself.
-    deadline = time.monotonic() + 60
-    while server.status() != 200:
-        assert server.status() in (200, 503) and time.monotonic() < deadline
-        time.sleep(0.05)
+    server.wait_until_ready()
     after = client.chat.completions.create(**{**LONG, "max_tokens": 10}).choices[0].message.content
     assert after == before
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
         assert "tilewright_engine_restarts_total 1.0" in response.read().decode()
+
+
+def test_a_lost_rank_ends_its_engine_which_is_replaced(serve):
+    server = serve("--tp", "2")
+    client = server.client()
+    before = client.chat.completions.create(**{**LONG, "max_tokens": 10}).choices[0].message.content
+    stream = client.chat.completions.create(stream=True, **LONG)
+    next(iter(stream))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: client.chat.completions.create(**LONG))
+        time.sleep(0.2)
+        (rank,) = server.rank_pids()
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="restarted"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="restarted") as caught:
+            waiting.result()
+        assert caught.value.status_code == 503
+    server.wait_until_ready()
+    assert client.chat.completions.create(**{**LONG, "max_tokens": 10}).choices[0].message.content == before
+    assert len(server.rank_pids()) == 1
 
 
 def test_shutdown_finishes_the_answers_under_way(serve):

@@ -70,7 +70,8 @@ class TileScope {
   int rows_ = 0;
 };
 
-// The left operand of a tile product: up to 32 rows by 32 * depth_tiles, in either of two layouts.
+// The left operand of a tile product: up to 32 rows by 32 * depth_tiles, in either of two layouts. Another layout is
+// another struct with the same members but for `data` and `depth_stride`.
 struct LeftTiles {
   const bf16* data;
   int64_t row_stride;       // elements from row to row within a tile
@@ -78,6 +79,7 @@ struct LeftTiles {
   int64_t row_tile_stride;  // elements from rows 0-15 to rows 16-31
   bool prefetch;            // whether its tiles come from beyond L1
 
+  const bf16* at(int depth_tile) const { return data + depth_tile * depth_stride; }
   static LeftTiles row_major(const bf16* data, int64_t stride) {
     return {data, stride, kTileDepth, 16 * stride, false};
   }
@@ -85,8 +87,8 @@ struct LeftTiles {
 
 // Asks for a tile's 16 lines: into L1 (kLocality 3) or L2 (2). Never faults.
 template <int kLocality = 3>
-inline void prefetch_tile(const bf16* tile) {
-  for (int row = 0; row < 16; ++row) __builtin_prefetch(tile + row * 32, 0, kLocality);
+inline void prefetch_tile(const bf16* tile, int64_t row_stride = kTileDepth) {
+  for (int row = 0; row < 16; ++row) __builtin_prefetch(tile + row * row_stride, 0, kLocality);
 }
 
 // c[rows, 16 * kColumns] = A B, or += when kAccumulate, for one or two column tiles; tile_at(depth, column) gives B's
@@ -94,12 +96,10 @@ inline void prefetch_tile(const bf16* tile) {
 //
 // A tile load is 16 cache lines, more than the core looks ahead by itself: operands from L2 without prefetching cost 40
 // % of the speed when a neighbour shares the core. fetch(depth, column) prefetches what will be wanted two steps on.
-template <int kColumns, bool kAccumulate = false, class TileAt, class Fetch>
-inline void multiply_columns(const LeftTiles& a, int rows, int depth_tiles, TileAt tile_at, Fetch fetch, float* c,
+template <int kColumns, bool kAccumulate = false, class Left, class TileAt, class Fetch>
+inline void multiply_columns(const Left& a, int rows, int depth_tiles, TileAt tile_at, Fetch fetch, float* c,
                              int64_t ldc) {
   const int64_t a_bytes = a.row_stride * 2;
-  const bf16* a0 = a.data;
-  const int64_t ahead = 2 * a.depth_stride;
   if constexpr (kAccumulate) {
     TW_TILE_LOAD(0, c, ldc * 4);
     if constexpr (kColumns == 2) TW_TILE_LOAD(1, c + 16, ldc * 4);
@@ -108,7 +108,6 @@ inline void multiply_columns(const LeftTiles& a, int rows, int depth_tiles, Tile
     if constexpr (kColumns == 2) TW_TILE_ZERO(1);
   }
   if (rows > 16) {
-    const bf16* a1 = a.data + a.row_tile_stride;
     if constexpr (kAccumulate) {
       TW_TILE_LOAD(2, c + 16 * ldc, ldc * 4);
       if constexpr (kColumns == 2) TW_TILE_LOAD(3, c + 16 * ldc + 16, ldc * 4);
@@ -116,13 +115,14 @@ inline void multiply_columns(const LeftTiles& a, int rows, int depth_tiles, Tile
       TW_TILE_ZERO(2);
       if constexpr (kColumns == 2) TW_TILE_ZERO(3);
     }
-    for (int d = 0; d < depth_tiles; ++d, a0 += a.depth_stride, a1 += a.depth_stride) {
+    for (int d = 0; d < depth_tiles; ++d) {
+      const bf16* a0 = a.at(d);
       TW_TILE_LOAD(6, tile_at(d, 0), 64);
       TW_TILE_LOAD(4, a0, a_bytes);
-      if (a.prefetch) prefetch_tile(a0 + ahead);
+      if (a.prefetch) prefetch_tile(a.at(d + 2), a.row_stride);
       TW_TILE_DOT(0, 4, 6);
-      TW_TILE_LOAD(5, a1, a_bytes);
-      if (a.prefetch) prefetch_tile(a1 + ahead);
+      TW_TILE_LOAD(5, a0 + a.row_tile_stride, a_bytes);
+      if (a.prefetch) prefetch_tile(a.at(d + 2) + a.row_tile_stride, a.row_stride);
       TW_TILE_DOT(2, 5, 6);
       fetch(d, 0);
       if constexpr (kColumns == 2) {
@@ -135,8 +135,8 @@ inline void multiply_columns(const LeftTiles& a, int rows, int depth_tiles, Tile
     TW_TILE_STORE(2, c + 16 * ldc, ldc * 4);
     if constexpr (kColumns == 2) TW_TILE_STORE(3, c + 16 * ldc + 16, ldc * 4);
   } else {
-    for (int d = 0; d < depth_tiles; ++d, a0 += a.depth_stride) {
-      TW_TILE_LOAD(4, a0, a_bytes);
+    for (int d = 0; d < depth_tiles; ++d) {
+      TW_TILE_LOAD(4, a.at(d), a_bytes);
       TW_TILE_LOAD(6, tile_at(d, 0), 64);
       fetch(d, 0);
       TW_TILE_DOT(0, 4, 6);

@@ -3,6 +3,7 @@
 #include "kernels/attention/attention.h"
 
 #include <cmath>
+#include <initializer_list>
 #include <vector>
 
 #include "base/parallel.h"
@@ -56,34 +57,64 @@ std::vector<double> attend(const Case& c, const T* q, const GuardedBuffer<T>& k,
   return out;
 }
 
+// What a case computes with: the same numbers at either edge.
 template <class T>
-void check_case(const Case& c, Edge edge, bool paged) {
-  const std::vector<int32_t> query_starts = starts_of(c.queries), key_starts = starts_of(c.keys);
-  const int64_t tokens = query_starts.back(), keys = key_starts.back();
+struct Inputs {
+  Inputs(const Case& c, Edge edge)
+      : query_starts(starts_of(c.queries)),
+        key_starts(starts_of(c.keys)),
+        tokens(query_starts.back()),
+        keys(key_starts.back()),
+        q(tokens * c.heads * c.width, edge),
+        k(keys * c.kv_heads * c.width, edge),
+        v(keys * c.kv_heads * c.width, edge) {
+    Random random(static_cast<uint64_t>(tokens * 31 + keys));
+    q.fill(random);
+    k.fill(random);
+    v.fill(random);
+  }
+
+  std::vector<int32_t> query_starts, key_starts;
+  int64_t tokens, keys;
+  GuardedBuffer<T> q, k, v;
+};
+
+template <class T>
+std::vector<double> by_definition(const Case& c) {
+  const Inputs<T> in(c, Edge::end);
+  std::vector<double> expected;
+  for (size_t b = 0; b < c.queries.size(); ++b)
+    for (int64_t i = 0; i < c.queries[b]; ++i)
+      for (int64_t h = 0; h < c.heads; ++h) {
+        const T* q = in.q.data() + ((in.query_starts[b] + i) * c.heads + h) * c.width;
+        const auto row = attend(c, q, in.k, in.v, in.key_starts[b], c.keys[b], c.keys[b] - c.queries[b] + i, h, 0.3);
+        expected.insert(expected.end(), row.begin(), row.end());
+      }
+  return expected;
+}
+
+template <class T>
+void check_case(const Case& c, Edge edge, bool paged, const std::vector<double>& expected) {
+  const Inputs<T> in(c, edge);
   const int64_t sequences = static_cast<int64_t>(c.queries.size());
-  Random random(static_cast<uint64_t>(tokens * 31 + keys));
-  GuardedBuffer<T> q(tokens * c.heads * c.width, edge), out(tokens * c.heads * c.width, edge);
-  GuardedBuffer<T> k(keys * c.kv_heads * c.width, edge), v(keys * c.kv_heads * c.width, edge);
-  q.fill(random);
-  k.fill(random);
-  v.fill(random);
+  GuardedBuffer<T> out(in.q.size(), edge);
 
   VarlenArgs args = {};
   AttentionArgs& attention = args.attention;
-  attention.q = heads_of(q, c.heads * c.width, c.width);
+  attention.q = heads_of(in.q, c.heads * c.width, c.width);
   attention.out = heads_of(out, c.heads * c.width, c.width);
   attention.kv_dtype = dtype_of<T>();
   attention.layout = {0, c.kv_heads, c.width};
-  attention.query_starts = query_starts.data();
+  attention.query_starts = in.query_starts.data();
   attention.num_sequences = sequences;
   attention.num_heads = c.heads;
   attention.causal = c.causal;
   attention.window = c.window;
   attention.soft_cap = c.soft_cap;
   attention.scale = 0.3f;
-  args.k = heads_of(k, c.kv_heads * c.width, c.width);
-  args.v = heads_of(v, c.kv_heads * c.width, c.width);
-  args.key_starts = key_starts.data();
+  args.k = heads_of(in.k, c.kv_heads * c.width, c.width);
+  args.v = heads_of(in.v, c.kv_heads * c.width, c.width);
+  args.key_starts = in.key_starts.data();
 
   if (!paged) {
     varlen_attention(args);
@@ -94,31 +125,33 @@ void check_case(const Case& c, Edge edge, bool paged) {
     int64_t width = 1, pages = 0;
     for (int32_t length : c.keys) width = std::max(width, ceil_div(length, kPage));
     table.assign(sequences * width, -1);
-    std::vector<int64_t> slots(keys);
+    std::vector<int64_t> slots(in.keys);
     for (int64_t b = sequences - 1; b >= 0; --b) {  // last sequence first: pages are not in order
       for (int64_t j = 0; j < c.keys[b]; ++j) {
         if (j % kPage == 0) table[b * width + j / kPage] = static_cast<int32_t>(pages++);
-        slots[key_starts[b] + j] = (pages - 1) * kPage + j % kPage;
+        slots[in.key_starts[b] + j] = (pages - 1) * kPage + j % kPage;
       }
     }
     GuardedBuffer<T> cache(pages * attention.layout.page_elements(), edge);
-    kv_store({args.k, args.v, cache.data(), dtype_of<T>(), attention.layout, slots.data(), keys});
+    kv_store({args.k, args.v, cache.data(), dtype_of<T>(), attention.layout, slots.data(), in.keys});
     attention.pages = cache.data();
     attention.block_table = table.data();
     attention.block_table_stride = width;
     attention.kv_lengths = c.keys.data();
     paged_attention(attention);
   }
+  check_close(out.data(), expected.data(), out.size(), kIsBf16<T> ? 0.01 : 1e-4,
+              paged ? "paged attention" : "varlen attention");
+}
 
-  for (int64_t b = 0; b < sequences; ++b)
-    for (int64_t i = 0; i < c.queries[b]; ++i)
-      for (int64_t h = 0; h < c.heads; ++h) {
-        const int64_t at = ((query_starts[b] + i) * c.heads + h) * c.width;
-        const auto expected =
-            attend(c, q.data() + at, k, v, key_starts[b], c.keys[b], c.keys[b] - c.queries[b] + i, h, 0.3);
-        check_close(out.data() + at, expected.data(), c.width, kIsBf16<T> ? 0.01 : 1e-4,
-                    paged ? "paged attention" : "varlen attention");
-      }
+// At every level. Plain loops in double take longer than all of those: their result is computed once.
+template <class T>
+void check_levels(const Case& c, std::initializer_list<Edge> edges, std::initializer_list<bool> forms) {
+  const std::vector<double> expected = by_definition<T>(c);
+  for_each_isa([&] {
+    for (Edge edge : edges)
+      for (bool paged : forms) check_case<T>(c, edge, paged, expected);
+  });
 }
 
 const std::vector<Case> kCases = {
@@ -128,34 +161,25 @@ const std::vector<Case> kCases = {
 };
 
 TEST(attention) {
-  for_each_isa([] {
-    for (const Case& c : kCases)
-      for (Edge edge : {Edge::end, Edge::start})
-        for (bool paged : {false, true}) {
-          check_case<float>(c, edge, paged);
-          check_case<bf16>(c, edge, paged);
-        }
-  });
+  for (const Case& c : kCases) {
+    check_levels<float>(c, {Edge::end, Edge::start}, {false, true});
+    check_levels<bf16>(c, {Edge::end, Edge::start}, {false, true});
+  }
 }
 
 // Long enough that a decode step is shared among items and merged.
 TEST(decode_over_many_blocks) {
-  for_each_isa([] {
-    check_case<float>({2, 1, 32, {1}, {1600}, true, 0, 0.0f}, Edge::end, true);
-    check_case<bf16>({2, 1, 32, {1}, {1600}, true, 0, 0.0f}, Edge::end, true);
-  });
+  check_levels<float>({2, 1, 32, {1}, {1600}, true, 0, 0.0f}, {Edge::end}, {true});
+  check_levels<bf16>({2, 1, 32, {1}, {1600}, true, 0, 0.0f}, {Edge::end}, {true});
 }
 
 // Long enough that a thread takes several items of a head side by side, which see different blocks.
 TEST(items_side_by_side) {
   set_num_threads(1);
-  for_each_isa([] {
-    for (bool causal : {false, true})
-      for (bool paged : {false, true}) {
-        check_case<float>({2, 1, 24, {205}, {650}, causal, 0, 0.0f}, Edge::end, paged);
-        check_case<bf16>({2, 1, 24, {205}, {650}, causal, causal ? 90 : 0, 0.0f}, Edge::end, paged);
-      }
-  });
+  for (bool causal : {false, true}) {
+    check_levels<float>({2, 1, 24, {205}, {650}, causal, 0, 0.0f}, {Edge::end}, {false, true});
+    check_levels<bf16>({2, 1, 24, {205}, {650}, causal, causal ? 90 : 0, 0.0f}, {Edge::end}, {false, true});
+  }
   set_num_threads(0);
 }
 

@@ -15,12 +15,25 @@ inline int64_t id_at(const EmbeddingArgs& args, int64_t i) {
   return static_cast<const int32_t*>(args.ids)[i];
 }
 
+// The table's row of a token, or -1: another rank has it.
+inline int64_t row_of(const EmbeddingArgs& args, int64_t i) {
+  const int64_t row = id_at(args, i) - args.first;
+  return row >= 0 && row < args.num_rows ? row : -1;
+}
+
+inline void clear_row(const Rows& rows, int64_t row, int64_t width) {
+  std::memset(rows.from(row).data, 0, width * static_cast<int64_t>(size_of(rows.dtype)));
+}
+
 inline void copy_row(const Rows& to, int64_t to_row, const Rows& from, int64_t from_row, int64_t width) {
   std::memcpy(to.from(to_row).data, from.from(from_row).data, width * static_cast<int64_t>(size_of(to.dtype)));
 }
 
 void gather_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) copy_row(args.out, i, args.table, id_at(args, i), args.width);
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t row = row_of(args, i);
+    row < 0 ? clear_row(args.out, i, args.width) : copy_row(args.out, i, args.table, row, args.width);
+  }
 }
 
 // One column of the packed table: a pair of depths every 32 elements, so a token reads one line in sixteen of a tile.
@@ -45,8 +58,13 @@ void gather_packed_row(const T* table, T* out, int64_t id, int64_t width) {
 void gather_packed_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
   const auto gather = [&](auto t) {
     using T = decltype(t);
-    for (int64_t i = begin; i < end; ++i)
-      gather_packed_row(static_cast<const T*>(args.table.data), args.out.row<T>(i), id_at(args, i), args.width);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = row_of(args, i);
+      if (row < 0)
+        clear_row(args.out, i, args.width);
+      else
+        gather_packed_row(static_cast<const T*>(args.table.data), args.out.row<T>(i), row, args.width);
+    }
   };
   args.out.dtype == DType::f32 ? gather(float{}) : gather(bf16{});
 }

@@ -1,6 +1,7 @@
 // Gathers and scatters of rows at every ISA level, between guard pages.
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "base/tile.h"
 #include "kernels/embedding/embedding.h"
@@ -36,16 +37,21 @@ void check_embedding(int64_t width, Edge edge) {
   args.out = rows_of(out, width + 1);
   args.count = kIds;
   args.width = width;
-  for (bool from_packed : {false, true}) {
-    out.poison();
-    args.packed = from_packed;
-    args.table = rows_of(from_packed ? packed : table, width);
-    embedding(args);
-    for (int64_t i = 0; i < kIds; ++i) {
-      for (int64_t k = 0; k < width; ++k) CHECK(same(out[i * (width + 1) + k], table[ids[i] * width + k]));
-      if (i) CHECK(std::isnan(to_float(out[i * (width + 1) - 1])));
+  for (bool from_packed : {false, true})
+    for (auto [first, num_rows] : {std::pair<int64_t, int64_t>{0, kVocabulary}, {23, 40}}) {  // all, or a rank's part
+      out.poison();
+      args.packed = from_packed;
+      args.table = rows_of(from_packed ? packed : table, width);
+      args.first = first;
+      args.num_rows = num_rows;
+      embedding(args);
+      for (int64_t i = 0; i < kIds; ++i) {
+        const int64_t row = ids[i] - first;
+        for (int64_t k = 0; k < width; ++k)
+          CHECK(same(out[i * (width + 1) + k], row >= 0 && row < num_rows ? table[row * width + k] : T{}));
+        if (i) CHECK(std::isnan(to_float(out[i * (width + 1) - 1])));
+      }
     }
-  }
 }
 
 template <class T>

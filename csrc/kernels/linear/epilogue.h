@@ -1,4 +1,5 @@
-// What happens to a block of accumulators on its way to y. Include after a Vec.
+// What the levels of linear, and the ops made of its products, share: the type of x, and what happens to a block of
+// accumulators on its way to y. Include after a Vec.
 #pragma once
 
 #include "base/vec/activation.h"
@@ -6,6 +7,11 @@
 
 namespace tilewright {
 namespace {
+
+// Whether x stays bf16 for the bf16 dot product, or becomes fp32.
+inline bool bf16_products(const LinearArgs& args) {
+  return Vec::kHasBf16Dot && args.x.dtype == DType::bf16 && args.weight.format == WeightFormat::bf16;
+}
 
 template <class T>
 inline void finish_row(const LinearArgs& args, const float* c, int64_t row, int64_t strip) {

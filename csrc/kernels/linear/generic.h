@@ -8,11 +8,6 @@
 namespace tilewright {
 namespace {
 
-// Whether x stays bf16 for the bf16 dot product, or becomes fp32.
-inline bool bf16_products(const LinearArgs& args) {
-  return Vec::kHasBf16Dot && args.x.dtype == DType::bf16 && args.weight.format == WeightFormat::bf16;
-}
-
 int64_t linear_block_bytes(const LinearArgs& args) {
   return kRowBlock * args.weight.num_depth_tiles() * kTileDepth * (bf16_products(args) ? 2 : 4);
 }

@@ -6,22 +6,22 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tilewright import engine_flags
+from tilewright import embedded, engine_flags, replica_flags
 from tilewright.host_memory import parse_bytes
 from tilewright.inputs.media import MediaLimits
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
+    from tilewright.batch.progress import Progress
     from tilewright.batch.requests import RequestFile
     from tilewright.batch.results import Results
     from tilewright.batch.work import Totals
     from tilewright.engine.engine import Engine
-    from tilewright.server.link.backend import ModelInfo
 
 # As large as the library's: the files are the user's own. Paths are read by the gate, not by the engine.
 MEDIA_LIMITS = MediaLimits(allow_paths=False)
@@ -41,6 +41,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
   tilewright batch in.jsonl out.jsonl -m MODEL --errors failed.jsonl
   tilewright batch in.jsonl out.jsonl -m MODEL --name gpt-4o-mini      a file written for another model
   tilewright batch in.jsonl out.jsonl -m MODEL --retry-failed
+  tilewright batch in.jsonl out.jsonl -m MODEL --replicas 8 --ray-address HOST:6379    on the machines of a Ray cluster
 
 a line of IN:
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
@@ -61,13 +62,15 @@ exit status: 0 all requests succeeded, 1 some failed, 2 the batch cannot run or 
     parser.add_argument("--name", help="the model's name in the requests (default: its folder's name)")
     parser.add_argument(
         "--concurrency", type=engine_flags.positive, metavar="N",
-        help="requests under way at once (default: twice --max-sequences)",
+        help="requests under way at once on one engine (default: twice --max-sequences)",
     )  # fmt: skip
     parser.add_argument("--max-line", default="128MiB", metavar="SIZE", help="size of one request (default 128MiB)")
     parser.add_argument("--allow-private-urls", action="store_true", help="also fetch media from private addresses")
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     engine_flags.add_arguments(parser)
+    text = "engines that share the work; IN and the files it names must be at the same paths on all machines"
+    replica_flags.add_arguments(parser, replica_flags.fixed_count, text)
     parser.set_defaults(run=run)
 
 
@@ -79,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
     from tilewright.server.endpoints import ENDPOINTS
 
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    replica_flags.check(options)
     paths = [options.input, options.output, *([options.errors] if options.errors else [])]
     # Links are resolved first: replacing a file must not replace a link to it.
     source, *targets = (path.expanduser().resolve() for path in paths)
@@ -97,6 +101,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"{source}: {len(requests)} requests, {done}", file=sys.stderr)
         if requests.num_done == len(requests):
             return int(totals.num_failed > 0)
+        if options.replicas is not None:
+            return _answer_by_replicas(options, requests, results, totals, answered_by)
         shows_loading = sys.stderr.isatty() and not options.quiet
         # Media are decoded in another process: a crash of the decoder must not end the batch each time it is resumed.
         with engine_flags.open_engine(
@@ -127,7 +133,6 @@ async def _answer_all(
     answered_by: Collection[str],
 ) -> int:  # fmt: skip
     """The exit status, when all requests are done or something stops the batch."""
-    from tilewright.batch.interruption import Interruption
     from tilewright.batch.paths import PathGate
     from tilewright.batch.progress import Progress
     from tilewright.batch.work import BatchWorkers
@@ -135,16 +140,76 @@ async def _answer_all(
     from tilewright.server.media.gate import MediaGate, MediaPolicy
 
     backend = LocalBackend(engine)
-    own_name = backend.model.name
-    model = replace(backend.model, name=options.name or own_name)
-    _check_names(requests, answered_by, model, own_name)
+    model = replace(backend.model, name=options.name or backend.model.name)
+    _check_names(requests, answered_by, model.name, backend.model.name)
     # The user who runs this can read the machine's files anyway.
     policy = MediaPolicy(MEDIA_LIMITS, allow_private_addresses=options.allow_private_urls, folders=(Path("/"),))
     gate = MediaGate(policy)
     workers = BatchWorkers(backend, model, PathGate(gate, requests.path.parent), results.append, totals)
     concurrency = min(options.concurrency or 2 * model.max_sequences, len(requests) - requests.num_done)
-    progress = Progress(totals, len(requests), engine.stats, is_quiet=options.quiet)
-    working = asyncio.create_task(workers.work(requests.left(), concurrency))
+    progress = Progress(totals, len(requests), lambda: engine.stats().num_output_tokens, is_quiet=options.quiet)
+
+    async def close() -> None:
+        await gate.close()
+        await asyncio.to_thread(engine.close)  # while this loop still receives the engine's events
+
+    return await _finish(options, workers.work(requests.left(), concurrency), close, results, totals, progress)
+
+
+def _answer_by_replicas(
+    options: argparse.Namespace, requests: RequestFile, results: Results, totals: Totals, answered_by: Collection[str]
+) -> int:
+    """The exit status of a batch that several engines answer."""
+    from tilewright.batch import ray_data
+    from tilewright.batch.interruption import ENGINE_LOST
+    from tilewright.batch.progress import Progress
+    from tilewright.batch.worker import WorkerSettings
+    from tilewright.cluster import connection
+    from tilewright.engine.step_limits import StepLimits
+
+    engine = engine_flags.engine_options(options)
+    engine_flags.check_model(options.model)
+    own_name = embedded.name_of(engine["model"])
+    name = options.name or own_name
+    _check_names(requests, answered_by, name, own_name)
+    connection.connect(options.ray_address)
+    num_workers = options.replicas.most
+    settings = WorkerSettings(
+        engine,
+        name,
+        requests.path,
+        parse_bytes(options.max_line),
+        MEDIA_LIMITS,
+        options.allow_private_urls,
+        connection.num_replica_cpus(options.replica_cpus, num_workers),
+        num_workers,
+    )
+    concurrency = options.concurrency or 2 * (options.max_sequences or StepLimits.max_sequences)
+    writer = ray_data.Writer(requests, results.append, totals)
+    progress = Progress(totals, len(requests), lambda: totals.num_output_tokens, is_quiet=options.quiet)
+
+    async def close() -> None:
+        await asyncio.to_thread(connection.disconnect)
+
+    async def answer() -> int:
+        working = ray_data.answer_all(requests, writer, settings, concurrency)
+        return await _finish(options, working, close, results, totals, progress)
+
+    try:
+        return asyncio.run(answer())
+    except ray_data.WorkersLost as error:
+        print(f"tilewright: workers were lost: {error}; run the same command again to continue", file=sys.stderr)
+        return ENGINE_LOST
+
+
+async def _finish(
+    options: argparse.Namespace, work: Coroutine[Any, Any, None], close: Callable[[], Awaitable[None]],
+    results: Results, totals: Totals, progress: Progress,
+) -> int:  # fmt: skip
+    """The exit status, when the work is done or something stops it; then what did it is closed."""
+    from tilewright.batch.interruption import Interruption
+
+    working = asyncio.create_task(work)
     showing = asyncio.create_task(progress.show())
     with Interruption(working) as interruption:
         try:
@@ -155,8 +220,7 @@ async def _answer_all(
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
-            await gate.close()
-            await asyncio.to_thread(engine.close)  # while this loop still receives the engine's events
+            await close()
     results.sync()
     if not options.quiet:
         print(progress.summary(), file=sys.stderr)
@@ -165,17 +229,19 @@ async def _answer_all(
     return interruption.status or int(totals.num_failed > 0)
 
 
-def _check_names(requests: RequestFile, answered_by: Collection[str], model: ModelInfo, own_name: str) -> None:
-    """RequestError if requests name another model, or OUT has answers of another."""
+def _check_names(requests: RequestFile, answered_by: Collection[str], model: str, own_name: str) -> None:
+    """RequestError if requests name another model than `model`, or OUT has answers of another."""
+    from tilewright.server.link.backend import names_model
+
     for name, line_number in requests.models.items():
-        if name and not model.is_meant_by(name) and name != own_name:
+        if name and not names_model(name, model) and name != own_name:
             raise RequestError(
-                f"{requests.path}, line {line_number}: model is {name[:200]!r}, this one is {model.name!r}; "
+                f"{requests.path}, line {line_number}: model is {name[:200]!r}, this one is {model!r}; "
                 f"--name {name[:200]!r} lets it answer"
             )
     for other in answered_by:
-        if other != model.name:
+        if other != model:
             raise RequestError(
-                f"OUT has answers of {other[:200]!r}, this model is {model.name!r}; choose another OUT, --restart to "
+                f"OUT has answers of {other[:200]!r}, this model is {model!r}; choose another OUT, --restart to "
                 f"start over, or --name {other[:200]!r} if it is the same"
             )

@@ -6,14 +6,10 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from tilewright.batch.work import Totals
-
-if TYPE_CHECKING:
-    from tilewright.engine.stats import Stats
 
 BAR_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 60.0
@@ -22,10 +18,11 @@ LINE_INTERVAL_S = 60.0
 class Progress:
     """Shows Totals on standard error while they change."""
 
-    def __init__(self, totals: Totals, num_requests: int, stats: Callable[[], Stats], *, is_quiet: bool) -> None:
+    def __init__(self, totals: Totals, num_requests: int, num_tokens: Callable[[], int], *, is_quiet: bool) -> None:
+        """`num_tokens` are those that were generated so far, also of answers under way."""
         self._totals = totals
         self._num_requests = num_requests
-        self._stats = stats
+        self._num_tokens = num_tokens
         self._is_quiet = is_quiet
         self._began_s = time.perf_counter()
 
@@ -46,7 +43,7 @@ class Progress:
         return f"{self._totals.num_done} of {self._num_requests} done, {self._totals.num_failed} failed"
 
     def _speed(self) -> str:
-        speed = self._stats().num_output_tokens / (time.perf_counter() - self._began_s)
+        speed = self._num_tokens() / (time.perf_counter() - self._began_s)
         return f"{speed:.1f} tokens/s"
 
     async def _draw(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from tilewright.batch.index import IdIndex
 from tilewright.types import RequestError
@@ -61,6 +61,26 @@ def parse(line: bytes, urls: Collection[str]) -> Request:
     return Request(custom_id, url, body, fingerprint)
 
 
+class Place(NamedTuple):
+    """Where a request is in its file."""
+
+    number: int
+    offset: int
+    fingerprint: int
+
+
+def read_request(file: BinaryIO, place: Place, urls: Collection[str], max_line_bytes: int) -> Request:
+    """The request at a place; RequestError if another is there now."""
+    file.seek(place.offset)
+    try:
+        request = parse(file.readline(max_line_bytes + 2), urls)
+    except RequestError:
+        request = None
+    if request is None or request.fingerprint != place.fingerprint:
+        raise RequestError(f"{file.name} has changed since it was checked")
+    return request
+
+
 class RequestFile:
     """Requests in a file, with unique ids. Each takes 17 bytes of memory, and 24 more until `left` is called."""
 
@@ -103,22 +123,31 @@ class RequestFile:
         self._is_done[number] = True
         self.num_done += 1
 
+    def finish(self, number: int) -> bool:
+        """Marks the request with this number as done; False if it was, and this answer to it is one too many."""
+        if self._is_done[number]:
+            return False
+        self._is_done[number] = True
+        self.num_done += 1
+        return True
+
     def left(self) -> Iterator[Request]:
         """The requests that are not done, in order."""
+        for place in self.places_left():
+            yield self._read(place)
+
+    def places_left(self) -> Iterator[Place]:
+        """Where the requests are that are not done, in order."""
         self._index = None
         for number, is_done in enumerate(self._is_done):
             if not is_done:
-                yield self._read(number)
+                yield self._place(number)
 
-    def _read(self, number: int) -> Request:
-        self._file.seek(self._offsets[number])
-        try:
-            request = parse(self._file.readline(self._max_line_bytes + 2), self._urls)
-        except RequestError:
-            request = None
-        if request is None or request.fingerprint != self._fingerprints[number]:
-            raise RequestError(f"{self.path} has changed since it was checked")
-        return request
+    def _place(self, number: int) -> Place:
+        return Place(number, self._offsets[number], self._fingerprints[number])
+
+    def _read(self, place: Place) -> Request:
+        return read_request(self._file, place, self._urls, self._max_line_bytes)
 
     def _scan(self) -> IdIndex:
         index = IdIndex()
@@ -134,7 +163,7 @@ class RequestFile:
         duplicates = index.sort()
         if duplicates is not None:
             first, second = (self._offsets[number] for number in duplicates)
-            custom_id = self._read(duplicates[0]).custom_id
+            custom_id = self._read(self._place(duplicates[0])).custom_id
             raise RequestError(
                 f"{self.path}, line {self._line_number(second)}: custom_id {custom_id!r:.60} is also that of line "
                 f"{self._line_number(first)}, expected unique ids"

@@ -82,7 +82,8 @@ class BatchWorkers:
     async def _result(self, request: Request) -> Mapping[str, Any]:
         endpoint = ENDPOINTS[request.url]
         body = endpoint.body.model_validate(request.body)
-        requests, writer = await endpoint.prepare(body, self._context)
+        requests, make_writer = await endpoint.prepare(body, self._context)
+        writer = make_writer()
         answer = Answer(self._backend, requests)
         num_left = answer.num_prompts
         try:

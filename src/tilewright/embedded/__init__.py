@@ -29,6 +29,11 @@ def is_embedded(model: str | Path) -> bool:
     return Path(model).expanduser().resolve() == _FOLDER.resolve()
 
 
+def name_of(model: str | Path) -> str:
+    """The name of a model for its users: that of its folder, file or hub repository."""
+    return MODEL_NAME if is_embedded(model) else Path(model).name
+
+
 def notice(how_to_name_another: str) -> str:
     """The notice for users who named no model."""
     return f"no model named: using the embedded {MODEL_NAME} ({ABILITIES}). Another: {how_to_name_another}"

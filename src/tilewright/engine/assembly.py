@@ -13,24 +13,24 @@ from tilewright.engine.detokenizer import TokenDecoder
 from tilewright.engine.draft.policy import DraftPolicy
 from tilewright.engine.draft.predictor import PredictorDrafter
 from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
-from tilewright.engine.executor import LocalExecutor
+from tilewright.engine.executor import Executor
 from tilewright.engine.kv.manager import KvCacheManager
 from tilewright.engine.kv.pages import PAGE_SIZE, PagePool
 from tilewright.engine.kv.prefix_cache import PrefixCache
 from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.engine.media.scheduler import MediaScheduler
+from tilewright.engine.ranks.processes import Ranks
 from tilewright.engine.resources import SequenceResources
 from tilewright.engine.runner import ModelRunner
+from tilewright.engine.runner_settings import RunnerSettings, build_runner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.state.cache import StateCache
-from tilewright.engine.state.memory import StateMemory
 from tilewright.engine.step_inputs import StepInputs, StepLayout
 from tilewright.engine.step_limits import StepLimits
 from tilewright.engine.step_writer import StepWriter
 from tilewright.inputs.media_buffer import MediaBuffer
-from tilewright.models.protocol import KvSpec, Model
-from tilewright.ops.kv_cache import KvCache
+from tilewright.models.protocol import Model
 
 ENCODER_CACHE_BYTES = 512 << 20
 
@@ -51,34 +51,33 @@ def build_core(
     speculate: int = 0,
     prefix_cache: bool = True,
     replay: bool = True,
+    ranks: Ranks | None = None,
 ) -> EngineCore:
     """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`.
 
     A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with recurrent layers
     `num_state_slots` states, one that takes media the `media_buffer` of its processor. `speculate` tokens at most are
-    drafted ahead, by its predictor if it has one.
+    drafted ahead, by its predictor if it has one. `ranks` are the others that compute the model, each with its part.
     """
     resources = build_resources(
         limits,
         num_pages,
         page_size,
-        num_cross_pages=0 if model.cross_spec is None else num_cross_pages,
-        num_state_slots=None if model.state_spec is None else num_state_slots,
+        num_cross_pages=num_cross_pages if model.cross_spec else 0,
+        num_state_slots=num_state_slots if model.state_spec else None,
         prefix_cache=prefix_cache,
     )
-    inputs = StepInputs(step_layout(resources, limits, model.num_position_axes))
-    runner = ModelRunner(
-        model,
-        _caches(model.kv_spec, num_pages, page_size, dtype),
-        inputs,
+    settings = RunnerSettings(
         limits,
-        cross_caches=_caches(model.cross_spec, num_cross_pages, page_size, dtype) if model.cross_spec else [],
-        states=StateMemory(model.state_spec, num_state_slots, dtype) if model.state_spec else None,
-        predictor=model.predictor if speculate else None,
-        media_rows=None if media_buffer is None else media_buffer.rows,
+        num_pages,
+        num_cross_pages if model.cross_spec else 0,
+        num_state_slots if model.state_spec else 0,
+        page_size,
+        drafting=speculate > 0,
         replay=replay,
     )
-    executor = local_executor(resources, runner, media_buffer)
+    runner = _first_runner(model, dtype, settings, media_buffer, ranks)
+    executor = make_executor(resources, runner, media_buffer, ranks)
     lookup = PromptLookupDrafter(speculate, model.vocab_size) if speculate else None
     drafter = None
     if lookup is not None and runner.predictor is not None:
@@ -95,6 +94,20 @@ def build_core(
         constraints=constraints,
         drafter=drafter,
     )
+
+
+def _first_runner(
+    model: Model, dtype: torch.dtype, settings: RunnerSettings, media_buffer: MediaBuffer | None, ranks: Ranks | None
+) -> ModelRunner:
+    """The runner of this process. If there are other ranks, they make theirs, over the same inputs."""
+    layout = settings.layout(model)
+    if ranks is None:
+        inputs, draft_inputs = StepInputs(layout), StepInputs(layout)
+    else:
+        memory = ranks.start_steps(settings, layout, media_buffer)
+        inputs, draft_inputs = memory.inputs, memory.draft_inputs
+    media_rows = None if media_buffer is None else media_buffer.rows
+    return build_runner(model, dtype, settings, inputs, draft_inputs, media_rows)
 
 
 def build_resources(
@@ -128,15 +141,13 @@ def step_layout(resources: SequenceResources, limits: StepLimits, num_axes: int)
     )
 
 
-def local_executor(
-    resources: SequenceResources, runner: ModelRunner, media_buffer: MediaBuffer | None = None
-) -> LocalExecutor:
-    """What runs steps over these resources in this process."""
+def make_executor(
+    resources: SequenceResources,
+    runner: ModelRunner,
+    media_buffer: MediaBuffer | None = None,
+    ranks: Ranks | None = None,
+) -> Executor:
+    """What runs steps over these resources, in this process and on the other ranks."""
     media = resources.media
     writer = StepWriter(runner.inputs, media.features, media.cross_cache, has_states=resources.states is not None)
-    return LocalExecutor(runner, writer, media_buffer)
-
-
-def _caches(spec: KvSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> list[KvCache]:
-    """One per layer."""
-    return [KvCache.empty(num_pages, page_size, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)]
+    return Executor(runner, writer, media_buffer, ranks)

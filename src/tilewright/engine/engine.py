@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from tilewright.engine.handle import Handle
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
 from tilewright.engine.memory import kv_bytes, share_out
+from tilewright.engine.ranks.processes import Ranks, start_ranks
 from tilewright.engine.stats import Stats
 from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.isolation.opener import IsolatedOpener
@@ -46,8 +48,11 @@ class Engine:
     Requests may come from any thread; they are computed together.
 
     dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
-    kv_memory       bytes for keys and values, cross-attention and recurrent states included, or "4GB"; None: half
-                    of what is free
+    tp              ranks that the model is split over, each a process with cores and memory of its own
+                    (docs/parallel.md); "auto": one for each NUMA node, if that is measured to be faster
+    cpu_binding     the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
+    kv_memory       bytes for keys and values, cross-attention and recurrent states included, "4GB", or "25%" of what is
+                    free; None: half of that
     max_context     tokens a prompt and its answer may have; None: as many as the model allows
     backend         "native": the kernels; "torch": the same ops in plain torch, many times slower on a CPU, to compare
                     with (docs/backends.md)
@@ -72,7 +77,8 @@ class Engine:
         model: str | Path | None = None,
         *,
         dtype: str = "auto",
-        tp: int = 1,
+        tp: int | str = 1,
+        cpu_binding: str | None = None,
         quantize: str | None = None,
         kv_memory: int | str | None = None,
         max_context: int | None = None,
@@ -89,18 +95,22 @@ class Engine:
         isolate_media: bool = False,
         allow_special_tokens: bool = False,
     ) -> None:
-        _require_supported(tp=tp, quantize=quantize, device=device, backend=backend)
+        _require_supported(quantize=quantize, device=device, backend=backend)
         self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
-        with ops_backend.use(backend):
+        self._cleanup = contextlib.ExitStack()  # when it is closed, or cannot be started
+        self._cleanup.callback(self._opener.close)
+        with self._cleaned_up_on_error(), ops_backend.use(backend):
+            name = _embedded_path() if model is None else model
+            loading: dict[str, Any] = {"dtype": dtype, "drafting": speculate > 0, "pack_cache": pack_cache}
+            ranks = self._cleanup.enter_context(start_ranks(tp, cpu_binding, name, backend=backend, **loading))
             self.loaded: LoadedModel = load_model(
-                _embedded_path() if model is None else model,
-                dtype=dtype,
-                drafting=speculate > 0,
-                pack_cache=pack_cache,
+                name,
+                **loading,
                 progress=progress,
                 media_limits=media_limits,
                 opener=self._opener,
                 allow_special_tokens=allow_special_tokens,
+                group=None if ranks is None else ranks.group,
             )
             self.limits = StepLimits(
                 max_context=_fit_context(self.loaded, max_context),
@@ -108,23 +118,36 @@ class Engine:
                 max_tokens_per_step=max_tokens_per_step,
             )
             core = self._build_core(
-                kv_bytes(kv_memory),
+                kv_memory,
                 (media_limits or MediaLimits()).max_items,
+                ranks,
                 speculate=speculate,
                 prefix_cache=prefix_cache,
-                replay=_can_replay(replay, backend),
+                replay=_can_replay(replay, backend, ranks),
             )
-        self.loop = EngineLoop(
-            core,
-            start_preparing=_on_backend(backend, work_alone),
-            start_stepping=_on_backend(backend, bind_team),
-            costs=costs_of(self.loaded.model, self.loaded.dtype.itemsize),
-        )
-        self._entry_check = _start_check(self.loaded, self.loop)
+            self.loop = self._start_loop(core, backend)
+            if ranks is not None:
+                ranks.watch(self.loop.fail)
+            self._entry_check = _start_check(self.loaded, self.loop)
 
-    def _build_core(self, memory_bytes: int, max_items: int, **options: Any) -> EngineCore:
+    @contextlib.contextmanager
+    def _cleaned_up_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._cleanup.close()
+            raise
+
+    def _build_core(
+        self, kv_memory: int | str | None, max_items: int, ranks: Ranks | None, **options: Any
+    ) -> EngineCore:
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
-        sizes = share_out(model, self.loaded.dtype.itemsize, self.limits, max_items, memory_bytes)
+        num_ranks = 1
+        if ranks is not None:  # what is free is known when all have loaded
+            ranks.wait_until_loaded()
+            num_ranks = ranks.size
+        own_bytes = kv_bytes(kv_memory) // num_ranks
+        sizes = share_out(model, self.loaded.dtype.itemsize, self.limits, max_items, own_bytes)
         return build_core(
             model,
             self.loaded.dtype,
@@ -136,7 +159,16 @@ class Engine:
             eos_token_ids=tokenizer.stop_token_ids,
             constraints=ConstraintCompiler(tokenizer, model.vocab_size),
             media_buffer=self.loaded.processor.media_buffer,
+            ranks=ranks,
             **options,
+        )
+
+    def _start_loop(self, core: EngineCore, backend: str) -> EngineLoop:
+        return EngineLoop(
+            core,
+            start_preparing=_on_backend(backend, work_alone),
+            start_stepping=_on_backend(backend, bind_team),
+            costs=costs_of(self.loaded.model, self.loaded.dtype.itemsize),
         )
 
     def chat(self, messages: Any, **options: Any) -> Any:
@@ -244,8 +276,9 @@ class Engine:
         """Aborts what is under way and ends the engine's threads."""
         if self._entry_check:
             self._entry_check.close()
-        self._opener.close()
+        self._opener.close()  # first: a prompt that waits for a decoder would keep the loop waiting
         self.loop.close(drain=False)
+        self._cleanup.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -294,9 +327,7 @@ def _on_backend(backend: str, start: Callable[[], None]) -> Callable[[], None]:
     return begin
 
 
-def _require_supported(*, tp: int, quantize: str | None, device: str, backend: str) -> None:
-    if tp != 1:
-        raise RequestError(f"tp is {tp}, expected 1: tensor parallelism is not built yet")
+def _require_supported(*, quantize: str | None, device: str, backend: str) -> None:
     if quantize is not None:
         raise RequestError(f"quantize is {quantize!r}, expected None: quantised weights are not built yet")
     if device != "cpu":
@@ -305,10 +336,11 @@ def _require_supported(*, tp: int, quantize: str | None, device: str, backend: s
         raise RequestError(f"backend is {backend!r}, expected {' or '.join(ops_backend.NAMES)}")
 
 
-def _can_replay(replay: bool, backend: str) -> bool:
+def _can_replay(replay: bool, backend: str, ranks: Ranks | None) -> bool:
     if replay and backend != "native":
         _log.info("replay is for the native backend: steps run op by op on %s", backend)
-    return replay and backend == "native"
+    is_recordable = ranks is None or ranks.group.recordable
+    return replay and backend == "native" and is_recordable
 
 
 def _embedded_path() -> Path:

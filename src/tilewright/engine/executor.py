@@ -1,24 +1,40 @@
-"""Runs the scheduler's steps: as plain data, by a runner in this process."""
+"""Runs the scheduler's steps: as plain data, by the runner of this process and those of the other ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import TypeVar
 
 from torch import Tensor
 
+from tilewright.engine.ranks.processes import Ranks
+from tilewright.engine.ranks.step_memory import Command
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.step import DraftInput, Step
 from tilewright.engine.step_writer import DraftWriter, StepWriter
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.types import Medium
 
+Result = TypeVar("Result")
 
-class LocalExecutor:
-    """Writes each step where its runner reads it, and notes in the caches what the runner has computed."""
 
-    def __init__(self, model_runner: ModelRunner, writer: StepWriter, media_buffer: MediaBuffer | None = None) -> None:
+class Executor:
+    """Writes each step where runners read it, and notes in the caches what they have computed.
+
+    Every rank's runner computes its part of the model; the logits of this one are of all of it.
+    """
+
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        writer: StepWriter,
+        media_buffer: MediaBuffer | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.model_runner = model_runner
         self.media_buffer = media_buffer
+        self._ranks = ranks
         self.writer = writer
         self.features, self.cross_cache = writer.features, writer.cross_cache
         draft_inputs = model_runner.draft_inputs
@@ -30,7 +46,7 @@ class LocalExecutor:
         self._load(step.encode)
         self.writer.write(step, keeps_hidden=self.keeps_hidden)
         try:
-            logits = self.model_runner.run()
+            logits = self._do(Command.run, self.model_runner.run)
         finally:
             if step.encode:
                 self._note_encoded(step.encode)
@@ -46,7 +62,10 @@ class LocalExecutor:
         """What the predictor drafts after the step that was run last, as many tokens as each of the inputs asks for."""
         assert self._draft_writer is not None, "the model has no predictor"
         self._draft_writer.write(draft_inputs)
-        return self.model_runner.draft()
+        return self._do(Command.draft, self.model_runner.draft)
+
+    def _do(self, command: Command, compute: Callable[[], Result]) -> Result:
+        return compute() if self._ranks is None else self._ranks.do(command, compute)
 
     def _load(self, media: Items[Medium]) -> None:
         """Writes patches that were left out because the encoder's output was cached, which it no longer is."""

@@ -17,10 +17,13 @@ from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.layers import partition
+from tilewright.layers.partition import Partition
 from tilewright.model_files import CheckpointError, read_optional_json
-from tilewright.models.protocol import Model, Processor
+from tilewright.models.protocol import Family, Model, Processor
 from tilewright.models.registry import family_of
 from tilewright.models.tied_head import config_as_stored
+from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import RequestError, SamplingParams
 from tilewright.weights.checkpoint import Checkpoint, open_checkpoint
 from tilewright.weights.load import LoadReport, load
@@ -28,6 +31,18 @@ from tilewright.weights.load import LoadReport, load
 _log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A rank's part of a model, its weights packed, and the checkpoint they are from."""
+
+    model: Model
+    dtype: torch.dtype
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    family: Family
+    report: LoadReport
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,44 @@ class LoadedModel:
     report: LoadReport
 
 
+def load_network(
+    name: str | Path,
+    *,
+    dtype: str = "auto",
+    drafting: bool = True,
+    pack_cache: bool = True,
+    progress: bool = False,
+    group: Group | None = None,
+    block: int = 1,
+) -> Network:
+    """The part that this rank of the group has of the model in a folder, a GGUF file or behind a hub id.
+
+    Without `drafting`, a multi-token predictor is left in the checkpoint. `block`: entries that are not to be split,
+    because they share a scale.
+    """
+    checkpoint = open_checkpoint(name)
+    config = config_as_stored(checkpoint)
+    family = family_of(config)
+    shapes = checkpoint.shapes
+    if not drafting and (prefix := family.predictor_prefix) is not None:
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefix)}
+    with partition.use(Partition(group or SingleGroup(), block)) as parts:
+        model = family.build(config, shapes)
+    parts.warn()
+    weight_dtype = _dtype(dtype, config)
+    # The embedded model packs in 80 ms (10 from a cache): no large one's entry gives way to it.
+    is_cached = pack_cache and not embedded.is_embedded(name)
+    report = load(
+        model,
+        checkpoint,
+        dtype=weight_dtype,
+        rename=model.checkpoint_name,
+        cache_dir=settings.current().cache_dir if is_cached else None,
+        progress=progress,
+    )
+    return Network(model, weight_dtype, checkpoint, config, family, report)
+
+
 def load_model(
     name: str | Path,
     *,
@@ -51,30 +104,12 @@ def load_model(
     media_limits: MediaLimits | None = None,
     opener: Opener | None = None,
     allow_special_tokens: bool = False,
+    group: Group | None = None,
 ) -> LoadedModel:
-    """The model in a folder, a GGUF file or behind a hub id, its weights packed, with its processor and tokenizer.
-
-    Without `drafting`, a multi-token predictor is left in the checkpoint.
-    """
-    # The embedded model goes by its own name, and packs in 80 ms (10 from a cache): no large one's entry gives way.
-    is_embedded = embedded.is_embedded(name)
-    own_name = embedded.MODEL_NAME if is_embedded else Path(name).name
-    checkpoint = open_checkpoint(name)
-    config = config_as_stored(checkpoint)
-    family = family_of(config)
-    shapes = checkpoint.shapes
-    if not drafting and (prefix := family.predictor_prefix) is not None:
-        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefix)}
-    model = family.build(config, shapes)
-    weight_dtype = _dtype(dtype, config)
-    report = load(
-        model,
-        checkpoint,
-        dtype=weight_dtype,
-        rename=model.checkpoint_name,
-        cache_dir=settings.current().cache_dir if pack_cache and not is_embedded else None,
-        progress=progress,
-    )
+    """The model as `load_network` has it, with its processor and tokenizer."""
+    network = load_network(name, dtype=dtype, drafting=drafting, pack_cache=pack_cache, progress=progress, group=group)
+    checkpoint, family = network.checkpoint, network.family
+    own_name = embedded.name_of(name)
     tokenizer = _tokenizer(checkpoint)
     sources = tokenizer.chat_template
     template = None
@@ -85,16 +120,16 @@ def load_model(
         processor = TextProcessor(own_name, tokenizer, template)
     else:
         processor = family.make_processor(
-            config,
+            network.config,
             checkpoint.files,
             tokenizer,
             template,
             media_limits,
-            dtype=weight_dtype,
+            dtype=network.dtype,
             opener=opener,
         )
     defaults = sampling_defaults(checkpoint.files)
-    return LoadedModel(own_name, model, processor, tokenizer, weight_dtype, defaults, report)
+    return LoadedModel(own_name, network.model, processor, tokenizer, network.dtype, defaults, network.report)
 
 
 def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:

@@ -15,6 +15,7 @@ from functools import partial
 from tilewright.engine.constraint.compiler import Grammar
 from tilewright.engine.core import EngineCore
 from tilewright.engine.costs import Costs
+from tilewright.engine.errors import EngineError, EngineLostError
 from tilewright.engine.handle import Handle
 from tilewright.engine.preparation import PreparationThreads, PromptKind
 from tilewright.engine.sequence import Sequence
@@ -23,10 +24,6 @@ from tilewright.engine.step_costs import draft_cost, step_cost
 from tilewright.types import Completion, Delta, ModelInputs, RequestError, SamplingParams
 
 _log = logging.getLogger(__name__)
-
-
-class EngineError(RuntimeError):
-    """A step failed, and with it the requests that were part of it."""
 
 
 class EngineLoop:
@@ -233,12 +230,13 @@ class EngineLoop:
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """Ends a request that failed in a step: with its own RequestError, or else with an EngineError."""
-        if not isinstance(error, RequestError):
+        is_told = isinstance(error, RequestError | EngineLostError)  # the loss was logged when it was seen
+        if not is_told:
             # As text, and only then without frames: those hold the sequences of the step, and with them pictures, as
             # long as someone holds the error or what was logged.
             _log.error("request %s failed in a step\n%s", request_id, "".join(traceback.format_exception(error)))
         forget_frames(error)
-        if not isinstance(error, RequestError):
+        if not is_told:
             wrapped = EngineError(f"the step that computed this request failed: {error}")
             wrapped.__cause__ = error
             error = wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tilewright.engine.kv.pages import PAGE_SIZE
@@ -55,8 +56,11 @@ def share_out(model: Model, itemsize: int, limits: StepLimits, max_media: int, s
 
 
 def kv_bytes(kv_memory: int | str | None) -> int:
-    """What `kv_memory` says, or a share of the free memory."""
-    return int(available_bytes() * KV_SHARE) if kv_memory is None else parse_bytes(kv_memory)
+    """What `kv_memory` says in bytes or as a percentage of the free memory; half of that if it says nothing."""
+    if kv_memory is None:
+        return int(available_bytes() * KV_SHARE)
+    percentage = re.fullmatch(r"(\d{1,2}(?:\.\d+)?)%", str(kv_memory))
+    return int(available_bytes() * float(percentage[1]) / 100) if percentage else parse_bytes(kv_memory)
 
 
 def num_cross_pages(page_bytes: int, pages_per_medium: int, max_media: int, size_bytes: int) -> int:

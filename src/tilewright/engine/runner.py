@@ -23,7 +23,8 @@ class ModelRunner:
     """The model with its memory: KV pages, encoder features, recurrent states. It reads steps from `inputs`.
 
     `replay`: small steps are recorded once per shape and replayed. A model with cross-attention has a second set of
-    caches, one with recurrent layers has `states`. With a `predictor`, `draft` drafts what may follow a step.
+    caches, one with recurrent layers has `states`. With a `predictor`, `draft` drafts what may follow a step, from what
+    is in `draft_inputs`.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ModelRunner:
         cross_caches: Items[KvCache] = (),
         states: StateMemory | None = None,
         predictor: Predictor | None = None,
+        draft_inputs: StepInputs | None = None,
         media_rows: Tensor | None = None,
         replay: bool = True,
     ) -> None:
@@ -53,7 +55,7 @@ class ModelRunner:
         self._hidden: Tensor | None = None  # of the last step's tokens, until the arena is used again
         self._drafts: DraftRunner | None = None
         if predictor is not None:
-            draft_inputs = StepInputs(inputs.layout)
+            draft_inputs = draft_inputs or StepInputs(inputs.layout)
             self._drafts = DraftRunner(predictor, kv_caches, draft_inputs, limits, self._arena, replay=replay)
 
     @property

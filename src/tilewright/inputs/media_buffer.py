@@ -1,13 +1,14 @@
 """Where the patches of media lie until the encoder reads them: one buffer, written while requests wait for a step.
 
-It is a reservation of addresses: memory is taken row by row as patches are written, and given back with the request.
-Regions are numbers, so that another process which maps the same memory finds them too.
+It is a file in memory: pages are taken row by row as patches are written, and given back with the request. Regions are
+numbers, so that other ranks, which map the same file (`map_rows`), find them too.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import os
 import threading
 import time
 import weakref
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tilewright.host_memory import MAP_NORESERVE, available_bytes
+from tilewright.host_memory import MAP_NORESERVE, available_bytes, shared_file
 from tilewright.types import Region, RequestError
 
 Write = Callable[[Tensor], None]  # decodes a medium and writes its patches to the rows [num_rows, width] it is given
@@ -47,15 +48,21 @@ class MediaBuffer:
         if size_bytes is None:
             size_bytes = max(int(available_bytes() * SHARE_OF_FREE_MEMORY), MIN_BYTES)
         self._row_bytes = width * dtype.itemsize
-        self._memory = _reserve(max(size_bytes, self._row_bytes))
+        self.fd = shared_file("media")
+        self._memory = _map_new(self.fd, max(size_bytes, self._row_bytes))
         self.num_rows = len(self._memory) // self._row_bytes
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=self.num_rows * self._row_bytes)
-        self.rows = flat.view(dtype).view(self.num_rows, width)
+        self.rows = _rows(self._memory, self.num_rows, width, dtype)
+        weakref.finalize(self, os.close, self.fd)
         self._unwritten: dict[int, Write] = {}  # by first row
         self._turn = threading.Lock()  # of those that allocate: a large request is not passed by small ones
         self._free = [(0, self.num_rows)]  # [begin, end) of rows, in order, none next to another
         self._lock = threading.Lock()  # guards _free
         self._garbage: deque[tuple[Region, ...]] = deque()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and their width: what another process maps the file with."""
+        return self.num_rows, self.rows.shape[1]
 
     @property
     def num_free_rows(self) -> int:
@@ -149,16 +156,26 @@ class MediaBuffer:
         first = max(begin * row // page, -(-gap_begin * row // page))
         last = min(-(-end * row // page), gap_end * row // page)
         if last > first:
-            self._memory.madvise(mmap.MADV_DONTNEED, first * page, (last - first) * page)
+            self._memory.madvise(mmap.MADV_REMOVE, first * page, (last - first) * page)
 
 
-def _reserve(size_bytes: int) -> mmap.mmap:
-    """Addresses for so many bytes, or half, or a quarter of them: as many as the system lets a process reserve."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+def map_rows(fd: int, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """The rows of another process's buffer, by its file and shape."""
+    return _rows(mmap.mmap(fd, num_rows * width * dtype.itemsize, mmap.MAP_SHARED), num_rows, width, dtype)
+
+
+def _rows(memory: mmap.mmap, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    count = num_rows * width * dtype.itemsize
+    return torch.frombuffer(memory, dtype=torch.uint8, count=count).view(dtype).view(num_rows, width)
+
+
+def _map_new(fd: int, size_bytes: int) -> mmap.mmap:
+    """So many bytes, or half, or a quarter of them: as many as the system lets a process map."""
     while True:
         try:
-            return mmap.mmap(-1, size_bytes, flags=flags)
-        except OSError as error:  # a limit of address space, or vm.overcommit_memory=2
+            os.ftruncate(fd, size_bytes)
+            return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED | MAP_NORESERVE)
+        except OSError as error:  # a limit of address space or of file sizes
             if size_bytes < mmap.PAGESIZE:
                 raise
             _log.warning("%d bytes for media cannot be reserved (%s): half of them is tried", size_bytes, error)

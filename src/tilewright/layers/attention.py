@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tilewright.layers import partition
 from tilewright.layers.batch import Batch
 from tilewright.layers.linear import Linear
 from tilewright.ops.activation import sigmoid_gate
 from tilewright.ops.attention import paged_attention
 from tilewright.ops.kv_cache import kv_store
 from tilewright.ops.rope import qk_norm_rope, rope_qk
+from tilewright.weights.shard import HeadShard
 from tilewright.weights.unpacked import Unpacked
 
 
@@ -30,24 +32,39 @@ class AttentionConfig:
     output_gate: bool = False  # a head's query has a gate behind it, whose sigmoid multiplies what the head attends to
 
 
+def heads_of(config: AttentionConfig) -> HeadShard:
+    """This rank's."""
+    return partition.current().heads("attention", config.num_heads, config.num_kv_heads, config.head_width)
+
+
 class Attention:
     """What each token's heads attend to, side by side; `output` projects it back to the model's width."""
 
     def __init__(self, name: str, config: AttentionConfig, layer: int) -> None:
         self.config, self.layer = config, layer
-        query_width = config.num_heads * config.head_width
-        kv_width = config.num_kv_heads * config.head_width
-        gated_width = query_width * (2 if config.output_gate else 1)
-        parts = [(f"{name}.q_proj", gated_width), (f"{name}.k_proj", kv_width), (f"{name}.v_proj", kv_width)]
-        self.qkv = Linear(parts, config.width, bias=config.qkv_bias)
-        self.output = Linear([(f"{name}.o_proj", config.width)], query_width, bias=config.output_bias)
+        heads = heads_of(config)
+        self.num_kv_heads = heads.num_keys
+        query_width, kv_width = config.num_heads * config.head_width, config.num_kv_heads * config.head_width
+        queries, keys = heads.queries.times(config.head_width), heads.keys.times(config.head_width)
+        gated = 2 if config.output_gate else 1
+        self.qkv = Linear(
+            [
+                (f"{name}.q_proj", gated * query_width, heads.queries.times(gated * config.head_width)),
+                (f"{name}.k_proj", kv_width, keys),
+                (f"{name}.v_proj", kv_width, keys),
+            ],
+            config.width,
+            bias=config.qkv_bias,
+        )
+        self.output = Linear(
+            [(f"{name}.o_proj", config.width)], query_width, column_shard=queries, bias=config.output_bias
+        )
         if config.qk_norm:
             self.q_norm = Unpacked(f"{name}.q_norm.weight", config.head_width)
             self.k_norm = Unpacked(f"{name}.k_norm.weight", config.head_width)
 
     def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
-        config = self.config
-        num_kv_heads = config.num_kv_heads
+        config, num_kv_heads = self.config, self.num_kv_heads
         qkv = self.qkv(h_TD).view(h_TD.shape[0], -1, config.head_width)
         q_THK, k_TGK, v_TGK = qkv.tensor_split([-2 * num_kv_heads, -num_kv_heads], dim=1)
         gate_THK = None

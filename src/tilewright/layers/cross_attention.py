@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tilewright.layers.attention import AttentionConfig
+from tilewright.layers.attention import AttentionConfig, heads_of
 from tilewright.layers.batch import Batch, CrossBatch
 from tilewright.layers.cost import Cost, linear_cost
 from tilewright.layers.linear import Linear
 from tilewright.layers.mlp import GatedMlp
+from tilewright.layers.rms_norm import RmsNorm
 from tilewright.ops.attention import paged_attention
 from tilewright.ops.embedding import embedding, scatter_rows
 from tilewright.ops.kv_cache import KvCache, kv_store
@@ -21,11 +22,13 @@ class CrossAttention:
 
     def __init__(self, name: str, config: AttentionConfig, layer: int, gate: str) -> None:
         self.config, self.layer = config, layer
-        query_width = config.num_heads * config.head_width
-        kv_width = config.num_kv_heads * config.head_width
-        self.query = Linear([(f"{name}.q_proj", query_width)], config.width)
-        self.key_value = Linear([(f"{name}.k_proj", kv_width), (f"{name}.v_proj", kv_width)], config.width)
-        self.output = Linear([(f"{name}.o_proj", config.width)], query_width, tanh_scale=gate)
+        heads = heads_of(config)
+        self.num_kv_heads = heads.num_keys
+        query_width, kv_width = config.num_heads * config.head_width, config.num_kv_heads * config.head_width
+        queries, keys = heads.queries.times(config.head_width), heads.keys.times(config.head_width)
+        self.query = Linear([(f"{name}.q_proj", query_width, queries)], config.width)
+        self.key_value = Linear([(f"{name}.{part}_proj", kv_width, keys) for part in "kv"], config.width)
+        self.output = Linear([(f"{name}.o_proj", config.width)], query_width, column_shard=queries, tanh_scale=gate)
         self.q_norm = Unpacked(f"{name}.q_norm.weight", config.head_width)
         self.k_norm = Unpacked(f"{name}.k_norm.weight", config.head_width)
 
@@ -41,7 +44,7 @@ class CrossAttention:
         """Writes the keys and values of encoder states [N, D] to their slots."""
         config = self.config
         key_value = self.key_value(states_ND).view(len(states_ND), -1, config.head_width)
-        k_NGK, v_NGK = key_value.split(config.num_kv_heads, dim=1)
+        k_NGK, v_NGK = key_value.split(self.num_kv_heads, dim=1)
         rms_norm(k_NGK, self.k_norm.value, config.eps, out=k_NGK)
         kv_store(k_NGK, v_NGK, cache, slots_N)
 
@@ -56,10 +59,9 @@ class CrossLayer:
         self, name: str, config: AttentionConfig, layer: int, *, mlp_width: int, activation: str, mlp_bias: bool
     ) -> None:
         """`layer` counts cross-attention layers alone."""
-        self.eps = config.eps
-        self.attention_norm = Unpacked(f"{name}.input_layernorm.weight", config.width)
+        self.attention_norm = RmsNorm(f"{name}.input_layernorm", config.width, config.eps)
         self.attention = CrossAttention(f"{name}.cross_attn", config, layer, f"{name}.cross_attn_attn_gate")
-        self.mlp_norm = Unpacked(f"{name}.post_attention_layernorm.weight", config.width)
+        self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", config.width, config.eps)
         self.mlp = GatedMlp(
             f"{name}.mlp",
             config.width,
@@ -84,6 +86,5 @@ class CrossLayer:
         return linear_cost(self.attention.query, self.attention.output, self.mlp)
 
     def _update(self, x_RD: Tensor, cross: CrossBatch) -> None:
-        attended = self.attention(rms_norm(x_RD, self.attention_norm.value, self.eps), cross)
-        self.attention.output(attended, residual=x_RD, out=x_RD)
-        self.mlp(x_RD, rms_norm(x_RD, self.mlp_norm.value, self.eps))
+        attended = self.attention(self.attention_norm(x_RD), cross)
+        self.mlp(x_RD, self.attention.output.add_and_norm(attended, x_RD, self.mlp_norm))

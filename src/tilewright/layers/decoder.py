@@ -8,22 +8,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tilewright.layers.attention import Attention, AttentionConfig
+from tilewright.layers.attention import Attention, AttentionConfig, heads_of
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cost import Cost, DecoderCost, linear_cost
 from tilewright.layers.cross_attention import CrossLayer
 from tilewright.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
-from tilewright.layers.linear import Linear
+from tilewright.layers.linear import GatheredLinear
 from tilewright.layers.mlp import GatedMlp
 from tilewright.layers.moe import MoeConfig, SparseMlp
+from tilewright.layers.rms_norm import RmsNorm
 from tilewright.layers.rope import Rope, RopeConfig
+from tilewright.layers.token_embedding import TokenEmbedding
 from tilewright.ops.embedding import embedding, scatter_add_rows, scatter_rows
 from tilewright.ops.kv_cache import KvCache
-from tilewright.ops.linear import PackedWeight
-from tilewright.ops.norm import rms_norm
 from tilewright.ops.plan import empty, scope
-from tilewright.weights.spec import Weight
-from tilewright.weights.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,11 @@ class DecoderConfig:
         return replace(self.attention, window=self.windows[layer]) if self.windows else self.attention
 
 
+def hidden_norm(name: str, config: DecoderConfig) -> RmsNorm:
+    """A norm of the hidden state."""
+    return RmsNorm(name, config.width, config.eps, plus_one=config.norm_plus_one)
+
+
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)); attention over keys and values, or over a recurrent state.
 
@@ -72,14 +75,13 @@ class DecoderLayer:
     """
 
     def __init__(self, name: str, config: DecoderConfig, layer: int, own: int) -> None:
-        self.eps, self.plus_one = config.eps, config.norm_plus_one
-        self.attention_norm = Unpacked(f"{name}.input_layernorm.weight", config.width)
+        self.attention_norm = hidden_norm(f"{name}.input_layernorm", config)
         self.attention: Attention | GatedDeltaNet
         if config.delta is not None and layer in config.delta_layers:
             self.attention = GatedDeltaNet(f"{name}.linear_attn", config.delta, own)
         else:
             self.attention = Attention(f"{name}.self_attn", config.attention_of(layer), own)
-        self.mlp_norm = Unpacked(f"{name}.post_attention_layernorm.weight", config.width)
+        self.mlp_norm = hidden_norm(f"{name}.post_attention_layernorm", config)
         self.mlp: GatedMlp | SparseMlp
         if config.moe is not None and config.moe.is_sparse(layer):
             self.mlp = SparseMlp(f"{name}.mlp", config.width, config.moe)
@@ -89,18 +91,14 @@ class DecoderLayer:
 
     def __call__(self, x_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
         """x, updated in place; with `rows`, only those of its tokens, though all leave keys and values, or a state."""
-        attended = self.attention(self._normed(x_TD, self.attention_norm), batch, cos, sin)
+        attended = self.attention(self.attention_norm(x_TD), batch, cos, sin)
         if rows is not None:
             x_TD, attended = embedding(rows, x_TD), embedding(rows, attended)
-        self.attention.output(attended, residual=x_TD, out=x_TD)
-        self.mlp(x_TD, self._normed(x_TD, self.mlp_norm))
+        self.mlp(x_TD, self.attention.output.add_and_norm(attended, x_TD, self.mlp_norm))
         return x_TD
 
     def cost(self) -> Cost:
         return linear_cost(self.attention) + self.mlp.cost()
-
-    def _normed(self, x_TD: Tensor, weight: Unpacked) -> Tensor:
-        return rms_norm(x_TD, weight.value, self.eps, weight_plus_one=self.plus_one)
 
 
 def _layer(name: str, config: DecoderConfig, layer: int) -> DecoderLayer | CrossLayer:
@@ -129,16 +127,16 @@ class Decoder:
 
     def __init__(self, name: str, config: DecoderConfig) -> None:
         self.config = config
-        self.embed_tokens: Weight[PackedWeight] | Weight[Tensor]
-        if config.tied:  # kept once, as the head wants it
-            self.head = Linear([(f"{name}.embed_tokens", config.vocab_size)], config.width)
-            self.embed_tokens = self.head.weight
-        else:
-            self.embed_tokens = Unpacked(f"{name}.embed_tokens.weight", config.num_embeddings, config.width)
-            self.head = Linear([("lm_head", config.vocab_size)], config.width)
+        table = f"{name}.embed_tokens"
+        head_name = table if config.tied else "lm_head"
+        self.head = GatheredLinear.named(head_name, config.vocab_size, config.width, what="vocabulary")
+        self.embed_tokens = TokenEmbedding(
+            table, config.num_embeddings, config.width, self.head if config.tied else None
+        )
         self.layers = [_layer(f"{name}.layers.{i}", config, i) for i in range(config.num_layers)]
-        self.norm = Unpacked(f"{name}.norm.weight", config.width)
+        self.norm = hidden_norm(f"{name}.norm", config)
         self.rope = Rope(config.rope)
+        self.num_kv_heads = heads_of(config.attention).num_keys
 
     def store_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:
         """Writes the keys and values of encoder states, for each cross-attention layer into its cache."""
@@ -170,7 +168,7 @@ class Decoder:
 
     def embed(self, token_ids_T: Tensor, media: Sequence[MediaRun]) -> Tensor:
         """What the first layer reads [T, D]: rows of the table, features in the place of those that are media."""
-        x_TD = embedding(token_ids_T, self.embed_tokens.value)
+        x_TD = self.embed_tokens(token_ids_T)
         for run in media:
             scatter_rows(x_TD, run.rows_M, run.embeddings_MD)
         return x_TD
@@ -187,8 +185,7 @@ class Decoder:
                         scatter_add_rows(x_TD, run.rows_M, run.deepstack[i])
         out = empty((len(x_TD if rows is None else rows), self.config.width), x_TD.dtype)
         with scope():
-            x_TD = self.layers[-1](x_TD, batch, cos, sin, rows)
-            rms_norm(x_TD, self.norm.value, self.config.eps, weight_plus_one=self.config.norm_plus_one, out=out)
+            self.norm(self.layers[-1](x_TD, batch, cos, sin, rows), out=out)
         return out
 
     def logits(self, h_TD: Tensor) -> Tensor:

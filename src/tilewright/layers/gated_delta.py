@@ -6,16 +6,18 @@ V then read and write the state [H, K, V] token by token (ops/gated_delta.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from tilewright.layers import partition
 from tilewright.layers.batch import Batch
 from tilewright.layers.linear import Linear
 from tilewright.ops.conv import causal_conv
 from tilewright.ops.gated_delta import delta_gates, gated_delta_rule, split_projections
 from tilewright.ops.norm import rms_norm
 from tilewright.types import UnsupportedConfig
+from tilewright.weights.shard import PADDING, HeadShard, Shard, shard_of
 from tilewright.weights.unpacked import ConvTaps, Unpacked
 
 
@@ -52,6 +54,59 @@ class GatedDeltaConfig:
         return 2 * self.keys_width + self.values_width
 
 
+def heads_of(config: GatedDeltaConfig) -> HeadShard:
+    """This rank's value heads ("queries") and the key heads whose queries and keys they use ("keys")."""
+    widths = config.key_width, config.value_width
+    return partition.current().heads("delta-net", config.value_heads, config.key_heads, *widths)
+
+
+def own_config(config: GatedDeltaConfig) -> GatedDeltaConfig:
+    """That of the heads this rank has."""
+    heads = heads_of(config)
+    return replace(config, key_heads=heads.num_keys, value_heads=heads.num_queries)
+
+
+def _channels(config: GatedDeltaConfig, heads: HeadShard) -> Shard:
+    """Of all q, all k, all v."""
+    keys, values = heads.keys.times(config.key_width), heads.queries.times(config.value_width)
+    return keys + keys.after(config.keys_width) + values.after(2 * config.keys_width)
+
+
+def _parts(config: GatedDeltaConfig, heads: HeadShard) -> list[tuple[str, int, Shard]]:
+    """The projections of Qwen3.5: one each for q|k|v, z, b and a."""
+    return [
+        ("in_proj_qkv", config.num_channels, _channels(config, heads)),
+        ("in_proj_z", config.values_width, heads.queries.times(config.value_width)),
+        ("in_proj_b", config.value_heads, heads.queries),
+        ("in_proj_a", config.value_heads, heads.queries),
+    ]
+
+
+def _interleaved_parts(config: GatedDeltaConfig, heads: HeadShard) -> list[tuple[str, int, Shard]]:
+    """The projections of Qwen3-Next, by key head: its q, k, values and gates z; and its b and a."""
+    per_key = config.value_heads // config.key_heads
+    key_width, value_width = config.key_width, config.value_width
+    key_rows = 2 * key_width + 2 * per_key * value_width
+    own_values, per_own_key = heads.queries.entries(), heads.num_queries // heads.num_keys
+    qkvz, ba = Shard(()), Shard(())
+    for place, key in enumerate(heads.keys.entries()):
+        values = own_values[place * per_own_key : (place + 1) * per_own_key]
+        in_key = shard_of([PADDING if value == PADDING else value % per_key for value in values])
+        rows = in_key.times(value_width)
+        of_key = Shard.whole(2 * key_width) + rows.after(2 * key_width)
+        of_key += rows.after(2 * key_width + per_key * value_width)
+        gates = in_key + in_key.after(per_key)
+        if key == PADDING:
+            of_key, gates = Shard(((PADDING, of_key.length),)), Shard(((PADDING, gates.length),))
+        else:
+            of_key, gates = of_key.after(key * key_rows), gates.after(key * 2 * per_key)
+        qkvz, ba = qkvz + of_key, ba + gates
+    return [
+        ("in_proj_qkvz", config.num_channels + config.values_width, qkvz),
+        ("in_proj_ba", 2 * config.value_heads, ba),
+    ]
+
+
 class GatedDeltaNet:
     """What each token's heads read from their states, side by side; `output` projects it back to the model's width.
 
@@ -59,20 +114,18 @@ class GatedDeltaNet:
     """
 
     def __init__(self, name: str, config: GatedDeltaConfig, layer: int) -> None:
-        self.config, self.layer = config, layer
-        values, heads = config.values_width, config.value_heads
-        if config.interleaved:
-            parts = [("in_proj_qkvz", config.num_channels + values), ("in_proj_ba", 2 * heads)]
-        else:
-            parts = [("in_proj_qkv", config.num_channels), ("in_proj_z", values)]
-            parts += [("in_proj_b", heads), ("in_proj_a", heads)]
-        self.projections = Linear([(f"{name}.{part}", rows) for part, rows in parts], config.width)
-        self.conv = ConvTaps(f"{name}.conv1d", config.num_channels, config.num_taps)
+        self.layer = layer
+        self.config = own_config(config)  # of this rank's heads
+        heads = heads_of(config)
+        channels, values = _channels(config, heads), heads.queries.times(config.value_width)
+        parts = _interleaved_parts(config, heads) if config.interleaved else _parts(config, heads)
+        self.projections = Linear([(f"{name}.{part}", rows, shard) for part, rows, shard in parts], config.width)
+        self.conv = ConvTaps(f"{name}.conv1d", config.num_channels, config.num_taps, channels)
         # The decay over a whole answer depends on these: fp32 as released, exact where a checkpoint has bf16.
-        self.a_log = Unpacked(f"{name}.A_log", heads, in_fp32=True)
-        self.dt_bias = Unpacked(f"{name}.dt_bias", heads, in_fp32=True)
+        self.a_log = Unpacked(f"{name}.A_log", config.value_heads, in_fp32=True, shard=heads.queries)
+        self.dt_bias = Unpacked(f"{name}.dt_bias", config.value_heads, in_fp32=True, shard=heads.queries)
         self.norm = Unpacked(f"{name}.norm.weight", config.value_width, in_fp32=True)
-        self.output = Linear([(f"{name}.out_proj", config.width)], values)
+        self.output = Linear([(f"{name}.out_proj", config.width)], config.values_width, column_shard=values)
 
     def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
         """Positions (cos and sin) are not used: the order of tokens is in the states."""

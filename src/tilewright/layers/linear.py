@@ -1,7 +1,7 @@
 """Where a layer multiplies by a weight: nothing else in layers and models calls the linear and expert kernels.
 
-What a product needs besides its inputs is decided here: the format of the packed weight and the epilogue. Splitting
-over ranks, the collective that follows it and adapters belong here too: models do not change for them.
+What a product needs besides its inputs is decided here: the format of the packed weight, the epilogue, and the
+collective where it is split over ranks (layers/partition.py). Adapters belong here too: models do not change for them.
 """
 
 from __future__ import annotations
@@ -11,34 +11,46 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilewright.layers import partition
+from tilewright.layers.rms_norm import RmsNorm
 from tilewright.ops.linear import PackedWeight, linear
 from tilewright.ops.moe import moe
+from tilewright.ops.plan import empty
+from tilewright.parallel.group import Group, refuse_recording
 from tilewright.weights.experts import ExpertFormat, ExpertsWeight
-from tilewright.weights.linear import LinearWeight, PatchWeight
-from tilewright.weights.spec import Weight
+from tilewright.weights.linear import LinearWeight, Part, PatchWeight
+from tilewright.weights.shard import Shard
+from tilewright.weights.spec import Weight, along
 
 
 class Linear:
-    """x W^T + b. The parts of a fused projection (q, k and v; gate and up) are one product."""
+    """x W^T + b. The parts of a fused projection (q, k and v; gate and up) are one product.
+
+    With `column_shard`, x is this rank's part of the inputs, and the products of all ranks are added up.
+    """
 
     def __init__(
         self,
-        parts: Sequence[tuple[str, int]],
+        parts: Sequence[tuple[str, int] | tuple[str, int, Shard]],
         columns: int,
         *,
+        column_shard: Shard | None = None,
         bias: bool = False,
         gated: bool = False,
         tanh_scale: str | None = None,
     ) -> None:
-        """As `LinearWeight`: parts are (name in the checkpoint, rows)."""
-        self.weight: Weight[PackedWeight] = LinearWeight(parts, columns, bias=bias, gated=gated, tanh_scale=tanh_scale)
-
-    @classmethod
-    def of(cls, weight: Weight[PackedWeight]) -> Linear:
-        """The product with a weight that is put together in a way of its own."""
-        layer = cls.__new__(cls)
-        layer.weight = weight
-        return layer
+        """As `LinearWeight`: parts are (name in the checkpoint, rows, and which of them this rank has)."""
+        own = partition.current()
+        self._group = own.group if own.is_split and column_shard is not None else None
+        self.weight: Weight[PackedWeight] = LinearWeight(
+            parts,
+            columns,
+            column_shard=column_shard,
+            bias=bias,
+            bias_shard=None if self._group is None else own.on_first_rank(parts[0][1]),
+            gated=gated,
+            tanh_scale=tanh_scale,
+        )
 
     @property
     def packed(self) -> PackedWeight:
@@ -55,14 +67,94 @@ class Linear:
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """activation(x W^T + b) + residual for x [..., K]; of a gated weight activation(gate) * up + residual."""
-        return linear(x, self.weight.value, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
+        weight = self.weight.value
+        if self._group is None:
+            return linear(x, weight, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
+        assert activation == "none", "an activation of a sum that is not complete"
+        partial = linear(x, weight, out_dtype=torch.float32)
+        return add_up(self._group, partial, residual, out, out_dtype or x.dtype)
+
+    def add_and_norm(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> Tensor:
+        """norm(residual), after x W^T + b is added to the residual."""
+        if self._group is None:
+            return norm(self(x, residual=residual, out=residual))
+        partial = linear(x, self.weight.value, out_dtype=torch.float32)
+        return self._group.all_reduce_norm(
+            partial, residual, norm.weight.value, norm.eps, weight_plus_one=norm.plus_one
+        )
+
+
+def add_up(group: Group, partial: Tensor, residual: Tensor | None, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of all ranks' partial sums, which are fp32, and the residual: rounded once."""
+    if out is None:
+        out = empty(tuple(partial.shape), dtype)
+    if residual is not None:
+        return group.all_reduce_add(partial, residual, out=out)
+    refuse_recording("a sum over ranks that is added to nothing")  # of encoders alone, whose passes are not recorded
+    return out.copy_(group.all_reduce(partial))
+
+
+class GatheredLinear:
+    """x W^T + b of which each rank computes some columns, gathered: all ranks have the whole result."""
+
+    def __init__(self, weight: Weight[PackedWeight], width: int, shard: Shard) -> None:
+        """`weight` has the rows `shard` of `width`."""
+        self.weight = weight
+        self.width = width
+        self._shard = shard
+        self._group = partition.current().group
+
+    @classmethod
+    def named(cls, name: str, width: int, columns: int, *, what: str, bias: bool = False) -> GatheredLinear:
+        """Of a weight [width, columns] of the checkpoint; `what` it is, for the note on padding."""
+        shard = partition.current().width(what, width)
+        return cls(LinearWeight([Part(name, width, shard)], columns, bias=bias), width, shard)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """This rank's rows of the weight, once it is loaded."""
+        return self.weight.value
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x W^T + b + residual [N, width] for x [N, K]."""
+        return gathered(self._group, x, self.weight.value, self._shard, self.width, residual, out, out_dtype)
+
+
+def gathered(
+    group: Group,
+    x: Tensor,
+    weight: PackedWeight,
+    shard: Shard,
+    width: int,
+    residual: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """x W^T + b + residual, of which this rank computes the columns `shard`."""
+    if group.size == 1:
+        return linear(x, weight, residual=residual, out=out, out_dtype=out_dtype)
+    own_residual = None if residual is None else along(residual, 1, shard)
+    if out is None:
+        out = empty((len(x), width), out_dtype or x.dtype)
+    part = linear(x, weight, residual=own_residual, out_dtype=out.dtype)
+    return group.all_gather(part, dim=-1, out=out)
 
 
 class PatchEmbedding:
     """A Conv3d over patches, whose stride is its kernel, as a product; stills have a kernel summed over time."""
 
     def __init__(self, name: str, shape: tuple[int, int, int, int, int]) -> None:
-        self.weight = PatchWeight(name, shape)
+        own = partition.current()
+        self.width = shape[0]
+        self._shard, self._group = own.width("patch embedding", self.width), own.group
+        self.weight = PatchWeight(name, shape, self._shard)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,29 +162,30 @@ class PatchEmbedding:
 
     def __call__(self, patches: Tensor, *, is_still: bool, residual: Tensor, out: Tensor) -> Tensor:
         weights = self.weight.value
-        return linear(patches, weights.still if is_still else weights.video, residual=residual, out=out)
+        weight = weights.still if is_still else weights.video
+        return gathered(self._group, patches, weight, self._shard, self.width, residual, out, None)
 
 
 class Experts:
-    """The sum over a token's experts of weight * down(act(gate) * up)."""
+    """The sum over a token's experts of weight * down(act(gate) * up). Each rank has a part of every expert's width."""
 
     def __init__(self, name: str, num_experts: int, width: int, inner_width: int, stored: ExpertFormat) -> None:
+        own = partition.current()
+        self._group = own.group if own.is_split else None
+        shard = own.width("expert width", inner_width)
+        gate_up, down = ("gate_proj", "up_proj"), ("down_proj",)
         self.gate_up = ExpertsWeight(
-            name, ("gate_proj", "up_proj"), "gate_up_proj", num_experts, 2 * inner_width, width, stored
+            name, gate_up, "gate_up_proj", num_experts, 2 * inner_width, width, stored, part_shard=shard
         )
-        self.down = ExpertsWeight(name, ("down_proj",), "down_proj", num_experts, width, inner_width, stored)
+        self.down = ExpertsWeight(name, down, "down_proj", num_experts, width, inner_width, stored, column_shard=shard)
 
     def __call__(
         self, x_TD: Tensor, ids: Tensor, weights: Tensor, *, activation: str, residual: Tensor, out: Tensor
     ) -> Tensor:
         """ids and weights [T, k] as `ops.moe.route` gives them."""
-        return moe(
-            x_TD,
-            ids,
-            weights,
-            self.gate_up.value,
-            self.down.value,
-            activation=activation,
-            residual=residual,
-            out=out,
-        )
+        gate_up, down = self.gate_up.value, self.down.value
+        if self._group is None:
+            return moe(x_TD, ids, weights, gate_up, down, activation=activation, residual=residual, out=out)
+        partial = empty(tuple(x_TD.shape), torch.float32)
+        moe(x_TD, ids, weights, gate_up, down, activation=activation, out=partial)
+        return add_up(self._group, partial, residual, out, out.dtype)

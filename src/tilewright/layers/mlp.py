@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tilewright.layers import partition
 from tilewright.layers.cost import Cost, linear_cost
 from tilewright.layers.linear import Linear
 from tilewright.ops.activation import sigmoid_gate
@@ -26,9 +27,12 @@ class GatedMlp:
         self, name: str, width: int, inner_width: int, *, activation: str, bias: bool, tanh_scale: str | None = None
     ) -> None:
         self.activation = activation
-        parts = [(f"{name}.gate_proj", inner_width), (f"{name}.up_proj", inner_width)]
+        shard = partition.current().width("MLP width", inner_width)
+        parts = [(f"{name}.gate_proj", inner_width, shard), (f"{name}.up_proj", inner_width, shard)]
         self.gate_up = Linear(parts, width, bias=bias, gated=True)
-        self.down = Linear([(f"{name}.down_proj", width)], inner_width, bias=bias, tanh_scale=tanh_scale)
+        self.down = Linear(
+            [(f"{name}.down_proj", width)], inner_width, column_shard=shard, bias=bias, tanh_scale=tanh_scale
+        )
 
     def __call__(self, x_TD: Tensor, h_TD: Tensor, *, gate: Tensor | None = None) -> None:
         """With `gate` [T, 1], its sigmoid multiplies what is added: before the last product, whose inputs are fewer."""

@@ -29,9 +29,8 @@ class TextModel(DecoderModel):
 
     def __init__(self, config: DecoderConfig) -> None:
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
-        attention = config.attention
-        self.kv_spec = KvSpec(config.num_layers, attention.num_kv_heads, attention.head_width)
         self.decoder = Decoder("model", config)
+        self.kv_spec = KvSpec(config.num_layers, self.decoder.num_kv_heads, config.attention.head_width)
 
     def checkpoint_name(self, name: str) -> str | None:
         return self.decoder.checkpoint_name(whole_name(name))

@@ -31,18 +31,29 @@ def number(config: Config, key: str, default: float) -> float:
     return float(value)
 
 
+def model_width(config: Config) -> int:
+    """config's hidden_size, which some call d_model."""
+    return integer(config, "d_model" if config.get("hidden_size") is None and "d_model" in config else "hidden_size")
+
+
 def head_width(config: Config, width: int, num_heads: int, default: int | None = None) -> int:
-    """config's head_dim; without one the family's default, or the heads' share of the width, which must be whole."""
+    """config's head_dim, or qk_head_dim; without either the family's default, or the heads' whole share of the width.
+
+    null is as nothing: some tools write out what is derived.
+    """
     if num_heads < 1:
         raise UnsupportedConfig(f"config has {num_heads} heads, expected 1 or more")
-    if default is None and "head_dim" not in config:
-        if width % num_heads:
-            raise UnsupportedConfig(f"config has {num_heads} heads, expected a divisor of its width, {width}")
-        return width // num_heads
-    given = integer(config, "head_dim", default)
-    if given < 1:
-        raise UnsupportedConfig(f"config has head_dim {given}, expected 1 or more")
-    return given
+    key = next((key for key in ("head_dim", "qk_head_dim") if config.get(key) is not None), None)
+    if key is not None:
+        given = integer(config, key)
+        if given < 1:
+            raise UnsupportedConfig(f"config has {key} {given}, expected 1 or more")
+        return given
+    if default is not None:
+        return default
+    if width % num_heads:
+        raise UnsupportedConfig(f"config has {num_heads} heads, expected a divisor of its width, {width}")
+    return width // num_heads
 
 
 def whole_name(stored_name: str) -> str:
@@ -84,7 +95,7 @@ def decoder_config(
     default_head_width: int | None = None,
 ) -> DecoderConfig:
     """The decoder a text config describes. What is None is read from the config."""
-    width, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    width, num_heads = model_width(config), integer(config, "num_attention_heads")
     num_kv_heads = integer(config, "num_key_value_heads", num_heads)
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise UnsupportedConfig(

@@ -9,24 +9,32 @@ from tilewright.ops.plan import empty
 
 
 @op
-def embedding(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+def embedding(
+    ids: Tensor,
+    table: Tensor | PackedWeight,
+    *,
+    first: int = 0,
+    num_ids: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """table[ids] [T, D] for ids [T] int64 or int32 and table [V, D]. A bad id raises ValueError naming it.
 
     The table may be a packed linear weight: a language model head that is tied to the embedding is kept once, in the
-    layout the head wants.
+    layout the head wants. It may be a part of `num_ids` rows, those from `first` on: the others are zeros.
     """
     if isinstance(table, PackedWeight):
-        return _embedding_packed(ids, table, out)
+        return _embedding_packed(ids, table, first, num_ids, out)
     if out is None:
         out = empty((ids.shape[0], table.shape[1]), table.dtype)
-    kernels.embedding(view(ids), view(table), view(out))
+    kernels.embedding(view(ids), view(table), first, len(table) if num_ids is None else num_ids, view(out))
     return out
 
 
-def _embedding_packed(ids: Tensor, table: PackedWeight, out: Tensor | None) -> Tensor:
+def _embedding_packed(ids: Tensor, table: PackedWeight, first: int, num_ids: int | None, out: Tensor | None) -> Tensor:
     if out is None:
         out = empty((ids.shape[0], table.k), table.dtype)
-    kernels.embedding_packed(view(ids), table.native(), view(out))
+    num_ids = table.n if num_ids is None else num_ids
+    kernels.embedding_packed(view(ids), table.native(), first, num_ids, view(out))
     return out
 
 

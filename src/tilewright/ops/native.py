@@ -1,5 +1,8 @@
 """The native module, loaded after torch and set up from the config, and the way tensors are handed to it."""
 
+import contextlib
+import functools
+import logging
 import os
 
 import torch  # first: the kernels then share torch's OpenMP runtime instead of bringing a second one
@@ -8,7 +11,9 @@ from torch.utils.dlpack import to_dlpack as view
 from tilewright import _kernels as kernels
 from tilewright import config
 
-__all__ = ["bind_team", "kernels", "view", "view_or_none", "work_alone"]
+__all__ = ["apply_config", "bind_team", "kernels", "view", "view_or_none", "work_alone"]
+
+_log = logging.getLogger(__name__)
 
 
 def view_or_none(tensor: torch.Tensor | None) -> object:
@@ -17,22 +22,50 @@ def view_or_none(tensor: torch.Tensor | None) -> object:
 
 
 def bind_team() -> None:
-    """Pins the threads of kernels that this thread calls, as the config says: every calling thread has its own team."""
-    if config.current().bind_cpus:
-        kernels.bind_threads(list(config.current().bind_cpus))
+    """Pins the threads of kernels that this thread calls, as the config says: every calling thread has its own team.
+
+    So it is with memory: a thread of a rank takes pages of the rank's nodes.
+    """
+    settings = config.current()
+    if settings.memory_nodes:
+        _prefer_memory(settings.memory_nodes)
+    if settings.bind_cpus:
+        kernels.bind_threads(list(settings.bind_cpus))
 
 
 def work_alone() -> None:
     """From now on kernels that this thread calls use no other thread, and it runs where it likes."""
     kernels.work_alone()
     if config.current().bind_cpus:  # a new thread has the place of the pinned one that started it
-        os.sched_setaffinity(0, config.current().available_cpus)
+        with contextlib.suppress(OSError):  # where the system refuses this, it is not pinned either
+            os.sched_setaffinity(0, config.current().available_cpus)
 
 
-def _apply(settings: config.Config) -> None:
+def apply_config() -> None:
+    """Makes the kernels, and the team of the calling thread, what the config says now."""
+    settings = config.current()
     kernels.set_max_isa(settings.max_isa)
-    kernels.set_num_threads(settings.num_threads or 0)
+    kernels.set_num_threads(settings.num_threads or len(settings.bind_cpus))
+    if settings.bind_cpus:
+        # torch's parallel loops use the same team. For another count libgomp would start threads in the middle of a
+        # step, all of them on the CPU that the calling thread is pinned to.
+        torch.set_num_threads(settings.team_size)
     bind_team()
 
 
-_apply(config.current())
+def _prefer_memory(nodes: tuple[int, ...]) -> None:
+    if error := kernels.set_memory_policy("prefer", list(nodes)):
+        _warn_of_memory(nodes, error)
+
+
+@functools.cache  # once, not for each thread
+def _warn_of_memory(nodes: tuple[int, ...], error: int) -> None:
+    _log.warning(
+        "the system does not let us choose where memory comes from (set_mempolicy: %s): pages are on the node of the "
+        "thread that first writes them, which for bound threads is the same, here %s",
+        os.strerror(error),
+        ", ".join(map(str, nodes)),
+    )
+
+
+apply_config()

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tilewright.server.link.backend import Abort, AnswerDelta, Backend, Ended, EngineRequest, Event, Failed, Started
+from tilewright.server.link.backend import (
+    Abort,
+    AnswerDelta,
+    Backend,
+    Ended,
+    EngineRequest,
+    Event,
+    Failed,
+    Restarted,
+    Started,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class KeepAliveDue:
     """Nothing was sent for a while; a proxy in between may close the connection."""
 
 
-AnswerEvent = Started | AnswerDelta | Ended | ClientLeft | TimedOut | ShuttingDown | KeepAliveDue
+AnswerEvent = Started | AnswerDelta | Ended | Restarted | ClientLeft | TimedOut | ShuttingDown | KeepAliveDue
 
 
 class Answer:

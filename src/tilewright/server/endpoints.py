@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tilewright.server.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
@@ -42,10 +43,10 @@ class Context:
 
 
 class PreparedRequest(NamedTuple):
-    """What a request asks of the engine, and the writer of its answer."""
+    """What a request asks of the engine, and what makes the writer of its answer."""
 
     requests: list[EngineRequest]
-    writer: Writer
+    make_writer: Callable[[], Writer]
 
 
 async def prepare_chat(body: ChatBody, context: Context, field: str = "messages") -> PreparedRequest:
@@ -61,7 +62,7 @@ async def prepare_chat(body: ChatBody, context: Context, field: str = "messages"
         raise
     request = chat_request(body, messages, context.model)
     request = replace(request, names={**request.names, "prompt": field})
-    return PreparedRequest([request], ChatWriter(body, context.model))
+    return PreparedRequest([request], partial(ChatWriter, body, context.model))
 
 
 async def prepare_completion(body: CompletionBody, context: Context) -> PreparedRequest:
@@ -69,7 +70,7 @@ async def prepare_completion(body: CompletionBody, context: Context) -> Prepared
     if (limits := context.model.text_limits) is not None:
         for request in requests:
             limits.check_prompt(request.text, request.token_ids)
-    return PreparedRequest(requests, CompletionWriter(body, context.model))
+    return PreparedRequest(requests, partial(CompletionWriter, body, context.model))
 
 
 async def prepare_response(body: ResponsesBody, context: Context) -> PreparedRequest:
@@ -79,7 +80,7 @@ async def prepare_response(body: ResponsesBody, context: Context) -> PreparedReq
     # The writer keeps the request for the history, data: URLs included: they stay counted.
     counting = replace(context, hold=lambda num_bytes: context.hold(max(num_bytes, 0)))
     requests, _ = await prepare_chat(chat, counting, field="input")
-    return PreparedRequest(requests, ResponsesWriter(request, chat, context.model, context.history))
+    return PreparedRequest(requests, partial(ResponsesWriter, request, chat, context.model, context.history))
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class ApiHandler:
         began_s = asyncio.get_running_loop().time()
         slot = self._admission.enter(body.num_answers, model.max_sequences)
         try:
-            requests, writer = await self._prepare(body, model, request)
+            requests, make_writer = await self._prepare(body, model, request)
             answer = Answer(self.backend, requests)
             self._answers.add(answer)
 
@@ -76,7 +76,7 @@ class ApiHandler:
 
             return AnswerResponse(
                 answer,
-                writer,
+                make_writer,
                 log,
                 is_stream=body.stream,
                 timeout_s=self.settings.request_timeout_s,
@@ -128,7 +128,7 @@ class ApiHandler:
         if stats["step_age_s"] > MAX_STEP_S:
             reason = f"a step has been under way for {stats['step_age_s']:.0f} s"
             return JsonResponse({"status": "unavailable", "reason": reason}, 503)
-        return JsonResponse({"status": "ok"})
+        return JsonResponse({"status": "ok", "replicas": stats["num_replicas"]})
 
     async def metrics_text(self) -> Response:
         stats: Mapping[str, float] | None

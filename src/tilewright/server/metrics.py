@@ -21,6 +21,7 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 # Of `engine.stats.Stats`: the name there, the metric's name, and its help text.
 _ENGINE_GAUGES = (
+    ("num_replicas", "replicas", "Engines that answer."),
     ("num_running", "requests_running", "Answers being computed."),
     ("num_waiting", "requests_waiting", "Answers that wait for their first step."),
     ("num_preparing", "requests_preparing", "Requests whose prompt is being prepared."),

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from tilewright.server.answers import Answer, ClientLeft, KeepAliveDue, ShuttingDown, TimedOut
 from tilewright.server.errors import ApiError, as_api_error
 from tilewright.server.json_text import JsonResponse, to_json
-from tilewright.server.link.backend import AnswerDelta, Ended, Started
+from tilewright.server.link.backend import AnswerDelta, Ended, EngineUnavailable, Restarted, Started
 from tilewright.server.request_log import RequestLog
 
 # Reading a long prompt takes minutes on a small machine; proxies commonly give up on a silent connection after 60 s.
@@ -46,7 +46,7 @@ class AnswerResponse(Response):
     def __init__(
         self,
         answer: Answer,
-        writer: Writer,
+        make_writer: Callable[[], Writer],
         log: RequestLog,
         *,
         is_stream: bool,
@@ -56,7 +56,8 @@ class AnswerResponse(Response):
     ) -> None:
         super().__init__()
         self._answer = answer
-        self._writer = writer
+        self._make_writer = make_writer
+        self._writer = make_writer()
         self._log = log
         self._is_stream = is_stream
         self._timeout_s = timeout_s
@@ -96,6 +97,10 @@ class AnswerResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         async for prompt_index, event in self._events(send):
+            if isinstance(event, Restarted):
+                raise EngineUnavailable(
+                    "the replica was lost, and another one answers differently; send the request again"
+                )
             for chunk in self._writer.add(prompt_index, event):
                 await self._begin(send)
                 self._has_chunk = True
@@ -108,9 +113,18 @@ class AnswerResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events: list[tuple[int, Started | AnswerDelta | Ended]] = []  # for a writer that starts over
         async for prompt_index, event in self._events(None):
-            for _ in self._writer.add(prompt_index, event):
-                pass
+            if isinstance(event, Restarted):
+                events = [one for one in events if one[0] != prompt_index]
+                self._writer = self._make_writer()
+                new = events
+            else:
+                events.append((prompt_index, event))
+                new = events[-1:]
+            for one in new:
+                for _ in self._writer.add(*one):
+                    pass
         await JsonResponse(self._writer.result())(scope, receive, send)
 
     async def _events(self, send: Send | None) -> Any:
@@ -134,7 +148,8 @@ class AnswerResponse(Response):
                         await send({"type": "http.response.body", "body": b": reading\n\n", "more_body": True})
                         keep_alive = loop.call_later(KEEP_ALIVE_S, self._answer.notify, KeepAliveDue())
                     continue
-                self._log.see(event)
+                if not isinstance(event, Restarted):
+                    self._log.see(event)
                 num_left -= isinstance(event, Ended)
                 yield prompt_index, event
         finally:

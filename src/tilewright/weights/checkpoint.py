@@ -45,13 +45,17 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """The checkpoint in a folder or a .gguf file, or what a hub id such as "org/name" downloads to."""
+    path = local_path(model)
+    return SafetensorsCheckpoint(path) if path.is_dir() else GgufCheckpoint(path)
+
+
+def local_path(model: str | Path) -> Path:
+    """The folder or the .gguf file that `model` names, downloaded if it is a hub id."""
     path = Path(model).expanduser()
-    if path.is_dir():
-        return SafetensorsCheckpoint(path)
-    if path.suffix == ".gguf" and path.is_file():
-        return GgufCheckpoint(path)
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+        return path
     if path.exists():
         raise CheckpointError(f"{path} is no model: expected a folder, a .gguf file or a hub id")
     if is_hub_id(str(model)):
-        return SafetensorsCheckpoint(download(str(model)))
+        return download(str(model))
     raise CheckpointError(f"{model} does not exist: expected a folder, a .gguf file or a hub id")

@@ -52,8 +52,7 @@ def dequantize(data: Tensor, quantization: Format, num_columns: int) -> Tensor:
 
 @functools.cache
 def _workers() -> ThreadPoolExecutor:
-    settings = config.current()
-    return ThreadPoolExecutor(settings.num_threads or len(settings.available_cpus), "dequantize")
+    return ThreadPoolExecutor(config.current().team_size, "dequantize")
 
 
 def _half(blocks: Tensor, offset: int) -> Tensor:

@@ -29,7 +29,9 @@ class EntryCheck:
     """The thread that reads an entry through. On damage it removes the file, calls `on_damage`, and raises the error:
     a process that ends with its threads (the server's engine) is started again, and packs anew."""
 
-    def __init__(self, data: ChecksummedData, on_damage: Callable[[DamagedEntryError], object]) -> None:
+    def __init__(
+        self, data: ChecksummedData, on_damage: Callable[[DamagedEntryError], object] = lambda error: None
+    ) -> None:
         self._data = data
         self._on_damage = on_damage
         self._is_closing = threading.Event()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.moe import PackedExperts
+from tilewright.weights.shard import Shard, stacked
 from tilewright.weights.spec import Reader, Source, Weight
 
 
@@ -24,7 +25,7 @@ class ExpertsWeight(Weight[PackedExperts]):
     """The packed weights [rows, columns] of every expert of a layer, in one block of memory.
 
     `parts` name the projections of one expert where they are kept apart (gate then up, or one), `stacked_name` the
-    tensor that holds all of them.
+    tensor that holds all of them. Of each part this rank has the rows `part_shard`, of the columns `column_shard`.
     """
 
     def __init__(
@@ -36,15 +37,26 @@ class ExpertsWeight(Weight[PackedExperts]):
         rows: int,
         columns: int,
         stored: ExpertFormat,
+        *,
+        part_shard: Shard | None = None,
+        column_shard: Shard | None = None,
     ) -> None:
+        part_rows = rows // len(parts)
         if stored is ExpertFormat.separate:
-            shape = (rows // len(parts), columns)
-            sources = [Source(f"{name}.{e}.{part}.weight", shape) for e in range(num_experts) for part in parts]
+            shape, shards = (part_rows, columns), (part_shard, column_shard)
+            sources = [Source(f"{name}.{e}.{part}.weight", shape, shards) for e in range(num_experts) for part in parts]
         else:
-            order = (rows, columns) if stored is ExpertFormat.stacked else (columns, rows)
-            sources = [Source(f"{name}.{stacked_name}", (num_experts, *order))]
+            axes = [(rows, part_shard and stacked(part_shard, part_rows, len(parts))), (columns, column_shard)]
+            if stored is ExpertFormat.stacked_transposed:
+                axes.reverse()
+            (first, first_shard), (second, second_shard) = axes
+            sources = [
+                Source(f"{name}.{stacked_name}", (num_experts, first, second), (None, first_shard, second_shard))
+            ]
         super().__init__(sources)
-        self.num_experts, self.rows, self.columns = num_experts, rows, columns
+        self.num_experts = num_experts
+        self.rows = rows if part_shard is None else part_shard.length * len(parts)
+        self.columns = columns if column_shard is None else column_shard.length
         self.num_parts, self.stored = len(parts), stored
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:

@@ -4,33 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewright.ops.linear import PackedWeight, pack_weight_rows
 from tilewright.ops.patch_embedding import pack_patch_embedding
+from tilewright.weights.shard import Shard
 from tilewright.weights.spec import Reader, Source, Weight
+
+
+class Part(NamedTuple):
+    """A weight of the checkpoint that is a part of a fused one."""
+
+    name: str  # without ".weight"
+    rows: int
+    shard: Shard | None = None  # the rows that this rank has; None: all
 
 
 class LinearWeight(Weight[PackedWeight]):
     """A packed weight [sum of rows, columns]; parts are stacked, so that q, k and v or gate and up are one product.
 
-    `parts` are (name without ".weight", rows). `gated`: two parts, gate then up. `tanh_scale` names a scalar [1] whose
-    tanh multiplies the result; it is multiplied into weight and bias in fp32, which are rounded once.
+    `column_shard` are the columns that this rank has, `bias_shard` what it has of the bias where that is not as of the
+    rows. `gated`: two parts, gate then up. `tanh_scale` names a scalar [1]
+    whose tanh multiplies the result; it is multiplied into weight and bias in fp32, which are rounded once.
     """
 
     def __init__(
         self,
-        parts: Sequence[tuple[str, int]],
+        parts: Sequence[Part | tuple[str, int] | tuple[str, int, Shard]],
         columns: int,
         *,
+        column_shard: Shard | None = None,
         bias: bool = False,
+        bias_shard: Shard | None = None,
         gated: bool = False,
         tanh_scale: str | None = None,
     ) -> None:
-        weights = [Source(f"{name}.weight", (rows, columns)) for name, rows in parts]
-        biases = [Source(f"{name}.bias", (rows,)) for name, rows in parts] if bias else []
+        named = [Part(*part) for part in parts]
+        weights = [Source(f"{name}.weight", (rows, columns), (shard, column_shard)) for name, rows, shard in named]
+        biases = (
+            [Source(f"{name}.bias", (rows,), (bias_shard or shard,)) for name, rows, shard in named] if bias else []
+        )
         super().__init__(weights + biases + ([Source(tanh_scale, (1,))] if tanh_scale else []))
         self.num_parts = len(parts)
         self.gated = gated
@@ -76,10 +92,10 @@ class PatchWeights:
 
 
 class PatchWeight(Weight[PatchWeights]):
-    """A Conv3d [D, C, frames, P, P] with a bias [D], as packed linears."""
+    """A Conv3d [D, C, frames, P, P] with a bias [D], as packed linears; `shard` are the rows that this rank has."""
 
-    def __init__(self, name: str, shape: tuple[int, int, int, int, int]) -> None:
-        super().__init__([Source(f"{name}.weight", shape), Source(f"{name}.bias", shape[:1])])
+    def __init__(self, name: str, shape: tuple[int, int, int, int, int], shard: Shard | None = None) -> None:
+        super().__init__([Source(f"{name}.weight", shape, (shard,)), Source(f"{name}.bias", shape[:1], (shard,))])
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         weight, bias = (reader.read() for reader in readers)

@@ -210,7 +210,7 @@ def _build(
     # A tensor that two weights are made of is read twice, and counts twice.
     with _progress_bar(sum(checkpoint.size_bytes(name) for names in names_of for name in names), progress) as bar:
         for weight, names in zip(weights, names_of, strict=True):
-            weight.build_from([_TensorReader(checkpoint, name) for name in names], dtype)
+            weight.fill([_TensorReader(checkpoint, name) for name in names], dtype)
             for name in names:
                 checkpoint.release(name)
                 bar.update(checkpoint.size_bytes(name))

@@ -3,7 +3,8 @@
 Layers hold `Weight`s as attributes; `weights.load` finds them (`iter_weights`), checks all their sources against the
 checkpoint at once, and fills `value` one weight at a time, from blocks of rows where it can, so that no more than the
 packed model and one tensor are in memory.
-A weight shared by two layers (a tied head) is one object, and is loaded once.
+A weight shared by two layers (a tied head) is one object, and is loaded once. A source that is split over ranks is read
+as this rank's part of it (`Sharded`): what a weight is made of then has the shapes of that part.
 """
 
 from __future__ import annotations
@@ -16,15 +17,24 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from tilewright.weights.shard import PADDING, Shard
+
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint, and the shape it must have."""
+    """A tensor of the checkpoint, the shape it must have, and what of it this rank reads."""
 
     name: str
     shape: tuple[int, ...]
+    shards: tuple[Shard | None, ...] = ()  # of its first axes; None: all of one
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Of what this rank reads."""
+        own = [shard.length if shard else size for size, shard in zip(self.shape, self.shards, strict=False)]
+        return (*own, *self.shape[len(own) :])
 
 
 class Reader(Protocol):
@@ -57,11 +67,16 @@ class Weight(ABC, Generic[Value]):
 
     @abstractmethod
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
-        """Makes the value from the sources, in their order. The value keeps none of their memory."""
+        """Makes the value from what is read of the sources, in their order. It keeps none of their memory."""
+
+    def fill(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        """Makes the value from the sources, in their order."""
+        pairs = zip(self.sources, readers, strict=True)
+        self.build_from([Sharded(reader, source) if any(source.shards) else reader for source, reader in pairs], dtype)
 
     def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
         """The same from tensors in memory."""
-        self.build_from([_InMemory(tensor) for tensor in tensors], dtype)
+        self.fill([_InMemory(tensor) for tensor in tensors], dtype)
 
     def restore(self, value: Value) -> None:
         """Takes a value that a weight of the same recipe had."""
@@ -96,6 +111,52 @@ class _InMemory:
 
     def rows(self, begin: int, end: int) -> Tensor:
         return self.tensor[begin:end]
+
+
+class Sharded:
+    """A rank's part of a tensor, as a `Reader`."""
+
+    def __init__(self, reader: Reader, source: Source) -> None:
+        self._reader = reader
+        self._shards = source.shards
+        self.shape = source.own_shape
+
+    def read(self) -> Tensor:
+        return self.rows(0, self.shape[0])
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        rows = Shard.whole(self.shape[0]) if self._shards[0] is None else self._shards[0]
+        result: Tensor | None = None
+        place = 0
+        for first, length in rows.between(begin, end):
+            if first != PADDING:
+                found = self._columns(self._reader.rows(first, first + length))
+                if length == end - begin:
+                    return found
+                if result is None:
+                    result = torch.zeros(end - begin, *found.shape[1:], dtype=found.dtype)
+                result[place : place + length] = found
+            place += length
+        return torch.zeros(end - begin, *self.shape[1:]) if result is None else result
+
+    def _columns(self, tensor: Tensor) -> Tensor:
+        """What the rank has of the axes after the first."""
+        for axis, shard in enumerate(self._shards[1:], start=1):
+            if shard is not None:
+                tensor = along(tensor, axis, shard)
+        return tensor
+
+
+def along(tensor: Tensor, axis: int, shard: Shard) -> Tensor:
+    """What a rank has of an axis: a view where it is one run."""
+    if len(shard.runs) == 1 and shard.runs[0][0] != PADDING:
+        return tensor.narrow(axis, *shard.runs[0])
+    padding = list(tensor.shape)
+    pieces = []
+    for first, length in shard.runs:
+        padding[axis] = length
+        pieces.append(tensor.new_zeros(padding) if first == PADDING else tensor.narrow(axis, first, length))
+    return torch.cat(pieces, dim=axis)
 
 
 def iter_weights(part: object) -> Iterator[Weight]:

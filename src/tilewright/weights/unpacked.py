@@ -11,17 +11,19 @@ from torch import Tensor
 from tilewright.ops import backend
 from tilewright.ops.linear import PACK_BLOCK_BYTES
 from tilewright.ops.memory import empty_in_huge_pages
+from tilewright.weights.shard import Shard
 from tilewright.weights.spec import Reader, Source, Weight
 
 
 class Unpacked(Weight[Tensor]):
     """A tensor as it is: norms, position tables, an embedding table that is not tied.
 
-    `in_fp32`: in fp32 whatever the model is in, for the few values that steer many.
+    `in_fp32`: in fp32 whatever the model is in, for the few values that steer many. `shard` is what this rank has of
+    the first axis.
     """
 
-    def __init__(self, name: str, *shape: int, in_fp32: bool = False) -> None:
-        super().__init__([Source(name, shape)])
+    def __init__(self, name: str, *shape: int, in_fp32: bool = False, shard: Shard | None = None) -> None:
+        super().__init__([Source(name, shape, (shard,))])
         self.in_fp32 = in_fp32
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
@@ -40,10 +42,13 @@ class Unpacked(Weight[Tensor]):
 
 
 class ConvTaps(Weight[Tensor]):
-    """A convolution over time of each channel for itself, [C, 1, W] in the checkpoint, as [W, C]."""
+    """A convolution over time of each channel for itself, [C, 1, W] in the checkpoint, as [W, C].
 
-    def __init__(self, name: str, channels: int, taps: int) -> None:
-        super().__init__([Source(f"{name}.weight", (channels, 1, taps))])
+    `shard` are the channels that this rank has.
+    """
+
+    def __init__(self, name: str, channels: int, taps: int, shard: Shard | None = None) -> None:
+        super().__init__([Source(f"{name}.weight", (channels, 1, taps), (shard,))])
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         self._value = readers[0].read()[:, 0].t().to(backend.device(), dtype).contiguous()

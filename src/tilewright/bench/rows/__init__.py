@@ -3,9 +3,37 @@
 from collections.abc import Iterator
 
 from tilewright.bench.row import Row
-from tilewright.bench.rows import activation, attention, embedding, gated_delta, image, linear, moe, norm, rope, sample
+from tilewright.bench.rows import (
+    activation,
+    ada_norm,
+    attention,
+    conv3d,
+    embedding,
+    gated_delta,
+    group_norm,
+    image,
+    linear,
+    moe,
+    norm,
+    rope,
+    sample,
+)
 
-FAMILIES = (linear, moe, attention, gated_delta, norm, rope, activation, embedding, image, sample)
+FAMILIES = (
+    linear,
+    moe,
+    attention,
+    conv3d,
+    gated_delta,
+    norm,
+    group_norm,
+    ada_norm,
+    rope,
+    activation,
+    embedding,
+    image,
+    sample,
+)
 
 
 def all_rows() -> Iterator[Row]:

@@ -1,4 +1,5 @@
-"""Attention of the vision tower, of a decode step and of a chunk of prefill; the store of keys and values."""
+"""Attention of the vision tower, of an autoencoder, of a decode step and of a chunk of prefill; the store of keys and
+values."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,7 @@ from tilewright.ops.kv_cache import KvCache, kv_store
 from tilewright.ops.torch_backend import attention as reference
 
 PATCHES = (1024, 2048, 4096)
+AUTOENCODER = (4096, 1, 512)  # pixels, heads, width: the middle of an autoencoder of 512 channels
 PAGE_SIZE = 128
 BATCH, CONTEXT = 8, 4096
 CHUNK = 1024
@@ -23,6 +25,10 @@ CHECKED_QUERIES = 64
 
 
 def rows() -> Iterator[Row]:
+    pixels, heads, width = AUTOENCODER
+    shape = f"autoencoder {pixels} pixels, {heads} head of {width}"
+    flops = 4 * pixels * pixels * heads * width
+    yield Row("varlen_attention", shape, 8 * pixels * heads * width, flops, partial(_varlen, *AUTOENCODER))
     for model in MODELS:
         vision = model.vision
         for patches in PATCHES:

@@ -44,15 +44,11 @@ class Mllama(DecoderModel):
 
     def __init__(self, text: DecoderConfig, vision: VisionConfig, biases: frozenset[str]) -> None:
         self.vocab_size, self.max_context = text.vocab_size, text.max_context
-        attention = text.attention
-        self.kv_spec = KvSpec(text.num_kv_layers, attention.num_kv_heads, attention.head_width)
-        self.cross_spec = CrossSpec(
-            len(text.cross_layers),
-            attention.num_kv_heads,
-            attention.head_width,
-            max_states=vision.max_tiles * vision.rows_per_tile,
-        )
         self.decoder = Decoder(TEXT, text)
+        num_kv_heads, head_width = self.decoder.num_kv_heads, text.attention.head_width
+        self.kv_spec = KvSpec(text.num_kv_layers, num_kv_heads, head_width)
+        max_states = vision.max_tiles * vision.rows_per_tile
+        self.cross_spec = CrossSpec(len(text.cross_layers), num_kv_heads, head_width, max_states=max_states)
         self.vision = VisionTower(VISION, PROJECTOR, vision, text.width, biases)
 
     def checkpoint_name(self, name: str) -> str | None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.layers import partition
 from tilewright.layers.layer_norm import LayerNorm
-from tilewright.layers.linear import Linear
+from tilewright.layers.linear import GatheredLinear, Linear
 from tilewright.layers.mlp import activation_named
 from tilewright.models.media_batch import MediaBatch, MediaItem
 from tilewright.models.mllama.weights import MapProjectorWeight, PatchProjection, PositionTables, TileTable
@@ -135,17 +136,26 @@ class VisionLayer:
         self.config = config
         width = config.width
         self.norm1 = _norm(f"{name}.input_layernorm", width, config.eps, biases)
-        self.qkv = Linear([(f"{name}.self_attn.{part}_proj", config.attention_width) for part in "qkv"], width)
+        own = partition.current()
+        heads = own.heads("vision", config.num_heads, None, config.head_width)
+        self.num_heads = heads.num_queries
+        rows, attention_width = heads.queries.times(config.head_width), config.attention_width
+        self.qkv = Linear([(f"{name}.self_attn.{part}_proj", attention_width, rows) for part in "qkv"], width)
         attention_gate, mlp_gate = (f"{name}.gate_attn", f"{name}.gate_ffn") if is_gated else (None, None)
-        self.output = Linear([(f"{name}.self_attn.o_proj", width)], config.attention_width, tanh_scale=attention_gate)
+        self.output = Linear(
+            [(f"{name}.self_attn.o_proj", width)], attention_width, column_shard=rows, tanh_scale=attention_gate
+        )
         self.norm2 = _norm(f"{name}.post_attention_layernorm", width, config.eps, biases)
         fc1, fc2 = f"{name}.mlp.fc1", f"{name}.mlp.fc2"
-        self.mlp_in = Linear([(fc1, config.mlp_width)], width, bias=f"{fc1}.bias" in biases)
-        self.mlp_out = Linear([(fc2, width)], config.mlp_width, bias=f"{fc2}.bias" in biases, tanh_scale=mlp_gate)
+        inner = own.width("vision MLP width", config.mlp_width)
+        self.mlp_in = Linear([(fc1, config.mlp_width, inner)], width, bias=f"{fc1}.bias" in biases)
+        self.mlp_out = Linear(
+            [(fc2, width)], config.mlp_width, column_shard=inner, bias=f"{fc2}.bias" in biases, tanh_scale=mlp_gate
+        )
 
     def __call__(self, x_ND: Tensor, num_real: int, num_wanted: int) -> None:
         """Updates the first `num_wanted` rows, which are all or those of the picture."""
-        heads = self.config.num_heads
+        heads = self.num_heads
         qkv = self.qkv(self.norm1(x_ND)).view(len(x_ND), 3 * heads, self.config.head_width)
         q, k, v = qkv.split(heads, dim=1)
         attended = empty((num_wanted, heads, self.config.head_width), x_ND.dtype)
@@ -179,8 +189,11 @@ class VisionTower:
         self.arrangements = tuple(arrangements(tiles))
         num_ids = 1 + len(self.arrangements)  # id 0: no picture
         patch = config.patch_size
-        self.patches = Linear.of(PatchProjection(f"{name}.patch_embedding", (width, config.num_channels, patch, patch)))
-        self.positions = PositionTables(name, num_ids, tiles, config.rows_per_tile, width)
+        own = partition.current()
+        self._group, columns = own.group, own.width("patch embedding", width)
+        shape = (width, config.num_channels, patch, patch)
+        self.patches = GatheredLinear(PatchProjection(f"{name}.patch_embedding", shape, columns), width, columns)
+        self.positions = PositionTables(name, num_ids, tiles, config.rows_per_tile, width, columns)
         self.norm_before = _norm(f"{name}.layernorm_pre", width, OUTER_EPS, biases)
         self.local_layers = [
             VisionLayer(f"{name}.transformer.layers.{i}", config, biases, is_gated=False)
@@ -193,9 +206,11 @@ class VisionTower:
             for i in range(config.num_global_layers)
         ]
         has_bias = f"{projector_name}.bias" in biases
-        self.projector = Linear.of(
-            MapProjectorWeight(projector_name, output_width, width, len(config.inner_maps), bias=has_bias)
+        rows = own.width("vision output", output_width)
+        projector = MapProjectorWeight(
+            projector_name, output_width, width, len(config.inner_maps), bias=has_bias, shard=rows
         )
+        self.projector = GatheredLinear(projector, output_width, rows)
 
     def __call__(self, batch: MediaBatch) -> list[Tensor]:
         """The states [its tiles * rows of a tile, output width] of each picture.
@@ -208,9 +223,7 @@ class VisionTower:
         config = self.config
         rows = Rows(item.tiling[0] * item.tiling[1], config.max_tiles, config.rows_per_tile)
         positions = self.positions.value
-        states = torch.empty(
-            rows.num_real, self.projector.packed.out_features, dtype=positions.dtype, device=positions.device
-        )
+        states = torch.empty(rows.num_real, self.projector.width, dtype=positions.dtype, device=positions.device)
         arrangement = 1 + self.arrangements.index(item.tiling)
         with scope():
             maps = empty((rows.num_real, config.width * (1 + len(config.inner_maps))), states.dtype)
@@ -233,7 +246,7 @@ class VisionTower:
 
     def _embed(self, patches: Tensor, rows: Rows, arrangement: int) -> Tensor:
         """Patches with their positions, normed [N, D]; tiles of padding are black, rows that fill a tile up zero."""
-        positions = self.positions.value[arrangement]
+        positions = self._positions_of(arrangement)
         x_ND = empty((rows.total, self.config.width), positions.dtype)
         with scope():
             # Of all tiles in one product; class tokens lie between them in x.
@@ -247,6 +260,13 @@ class VisionTower:
                 self.norm_before(embedded[tile] if tile < rows.num_tiles else position_PD[1:], out=part[1:])
                 x_ND[rows.filling(tile)] = 0
         return x_ND
+
+    def _positions_of(self, arrangement: int) -> Tensor:
+        """[tiles, P, D], of which each rank keeps some columns."""
+        own = self.positions.value[arrangement]
+        if self._group.size == 1:
+            return own
+        return self._group.all_gather(own, dim=-1, out=empty((*own.shape[:2], self.config.width), own.dtype))
 
     def _norm_between(self, x_ND: Tensor, rows: Rows, arrangement: int) -> None:
         """Norms x in place and adds the embedding of its tile to every row: one more term of the norm's bias."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,15 +13,16 @@ from tilewright.ops import backend
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.patch_embedding import pack_patch_embedding
-from tilewright.weights.linear import LinearWeight
-from tilewright.weights.spec import Reader, Source, Weight
+from tilewright.weights.linear import LinearWeight, Part
+from tilewright.weights.shard import Shard
+from tilewright.weights.spec import Reader, Source, Weight, along
 
 
 class PatchProjection(Weight[PackedWeight]):
-    """A Conv2d [D, C, P, P] without a bias, whose stride is its kernel, as a packed linear."""
+    """A Conv2d [D, C, P, P] without a bias, whose stride is its kernel, as a packed linear; of it the rows `shard`."""
 
-    def __init__(self, name: str, shape: tuple[int, int, int, int]) -> None:
-        super().__init__([Source(f"{name}.weight", shape)])
+    def __init__(self, name: str, shape: tuple[int, int, int, int], shard: Shard) -> None:
+        super().__init__([Source(f"{name}.weight", shape, (shard,))])
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         self._value = pack_patch_embedding(readers[0].read(), still=True, dtype=dtype)
@@ -31,10 +33,12 @@ class PositionTables(Weight[Tensor]):
 
     The embeddings of the class, of the place within a tile, of the tile, and of the place in the arrangement are one
     sum, made in fp32 and rounded once. Row 0 of a tile is its class token, which the tile's own embedding leaves out.
-    It takes no more memory than the largest of its parts.
+    It takes no more memory than the largest of its parts. Of D this rank has `shard`.
     """
 
-    def __init__(self, name: str, num_arrangements: int, num_tiles: int, num_patches: int, width: int) -> None:
+    def __init__(
+        self, name: str, num_arrangements: int, num_tiles: int, num_patches: int, width: int, shard: Shard
+    ) -> None:
         places, tiles = f"{name}.gated_positional_embedding", f"{name}.pre_tile_positional_embedding"
         sources = [
             Source(f"{name}.class_embedding", (width,)),
@@ -46,6 +50,7 @@ class PositionTables(Weight[Tensor]):
         ]
         super().__init__(sources)
         self.shape = (num_arrangements, num_tiles, num_patches, width)
+        self.column_runs = shard.runs
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         class_D, place_gate, place_PD, tile_gate = (readers[i].read().float() for i in (0, 1, 2, 4))
@@ -53,13 +58,15 @@ class PositionTables(Weight[Tensor]):
         share = place_gate.tanh()
         common_PD = (1 - share) * place_PD
         common_PD[0] += class_D
-        value = empty_in_huge_pages(arrangements * tiles * patches * width, dtype).view(self.shape)
+        columns = Shard(self.column_runs)
+        shape = (arrangements, tiles, patches, columns.length)
+        value = empty_in_huge_pages(math.prod(shape), dtype).view(shape)
         for index in range(arrangements):
             place = readers[3].rows(index, index + 1).float().view(tiles, patches, width)
             tile = readers[5].rows(index, index + 1).float().view(tiles, 1, width)
             total = share * place + common_PD
             total[:, 1:] += tile_gate.tanh() * tile
-            value[index] = total
+            value[index] = along(total, 2, columns)
         self._value = value
 
 
@@ -83,8 +90,8 @@ class MapProjectorWeight(LinearWeight):
     The checkpoint's columns of the inner maps go by element, all maps of the first element first; ours go map by map.
     """
 
-    def __init__(self, name: str, rows: int, width: int, num_inner: int, *, bias: bool) -> None:
-        super().__init__([(name, rows)], width * (1 + num_inner), bias=bias)
+    def __init__(self, name: str, rows: int, width: int, num_inner: int, *, bias: bool, shard: Shard) -> None:
+        super().__init__([Part(name, rows, shard)], width * (1 + num_inner), bias=bias)
         self.width, self.num_inner = width, num_inner
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:

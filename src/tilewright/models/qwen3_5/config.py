@@ -8,7 +8,14 @@ from dataclasses import replace
 from tilewright.layers.decoder import DecoderConfig
 from tilewright.layers.gated_delta import GatedDeltaConfig
 from tilewright.layers.rope import rope_parameters
-from tilewright.models.text_config import Config, decoder_config, has_separate_experts, integer, moe_config
+from tilewright.models.text_config import (
+    Config,
+    decoder_config,
+    has_separate_experts,
+    integer,
+    model_width,
+    moe_config,
+)
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.experts import ExpertFormat
 
@@ -79,7 +86,7 @@ def _delta_config(config: Config, eps: float, interleaved: bool) -> GatedDeltaCo
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedConfig(f"hidden_act is {config['hidden_act']!r}, expected silu: the convolution's")
     return GatedDeltaConfig(
-        width=integer(config, "hidden_size"),
+        width=model_width(config),
         key_heads=integer(config, "linear_num_key_heads"),
         value_heads=integer(config, "linear_num_value_heads"),
         key_width=integer(config, "linear_key_head_dim"),

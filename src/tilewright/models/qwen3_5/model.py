@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cost import PredictorCost
 from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.layers.gated_delta import own_config
 from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Family, KvSpec, StateSpec
@@ -39,19 +40,8 @@ class Qwen35(DecoderModel):
         self.vision = None if vision is None else VisionTower(VISION, vision)
         self.mtp = None if mtp is None else MultiTokenPredictor(mtp, text.num_kv_layers)
         num_kv_layers = text.num_kv_layers + (0 if mtp is None else 1)
-        self.kv_spec = KvSpec(num_kv_layers, text.attention.num_kv_heads, text.attention.head_width)
-
-    @property
-    def state_spec(self) -> StateSpec | None:
-        text = self.decoder.config
-        if text.delta is None or not text.delta_layers:
-            return None
-        delta = text.delta
-        return StateSpec(
-            len(text.delta_layers),
-            (delta.num_taps - 1, delta.num_channels),
-            (delta.value_heads, delta.key_width, delta.value_width),
-        )
+        self.state_spec = _state_spec(text)
+        self.kv_spec = KvSpec(num_kv_layers, self.decoder.num_kv_heads, text.attention.head_width)
 
     @property
     def predictor(self) -> Qwen35 | None:
@@ -102,6 +92,18 @@ class Qwen35(DecoderModel):
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         return features_MF, ()
+
+
+def _state_spec(text: DecoderConfig) -> StateSpec | None:
+    """Of this rank's heads."""
+    if text.delta is None or not text.delta_layers:
+        return None
+    delta = own_config(text.delta)
+    return StateSpec(
+        len(text.delta_layers),
+        (delta.num_taps - 1, delta.num_channels),
+        (delta.value_heads, delta.key_width, delta.value_width),
+    )
 
 
 def _build_vision(config: Config, shapes: Shapes) -> Qwen35:

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cost import PredictorCost, linear_cost
-from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer
-from tilewright.layers.linear import Linear
-from tilewright.ops.norm import rms_norm
+from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer, hidden_norm
+from tilewright.layers.linear import GatheredLinear
 from tilewright.ops.plan import empty, scope
-from tilewright.weights.unpacked import Unpacked
 
 PREFIX = "mtp"
 
@@ -34,11 +32,11 @@ class MultiTokenPredictor:
     def __init__(self, config: DecoderConfig, kv_layer: int) -> None:
         self.config = config
         width = config.width
-        self.embedding_norm = Unpacked(f"{PREFIX}.pre_fc_norm_embedding.weight", width)
-        self.hidden_norm = Unpacked(f"{PREFIX}.pre_fc_norm_hidden.weight", width)
-        self.projection = Linear([(f"{PREFIX}.fc", width)], 2 * width)
+        self.embedding_norm = hidden_norm(f"{PREFIX}.pre_fc_norm_embedding", config)
+        self.hidden_norm = hidden_norm(f"{PREFIX}.pre_fc_norm_hidden", config)
+        self.projection = GatheredLinear.named(f"{PREFIX}.fc", width, 2 * width, what="predictor's projection")
         self.layer = DecoderLayer(f"{PREFIX}.layers.0", config, 0, kv_layer)
-        self.norm = Unpacked(f"{PREFIX}.norm.weight", width)
+        self.norm = hidden_norm(f"{PREFIX}.norm", config)
 
     def __call__(
         self,
@@ -58,11 +56,11 @@ class MultiTokenPredictor:
         with scope():
             x_TD = empty((len(hidden_TD), config.width), hidden_TD.dtype)
             both = empty((len(hidden_TD), 2 * config.width), hidden_TD.dtype)
-            self._normed(decoder.embed(next_token_ids_T, next_media), self.embedding_norm, both[:, : config.width])
-            self._normed(hidden_TD, self.hidden_norm, both[:, config.width :])
+            self.embedding_norm(decoder.embed(next_token_ids_T, next_media), out=both[:, : config.width])
+            self.hidden_norm(hidden_TD, out=both[:, config.width :])
             self.projection(both, out=x_TD)
             cos, sin = decoder.rope.tables(batch.positions_AT)
-            self._normed(self.layer(x_TD, batch, cos, sin, rows), self.norm, out)
+            self.norm(self.layer(x_TD, batch, cos, sin, rows), out=out)
         return out
 
     def cost(self) -> PredictorCost:
@@ -71,6 +69,3 @@ class MultiTokenPredictor:
             rest=self.layer.mlp.cost(),
             multiply_adds_per_pair=self.config.multiply_adds_per_pair,
         )
-
-    def _normed(self, x_TD: Tensor, weight: Unpacked, out: Tensor) -> Tensor:
-        return rms_norm(x_TD, weight.value, self.config.eps, weight_plus_one=self.config.norm_plus_one, out=out)

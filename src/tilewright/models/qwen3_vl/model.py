@@ -44,8 +44,8 @@ class Qwen3Vl(DecoderModel):
                 f"{text.num_layers} layers of the text model"
             )
         self.vocab_size, self.max_context = text.vocab_size, text.max_context
-        self.kv_spec = KvSpec(text.num_layers, text.attention.num_kv_heads, text.attention.head_width)
         self.decoder = Decoder(TEXT, text)
+        self.kv_spec = KvSpec(text.num_layers, self.decoder.num_kv_heads, text.attention.head_width)
         self.vision = VisionTower(VISION, vision)
 
     def checkpoint_name(self, name: str) -> str | None:

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.layers import partition
 from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import Linear, PatchEmbedding
 from tilewright.layers.mlp import activation_named
 from tilewright.models.media_batch import MediaBatch, MediaItem
-from tilewright.models.text_config import Config, head_width, integer
+from tilewright.models.text_config import Config, head_width, integer, model_width
 from tilewright.ops import backend
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.plan import empty, scope
 from tilewright.ops.rope import rope_qk, rope_table, vision_axes
 from tilewright.types import UnsupportedConfig
+from tilewright.weights.shard import stacked
 from tilewright.weights.unpacked import Unpacked
 
 EPS = 1e-6
@@ -50,7 +52,7 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, config: Config) -> VisionConfig:
-        width, depth, num_heads = (integer(config, key) for key in ("hidden_size", "depth", "num_heads"))
+        width, depth, num_heads = model_width(config), integer(config, "depth"), integer(config, "num_heads")
         each_head = head_width(config, width, num_heads)
         if each_head % 4:
             raise UnsupportedConfig(f"vision_config has heads of {each_head}, expected a multiple of 4: it turns pairs")
@@ -101,14 +103,21 @@ class VisionBlock:
         self.config = config
         width = config.width
         self.norm1 = LayerNorm(f"{name}.norm1", width, EPS)
-        self.qkv = Linear([(f"{name}.attn.qkv", 3 * config.attention_width)], width, bias=True)
-        self.output = Linear([(f"{name}.attn.proj", width)], config.attention_width, bias=True)
+        own = partition.current()
+        heads = own.heads("vision", config.num_heads, None, config.head_width)
+        self.num_heads = heads.num_queries
+        rows, attention_width = heads.queries.times(config.head_width), config.attention_width
+        # As stored q, k and v are one tensor, of which a rank has rows of each.
+        qkv = (f"{name}.attn.qkv", 3 * attention_width, stacked(rows, attention_width, 3))
+        self.qkv = Linear([qkv], width, bias=True)
+        self.output = Linear([(f"{name}.attn.proj", width)], attention_width, column_shard=rows, bias=True)
         self.norm2 = LayerNorm(f"{name}.norm2", width, EPS)
-        self.mlp_in = Linear([(f"{name}.mlp.linear_fc1", config.mlp_width)], width, bias=True)
-        self.mlp_out = Linear([(f"{name}.mlp.linear_fc2", width)], config.mlp_width, bias=True)
+        inner = own.width("vision MLP width", config.mlp_width)
+        self.mlp_in = Linear([(f"{name}.mlp.linear_fc1", config.mlp_width, inner)], width, bias=True)
+        self.mlp_out = Linear([(f"{name}.mlp.linear_fc2", width)], config.mlp_width, column_shard=inner, bias=True)
 
     def __call__(self, x_ND: Tensor, frame_starts: Tensor, cos: Tensor, sin: Tensor) -> None:
-        heads = self.config.num_heads
+        heads = self.num_heads
         qkv = self.qkv(self.norm1(x_ND)).view(len(x_ND), 3 * heads, self.config.head_width)
         q, k, v = qkv.split(heads, dim=1)
         rope_qk(q, k, cos, sin)
@@ -125,8 +134,10 @@ class PatchMerger:
         self.merged_width = config.width * config.merge_size**2
         self.norm_merged = norm_merged
         self.norm = LayerNorm(f"{name}.norm", self.merged_width if norm_merged else config.width, EPS)
-        self.fc1 = Linear([(f"{name}.linear_fc1", self.merged_width)], self.merged_width, bias=True)
-        self.fc2 = Linear([(f"{name}.linear_fc2", config.output_width)], self.merged_width, bias=True)
+        merged = self.merged_width
+        inner = partition.current().width("merged patches", merged)
+        self.fc1 = Linear([(f"{name}.linear_fc1", merged, inner)], merged, bias=True)
+        self.fc2 = Linear([(f"{name}.linear_fc2", config.output_width)], merged, column_shard=inner, bias=True)
 
     def __call__(self, x_ND: Tensor, out: Tensor) -> None:
         normed = self.norm(x_ND.view(-1, self.merged_width) if self.norm_merged else x_ND)

@@ -1,5 +1,6 @@
 """Token embeddings out of a table, media embeddings into token rows."""
 
+import torch
 from torch import Tensor
 
 from tilewright.ops.linear import PackedWeight
@@ -7,9 +8,20 @@ from tilewright.ops.torch_backend.common import into
 from tilewright.ops.torch_backend.packed import rows_of
 
 
-def embedding(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+def embedding(
+    ids: Tensor,
+    table: Tensor | PackedWeight,
+    *,
+    first: int = 0,
+    num_ids: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     rows = rows_of(table) if isinstance(table, PackedWeight) else table
-    return into(out, rows[ids.long()])
+    if num_ids is None:
+        return into(out, rows[ids.long()])
+    own = ids.long() - first
+    is_own = (own >= 0) & (own < len(rows))
+    return into(out, torch.where(is_own[:, None], rows[own.clamp(0, len(rows) - 1)], 0))
 
 
 def scatter_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:

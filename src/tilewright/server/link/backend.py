@@ -81,7 +81,12 @@ class Failed:
         return {"engine": EngineFailure, "unavailable": EngineUnavailable}[self.kind](self.message)
 
 
-Event = Started | AnswerDelta | Ended | Failed
+@dataclass(frozen=True)
+class Restarted:
+    """All events so far are void: another replica computes the request from its beginning, and not the same answer."""
+
+
+Event = Started | AnswerDelta | Ended | Failed | Restarted
 
 
 class EngineFailure(RuntimeError):
@@ -105,7 +110,12 @@ class ModelInfo:
 
     def is_meant_by(self, name: str) -> bool:
         """Whether `name` is its name, with or without the owner's in front."""
-        return name.split("/")[-1] == self.name or name == self.name
+        return names_model(name, self.name)
+
+
+def names_model(name: str, model: str) -> bool:
+    """Whether `name` is that of the model, with or without the owner's in front."""
+    return model in (name, name.split("/")[-1])
 
 
 Listener = Callable[[Event], None]  # called on the event loop

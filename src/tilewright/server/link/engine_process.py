@@ -39,7 +39,7 @@ def main(socket_fd: int) -> int:
     if message is None:
         return 0
     log_lines.configure(message["log_is_json"], message["log_level"])
-    threading.excepthook = _end_with_thread
+    threading.excepthook = end_with_thread
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server has ended
         serve(channel, message["engine"])
     return 0
@@ -106,7 +106,7 @@ class Channel:
         return data
 
 
-def _end_with_thread(arguments: threading.ExceptHookArgs) -> None:
+def end_with_thread(arguments: threading.ExceptHookArgs) -> None:
     """Ends the process when a thread fails: the server restarts it, while an engine without its thread would hang."""
     if isinstance(arguments.exc_value, BrokenPipeError | ConnectionResetError):
         os._exit(0)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tilewright.engine.errors import EngineLostError
 from tilewright.server.errors import param_of
 from tilewright.server.link.backend import (
     AnswerDelta,
@@ -78,7 +79,7 @@ class EngineService:
 
     def stats(self) -> dict[str, float]:
         """The engine's Stats by name, and the shares of the machine's limits that its steps reach."""
-        stats = dataclasses.asdict(self._engine.stats())
+        stats = {**dataclasses.asdict(self._engine.stats()), "num_replicas": 1}
         if self._limits is not None:
             read_limit, gemm_limit = self._limits
             stats |= {"read_limit_bytes_per_s": read_limit, "gemm_limit_flops_per_s": gemm_limit}
@@ -155,5 +156,7 @@ def failure(error: BaseException, request: EngineRequest) -> Failed:
         # An error without a field is about the prompt: its media, its placeholders, its length.
         param = param_of(error) or "prompt"
         return Failed("request", str(error), request.names.get(param, param), error.code)
+    if isinstance(error, EngineLostError):
+        return Failed("unavailable", f"{error}; the engine is being restarted, send the request again")
     _log.error("a request failed", exc_info=error)
     return Failed("engine", "the engine could not compute this request; the server's log has the reason")

@@ -1,0 +1,56 @@
+// Convolution on AMX tiles: bf16 by bf16; all else on vectors.
+#include "base/x86/amx.h"
+
+#include "base/vec/avx512.h"
+#include "kernels/conv3d/generic.h"
+#include "kernels/level.h"
+
+namespace tilewright {
+namespace {
+
+// Up to 32 entries of a copied tile, from `data` on.
+struct GatheredTiles {
+  const bf16* data;
+  const int64_t* offsets;
+  int num_offsets;
+  int64_t row_stride, row_tile_stride;
+  static constexpr bool prefetch = true;
+
+  // Asked for depths past the end too, to prefetch them: then it is the last one.
+  const bf16* at(int depth_tile) const {
+    return data + offsets[depth_tile < num_offsets ? depth_tile : num_offsets - 1];
+  }
+};
+
+class TileProducts {
+ public:
+  static constexpr int kChunk = kDepthChunk;
+
+  explicit TileProducts(int rows) : tiles_(rows < kRowBlock ? rows : kRowBlock) {}
+
+  template <bool kAccumulate>
+  void multiply(const Gathered<bf16>& left, int64_t pitch, int rows, const bf16* weights, int count, float* c) {
+    const auto tile_at = [&](int d, int j) { return weights + (d * 2 + j) * kTileElements; };
+    const auto fetch = [&](int d, int j) { prefetch_tile(tile_at(d + 2, j)); };
+    for (int row = 0; row < rows; row += kRowBlock) {
+      const int block = rows - row < kRowBlock ? rows - row : kRowBlock;
+      tiles_.set_rows(block);
+      const GatheredTiles side = {left.data + row * pitch, left.offsets, count, pitch, 16 * pitch};
+      multiply_columns<2, kAccumulate>(side, block, count, tile_at, fetch, c + row * kStripColumns, kStripColumns);
+    }
+  }
+
+ private:
+  TileScope tiles_;
+};
+
+void run(const Conv3dArgs& args, const ConvTile& tile, int64_t strip_begin, int64_t strip_end) {
+  if (!bf16_products(args.product)) return conv3d_run(args, tile, strip_begin, strip_end);
+  run_tile<bf16, bf16, bf16, TileProducts>(args, tile, strip_begin, strip_end);
+}
+
+}  // namespace
+
+TILEWRIGHT_KERNELS(conv3d, Conv3dKernels) = {conv3d_element_bytes, run};
+
+}  // namespace tilewright

@@ -1,0 +1,87 @@
+#include "kernels/conv3d/conv3d.h"
+
+#include <algorithm>
+
+#include "base/arch.h"
+#include "base/parallel.h"
+#include "kernels/manifest.h"
+
+namespace tilewright {
+
+TILEWRIGHT_TABLE(conv3d, Conv3dKernels)
+
+namespace {
+
+// Of the second-level cache: the rest holds the weights of a chunk of depth, and sums. With a quarter 512 channels ran
+// at nine tenths of the speed, for want of rows that share the weights.
+constexpr int64_t kTileBytes = kCoreCacheBytes * 3 / 8;
+
+// A convolution of single pixels that lie as rows of a matrix is a linear.
+bool is_linear(const Conv3dArgs& args) {
+  const auto follows = [](int64_t count, int64_t stride, int64_t inner) { return count == 1 || stride == inner; };
+  const Frames& x = args.x;
+  const int64_t row = args.width * x.pixel_stride, frame = args.height * row;
+  return args.kernel.count() == 1 && args.stride.count() == 1 && !args.doubled && !args.front && !args.top &&
+         !args.left && args.out.rows == args.height && args.out.columns == args.width &&
+         follows(args.height, x.row_stride, row) && follows(x.num_frames, x.frame_stride, frame) &&
+         follows(args.batch, x.item_stride, x.num_frames * frame);
+}
+
+// As many equal parts as a whole needs if none may be larger than `most`: 9 as 5 + 4, not 8 + 1.
+int64_t even_part(int64_t whole, int64_t most) { return ceil_div(whole, ceil_div(whole, std::max<int64_t>(most, 1))); }
+
+// The largest tile of kTileBytes: whole rows if they fit, as many as there is room for.
+ConvTile largest_tile(const Conv3dArgs& args, int64_t element_bytes) {
+  const auto fits = [&](const ConvTile& tile) {
+    return TileShape(args, tile, element_bytes).elements(args) * element_bytes <= kTileBytes;
+  };
+  const auto largest = [&](int64_t ConvTile::* axis, ConvTile tile, int64_t most) {
+    int64_t least = 1;
+    while (least < most) {
+      const int64_t middle = (least + most + 1) / 2;
+      tile.*axis = middle;
+      fits(tile) ? least = middle : most = middle - 1;
+    }
+    return least;
+  };
+  ConvTile tile = {0, 0, 0, 0, 1, 1};
+  tile.columns = even_part(args.out.columns, largest(&ConvTile::columns, tile, args.out.columns));
+  tile.rows = even_part(args.out.rows, largest(&ConvTile::rows, tile, args.out.rows));
+  return tile;
+}
+
+}  // namespace
+
+void conv3d(const Conv3dArgs& args) {
+  if (args.batch * args.out.count() == 0) return;
+  if (is_linear(args)) {
+    LinearArgs product = args.product;
+    product.x = {args.x.data, args.x.pixel_stride, args.product.x.dtype};
+    return linear(product);
+  }
+  const Conv3dKernels& kernels = select(kTable);
+  const ConvTile whole = largest_tile(args, kernels.element_bytes(args.product));
+  const int64_t down = ceil_div(args.out.rows, whole.rows), across = ceil_div(args.out.columns, whole.columns);
+  const int64_t num_tiles = args.batch * args.out.frames * down * across;
+  // Each thread gets several turns. Tasks with fewer strips copy x again, which a strip of 32 outputs outweighs: of 512
+  // channels and 3 x 3 taps it multiplies 16 times as long as the copy takes.
+  const int64_t num_strips = args.product.weight.num_strips();
+  const int64_t parts = std::clamp<int64_t>(ceil_div(num_threads() * 4, num_tiles), 1, num_strips);
+  const int64_t strips = ceil_div(num_strips, parts), turns = ceil_div(num_strips, strips);
+  parallel_for(num_tiles * turns, [&](int64_t task) {
+    int64_t index = task / turns;
+    ConvTile tile = whole;
+    tile.column = index % across * whole.columns;
+    index /= across;
+    tile.row = index % down * whole.rows;
+    index /= down;
+    tile.frame = index % args.out.frames;
+    tile.item = index / args.out.frames;
+    tile.rows = std::min(whole.rows, args.out.rows - tile.row);
+    tile.columns = std::min(whole.columns, args.out.columns - tile.column);
+    const int64_t strip = task % turns * strips;
+    kernels.run(args, tile, strip, std::min(strip + strips, num_strips));
+  });
+}
+
+}  // namespace tilewright

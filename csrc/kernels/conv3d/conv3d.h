@@ -1,0 +1,89 @@
+// Convolution over time, rows and columns, channels last: y = epilogue(sum over taps of x[pixel + tap] W[tap]^T + b).
+//
+//   x [B, T, H, W, C] bf16 or fp32, weight packed (base/tile.h) from [O, kt, kh, kw, C], y [B, T', H', W', O]
+//   epilogue: + bias, then an activation, then + residual, as of linear
+//
+// Causal in time: before frame 0 come `front` frames, of which the last are `previous` and those before them zeros;
+// none comes after the last one. In rows and columns zeros lie around the picture, as many on each side as the output
+// needs. Two dimensions are one frame. `doubled`: x is read as if each pixel were 2 x 2 of them (nearest upsampling).
+//
+// It is linear's product, with output pixels as rows and taps times channels as depth: fp32 accumulation in one chain
+// in order of depth, one rounding at the store. A pixel's bits depend neither on the pictures beside it nor on threads.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/linear/linear.h"
+
+namespace tilewright {
+
+// [B, T, H, W, C]: strides in elements, the last one is 1.
+struct Frames {
+  void* data = nullptr;
+  int64_t item_stride = 0, frame_stride = 0, row_stride = 0, pixel_stride = 0;
+  int64_t num_frames = 0;
+};
+
+struct Size3d {
+  int64_t frames, rows, columns;
+
+  TILEWRIGHT_INLINE int64_t count() const { return frames * rows * columns; }
+};
+
+struct Conv3dArgs {
+  Frames x, previous;  // of one type, product.x.dtype
+  int64_t batch = 0, channels = 0;
+  int64_t height = 0, width = 0;  // of x as it lies in memory
+  bool doubled = false;
+  Size3d kernel = {}, stride = {}, out = {};
+  int64_t front = 0, top = 0, left = 0;  // what lies before frame, row and column 0
+  LinearArgs product;                    // weight and epilogue; rows of y are output pixels
+
+  // Fewer channels than a tile is deep: all taps of a pixel share tiles of depth. Else each tap has tiles of its own,
+  // the last one filled with zeros, so that a tile of x is found by its tap alone.
+  TILEWRIGHT_INLINE bool folded() const { return channels < kTileDepth || kernel.count() == 1; }
+};
+
+// The depth of a weight with such channels and taps: [O, depth] is what is packed.
+TILEWRIGHT_INLINE int64_t conv3d_depth(int64_t channels, const Size3d& kernel) {
+  const bool folded = channels < kTileDepth || kernel.count() == 1;
+  return kernel.count() * (folded ? channels : round_up(channels, kTileDepth));
+}
+
+void conv3d(const Conv3dArgs& args);
+
+// Output pixels that are worked on together: a rectangle of one frame.
+struct ConvTile {
+  int64_t item, frame, row, column, rows, columns;
+};
+
+// x around such a rectangle as the products read it, in memory of the thread that multiplies it: [frame tap][row
+// phase][column phase][rows][columns][pitch], zeros where padded. With a stride s, phase p has every s-th row or column
+// from p on, so that the x of neighbouring output pixels are neighbours, for each tap: output pixel (row, column) is
+// entry row * columns + column, and what tap (dy, dx) of it needs lies (dy / s) * columns + dx / s further, in the
+// phase of the tap. At the end of each row some entries are computed for nothing: kw - 1 of them with stride 1.
+struct TileShape {
+  int64_t row_phases, column_phases, rows, columns, pitch;
+
+  TILEWRIGHT_INLINE TileShape(const Conv3dArgs& args, const ConvTile& tile, int64_t element_bytes) {
+    const bool folded = args.folded();
+    row_phases = folded ? 1 : args.stride.rows < args.kernel.rows ? args.stride.rows : args.kernel.rows;
+    column_phases = folded ? 1 : args.stride.columns < args.kernel.columns ? args.stride.columns : args.kernel.columns;
+    rows = tile.rows + (folded ? 0 : (args.kernel.rows - 1) / args.stride.rows);
+    columns = tile.columns + (folded ? 0 : (args.kernel.columns - 1) / args.stride.columns);
+    // One cache line more than the channels: pixels a power of two apart would share few sets of L1.
+    pitch = round_up(folded ? args.kernel.count() * args.channels : args.channels, kTileDepth) + 64 / element_bytes;
+  }
+  TILEWRIGHT_INLINE int64_t elements(const Conv3dArgs& args) const {
+    return (args.folded() ? 1 : args.kernel.frames) * row_phases * column_phases * rows * columns * pitch;
+  }
+};
+
+struct Conv3dKernels {
+  // Of an element of x as the products read it.
+  int64_t (*element_bytes)(const LinearArgs& args);
+  // All outputs of a tile and a range of strips.
+  void (*run)(const Conv3dArgs& args, const ConvTile& tile, int64_t strip_begin, int64_t strip_end);
+};
+
+}  // namespace tilewright

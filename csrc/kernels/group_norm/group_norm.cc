@@ -1,0 +1,79 @@
+#include "kernels/group_norm/group_norm.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/bf16.h"
+#include "base/parallel.h"
+#include "base/scratch.h"
+#include "base/stream.h"
+#include "kernels/manifest.h"
+
+namespace tilewright {
+
+TILEWRIGHT_TABLE(group_norm, GroupNormKernels)
+
+namespace {
+
+// Of a chunk: enough to be worth a turn of a thread, few enough for fp32 sums, and the cache keeps them.
+constexpr int64_t kChunkElements = 32768;
+
+float parameter(const void* values, DType dtype, int64_t i, float otherwise) {
+  if (!values) return otherwise;
+  return dtype == DType::f32 ? static_cast<const float*>(values)[i] : to_float(static_cast<const bf16*>(values)[i]);
+}
+
+// The table of a group's channels from its chunks' stats, each `groups` apart.
+void merge_group(const GroupNormArgs& args, const GroupStats* stats, int64_t group, int64_t chunk_pixels,
+                 float* table) {
+  const int64_t width = args.channels / args.groups;
+  double count = 0, mean = 0, squares = 0;
+  for (int64_t begin = 0; begin < args.pixels; begin += chunk_pixels, stats += args.groups) {
+    const double added = static_cast<double>(std::min(chunk_pixels, args.pixels - begin) * width);
+    const double distance = stats->mean - mean;
+    count += added;
+    mean += distance * added / count;
+    squares += stats->squares + distance * distance * (count - added) * added / count;
+  }
+  const double scale = 1.0 / std::sqrt(squares / count + args.eps);
+  for (int64_t i = group * width; i < (group + 1) * width; ++i) {
+    table[i] = static_cast<float>(mean);
+    table[args.channels + i] = static_cast<float>(scale * parameter(args.weight, args.weight_dtype, i, 1.0f));
+    table[2 * args.channels + i] = parameter(args.bias, args.weight_dtype, i, 0.0f);
+  }
+}
+
+}  // namespace
+
+void group_norm(const GroupNormArgs& given) {
+  GroupNormArgs args = given;
+  if (args.batch * args.pixels * args.channels == 0) return;
+  const GroupNormKernels& kernels = select(kTable);
+  const int64_t total_bytes = args.batch * args.pixels * args.channels * static_cast<int64_t>(size_of(args.x.dtype));
+  args.stream = worth_streaming(args.y.data, args.x.data, total_bytes);
+  const int64_t chunk_pixels = std::max<int64_t>(kChunkElements / args.channels, 1);
+  const int64_t chunks = ceil_div(args.pixels, chunk_pixels);
+  const int64_t num_stats = args.batch * chunks * args.groups, table_size = 3 * args.channels;
+  const size_t stat_bytes = static_cast<size_t>(round_up(num_stats * static_cast<int64_t>(sizeof(GroupStats)), 64));
+  char* memory =
+      static_cast<char*>(shared_scratch(stat_bytes + static_cast<size_t>(args.batch * table_size) * sizeof(float)));
+  GroupStats* stats = reinterpret_cast<GroupStats*>(memory);
+  float* tables = reinterpret_cast<float*>(memory + stat_bytes);
+  const int64_t num_chunks = args.batch * chunks;
+  parallel_stages({num_chunks, args.batch * args.groups, num_chunks}, [&](int stage, int64_t task) {
+    if (stage == 1) {
+      const int64_t item = task / args.groups, group = task % args.groups;
+      return merge_group(args, stats + item * chunks * args.groups + group, group, chunk_pixels,
+                         tables + item * table_size);
+    }
+    const int64_t item = task / chunks, begin = task % chunks * chunk_pixels;
+    const int64_t row = item * args.pixels + begin;
+    const int64_t end = row + std::min(chunk_pixels, args.pixels - begin);
+    if (stage == 0)
+      kernels.stats(args, row, end, stats + task * args.groups);
+    else
+      kernels.apply(args, tables + item * table_size, row, end);
+  });
+}
+
+}  // namespace tilewright

@@ -1,0 +1,126 @@
+"""A batch over several machines: Ray Data brings blocks of requests to workers, and to another if one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from tilewright.batch.requests import Place, RequestFile
+from tilewright.batch.work import Totals
+from tilewright.batch.worker import BatchActor, Block, WorkerSettings, rows_of
+from tilewright.types import RequestError
+
+# At once on a worker: one is about to end when the next begins, so that the engine is not idle in between.
+BLOCKS_AT_ONCE = 2
+# Of all requests for each worker, so that none of them has much left to do when the others are done.
+BLOCKS_PER_WORKER = 4
+# A request that ends its worker must not end one after the other for ever.
+MAX_RETRIES = 3
+
+
+class WorkersLost(Exception):
+    """Workers ended again and again with the same requests."""
+
+
+class Writer:
+    """Writes answers, each once: a block that was nearly done when its worker was lost is answered again."""
+
+    def __init__(self, requests: RequestFile, append: Callable[[Mapping[str, Any]], None], totals: Totals) -> None:
+        self._requests = requests
+        self._append = append
+        self._totals = totals
+
+    def write(self, block: Block) -> None:
+        for number, line, num_prompt_tokens, num_output_tokens in rows_of(block):
+            if not self._requests.finish(number):
+                continue
+            self._append(line)
+            self._totals.num_prompt_tokens += num_prompt_tokens
+            self._totals.num_output_tokens += num_output_tokens
+            if line["response"]["status_code"] == 200:
+                self._totals.num_answered += 1
+            else:
+                self._totals.num_failed += 1
+
+
+async def answer_all(requests: RequestFile, writer: Writer, settings: WorkerSettings, concurrency: int) -> None:
+    """Returns when all requests are done. RequestError or WorkersLost, with the reason, if they cannot be.
+
+    `concurrency` is the number of requests at once on one worker. The blocks come from a thread that ends with the
+    connection to Ray, also when this is cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    arriving: asyncio.Queue[Block | Exception | None] = asyncio.Queue()
+
+    def put(item: Block | Exception | None) -> None:
+        loop.call_soon_threadsafe(arriving.put_nowait, item)
+
+    def pull() -> None:
+        try:
+            for block in _answered_blocks(requests, settings, concurrency):
+                put(block)
+            put(None)
+        except Exception as error:
+            put(error)
+
+    threading.Thread(target=pull, daemon=True, name="ray-data").start()
+    while (item := await arriving.get()) is not None:
+        if isinstance(item, Exception):
+            raise _known(item) from item
+        writer.write(item)
+
+
+def num_per_block(num_requests: int, num_workers: int, concurrency: int) -> int:
+    """How many requests a block has."""
+    share = -(-num_requests // (BLOCKS_PER_WORKER * num_workers))
+    return max(1, min(share, concurrency // BLOCKS_AT_ONCE))
+
+
+def _answered_blocks(requests: RequestFile, settings: WorkerSettings, concurrency: int) -> Iterator[Block]:
+    import pyarrow
+    import ray
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    for name in ("ray.data", "ray.data._internal"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    size = num_per_block(len(requests) - requests.num_done, settings.num_workers, concurrency)
+    schema = pyarrow.schema({"number": pyarrow.int64(), "offset": pyarrow.int64(), "fingerprint": pyarrow.uint64()})
+    places = requests.places_left()
+    tables = []
+    while block := list(islice(places, size)):
+        columns = dict(zip(Place._fields, zip(*block, strict=True), strict=True))
+        tables.append(pyarrow.table(columns, schema=schema))
+    answered = ray.data.from_arrow(tables).map_batches(
+        BatchActor,
+        fn_constructor_args=(settings,),
+        batch_size=None,
+        batch_format="numpy",
+        num_cpus=settings.num_cpus,
+        compute=ray.data.ActorPoolStrategy(
+            size=settings.num_workers,
+            max_tasks_in_flight_per_actor=BLOCKS_AT_ONCE + 1,
+            max_concurrent_calls_per_actor=BLOCKS_AT_ONCE,
+            enable_true_multi_threading=True,
+        ),
+        ray_remote_args_fn=_worker_options,
+    )
+    yield from answered.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0)
+
+
+def _worker_options() -> dict[str, Any]:
+    return {"max_task_retries": MAX_RETRIES}
+
+
+def _known(error: Exception) -> Exception:
+    """The error of ours that Ray wraps, or that a worker was lost too often."""
+    refusals = re.findall(r"RequestError: (.+)", str(error))
+    if refusals:
+        return RequestError(refusals[-1])
+    return WorkersLost(str(error).strip().split("\n")[0])

@@ -1,0 +1,93 @@
+"""A replica: an actor of Ray Serve, and the engine's process that it starts and watches over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from ray import serve
+
+from tilewright.replica_flags import local_options
+from tilewright.server import log_lines
+from tilewright.server.handler import MAX_STEP_S
+from tilewright.server.link.backend import Ended, EngineRequest, EngineUnavailable, Event, Failed, ModelInfo
+from tilewright.server.link.engine_process import ENGINE_LOST
+from tilewright.server.link.remote import RemoteBackend
+from tilewright.server.link.service import failure
+from tilewright.server.replicas.backend import Route
+
+_log = logging.getLogger(__name__)
+
+MAX_RESTART_S = 600.0  # for a large model to be loaded again
+MAX_SILENT = 3
+
+
+class EngineReplica:
+    """One engine. Its methods get the Route that a request came by, which Ray Serve's router reads."""
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, options: Mapping[str, Any], *, num_cpus: int, num_replicas: int, log_level: int, log_is_json: bool
+    ) -> None:
+        """EngineRefused if the engine cannot start: Ray Serve then tries again, elsewhere if it can."""
+        log_lines.configure(log_is_json, log_level)
+        self._name: str = serve.get_replica_context().replica_id.unique_id
+        options = local_options(dict(options), num_cpus, num_replicas)
+        self._backend = RemoteBackend(options, log_level=log_level, log_is_json=log_is_json)
+        await self._backend.start()
+        self._ready_s = time.monotonic()
+        self._num_silent = 0  # health checks that the engine did not respond to
+
+    async def check_health(self) -> None:
+        """Called by Ray Serve every few seconds, which replaces a replica for which it fails three times.
+
+        A replica whose engine hangs ends itself instead: Ray Serve would let it finish its requests first.
+        """
+        if not self._backend.is_ready:
+            self._num_silent = 0
+            if time.monotonic() - self._ready_s > MAX_RESTART_S:
+                raise EngineUnavailable(f"the engine could not be restarted for {MAX_RESTART_S:.0f} s")
+            return  # it is being restarted; requests go elsewhere meanwhile
+        self._ready_s = time.monotonic()
+        try:
+            hangs = (await self._backend.stats())["step_age_s"] > MAX_STEP_S
+            self._num_silent = 0
+        except EngineUnavailable:
+            self._num_silent += 1
+            hangs = self._num_silent == MAX_SILENT
+        if hangs:
+            _log.critical("the engine hangs: the replica ends, to be replaced")
+            os._exit(ENGINE_LOST)
+
+    async def model(self, route: Route) -> ModelInfo:
+        return self._backend.model
+
+    async def stats(self, route: Route) -> Mapping[str, float] | None:
+        return await self._backend.stats() if route.only == self._name else None
+
+    async def answer(self, request: EngineRequest, route: Route) -> AsyncGenerator[tuple[str, Sequence[Event]], None]:
+        """The events of a request, those of each step together. Ray Serve cancels it when the client has left."""
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        try:
+            abort = self._backend.submit(request, queue.put_nowait)
+        except EngineUnavailable:  # it is being restarted
+            yield self._name, []
+            return
+        except Exception as error:
+            yield self._name, [failure(error, request)]
+            return
+        try:
+            events: list[Event] = []
+            while not events or not isinstance(events[-1], Ended | Failed):
+                events = [await queue.get()]
+                while not queue.empty():
+                    events.append(queue.get_nowait())
+                yield self._name, events
+        finally:
+            abort()
+
+
+logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it logs every request, which the server does already

@@ -1,0 +1,68 @@
+"""A rank other than the first: loads its part of the model, then does what the first rank writes, step by step."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.engine.loading import load_network
+from tilewright.engine.ranks.channel import Channel
+from tilewright.engine.ranks.commands import follow
+from tilewright.engine.ranks.step_memory import StepMemory
+from tilewright.engine.runner_settings import RunnerSettings, build_runner
+from tilewright.inputs.media_buffer import map_rows
+from tilewright.model_files import CheckpointError
+from tilewright.models.protocol import Model
+from tilewright.ops import backend
+from tilewright.ops.native import bind_team
+from tilewright.parallel.group import Group
+from tilewright.parallel.rendezvous import Rendezvous, make_group
+from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.weights.entry_check import EntryCheck
+
+
+def main(rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
+    """The entry point of parallel/worker.py."""
+    run_rank(rank, size, payload, _load)
+
+
+def _load(arguments: dict[str, Any], group: Group) -> tuple[Model, torch.dtype]:
+    network = load_network(**arguments, group=group)
+    if network.report.unchecked is not None:
+        EntryCheck(network.report.unchecked)  # damage ends this process, and with it the engine, which packs anew
+    return network.model, network.dtype
+
+
+def run_rank(
+    rank: int, size: int, payload: dict[str, Any], load: Callable[[dict[str, Any], Group], tuple[Model, torch.dtype]]
+) -> None:
+    """A rank's whole life; `load` makes its part of the model from what the first rank has given."""
+    channel = Channel(socket.socket(fileno=payload["channel"]))
+    group = make_group(Rendezvous.from_json(payload["rendezvous"]), rank)
+    backend.activate(payload["backend"])
+    bind_team()
+    try:
+        model, dtype = load(payload["load"], group)
+    except (CheckpointError, UnsupportedConfig, RequestError, FileNotFoundError) as error:
+        channel.send({"error": str(error)})
+        return
+    channel.send({"loaded": True})
+    message, files = channel.receive()
+    settings = RunnerSettings.from_json(message["settings"])
+    model.fit_context(settings.limits.max_context)
+    memory = StepMemory(settings.layout(model), size, files[0])
+    media_rows = _media_rows(message, files, dtype)
+    runner = build_runner(model, dtype, settings, memory.inputs, memory.draft_inputs, media_rows)
+    channel.send({"ready": True})
+    follow(rank, group, memory, runner)
+
+
+def _media_rows(message: dict[str, Any], files: list[int], dtype: torch.dtype) -> Tensor | None:
+    if "media_buffer" not in message:
+        return None
+    num_rows, width = message["media_buffer"]
+    return map_rows(files[1], num_rows, width, dtype)

@@ -1,0 +1,95 @@
+"""How a model is split over the ranks of a group, while it is built: each layer asks for its part.
+
+    with partition.use(Partition(group)) as parts:
+        model = family.build(config, shapes)     # layers hold this rank's heads, widths and rows
+    parts.warn()                                 # what was padded, said once
+
+Linears that read a part of their inputs give a part of a sum, and add up with the other ranks; those that write a part
+of their outputs leave it to the next one to read, or gather it (layers/linear.py). Norms, the router of experts and
+tables of positions are whole on every rank: they are small, and all of them are read for every token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+from tilewright.parallel.group import Group, SingleGroup
+from tilewright.weights.shard import PADDING, HeadShard, Shard, heads_together, split_heads, split_width
+
+_log = logging.getLogger(__name__)
+
+
+class Partition:
+    """The parts of this rank. `padded` and `copied` note what did not divide, and how many all ranks have together."""
+
+    def __init__(self, group: Group, block: int = 1) -> None:
+        """`block` entries of each axis share a scale in a quantised checkpoint: they stay together."""
+        self.group = group
+        self.block = block
+        self.padded: dict[tuple[str, int], int] = {}
+        self.copied: dict[tuple[str, int], int] = {}  # KV heads that queries of several ranks read
+
+    @property
+    def is_split(self) -> bool:
+        return self.group.size > 1
+
+    def heads(self, what: str, num_queries: int, num_keys: int | None, *head_widths: int) -> HeadShard:
+        """This rank's query heads and the key-value heads they read; `num_keys`: None where each has its own."""
+        keys = num_queries if num_keys is None else num_keys
+        together = heads_together(self.block, *head_widths) if self.is_split else 1
+        shard = split_heads(num_queries, keys, self.group.rank, self.group.size, together)
+        _note(self.padded, f"{what} heads", num_queries, shard.num_queries * self.group.size)
+        if num_keys is not None:
+            is_cut = shard.num_queries // shard.num_keys < num_queries // keys
+            _note(self.copied if is_cut else self.padded, f"{what} KV heads", keys, shard.num_keys * self.group.size)
+        return shard
+
+    def width(self, what: str, width: int) -> Shard:
+        """This rank's entries of an axis."""
+        shard = split_width(width, self.group.rank, self.group.size, self.block)
+        _note(self.padded, what, width, shard.length * self.group.size)
+        return shard
+
+    def on_first_rank(self, length: int) -> Shard:
+        """An axis that the first rank has, and the others as zeros: a bias that is added to a sum over ranks."""
+        return Shard.whole(length) if self.group.rank == 0 else Shard(((PADDING, length),))
+
+    def warn(self) -> None:
+        """Tells what was padded and copied, once: the first rank does, for all."""
+        if self.group.rank != 0:
+            return
+        for how, noted in (("padded with zeros", self.padded), ("kept by each rank that reads them", self.copied)):
+            parts = ", ".join(f"{what} {count} to {total}" for (what, count), total in noted.items())
+            if parts:
+                _log.warning("the model does not divide by %d ranks; %s: %s", self.group.size, how, parts)
+
+
+def _note(noted: dict[tuple[str, int], int], what: str, count: int, total: int) -> None:
+    if total != count:
+        noted[what, count] = total
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.partition = Partition(SingleGroup())
+
+
+_current = _Current()
+
+
+def current() -> Partition:
+    """What layers that this thread builds are split by; one rank alone unless `use` says otherwise."""
+    return _current.partition
+
+
+@contextlib.contextmanager
+def use(partition: Partition) -> Iterator[Partition]:
+    before = _current.partition
+    _current.partition = partition
+    try:
+        yield partition
+    finally:
+        _current.partition = before

@@ -1,0 +1,147 @@
+"""Convolutions over pictures and clips, channels last, with the weight packed once; kernels in csrc/kernels/conv3d.
+
+B pictures or clips, T frames, H rows, W columns, C channels in, O out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilewright.ops.backend import op
+from tilewright.ops.linear import PackedWeight, pack_weight
+from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.plan import empty
+
+Triple = tuple[int, int, int]  # frames, rows, columns
+
+
+@dataclass(frozen=True)
+class ConvWeight:
+    """The weight of a convolution and its bias, packed as [O, taps * channels], and the shape it was packed from."""
+
+    packed: PackedWeight
+    in_channels: int
+    kernel: Triple
+
+    @property
+    def out_channels(self) -> int:
+        return self.packed.n
+
+
+@op
+def conv_depth(in_channels: int, kernel: Triple) -> int:
+    """Elements of a row of the packed weight: the channels of each tap, with what fills up their last tile."""
+    return kernels.conv3d_depth(in_channels, kernel)
+
+
+def pack_conv(weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> ConvWeight:
+    """A checkpoint's weight [O, C, kh, kw] or [O, C, kt, kh, kw] as `conv2d` or `conv3d` reads it."""
+    if weight.dim() not in (4, 5):
+        raise ValueError(
+            f"pack_conv: weight has shape {list(weight.shape)}, expected [O, C, kt, kh, kw] or [O, C, kh, kw]"
+        )
+    out_channels, in_channels, *axes = weight.shape
+    kernel = (axes[0], axes[1], axes[2]) if len(axes) == 3 else (1, axes[0], axes[1])
+    taps = weight.reshape(out_channels, in_channels, -1).transpose(1, 2)
+    depth = conv_depth(in_channels, kernel)
+    taps = functional.pad(taps, (0, depth // taps.shape[1] - in_channels))
+    return ConvWeight(pack_weight(taps.reshape(out_channels, depth), bias, dtype=dtype), in_channels, kernel)
+
+
+def conv2d(
+    x: Tensor,
+    weight: ConvWeight,
+    *,
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    upsample: bool = False,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[B, H', W', O] of x [B, H, W, C]: activation(conv + bias) + residual.
+
+    `padding` is (top, bottom, left, right): zeros around x. With `upsample`, x is first made twice as high and wide by
+    repeating pixels (nearest), without a copy. `activation` as of `linear`; `residual` has the shape and type of the
+    result and may be `out`. A Conv1d is a picture of one row.
+    """
+    if x.dim() != 4:
+        raise ValueError(f"conv2d: x has shape {list(x.shape)}, expected [B, H, W, C]")
+    if weight.kernel[0] != 1:
+        raise ValueError(f"conv2d: the kernel is {list(weight.kernel)}, expected one frame")
+    frames = conv3d(
+        x.unsqueeze(1),
+        weight,
+        stride=(1, *stride),
+        padding=padding,
+        upsample=upsample,
+        activation=activation,
+        residual=None if residual is None else residual.unsqueeze(1),
+        out=None if out is None else out.unsqueeze(1),
+    )
+    return frames.squeeze(1) if out is None else out
+
+
+@op
+def conv3d(
+    x: Tensor,
+    weight: ConvWeight,
+    *,
+    stride: Triple = (1, 1, 1),
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    time_padding: int | None = None,
+    previous: Tensor | None = None,
+    upsample: bool = False,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[B, T', H', W', O] of x [B, T, H, W, C], causal in time: activation(conv + bias) + residual.
+
+    Before x come `time_padding` frames, kt - 1 unless said: the last ones are `previous` [B, P, H, W, C], P up to that
+    many, those before them zeros. All else as of `conv2d`.
+    """
+    front = weight.kernel[0] - 1 if time_padding is None else time_padding
+    num_previous = 0 if previous is None else previous.shape[1]
+    if num_previous > front:
+        raise ValueError(f"conv3d: previous has {num_previous} frames, expected {front} or fewer, the padding in time")
+    if out is None:
+        sizes = output_size(x, weight.kernel, stride, padding, front, upsample)
+        out = empty((x.shape[0], *sizes, weight.out_channels), x.dtype)
+    kernels.conv3d(
+        view(x),
+        view_or_none(previous),
+        weight.packed.native(),
+        view_or_none(weight.packed.bias),
+        view_or_none(residual),
+        view(out),
+        weight.kernel,
+        stride,
+        (front, padding[0], padding[2]),
+        upsample,
+        activation,
+    )
+    return out
+
+
+def output_size(
+    x: Tensor, kernel: Triple, stride: Triple, padding: tuple[int, int, int, int], front: int, upsample: bool
+) -> Triple:
+    """T', H', W'. ValueError where nothing comes out."""
+    if x.dim() != 5:
+        raise ValueError(f"conv3d: x has shape {list(x.shape)}, expected [B, T, H, W, C]")
+    _, frames, height, width, _ = x.shape
+    scale = 2 if upsample else 1
+    padded = (
+        frames + front,
+        height * scale + padding[0] + padding[1],
+        width * scale + padding[2] + padding[3],
+    )
+    if any(size < taps for size, taps in zip(padded, kernel, strict=True)):
+        raise ValueError(f"conv3d: x with its padding is {list(padded)}, smaller than the kernel, {list(kernel)}")
+    sizes = [(size - taps) // step + 1 for size, taps, step in zip(padded, kernel, stride, strict=True)]
+    return sizes[0], sizes[1], sizes[2]

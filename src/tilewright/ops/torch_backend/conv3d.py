@@ -1,0 +1,76 @@
+"""Convolutions over pictures and clips, channels last."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilewright.ops.conv3d import ConvWeight, Triple
+from tilewright.ops.torch_backend.activation import ACTIVATIONS
+from tilewright.ops.torch_backend.common import into
+from tilewright.ops.torch_backend.packed import rows_of
+
+
+def conv_depth(in_channels: int, kernel: Triple) -> int:
+    return in_channels * math.prod(kernel)
+
+
+def conv3d(
+    x: Tensor,
+    weight: ConvWeight,
+    *,
+    stride: Triple = (1, 1, 1),
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    time_padding: int | None = None,
+    previous: Tensor | None = None,
+    upsample: bool = False,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    rows = rows_of(weight.packed).unflatten(1, (*weight.kernel, weight.in_channels))
+    y = plain_conv3d(
+        x,
+        rows.movedim(-1, 1),
+        weight.packed.bias,
+        stride=stride,
+        padding=padding,
+        time_padding=time_padding,
+        previous=previous,
+        upsample=upsample,
+        activation=activation,
+        residual=residual,
+    )
+    return into(out, y)
+
+
+def plain_conv3d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: Triple = (1, 1, 1),
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    time_padding: int | None = None,
+    previous: Tensor | None = None,
+    upsample: bool = False,
+    activation: str = "none",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The same of a weight [O, C, kt, kh, kw] that is no more than a tensor."""
+    front = weight.shape[2] - 1 if time_padding is None else time_padding
+    frames = x.float() if previous is None else torch.cat((previous.float(), x.float()), dim=1)
+    frames = frames.movedim(-1, 1)
+    if upsample:
+        frames = frames.repeat_interleave(2, dim=-2).repeat_interleave(2, dim=-1)
+    top, bottom, left, right = padding
+    zeros_in_front = front - (0 if previous is None else previous.shape[1])
+    frames = functional.pad(frames, (left, right, top, bottom, zeros_in_front, 0))
+    y = functional.conv3d(frames, weight.float(), None if bias is None else bias.float(), stride)
+    y = ACTIVATIONS[activation](y.movedim(1, -1))
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(x.dtype)

@@ -1,0 +1,81 @@
+"""The ranks of a model as threads of one process: each has its own part, group and kernel team, as a process would."""
+
+from __future__ import annotations
+
+import threading
+
+from tilewright.engine.loading import load_network
+from tilewright.engine.ranks.commands import follow, lead
+from tilewright.engine.ranks.step_memory import Command, StepMemory
+from tilewright.engine.runner_settings import build_runner
+from tilewright.parallel.rendezvous import open_rendezvous
+
+
+class RankThreads:
+    """A model loaded in parts. `model` is the first rank's; cores that compute it take a `session` each."""
+
+    def __init__(self, folder, dtype, size, **options):
+        self.size, self.dtype = size, dtype
+        self.host = open_rendezvous(size)
+        groups = [self.host.make_group(rank) for rank in range(size)]
+        name = str(dtype).removeprefix("torch.")
+        self.networks = [
+            load_network(folder, dtype=name, **{"pack_cache": False, **options}, group=group) for group in groups
+        ]
+        self.model = self.networks[0].model
+        self.sessions = []
+
+    def session(self):
+        """For `build_core`; None where there is one rank alone."""
+        if self.size == 1:
+            return None
+        self.sessions.append(RankSession(self))
+        return self.sessions[-1]
+
+    def close(self):
+        for session in self.sessions:
+            session.close()
+        self.host.close()
+
+
+class RankSession:
+    """Stands in for `engine.ranks.processes.Ranks`: the other ranks, each following the commands of one core."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.host = open_rendezvous(ranks.size, name="commands")
+        self.groups = [self.host.make_group(rank) for rank in range(ranks.size)]
+        self.memory = None
+        self.threads = []
+        self.errors = []
+
+    def start_steps(self, settings, layout, media_buffer):
+        memory = self.memory = StepMemory(layout, self.ranks.size)
+        rows = None if media_buffer is None else media_buffer.rows
+        for rank in range(1, self.ranks.size):
+            model = self.ranks.networks[rank].model
+            runner = build_runner(model, self.ranks.dtype, settings, memory.inputs, memory.draft_inputs, rows)
+            self.threads.append(threading.Thread(target=self._follow, args=(rank, runner), daemon=True))
+        for thread in self.threads:
+            thread.start()
+        return memory
+
+    def do(self, command, compute):
+        return lead(self.groups[0], self.memory, command, compute)
+
+    def close(self):
+        if self.memory is not None:
+            lead(self.groups[0], self.memory, Command.stop, lambda: None)
+            for thread in self.threads:
+                thread.join(60)
+                assert not thread.is_alive()
+            self.memory.close()
+        self.host.close()
+        assert not self.errors, self.errors
+
+    def _follow(self, rank, runner):
+        try:
+            follow(rank, self.groups[rank], self.memory, runner)
+        except Exception as error:
+            self.errors.append((rank, error))
+            self.ranks.host.abort(rank)
