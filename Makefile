@@ -60,8 +60,8 @@ run-emulated:
 # share is made once; files in the order of their names, whose last are short: neither process waits long for the other.
 # Kernel threads without work sleep instead of spinning, since two processes share the cores.
 test-python: .venv/.test dist/.wheel
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
-	$(BIN)/pytest -q -m alone
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not ray"
+	$(BIN)/pytest -q -m "alone and not ray"
 
 # The tests of replicas, with the extra `ray`.
 .PHONY: test-ray

@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from oracle import require
 from processes import family_of
 from serve_process import ServerProcess
 
 from tilewright import config
 from tilewright.types import RequestError
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.ray]
 
 FLAGS = ["--replicas", "2", "--replica-cpus", "1", "--kv-memory", "64MB"]
 READY_S = 120  # a replica is some 10 s of imports on a machine that has nothing else to do
@@ -31,7 +32,7 @@ def cluster():
     """The environment of processes that use a cluster of our own. One for all tests: it takes seconds to start."""
     before = dict(os.environ)
     config.prepare_ray(is_own=True)  # which Ray reads as it is imported
-    pytest.importorskip("ray", reason="ray is not installed: `make test-ray` sets it up and runs these tests")
+    require("ray")
     from tilewright.cluster import connection
 
     os.environ |= {"TILEWRIGHT_NUM_THREADS": "1", "TILEWRIGHT_CACHE_DIR": "off"}

@@ -23,6 +23,7 @@ class RankThreads:
             load_network(folder, dtype=name, **{"pack_cache": False, **options}, group=group) for group in groups
         ]
         self.model = self.networks[0].model
+        self.turns = [threading.Lock() for _ in range(size)]
         self.sessions = []
 
     def session(self):
@@ -36,6 +37,24 @@ class RankThreads:
         for session in self.sessions:
             session.close()
         self.host.close()
+
+
+class RunnerInTurn:
+    """A runner of one of several sessions whose threads share a rank's group, which one thread may use at a time.
+
+    The first rank may begin a step of another session while this rank's thread still returns from the last collective.
+    """
+
+    def __init__(self, runner, turn):
+        self.runner, self.turn = runner, turn
+
+    def run(self):
+        with self.turn:
+            self.runner.run()
+
+    def draft(self):
+        with self.turn:
+            self.runner.draft()
 
 
 class RankSession:
@@ -55,7 +74,8 @@ class RankSession:
         for rank in range(1, self.ranks.size):
             model = self.ranks.networks[rank].model
             runner = build_runner(model, self.ranks.dtype, settings, memory.inputs, memory.draft_inputs, rows)
-            self.threads.append(threading.Thread(target=self._follow, args=(rank, runner), daemon=True))
+            in_turn = RunnerInTurn(runner, self.ranks.turns[rank])
+            self.threads.append(threading.Thread(target=self._follow, args=(rank, in_turn), daemon=True))
         for thread in self.threads:
             thread.start()
         return memory
