@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from training.tiny_vl.lesson import CANNOT_SEE, Ask, any_of, describing, joined, sentence, with_article
-from training.tiny_vl.shapes import COLOURS, KINDS, PLACES, PLURALS, CrossGroup, Shape, a_shape
+from training.tiny_vl.shapes import COLOURS, KINDS, PLACES, PLURALS, Scene, Shape, a_shape
 from training.tiny_vl.talk import TOO_HARD, too_hard_question
 from training.tiny_vl.words import THINGS
 
@@ -16,7 +16,7 @@ DISTANCE = 0.1  # of the picture's side: closer than that, which is further left
 MOST_DESCRIBED = 5
 
 
-def count_shapes(rng: Random, scene: CrossGroup) -> Ask:
+def count_shapes(rng: Random, scene: Scene) -> Ask:
     shapes = scene.shapes
     way = rng.random()
     if way < 0.3:
@@ -47,7 +47,7 @@ def count_shapes(rng: Random, scene: CrossGroup) -> Ask:
     return Ask("count", question, told)
 
 
-def colour_of(rng: Random, scene: CrossGroup) -> Ask | None:
+def colour_of(rng: Random, scene: Scene) -> Ask | None:
     word = any_of(rng, "colour", "colour", "color")
     if rng.random() < 0.2:
         question = any_of(
@@ -76,7 +76,7 @@ def colour_of(rng: Random, scene: CrossGroup) -> Ask | None:
     return Ask("colour", question, f"The {shape.kind} is {shape.colour}.")
 
 
-def kind_of(rng: Random, scene: CrossGroup) -> Ask | None:
+def kind_of(rng: Random, scene: Scene) -> Ask | None:
     shape = _only_one(rng, scene, lambda s: s.colour)
     if shape is None:
         return None
@@ -90,7 +90,7 @@ def kind_of(rng: Random, scene: CrossGroup) -> Ask | None:
     return Ask("colour", question, f"The {shape.colour} shape is a {shape.kind}.")
 
 
-def place_of(rng: Random, scene: CrossGroup) -> Ask | None:
+def place_of(rng: Random, scene: Scene) -> Ask | None:
     shape = _only_one(rng, scene, lambda s: s.name)
     if shape is None:
         return None
@@ -109,7 +109,7 @@ def place_of(rng: Random, scene: CrossGroup) -> Ask | None:
     return Ask("position", question, f"The {name} is {PLACES[place[0]][place[1]]}.")
 
 
-def what_is_at(rng: Random, scene: CrossGroup) -> Ask | None:
+def what_is_at(rng: Random, scene: Scene) -> Ask | None:
     if None in scene.places:
         return None
     there = Counter(scene.places)
@@ -125,7 +125,7 @@ def what_is_at(rng: Random, scene: CrossGroup) -> Ask | None:
     return Ask("position", question, f"{sentence(a_shape(found))}" if found else "Nothing.")
 
 
-def beside(rng: Random, scene: CrossGroup) -> Ask | None:
+def beside(rng: Random, scene: Scene) -> Ask | None:
     """Is one left of, right of, above or below another?"""
     pair = _two_named(rng, scene)
     if pair is None:
@@ -149,7 +149,7 @@ def beside(rng: Random, scene: CrossGroup) -> Ask | None:
     return Ask("position", question, "Yes." if is_true else "No.")
 
 
-def outermost(rng: Random, scene: CrossGroup) -> Ask | None:
+def outermost(rng: Random, scene: Scene) -> Ask | None:
     if len(scene.shapes) < 2:
         return None
     words, key = rng.choice(
@@ -167,7 +167,7 @@ def outermost(rng: Random, scene: CrossGroup) -> Ask | None:
     return Ask("position", question, f"The {first.name}.")
 
 
-def larger(rng: Random, scene: CrossGroup) -> Ask | None:
+def larger(rng: Random, scene: Scene) -> Ask | None:
     pair = _two_named(rng, scene)
     if pair is None:
         return None
@@ -184,7 +184,7 @@ def larger(rng: Random, scene: CrossGroup) -> Ask | None:
     return Ask("size", question, f"The {winner.name} is {word}.")
 
 
-def largest(rng: Random, scene: CrossGroup) -> Ask | None:
+def largest(rng: Random, scene: Scene) -> Ask | None:
     if len(scene.shapes) < 2:
         return None
     word, sign = rng.choice((("largest", -1), ("biggest", -1), ("smallest", 1)))
@@ -197,7 +197,7 @@ def largest(rng: Random, scene: CrossGroup) -> Ask | None:
     return Ask("size", question, f"The {first.name} is the {word}.")
 
 
-def is_larger(rng: Random, scene: CrossGroup) -> Ask | None:
+def is_larger(rng: Random, scene: Scene) -> Ask | None:
     pair = _two_named(rng, scene)
     if pair is None:
         return None
@@ -210,7 +210,7 @@ def is_larger(rng: Random, scene: CrossGroup) -> Ask | None:
     return Ask("size", f"Is the {names[0]} {word} than the {names[1]}?", "Yes." if is_true else "No.")
 
 
-def all_colours(rng: Random, scene: CrossGroup) -> Ask:
+def all_colours(rng: Random, scene: Scene) -> Ask:
     """Of the shapes, in the palette's order."""
     word = any_of(rng, "colour", "color")
     found = [colour for colour in COLOURS if any(s.colour == colour for s in scene.shapes)]
@@ -224,7 +224,7 @@ def all_colours(rng: Random, scene: CrossGroup) -> Ask:
     return Ask("colour", question, sentence(joined(found)))
 
 
-def all_kinds(rng: Random, scene: CrossGroup) -> Ask:
+def all_kinds(rng: Random, scene: Scene) -> Ask:
     found = [kind for kind in KINDS if any(s.kind == kind for s in scene.shapes)]
     question = any_of(
         rng, "Which shapes are there?", "What kinds of shapes are there?", "Which kinds of shapes do you see?",
@@ -234,7 +234,7 @@ def all_kinds(rng: Random, scene: CrossGroup) -> Ask:
     return Ask("colour", question, sentence(joined(names)))
 
 
-def is_there(rng: Random, scene: CrossGroup) -> Ask:
+def is_there(rng: Random, scene: Scene) -> Ask:
     if rng.random() < 0.15:
         thing = with_article(rng.choice(THINGS))
         question = any_of(
@@ -259,7 +259,7 @@ def is_there(rng: Random, scene: CrossGroup) -> Ask:
     return Ask("colour", question, "Yes." if found else "No.")
 
 
-def describe(rng: Random, scene: CrossGroup) -> Ask | None:
+def describe(rng: Random, scene: Scene) -> Ask | None:
     """All shapes with their places, by rows from the top left."""
     if None in scene.places or len(set(scene.places)) < len(scene.shapes) or len(scene.shapes) > MOST_DESCRIBED:
         return None
@@ -268,7 +268,7 @@ def describe(rng: Random, scene: CrossGroup) -> Ask | None:
     return Ask("describe", describing(rng), sentence(joined(parts)))
 
 
-def refuse(rng: Random, scene: CrossGroup) -> Ask:
+def refuse(rng: Random, scene: Scene) -> Ask:
     """A question about something that is not there."""
     word = any_of(rng, "colour", "color")
     kinds, names = {s.kind for s in scene.shapes}, {s.name for s in scene.shapes}
@@ -310,12 +310,12 @@ def refuse(rng: Random, scene: CrossGroup) -> Ask:
     return Ask("refusal", question, CANNOT_SEE)
 
 
-def too_hard(rng: Random, scene: CrossGroup) -> Ask | None:
+def too_hard(rng: Random, scene: Scene) -> Ask | None:
     return Ask("refusal", too_hard_question(rng), TOO_HARD) if rng.random() < 0.3 else None
 
 
-def ask_about(rng: Random, scene: CrossGroup, count: int) -> list[Ask]:
-    makers: tuple[Callable[[Random, CrossGroup], Ask | None], ...] = (
+def ask_about(rng: Random, scene: Scene, count: int) -> list[Ask]:
+    makers: tuple[Callable[[Random, Scene], Ask | None], ...] = (
         count_shapes, count_shapes, colour_of, colour_of, kind_of, place_of, place_of, what_is_at, beside, outermost,
         larger, is_larger, largest, is_there, all_colours, all_kinds, describe, describe, refuse, refuse, too_hard,
     )  # fmt: skip
@@ -329,18 +329,18 @@ def ask_about(rng: Random, scene: CrossGroup, count: int) -> list[Ask]:
     return asks
 
 
-def _only_one(rng: Random, scene: CrossGroup, key: Callable[[Shape], str]) -> Shape | None:
+def _only_one(rng: Random, scene: Scene, key: Callable[[Shape], str]) -> Shape | None:
     """A shape that the key names alone."""
     numbers = Counter(map(key, scene.shapes))
     known = [shape for shape in scene.shapes if numbers[key(shape)] == 1]
     return rng.choice(known) if known else None
 
 
-def _is_only_kind(scene: CrossGroup, shape: Shape) -> bool:
+def _is_only_kind(scene: Scene, shape: Shape) -> bool:
     return sum(other.kind == shape.kind for other in scene.shapes) == 1
 
 
-def _two_named(rng: Random, scene: CrossGroup) -> tuple[Shape, Shape] | None:
+def _two_named(rng: Random, scene: Scene) -> tuple[Shape, Shape] | None:
     numbers = Counter(shape.name for shape in scene.shapes)
     known = [shape for shape in scene.shapes if numbers[shape.name] == 1]
     if len(known) < 2:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from training.tiny_vl.lesson import CANNOT_SEE, Ask, Lesson, any_of, sentence
-from training.tiny_vl.shapes import COLOURS, KINDS, CrossGroup, Shape, a_shape, can_be_told, jitter
+from training.tiny_vl.shapes import COLOURS, KINDS, Scene, Shape, a_shape, can_be_told, jitter
 
 WAYS = {"to the left": (-1, 0), "to the right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
@@ -44,7 +44,7 @@ def clip_lesson(rng: Random, width: int, height: int, num_frames: int, num_asks:
     for index in range(num_frames):
         actor = story.at(index / (num_frames - 1))
         shapes = (*others, actor) if actor else tuple(others)
-        frames.append(CrossGroup(width, height, background, shapes, paper).draw())
+        frames.append(Scene(width, height, background, shapes, paper).draw())
     asks = _asks(rng, story, others, kinds)
     return Lesson(tuple(frames), tuple(asks[:num_asks]), is_clip=True)
 

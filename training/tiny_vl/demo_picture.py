@@ -7,7 +7,7 @@ import sys
 from PIL import Image
 
 from training.tiny_vl.lettering import font_paths, letter_mask
-from training.tiny_vl.shapes import COLOURS, CrossGroup, Shape
+from training.tiny_vl.shapes import COLOURS, Scene, Shape
 
 SIDE = 512
 WORD = "HELLO"
@@ -21,7 +21,7 @@ def demo_picture() -> Image.Image:
         Shape("triangle", "green", 150, 430, 54),
         Shape("hexagon", "orange", 372, 424, 52, 0.15),
     )
-    picture = CrossGroup(SIDE, SIDE, "white", shapes).draw()
+    picture = Scene(SIDE, SIDE, "white", shapes).draw()
     bold_sans = font_paths()[1]
     mask = letter_mask(WORD, bold_sans, 92, 4.0)
     picture.paste(COLOURS["blue"], ((SIDE - mask.width) // 2, 50), mask)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from training.tiny_vl.lesson import CANNOT_SEE, Ask, Lesson, any_of, sentence
-from training.tiny_vl.shapes import COLOURS, KINDS, PLURALS, CrossGroup, Shape, a_shape, can_be_told, random_scene
+from training.tiny_vl.shapes import COLOURS, KINDS, PLURALS, Scene, Shape, a_shape, can_be_told, random_scene
 
 
 def pair_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
@@ -38,7 +38,7 @@ def pair_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
     return Lesson((first.draw(), second.draw()), tuple(asks[:num_asks]))
 
 
-def _scene_of_different_shapes(rng: Random, width: int, height: int) -> CrossGroup:
+def _scene_of_different_shapes(rng: Random, width: int, height: int) -> Scene:
     scene = random_scene(rng, width, height, rng.randint(1, 5))
     names: set[str] = set()
     shapes = []
@@ -49,7 +49,7 @@ def _scene_of_different_shapes(rng: Random, width: int, height: int) -> CrossGro
     return replace(scene, shapes=tuple(shapes))
 
 
-def _changed(rng: Random, scene: CrossGroup) -> tuple[CrossGroup, str]:
+def _changed(rng: Random, scene: Scene) -> tuple[Scene, str]:
     """The scene with one thing changed, and what that is."""
     shapes = list(scene.shapes)
     index = rng.randrange(len(shapes))
@@ -76,7 +76,7 @@ def _changed(rng: Random, scene: CrossGroup) -> tuple[CrossGroup, str]:
     return replace(scene, shapes=tuple(shapes)), f"{sentence(a_shape(added))[:-1]} was added."
 
 
-def _added(rng: Random, scene: CrossGroup, names: set[str]) -> Shape | None:
+def _added(rng: Random, scene: Scene, names: set[str]) -> Shape | None:
     for _ in range(20):
         other = random_scene(rng, scene.width, scene.height, 1)
         if not other.shapes:
@@ -90,7 +90,7 @@ def _added(rng: Random, scene: CrossGroup, names: set[str]) -> Shape | None:
     return None
 
 
-def _compare(rng: Random, first: CrossGroup, second: CrossGroup) -> list[Ask]:
+def _compare(rng: Random, first: Scene, second: Scene) -> list[Ask]:
     asks = []
     one, two = len(first.shapes), len(second.shapes)
     question = any_of(rng, "Which picture has more shapes?", "Which of the two pictures has more shapes?")

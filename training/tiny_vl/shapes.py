@@ -68,7 +68,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class CrossGroup:
+class Scene:
     width: int
     height: int
     background: str
@@ -156,7 +156,7 @@ def outline(kind: str) -> tuple[complex, ...]:
     raise ValueError(f"no shape is called {kind!r}")
 
 
-def random_scene(rng: Random, width: int = 256, height: int = 256, num_shapes: int | None = None) -> CrossGroup:
+def random_scene(rng: Random, width: int = 256, height: int = 256, num_shapes: int | None = None) -> Scene:
     """A scene of shapes that do not touch; in some of them every shape lies in a third of its own."""
     background = "white" if rng.random() < 0.4 else rng.choice(tuple(COLOURS))
     if num_shapes is None:
@@ -178,7 +178,7 @@ def random_scene(rng: Random, width: int = 256, height: int = 256, num_shapes: i
         x, y, radius = spot
         angle = rng.uniform(-0.2, 0.2)
         shapes.append(Shape(rng.choice(few_kinds), rng.choice(few_colours), x, y, radius, angle, jitter(rng)))
-    return CrossGroup(width, height, background, tuple(shapes), jitter(rng))
+    return Scene(width, height, background, tuple(shapes), jitter(rng))
 
 
 def _spot_in(rng: Random, cell: tuple[int, int], width: int, height: int) -> tuple[float, float, float]:

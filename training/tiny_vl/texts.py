@@ -10,7 +10,7 @@ from PIL import Image
 from training.tiny_vl.ask_shapes import ask_about
 from training.tiny_vl.lesson import CANNOT_SEE, Ask, Lesson, any_of, describing, joined
 from training.tiny_vl.lettering import Line, random_line
-from training.tiny_vl.shapes import COLOURS, KINDS, CrossGroup, Shape, jitter, random_scene, shade
+from training.tiny_vl.shapes import COLOURS, KINDS, Scene, Shape, jitter, random_scene, shade
 from training.tiny_vl.words import LETTERS, SHORT_WORDS, is_number, random_text
 
 
@@ -58,7 +58,7 @@ def _text_beside_shapes(rng: Random, width: int, height: int, num_asks: int) -> 
     shapes = tuple(s for s in base.shapes if not _touches(s, line))
     if not shapes:
         return text_lesson(rng, width, height, num_asks)
-    scene = CrossGroup(width, height, background, shapes, base.paper)
+    scene = Scene(width, height, background, shapes, base.paper)
     drawn = scene.draw()
     drawn.paste(picture.crop((line.left, line.top, line.right, line.bottom)), (line.left, line.top))
     # Of an empty place nothing is asked: the text may lie there.
