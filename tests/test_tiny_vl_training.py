@@ -11,9 +11,10 @@ from random import Random
 import pytest
 import torch
 
+from training.shards import write_weights
 from training.tiny_vl import items, train
 from training.tiny_vl.batches import NO_TARGET, Encoder, as_pixels, attention_mask, collate, make_batch
-from training.tiny_vl.checkpoint import write_configs, write_weights
+from training.tiny_vl.checkpoint import write_configs
 from training.tiny_vl.clips import clip_lesson
 from training.tiny_vl.items import SHARES, shape_lesson
 from training.tiny_vl.network import Network, to_patches

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from training.tiny_vl.tokenizer import write_tokenizer
+from training.tiny_vl.vocabulary import words_after_spaces
 
-MAX_SHARD_BYTES = 15_900_000
 PICTURE_PIXELS = 65_536  # each picture is brought to about 256 x 256
 CLIP_PIXELS = 131_072  # of all frames of a clip together: eight of 128 x 128
 MAX_FRAMES = 8
@@ -80,7 +77,7 @@ def make_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def write_configs(folder: Path) -> dict[str, Any]:
     """All files but the weights; what config.json says."""
-    write_tokenizer(folder)
+    write_tokenizer(folder, words_after_spaces())
     config = make_config(Tokenizer.from_file(str(folder / "tokenizer.json")))
     pixels = {
         "patch_size": 16,
@@ -113,24 +110,3 @@ def write_configs(folder: Path) -> dict[str, Any]:
     ):
         (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return config
-
-
-def write_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """The weights in bf16, in shards that each stay below `MAX_SHARD_BYTES`."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    room = MAX_SHARD_BYTES
-    for name, tensor in weights.items():
-        tensor = tensor.detach().to("cpu", torch.bfloat16).contiguous()
-        if tensor.nbytes > room:
-            shards.append({})
-            room = MAX_SHARD_BYTES
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    for file, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / file, metadata={"format": "pt"})
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for shard in shards for tensor in shard.values())},
-        "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")

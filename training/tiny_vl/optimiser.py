@@ -58,6 +58,8 @@ def make_optimisers(
 ) -> list[torch.optim.Optimizer]:
     matrices, decayed, others = [], [], []
     for name, parameter in network.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if kind == "muon" and parameter.ndim == 2 and "embed" not in name:
             matrices.append(parameter)
         elif parameter.ndim > 1:

@@ -169,7 +169,7 @@ def random_scene(rng: Random, width: int = 256, height: int = 256, num_shapes: i
     shapes: list[Shape] = []
     for index in range(num_shapes):
         spot = (
-            _spot_in(rng, cells[index], width, height)
+            spot_in(rng, cells[index], width, height)
             if cells
             else _free_spot(rng, shapes, width, height, 44 if num_shapes < 4 else 30)
         )
@@ -181,7 +181,7 @@ def random_scene(rng: Random, width: int = 256, height: int = 256, num_shapes: i
     return Scene(width, height, background, tuple(shapes), jitter(rng))
 
 
-def _spot_in(rng: Random, cell: tuple[int, int], width: int, height: int) -> tuple[float, float, float]:
+def spot_in(rng: Random, cell: tuple[int, int], width: int, height: int) -> tuple[float, float, float]:
     side = min(width, height) / 3
     radius = rng.uniform(0.18, 0.44) * side
     row, column = cell

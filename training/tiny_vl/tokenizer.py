@@ -7,16 +7,8 @@ read in a picture is spelled out letter by letter.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
-
-from training.tiny_vl.clips import clip_lesson
-from training.tiny_vl.items import picture_lesson
-from training.tiny_vl.pairs import pair_lesson
-from training.tiny_vl.talk import talk
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -38,7 +30,6 @@ ROLES = ("system", "user", "assistant")  # a token each: they come with every tu
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-NUM_SAMPLES = 3000  # lessons whose words are looked at: all the wordings come up many times in as many
 
 CHAT_TEMPLATE = """\
 {%- macro parts(content) -%}
@@ -71,23 +62,6 @@ def byte_letters() -> dict[int, str]:
     letters = {byte: chr(byte) for byte in printable}
     others = [byte for byte in range(256) if byte not in letters]
     return {**letters, **{byte: chr(256 + rank) for rank, byte in enumerate(others)}}
-
-
-def sample_texts() -> Iterator[str]:
-    for seed in range(NUM_SAMPLES):
-        rng = Random(seed)
-        everything = 99
-        lessons = [picture_lesson(rng, 256, 256, everything)]
-        if seed % 3 == 0:
-            lessons += [pair_lesson(rng, 64, 64, everything), clip_lesson(rng, 64, 64, 4, everything)]
-        for ask in (*(ask for lesson in lessons for ask in lesson.asks), talk(rng)):
-            yield ask.question
-            yield ask.answer
-    yield "<0.5 seconds> You are a helpful assistant."
-
-
-def words_after_spaces() -> list[str]:
-    return sorted({word for text in sample_texts() for word in re.findall(r" ([a-z]+)", text)})
 
 
 def tokenizer_json(words: list[str]) -> dict[str, Any]:
@@ -139,9 +113,10 @@ def tokenizer_json(words: list[str]) -> dict[str, Any]:
     }
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, words: list[str]) -> None:
+    """A tokenizer in which each of the words is one token where it follows a space."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = tokenizer_json(words_after_spaces())
+    tokenizer = tokenizer_json(words)
     config = {
         "tokenizer_class": "Qwen2Tokenizer",
         "model_max_length": 4096,

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+from training.loop import learning_rate_at, tell
+from training.shards import write_weights
 from training.tiny_vl.batches import NO_TARGET, Batch, Encoder, Lessons, as_pixels, attention_mask
-from training.tiny_vl.checkpoint import write_configs, write_weights
+from training.tiny_vl.checkpoint import write_configs
 from training.tiny_vl.network import Network
 from training.tiny_vl.optimiser import make_optimisers
 from training.tiny_vl.validation import score, validation_batches
 
-WARM_UP, DECAY_FROM = 0.02, 0.45  # parts of the run: up to the learning rate, from there in a straight line to 0
 NOISE = 0.06  # of pixels, which lie in -1 to 1: the most that is added, in half of the pictures
 MAX_GRADIENT = 1.0
 NUM_COMPILING_STEPS = 12  # at a learning rate of 0, and not counted: shapes are met for the first time
@@ -135,13 +136,6 @@ def mean_of(scores: dict[str, float]) -> float:
     return sum(scores.values()) / len(scores)
 
 
-def learning_rate_at(part: float) -> float:
-    """Of the peak: up, flat, down to 0."""
-    if part < WARM_UP:
-        return part / WARM_UP
-    return min(1.0, (1 - part) / (1 - DECAY_FROM))
-
-
 def train_step(network: Network, optimisers: list[torch.optim.Optimizer], batch: Batch, device: str) -> torch.Tensor:
     pixels = as_pixels(batch.frames, batch.is_clip, NOISE)
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
@@ -154,10 +148,6 @@ def train_step(network: Network, optimisers: list[torch.optim.Optimizer], batch:
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
     return loss.detach()
-
-
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

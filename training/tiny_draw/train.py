@@ -1,0 +1,174 @@
+"""Trains text encoder and transformer together, on the latents of a trained VAE:
+`python -m training.tiny_draw.train --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Qwen3Config, Qwen3Model
+
+from training.loop import learning_rate_at, tell
+from training.shards import read_weights, write_weights
+from training.tiny_draw.batches import Batch, Drawings, as_pixels
+from training.tiny_draw.checkpoint import TRANSFORMER, WEIGHTS
+from training.tiny_draw.network import Transformer
+from training.tiny_vl.optimiser import make_optimisers
+
+SHIFT = 2.0  # as the scheduler's: more steps, and more lessons, where there is much noise
+AVERAGED_STEPS = 1000  # the weights that are kept are an average over about as many steps
+MAX_GRADIENT = 1.0
+NUM_COMPILING_STEPS = 30  # at a learning rate of 0, and not counted: shapes are met for the first time
+
+
+class Network(nn.Module):
+    """What is trained: x0 - noise of noisy latents, from token ids of their captions."""
+
+    def __init__(self, text_config: dict) -> None:
+        super().__init__()
+        self.text_encoder = Qwen3Model(Qwen3Config(**text_config, attn_implementation="sdpa"))
+        for unused in (self.text_encoder.layers[-1], self.text_encoder.norm):
+            unused.requires_grad_(False)
+        self.transformer = Transformer(TRANSFORMER)
+        self.transformer.start_from_nothing()
+
+    def forward(self, latents: Tensor, t: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+        # Padding lies behind the caption, and attention is causal: no mask is needed.
+        captions = self.text_encoder(ids, output_hidden_states=True, use_cache=False).hidden_states[-2]
+        is_padding = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
+        return self.transformer(latents, t, captions, is_padding)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    folder = Path(options.out)
+    torch.manual_seed(options.seed)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    vae = AutoencoderKL.from_pretrained(folder / "vae").to(options.device, torch.bfloat16).requires_grad_(False)
+    network = Network(json.loads((folder / "text_encoder" / "config.json").read_text()))
+    if options.start_from:
+        before = Path(options.start_from)
+        network.text_encoder.load_state_dict(read_weights(before / "text_encoder"))
+        network.transformer.load_state_dict(read_weights(before / "transformer"))
+    network.to(options.device)
+    tell(f"{sum(parameter.numel() for parameter in network.parameters()):,} parameters")
+    if options.compile:
+        transformer = network.transformer
+        for block in (*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers):
+            block.compile(dynamic=True)
+    run(options, network, vae, folder)
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.tiny_draw.train",
+        description="Trains the text encoder and the transformer of the pipeline in --out, whose VAE is trained.",
+        epilog="example: python -m training.tiny_draw.train --minutes 15 --out candidate",
+    )
+    parser.add_argument("--out", default="candidate", help="folder of the pipeline (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="how long it trains (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=256, help="pictures a step (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--weight-decay", type=float, default=0.05, help="(default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=15, help="processes that draw (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of weights and drawings (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--start-from", metavar="FOLDER", help="weights to go on from, instead of random ones")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the layers uncompiled")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, network: Network, vae: AutoencoderKL, folder: Path) -> None:
+    optimisers = make_optimisers(network, "muon", options.lr, options.weight_decay, options.device == "cuda")
+    average = [parameter.detach().clone() for parameter in network.parameters()]
+    began_s = told_s = time.monotonic()
+    total_s = options.minutes * 60
+    step = num_pictures = 0
+    mean_loss = 0.0
+    for batch in latent_batches(options, vae, folder):
+        if step == NUM_COMPILING_STEPS:
+            began_s = time.monotonic()
+        elapsed_s = time.monotonic() - began_s if step >= NUM_COMPILING_STEPS else 0.0
+        if elapsed_s >= total_s:
+            break
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = options.lr * learning_rate_at(elapsed_s / total_s)
+        loss = train_step(network, optimisers, *batch, options.device)
+        kept = min(1 - 1 / AVERAGED_STEPS, step / (step + 10))
+        torch._foreach_lerp_(average, [parameter.detach() for parameter in network.parameters()], 1 - kept)
+        step, num_pictures = step + 1, num_pictures + len(batch[0])
+        if time.monotonic() - told_s > 10:
+            told_s = time.monotonic()
+            mean_loss = loss.item()
+            tell(f"{elapsed_s:5.0f} s  step {step}  {num_pictures:,} pictures  loss {mean_loss:.4f}")
+    with torch.no_grad():
+        for parameter, mean in zip(network.parameters(), average, strict=True):
+            parameter.copy_(mean)
+    keep(folder, network)
+    result = {"steps": step, "pictures": num_pictures, "loss": mean_loss}
+    (folder / "training.json").write_text(json.dumps(result, indent=1) + "\n")
+    tell(f"{step} steps, {num_pictures:,} pictures")
+
+
+def latent_batches(
+    options: argparse.Namespace, vae: AutoencoderKL, folder: Path
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Latents of mean 0 and deviation 1, ids and lengths of captions, on the device."""
+    loader = DataLoader(
+        Drawings(folder / "tokenizer" / "tokenizer.json", options.batch_size, options.seed),
+        batch_size=None,
+        num_workers=options.workers,
+        prefetch_factor=3 if options.workers else None,
+        pin_memory=options.device == "cuda",
+    )
+    on_host: Batch
+    for on_host in loader:
+        batch = on_host.to(options.device)
+        with torch.no_grad():
+            posterior = vae.encode(as_pixels(batch.pictures).bfloat16()).latent_dist
+            latents = (posterior.mode().float() - vae.config.shift_factor) * vae.config.scaling_factor
+        yield latents, batch.ids, batch.lengths
+
+
+def train_step(
+    network: Network,
+    optimisers: list[torch.optim.Optimizer],
+    latents: Tensor,
+    ids: Tensor,
+    lengths: Tensor,
+    device: str,
+) -> Tensor:
+    evenly = torch.randn(len(latents), device=device).sigmoid()
+    sigma = SHIFT * evenly / (1 + (SHIFT - 1) * evenly)
+    noise = torch.randn_like(latents)
+    noisy = torch.lerp(latents, noise, sigma[:, None, None, None])
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        found = network(noisy, 1 - sigma, ids, lengths)
+    loss = F.mse_loss(found.float(), latents - noise)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), MAX_GRADIENT)
+    for optimiser in optimisers:
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def keep(folder: Path, network: Network) -> None:
+    write_weights(folder / "text_encoder", network.text_encoder.state_dict())
+    write_weights(folder / "transformer", network.transformer.state_dict(), WEIGHTS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

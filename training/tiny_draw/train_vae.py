@@ -1,0 +1,115 @@
+"""Trains the VAE: `python -m training.tiny_draw.train_vae --help`. The transformer is trained on its latents."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from training.loop import learning_rate_at, tell
+from training.shards import write_weights
+from training.tiny_draw.batches import Drawings, as_pixels
+from training.tiny_draw.checkpoint import VAE, WEIGHTS, write_configs, write_tokenizer
+
+KL_WEIGHT = 2e-4  # of nats per latent: latents spread by a tenth, so the decoder forgives what denoising leaves
+EDGE_WEIGHT = 0.5  # of the difference of neighbouring pixels: edges stay sharp
+NUM_STATISTICS_BATCHES = 16
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    folder = Path(options.out)
+    torch.manual_seed(options.seed)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    write_tokenizer(folder / "tokenizer")
+    vae = AutoencoderKL.from_config(VAE).to(options.device, memory_format=torch.channels_last)
+    tell(f"{sum(parameter.numel() for parameter in vae.parameters()):,} parameters")
+    batches = DataLoader(
+        Drawings(folder / "tokenizer" / "tokenizer.json", options.batch_size, options.seed),
+        batch_size=None,
+        num_workers=options.workers,
+        pin_memory=options.device == "cuda",
+    )
+    run(options, vae, iter(batches))
+    shift, scale = statistics(vae, iter(batches), options.device)
+    tell(f"latents: mean {shift:.4f}, standard deviation {1 / scale:.4f}")
+    write_configs(folder, vocab_size(folder), shift, scale)
+    write_weights(folder / "vae", vae.state_dict(), WEIGHTS)
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.tiny_draw.train_vae",
+        description="Trains the VAE from scratch, for as long as it is told, and writes the pipeline's configs.",
+        epilog="example: python -m training.tiny_draw.train_vae --minutes 4 --out candidate",
+    )
+    parser.add_argument("--out", default="candidate", help="folder of the pipeline (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=4.0, help="how long it trains (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="pictures a step (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=15, help="processes that draw (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of weights and drawings (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, vae: AutoencoderKL, batches: Any) -> None:
+    optimiser = torch.optim.AdamW(vae.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    began_s = told_s = time.monotonic()
+    total_s = options.minutes * 60
+    for step, batch in enumerate(batches):
+        elapsed_s = time.monotonic() - began_s
+        if elapsed_s >= total_s:
+            break
+        for group in optimiser.param_groups:
+            group["lr"] = options.lr * learning_rate_at(elapsed_s / total_s)
+        pixels = as_pixels(batch.to(options.device).pictures)
+        with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
+            posterior = vae.encode(pixels).latent_dist
+            drawn = vae.decode(posterior.sample()).sample
+        difference, kl = loss_of(drawn.float(), pixels), posterior.kl().mean() / posterior.mean[0].numel()
+        loss = difference + KL_WEIGHT * kl
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        if time.monotonic() - told_s > 10:
+            told_s = time.monotonic()
+            tell(f"{elapsed_s:5.0f} s  step {step}  difference {difference.item():.4f}  kl {kl.item():.2f}")
+
+
+def loss_of(drawn: Tensor, pixels: Tensor) -> Tensor:
+    across = F.l1_loss(drawn.diff(dim=-1), pixels.diff(dim=-1))
+    down = F.l1_loss(drawn.diff(dim=-2), pixels.diff(dim=-2))
+    return F.l1_loss(drawn, pixels) + F.mse_loss(drawn, pixels) + EDGE_WEIGHT * (across + down)
+
+
+@torch.no_grad()
+def statistics(vae: AutoencoderKL, batches: Any, device: str) -> tuple[float, float]:
+    """What is subtracted from latents, and what they are multiplied by, so that they have mean 0 and deviation 1."""
+    latents = [
+        vae.encode(as_pixels(next(batches).to(device).pictures)).latent_dist.mode().flatten()
+        for _ in range(NUM_STATISTICS_BATCHES)
+    ]
+    whole = torch.cat(latents)
+    return whole.mean().item(), 1 / whole.std().item()
+
+
+def vocab_size(folder: Path) -> int:
+    from tokenizers import Tokenizer
+
+    size = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json")).get_vocab_size()
+    return -(-size // 64) * 64
+
+
+if __name__ == "__main__":
+    sys.exit(main())
