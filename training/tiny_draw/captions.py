@@ -30,6 +30,7 @@ TRIES = 200
 class Drawing:
     """A caption, a scene that it describes, and what may be asked of any picture with this caption."""
 
+    kind: str  # of caption
     caption: str
     scene: Scene
     asks: tuple[Ask, ...]
@@ -65,7 +66,7 @@ def random_drawing(rng: Random, width: int, height: int) -> Drawing | None:
         asks = [*asks, Ask("background", "What colour is the background?", f"The background is {background}.")]
     asks = [*asks, *_counts(shapes)]
     scene = Scene(width, height, background, tuple(shapes), jitter(rng))
-    return Drawing(_casual(rng, words), scene, tuple(asks), content)
+    return Drawing(make.__name__.lstrip("_"), _casual(rng, words), scene, tuple(asks), content)
 
 
 def _background(rng: Random) -> tuple[str, str]:
