@@ -1,0 +1,133 @@
+"""The transformer of Wan against diffusers, on a tiny random config."""
+
+import pytest
+import torch
+from filled import fill, on_ranks, randomize, rms
+from oracle import require
+
+from tilewright.models.wan import transformer as wan
+from tilewright.models.wan.config import WanConfig
+from tilewright.types import RequestError, UnsupportedConfig
+
+TINY = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 4,
+    "attention_head_dim": 16,
+    "in_channels": 5,
+    "out_channels": 5,
+    "text_dim": 24,
+    "freq_dim": 32,
+    "ffn_dim": 80,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
+# A still, odd numbers of patches, and several frames: latent frames, rows, columns.
+GRIDS = [(1, 4, 6), (3, 10, 2), (4, 6, 6)]
+
+
+@pytest.fixture(scope="module")
+def module():
+    return randomize(require("diffusers").WanTransformer3DModel(**TINY))
+
+
+def inputs_of(grid, batch=2, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(batch, TINY["in_channels"], *grid, generator=generator)
+    text = torch.randn(batch, 12, TINY["text_dim"], generator=generator)
+    text[1, 7:] = 0
+    return latents, text
+
+
+def channels_last(latents):
+    return latents.permute(0, 2, 3, 4, 1).contiguous()
+
+
+def ours(network, latents, timesteps, text):
+    with torch.inference_mode():
+        velocity = network(channels_last(latents), timesteps, network.embed_text(list(text)))
+    return velocity.permute(0, 4, 1, 2, 3)
+
+
+@torch.no_grad()
+def theirs(module, latents, timesteps, text):
+    if timesteps.dim() == 2:  # diffusers has a timestep for each patch
+        patches = latents.shape[3] * latents.shape[4] // 4
+        timesteps = timesteps.repeat_interleave(patches, dim=1)
+    dtype = module.proj_out.weight.dtype
+    return module(latents.to(dtype), timesteps, text.to(dtype)).sample.float()
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_velocity_is_that_of_diffusers(module, grid, isa):
+    network = fill(wan.build(TINY), module)
+    latents, text = inputs_of(grid)
+    timesteps = torch.tensor([999.0, 40.0])
+    velocity = ours(network, latents, timesteps, text)
+    torch.testing.assert_close(velocity, theirs(module, latents, timesteps, text), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_frames_with_timesteps_of_their_own(module, grid):
+    """TI2V: the frame that is given stands at 0."""
+    network = fill(wan.build(TINY), module)
+    latents, text = inputs_of(grid)
+    timesteps = torch.full((2, grid[0]), 700.0)
+    timesteps[:, 0] = 0
+    velocity = ours(network, latents, timesteps, text)
+    torch.testing.assert_close(velocity, theirs(module, latents, timesteps, text), rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_is_as_close_to_the_truth_as_diffusers(module):
+    diffusers = require("diffusers")
+    half = diffusers.WanTransformer3DModel(**TINY)
+    half.load_state_dict(module.state_dict())
+    half = in_bf16(half)
+    network = fill(wan.build(TINY), module, torch.bfloat16)
+    our_errors, their_errors = [], []
+    for seed in range(6):
+        latents, text = inputs_of((3, 10, 6), seed=seed)
+        timesteps = torch.tensor([900.0, 900.0 - 150 * seed])
+        truth = theirs(module, latents, timesteps, text)
+        our_errors.append(ours(network, latents, timesteps, text) - truth)
+        their_errors.append(theirs(half, latents, timesteps, text) - truth)
+    assert rms(torch.cat(our_errors)) <= 1.25 * rms(torch.cat(their_errors))
+
+
+def in_bf16(module):
+    """As diffusers loads it: what the class names stays in fp32."""
+    for name, value in module.named_parameters():
+        if not any(part in name.split(".") for part in module._keep_in_fp32_modules):
+            value.data = value.data.bfloat16()
+    return module.eval()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_ranks_compute_what_one_does(module, size, dtype):
+    """Also three, which neither heads nor widths divide by."""
+    latents, text = inputs_of((3, 10, 6))
+    timesteps = torch.tensor([900.0, 300.0])
+    alone = ours(fill(wan.build(TINY), module, dtype), latents, timesteps, text)
+    split = on_ranks(
+        size, lambda: wan.build(TINY), module, dtype, lambda network: ours(network, latents, timesteps, text)
+    )
+    for velocity in split:
+        assert torch.equal(velocity, split[0])
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(split[0], alone, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"image_dim": 1280}, {"added_kv_proj_dim": 64}, {"qk_norm": "rms_norm"}, {"cross_attn_norm": False}],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_is_not_built_is_refused_by_name(change):
+    with pytest.raises(UnsupportedConfig, match=next(iter(change))):
+        WanConfig.from_dict({**TINY, **change})
+
+
+def test_more_patches_than_positions_are_refused(module):
+    network = fill(wan.build(TINY), module)
+    latents, text = inputs_of((1, 2, 66))
+    with pytest.raises(RequestError, match="1 x 1 x 33 patches"):
+        ours(network, latents, torch.tensor([5.0, 5.0]), text)
