@@ -82,6 +82,7 @@ class Limits:
     default_frames: int = 1
     max_frames: int = 1  # 1: it makes stills
     frame_multiple: int = 1  # a video has 1 + a multiple of so many frames
+    fps: float = 16.0  # of videos: what the model was trained with
     max_pictures: int = 16  # of one request
     max_prompt_tokens: int = 512  # as the text encoder reads them, with the template
     takes_image: bool = False

@@ -11,6 +11,9 @@ from tilewright.types import UnsupportedConfig
 
 # Module and class within diffusion/pipelines, imported when a checkpoint asks for it.
 PIPELINES: Mapping[str, tuple[str, str]] = {
+    "QwenImagePipeline": ("qwen_image", "QwenImage"),
+    "WanImageToVideoPipeline": ("wan", "Wan"),
+    "WanPipeline": ("wan", "Wan"),
     "ZImagePipeline": ("z_image", "ZImage"),
 }
 
