@@ -1,12 +1,10 @@
 """Whole runs of Qwen-Image against diffusers, from the same latents, on a tiny random checkpoint."""
 
-import numpy as np
 import pytest
 import tiny_qwen_image
 import torch
 
 from tilewright.diffusion.diffusion import Diffusion
-from tilewright.types import RequestError
 
 PROMPT, NEGATIVE = "a {red} cat", "blurry, out of focus"
 

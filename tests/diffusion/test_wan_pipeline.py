@@ -4,11 +4,8 @@ import numpy as np
 import pytest
 import tiny_wan
 import torch
-from oracle import require
-from PIL import Image
 
 from tilewright.diffusion.diffusion import Diffusion
-from tilewright.types import RequestError, UnsupportedConfig
 
 PROMPT, NEGATIVE = "the red cat &amp; in  the rain", "a blurry cat"
 SIZE = {"width": 48, "height": 32}

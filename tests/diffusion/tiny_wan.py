@@ -44,7 +44,7 @@ def make_text_encoder():
 
 def make_vae(**changes):
     torch.manual_seed(0)
-    config = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
+    config = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     config |= {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.8, 1.1, 2.0], **changes}
     return require("diffusers").AutoencoderKLWan(**config).eval()
 

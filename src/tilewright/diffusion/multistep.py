@@ -1,8 +1,8 @@
 """Steps that remember earlier ones, as Wan's checkpoints ask for them: UniPC and DPM-Solver++ (2M).
 
-What a step needs of the ones before is its argument and its result (`unipc_step`, `dpm_step`); `unipc` and `dpm` make of
-them steps as `schedule` has them. Levels, sigma: a sample is (1 - sigma) * clean + sigma * noise, and the network gives
-the velocity, noise - clean.
+What a step needs of the ones before is its argument and its result (`unipc_step`, `dpm_step`); `unipc` and `dpm` make
+of them steps as `schedule` has them. At a level sigma a sample is (1 - sigma) * clean + sigma * noise, and the network
+gives the velocity, noise - clean.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _check(config: Mapping[str, Any], built: Mapping[str, tuple[object, object]]
         if (value := config.get(key, default)) != expected:
             raise UnsupportedConfig(f"the scheduler's config has {key} {value!r}, expected {expected!r}")
     if not config.get("lower_order_final", True):
-        raise UnsupportedConfig("the scheduler's config has lower_order_final false: no step of a higher order ends at 0")
+        raise UnsupportedConfig("the scheduler's config has lower_order_final false, expected true: the end is at 0")
 
 
 def _unipc_order(config: Mapping[str, Any]) -> int:
@@ -91,7 +91,7 @@ class WholeSchedule(Schedule):
 
 
 def unipc_schedule(num_steps: int, shift: float, num_train_timesteps: int = 1000) -> Schedule:
-    """Levels from 1 to 1 / num_train_timesteps and then 0, moved by `shift` towards 1, as UniPC takes them for flows."""
+    """Levels from 1 to 1 / num_train_timesteps, and 0, moved by `shift` towards 1, as UniPC takes them for flows."""
     levels = _shifted(np.linspace(1, 1 / num_train_timesteps, num_steps + 1)[:-1], shift)
     # The logarithm of the share of the picture is needed at the first level, where there is none of it.
     levels[0] = min(levels[0], 1 - 1e-6)
@@ -99,7 +99,7 @@ def unipc_schedule(num_steps: int, shift: float, num_train_timesteps: int = 1000
 
 
 def dpm_schedule(num_steps: int, shift: float, num_train_timesteps: int = 1000) -> Schedule:
-    """Levels from 1 - 1 / num_train_timesteps to 0, moved by `shift` towards 1, as DPM-Solver++ takes them for flows."""
+    """Levels from 1 - 1 / num_train_timesteps to 0, moved by `shift` towards 1, as DPM-Solver++ takes them."""
     levels = 1 - np.linspace(1, 1 / num_train_timesteps, num_steps + 1)
     return _schedule(_shifted(levels[:0:-1], shift), num_train_timesteps)
 
@@ -111,7 +111,8 @@ def _shifted(levels: np.ndarray, shift: float) -> np.ndarray:
 def _schedule(levels: np.ndarray, num_train_timesteps: int) -> Schedule:
     # Rounded to fp32 as in the runs that these networks were tuned with: 1 - 1e-6 leaves 1 % more of the picture then.
     sigmas = (*(float(level) for level in levels.astype(np.float32)), 0.0)
-    return WholeSchedule(sigmas, num_train_timesteps, tuple(float(int(level * num_train_timesteps)) for level in levels))
+    timesteps = tuple(float(int(level * num_train_timesteps)) for level in levels)
+    return WholeSchedule(sigmas, num_train_timesteps, timesteps)
 
 
 def unipc(schedule: Schedule, max_order: int = UNIPC_ORDER) -> Step:

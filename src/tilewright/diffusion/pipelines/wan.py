@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
