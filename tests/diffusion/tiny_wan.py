@@ -42,10 +42,29 @@ def make_text_encoder():
     return randomized(transformers.UMT5EncoderModel(config))
 
 
-def make_vae(**changes):
+VAE = {
+    "base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 1, 1, 1],
+    "num_res_blocks": 1,
+    "latents_mean": [0.1, -0.2, 0.3, 0.0],
+    "latents_std": [1.5, 0.8, 1.1, 2.0],
+}
+# Of 2.2 TI2V: squares of pixels, and shortcuts between stages.
+VAE_22 = {
+    **VAE,
+    "is_residual": True,
+    "patch_size": 2,
+    "in_channels": 12,
+    "out_channels": 12,
+    "decoder_base_dim": 8,
+    "scale_factor_spatial": 16,
+    "scale_factor_temporal": 4,
+}
+
+
+def make_vae(config=VAE):
     torch.manual_seed(0)
-    config = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-    config |= {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.8, 1.1, 2.0], **changes}
     return require("diffusers").AutoencoderKLWan(**config).eval()
 
 

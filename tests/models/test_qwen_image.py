@@ -5,6 +5,7 @@ import torch
 from components import loaded, on_ranks, randomized, rms
 from oracle import require
 
+from tilewright.layers.step_cache import StepCache
 from tilewright.models.qwen_image import transformer as qwen_image
 from tilewright.models.qwen_image.config import QwenImageConfig
 from tilewright.types import RequestError, UnsupportedConfig
@@ -87,6 +88,22 @@ def test_bf16_is_as_close_to_the_truth_as_diffusers(module, folder):
         our_errors.append(ours(network, patches, texts, (5, 6)) - truth)
         their_errors.append(theirs(half, patches, texts, (5, 6)) - truth)
     assert rms(torch.cat(our_errors)) <= 1.25 * rms(torch.cat(their_errors))
+
+
+def test_a_step_like_the_last_one_reuses_it(folder):
+    network = loaded(qwen_image.build, folder)
+    patches, texts = inputs_of((3, 7))
+    cache = StepCache(0.1)
+
+    def compute(patches):
+        with torch.inference_mode():
+            return network(patches, TIMESTEP, texts, (3, 7), cache)
+
+    first = compute(patches)
+    torch.testing.assert_close(compute(patches), first, rtol=1e-5, atol=1e-5)
+    assert (cache.num_computed, cache.num_reused) == (1, 1)
+    compute(-patches)
+    assert (cache.num_computed, cache.num_reused) == (2, 1)
 
 
 @pytest.mark.parametrize("size", [2, 3])

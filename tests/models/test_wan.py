@@ -5,6 +5,7 @@ import torch
 from components import loaded, on_ranks, randomized, rms
 from oracle import require
 
+from tilewright.layers.step_cache import StepCache
 from tilewright.models.wan import transformer as wan
 from tilewright.models.wan.config import WanConfig
 from tilewright.types import RequestError, UnsupportedConfig
@@ -117,6 +118,23 @@ def test_videos_share_a_text(folder):
     for i in range(4):
         alone = ours(network, latents[i : i + 1], timesteps[:1], text[i // 2 : i // 2 + 1])
         torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_like_the_last_one_reuses_it(folder):
+    network = loaded(wan.build, folder)
+    latents, text = inputs_of((3, 4, 6))
+    timesteps = torch.tensor([700.0, 700.0])
+    cache = StepCache(0.1)
+
+    def compute(latents):
+        with torch.inference_mode():
+            return network(channels_last(latents), timesteps, network.embed_text(list(text)), cache)
+
+    first = compute(latents)
+    torch.testing.assert_close(compute(latents), first, rtol=1e-5, atol=1e-5)
+    assert (cache.num_computed, cache.num_reused) == (1, 1)
+    compute(-latents)
+    assert (cache.num_computed, cache.num_reused) == (2, 1)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -102,7 +102,7 @@ class Components:
         field = {"num_steps": "default_steps", "num_frames": "default_frames"}
         given = {field.get(name, f"default_{name}"): value for name, value in stored.items()}
         limits = dataclasses.replace(limits, **given)
-        limits.params("")  # defaults that a request could not ask for
+        dataclasses.replace(limits, needs_image=False).params("")  # defaults that a request could not ask for
         return limits
 
     def tokenizer(self, name: str = "tokenizer") -> Tokenizer:

@@ -56,8 +56,17 @@ class GenerationParams:
 
     def settings(self, index: int = 0) -> dict[str, Any]:
         """What it takes to make picture `index` again, alone: the metadata of its file."""
-        kept = ("prompt", "negative_prompt", "width", "height", "num_frames", "num_steps", "guidance", "step_cache",
-                "guidance_norm")
+        kept = (
+            "prompt",
+            "negative_prompt",
+            "width",
+            "height",
+            "num_frames",
+            "num_steps",
+            "guidance",
+            "step_cache",
+            "guidance_norm",
+        )
         found = {name: getattr(self, name) for name in kept}
         defaults = {field.name: field.default for field in fields(self)}
         optional = ("negative_prompt", "num_frames", "step_cache", "guidance_norm")

@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import html
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.diffusion.components import Components
+from tilewright.diffusion.guidance import guided
 from tilewright.diffusion.multistep import solver_of
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, from_picture, given_latents, to_pixels
+from tilewright.diffusion.prompts import check_length
+from tilewright.diffusion.text_cache import TextCache
+from tilewright.layers.step_cache import StepCache
 from tilewright.models import vae_registry
 from tilewright.models.text_encoders import t5
 from tilewright.models.wan import transformer as wan
 from tilewright.models.wan.transformer import WanText, WanTransformer
-from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.ops import backend
+from tilewright.types import UnsupportedConfig
 
 TEXT_TOKENS = 512  # the transformer reads as many rows of any text, those after its end as zeros
 
@@ -36,7 +43,7 @@ class Conditioning:
 
 
 class Wan(Pipeline):
-    BUILDERS = {
+    BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
         "text_encoder": t5.build,
         "transformer": wan.build,
         "transformer_2": wan.build,
@@ -56,7 +63,9 @@ class Wan(Pipeline):
         self.keeps_first_frame = bool(components.index.get("expand_timesteps"))
         self.has_picture_channels = components.class_name == "WanImageToVideoPipeline" and not self.keeps_first_frame
         self.boundary = components.index.get("boundary_ratio") if components.has("transformer_2") else None
-        self.limits = self._limits(components)
+        self.scheduler = components.config("scheduler")
+        self.limits = components.with_defaults(self._limits(components))
+        self.texts = TextCache()
 
     def _limits(self, components: Components) -> Limits:
         _, rows, columns = wan.WanConfig.from_dict(components.config("transformer")).patch_size
@@ -79,18 +88,20 @@ class Wan(Pipeline):
         )
 
     def encode_prompt(self, params: GenerationParams) -> Conditioning:
-        tokenizer = self.components.tokenizer()
         prompts = [params.prompt] if params.guidance <= 1 else [params.prompt, params.negative_prompt or ""]
-        token_ids = [tokenizer.encode(_cleaned(prompt), add_special_tokens=True) for prompt in prompts]
-        for ids in token_ids:
-            if len(ids) > TEXT_TOKENS:
-                raise RequestError(f"the prompt has {len(ids)} tokens, expected at most {TEXT_TOKENS}", param="prompt")
-        with self.components.use("text_encoder") as encoder:
-            texts = [_padded(text) for text in encoder.encode(token_ids)]
+        texts = self.texts.encode(prompts, self._encode)
         return Conditioning(texts, None if params.image is None else self._picture(params))
 
+    def _encode(self, prompts: list[str]) -> list[Tensor]:
+        tokenizer = self.components.tokenizer()
+        token_ids = [tokenizer.encode(_cleaned(prompt), add_special_tokens=True) for prompt in prompts]
+        for ids in token_ids:
+            check_length(ids, self.limits.max_prompt_tokens)
+        with self.components.use("text_encoder") as encoder:
+            return [_padded(text) for text in encoder.encode(token_ids)]
+
     def _picture(self, params: GenerationParams) -> Tensor:
-        picture = from_picture(params.image, params.width, params.height)
+        picture = from_picture(params.image, params.width, params.height).to(backend.device())
         with self.components.use("vae") as vae:
             if self.keeps_first_frame:
                 return vae.encode(picture)
@@ -104,29 +115,33 @@ class Wan(Pipeline):
     def init_latents(self, params: GenerationParams) -> Tensor:
         frames = (params.num_frames - 1) // self.temporal + 1
         shape = (self.latent_channels, frames, params.height // self.spatial, params.width // self.spatial)
-        return given_latents(params, shape).permute(0, 2, 3, 4, 1).contiguous()
+        return given_latents(params, shape).permute(0, 2, 3, 4, 1).contiguous().to(backend.device())
 
     def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
-        schedule, step = solver_of(self.components.config("scheduler"), params.num_steps)
+        schedule, step = solver_of(self.scheduler, params.num_steps)
+        caches: defaultdict[tuple[str, bool], StepCache] = defaultdict(lambda: StepCache(params.step_cache))
         with contextlib.ExitStack() as stack:
-            experts = _Experts(self, stack, conditioning.texts)
+            experts = _Experts(self.components, stack, conditioning.texts)
 
             def predict(index: int, latents: Tensor) -> Tensor:
-                transformer, text = experts.at(schedule.timesteps[index])
+                timestep = schedule.timesteps[index]
+                name = self.transformer_at(timestep)
+                transformer, text = experts.named(name)
+                seen, timesteps = self._seen(latents, timestep, conditioning.picture)
                 is_guided = len(conditioning.texts) == 2 and params.is_guided(schedule.sigmas[index])
-                seen, timesteps = self._seen(latents, schedule.timesteps[index], conditioning.picture)
+                cache = caches[name, is_guided]
                 if not is_guided:
-                    return transformer(seen, timesteps, text.first())
-                both = transformer(seen.repeat(2, 1, 1, 1, 1), torch.cat([timesteps, timesteps]), text)
+                    return transformer(seen, timesteps, text.first(), cache)
+                both = transformer(torch.cat([seen, seen]), torch.cat([timesteps, timesteps]), text, cache)
                 velocity, without = both.chunk(2)
-                return without + params.guidance * (velocity - without)
+                return guided(velocity, without, params.guidance - 1, params.guidance_norm)
 
             latents = denoise_loop(latents, schedule, step, predict, on_step)
         return self._with_first_frame(latents, conditioning.picture)
 
     def _seen(self, latents: Tensor, timestep: float, picture: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the transformer reads, and its timesteps: of each video, or of each frame."""
-        timesteps = torch.full(latents.shape[:1], timestep)
+        timesteps = torch.full(latents.shape[:1], timestep, device=latents.device)
         if picture is None:
             return latents, timesteps
         if self.has_picture_channels:
@@ -149,24 +164,23 @@ class Wan(Pipeline):
 
     def transformer_at(self, timestep: float) -> str:
         """The component that a step at this timestep asks."""
-        train = self.components.config("scheduler").get("num_train_timesteps", 1000)
+        train = self.scheduler.get("num_train_timesteps", 1000)
         return "transformer" if self.boundary is None or timestep >= self.boundary * train else "transformer_2"
 
 
 class _Experts:
-    """The transformer that a step asks, with the texts as it reads them; one at a time is in use."""
+    """A transformer with the texts as it reads them; one at a time is in use."""
 
-    def __init__(self, pipeline: Wan, stack: contextlib.ExitStack, texts: Sequence[Tensor]) -> None:
-        self._pipeline, self._stack, self._texts = pipeline, stack, texts
+    def __init__(self, components: Components, stack: contextlib.ExitStack, texts: Sequence[Tensor]) -> None:
+        self._components, self._stack, self._texts = components, stack, texts
         self._name = ""
         self._current: tuple[WanTransformer, WanText] | None = None
 
-    def at(self, timestep: float) -> tuple[WanTransformer, WanText]:
-        name = self._pipeline.transformer_at(timestep)
+    def named(self, name: str) -> tuple[WanTransformer, WanText]:
         if self._current is None or name != self._name:
             self._current = None
             self._stack.close()
-            transformer = self._stack.enter_context(self._pipeline.components.use(name))
+            transformer = self._stack.enter_context(self._components.use(name))
             self._name, self._current = name, (transformer, transformer.embed_text(self._texts))
         return self._current
 

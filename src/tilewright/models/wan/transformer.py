@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewright.layers import partition
 from tilewright.layers.linear import GatheredLinear, Linear, PatchEmbedding
 from tilewright.layers.rms_norm import SplitRmsNorm
+from tilewright.layers.step_cache import StepCache
 from tilewright.layers.timestep_embedding import TimestepEmbedding
 from tilewright.models.wan.config import WanConfig
 from tilewright.ops import backend
@@ -91,8 +92,8 @@ class TextAttention:
         self.output = Linear([(f"{name}.to_out.0", width)], width, column_shard=rows, bias=True)
 
     def keys_values(self, text_SD: Tensor) -> Tensor:
-        """[S, 2 x heads, K] of the rows of all texts."""
-        kv = self.kv(text_SD)
+        """[S, 2 x heads, K] of the rows of all texts, in memory of their own: they outlive a step."""
+        kv = self.kv(text_SD, out=text_SD.new_empty(len(text_SD), self.kv.packed.n))
         self.norm_k.normed_in_place(kv[:, : kv.shape[1] // 2])
         return kv.unflatten(1, (2 * self.num_heads, -1))
 
@@ -170,26 +171,31 @@ class WanTransformer:
 
     def embed_text(self, texts: Sequence[Tensor]) -> WanText:
         """Of texts [M, text width]: keys and values of all layers, once for all steps."""
-        rows = torch.cat([text.to(self.dtype) for text in texts])
+        rows = torch.cat([text.to(backend.device(), self.dtype) for text in texts])
         embedded = self.text_out(self.text_in(rows, activation="gelu_tanh"))
         return WanText(
             lengths=[len(text) for text in texts],
             keys_values=[block.text_attention.keys_values(embedded) for block in self.blocks],
         )
 
-    def __call__(self, latents: Tensor, timesteps: Tensor, text: WanText) -> Tensor:
+    def __call__(self, latents: Tensor, timesteps: Tensor, text: WanText, cache: StepCache | None = None) -> Tensor:
         """The velocity [B, F, H, W, C], fp32, of latents [B, F, H, W, C], at timesteps [B], or [B, F] of each frame.
 
-        With fewer texts than videos, each is that of as many of them in a row.
+        With fewer texts than videos, each is that of as many of them in a row. `cache` is what earlier steps left.
         """
         grid = self._grid(latents, text)
         x_BND = self._embed_patches(latents, grid)
         temb = self.time_embedding(timesteps.flatten())
         steps = self.time_projection(silu(temb)).unflatten(0, timesteps.shape).unflatten(-1, (6, -1))
         places = self._places(len(latents), grid, text.lengths)
-        for block, kv in zip(self.blocks, text.keys_values, strict=True):
-            with scope():
-                block(x_BND, steps, kv, places)
+        layers = list(zip(self.blocks, text.keys_values, strict=True))
+
+        def run(some: list[tuple[WanBlock, Tensor]]) -> None:
+            for block, kv in some:
+                with scope():
+                    block(x_BND, steps, kv, places)
+
+        (cache or StepCache(0.0)).run(x_BND, lambda: run(layers[:1]), lambda: run(layers[1:]))
         shift, scale = _each(self.modulation.value + temb.unflatten(0, timesteps.shape).unsqueeze(-2))
         normed = ada_layer_norm(x_BND, scale, shift, self.config.eps)
         patches = self.output(normed.flatten(0, 1), out_dtype=torch.float32)
@@ -201,8 +207,8 @@ class WanTransformer:
         config = self.config
         if channels != config.in_channels or batch % len(text.lengths):
             raise ValueError(
-                f"latents are {list(latents.shape)}, expected {config.in_channels} channels and as many videos for each "
-                f"of {len(text.lengths)} texts"
+                f"latents are {list(latents.shape)}, expected {config.in_channels} channels, and a multiple of "
+                f"{len(text.lengths)} videos: as many for each text"
             )
         frames, rows, columns = (size // patch for size, patch in zip(sizes, config.patch_size, strict=True))
         if any(size % patch for size, patch in zip(sizes, config.patch_size, strict=True)):

@@ -103,9 +103,7 @@ class ZImageBlock:
         eps = self.config.eps
         h = ada_rms_norm(x, scale1, None, eps, weight=self.attention_norm.weight.value)
         attended = self.attended_norm(self._attend(h[0], rows))
-        h = ada_rms_norm(
-            attended[None], scale2, None, eps, weight=self.mlp_norm.weight.value, residual=x, gate=gate1
-        )
+        h = ada_rms_norm(attended[None], scale2, None, eps, weight=self.mlp_norm.weight.value, residual=x, gate=gate1)
         inner = self.gate_up(h[0], activation="silu")
         mlp_out = self.mlp_out_norm(self.down(inner))
         if gate2 is None:
