@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, rms
+from components import loaded, on_ranks, randomized, rms, sources_of
 from oracle import require
 
 from tilewright.layers.step_cache import StepCache
@@ -74,6 +74,19 @@ def test_velocity_is_that_of_diffusers(module, folder, grid, isa):
     patches, texts = inputs_of(grid)
     velocity = ours(network, patches, texts, grid)
     torch.testing.assert_close(velocity, theirs(module, patches, texts, grid), rtol=1e-4, atol=1e-4)
+
+
+def test_both_backends_agree_with_diffusers(module, folder, each_backend):
+    network = loaded(qwen_image.build, folder)
+    patches, texts = inputs_of((3, 7))
+    velocity = ours(network, patches, texts, (3, 7))
+    torch.testing.assert_close(velocity, theirs(module, patches, texts, (3, 7)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_published_size_has_the_tensors_of_diffusers():
+    with torch.device("meta"):
+        module = require("diffusers").QwenImageTransformer2DModel()
+    assert sources_of(qwen_image.build({})) == {name: tuple(value.shape) for name, value in module.state_dict().items()}
 
 
 def test_bf16_is_as_close_to_the_truth_as_diffusers(module, folder):

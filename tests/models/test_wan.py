@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, rms
+from components import loaded, on_ranks, randomized, rms, sources_of
 from oracle import require
 
 from tilewright.layers.step_cache import StepCache
@@ -22,6 +22,11 @@ TINY = {
     "num_layers": 2,
     "rope_max_seq_len": 32,
 }
+_SHARED = {"attention_head_dim": 128, "text_dim": 4096, "freq_dim": 256, "num_layers": 30, "image_dim": None}
+PUBLISHED = [  # Wan 2.1 1.3B and Wan 2.2 TI2V-5B
+    {**_SHARED, "num_attention_heads": 12, "ffn_dim": 8960, "in_channels": 16, "out_channels": 16},
+    {**_SHARED, "num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
+]
 # A still, odd numbers of patches, and several frames: latent frames, rows, columns.
 GRIDS = [(1, 4, 6), (3, 10, 2), (4, 6, 6)]
 
@@ -83,6 +88,21 @@ def test_frames_with_timesteps_of_their_own(module, folder, grid):
     timesteps[:, 0] = 0
     velocity = ours(network, latents, timesteps, text)
     torch.testing.assert_close(velocity, theirs(module, latents, timesteps, text), rtol=1e-4, atol=1e-4)
+
+
+def test_both_backends_agree_with_diffusers(module, folder, each_backend):
+    network = loaded(wan.build, folder)
+    latents, text = inputs_of((3, 10, 2))
+    timesteps = torch.tensor([[0.0, 500.0, 500.0], [999.0, 999.0, 999.0]])
+    velocity = ours(network, latents, timesteps, text)
+    torch.testing.assert_close(velocity, theirs(module, latents, timesteps, text), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: f"{config['num_attention_heads']}_heads")
+def test_published_sizes_have_the_tensors_of_diffusers(config):
+    with torch.device("meta"):
+        module = require("diffusers").WanTransformer3DModel(**config)
+    assert sources_of(wan.build(config)) == {name: tuple(value.shape) for name, value in module.state_dict().items()}
 
 
 def test_bf16_is_as_close_to_the_truth_as_diffusers(module, folder):
