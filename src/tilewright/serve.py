@@ -145,7 +145,7 @@ async def serve(
     from tilewright.server.app import create_app
     from tilewright.server.connections import server_config
     from tilewright.server.handler import ApiHandler
-    from tilewright.server.link.remote import EngineRefused
+    from tilewright.server.link.supervisor import EngineRefused
     from tilewright.server.replicas.backend import ReplicaBackend
 
     class Server(uvicorn.Server):
