@@ -123,6 +123,10 @@ class Diffusion:
             result = self._pipeline.generate(params, on_step or ignore_step)
         return Generated(_images(result, params), result.latents, result.timings, params, self.name)
 
+    def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
+        """The pictures that a step sees, uint8 [n, T, H, W, 3]: for an on_step, with the latents it gets."""
+        return self._pipeline.decode(latents, params)
+
     def close(self) -> None:
         self._components.release()
 

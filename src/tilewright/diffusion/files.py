@@ -51,8 +51,7 @@ def encode_video(frames: np.ndarray | Sequence[np.ndarray], fps: float) -> bytes
     import av
 
     file = io.BytesIO()
-    # The index first: players begin before the whole file is there.
-    with av.open(file, "w", format="mp4", options={"movflags": "faststart"}) as container:
+    with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=fractions.Fraction(fps).limit_denominator(1001))
         height, width = frames[0].shape[:2]
         stream.width, stream.height = width - width % 2, height - height % 2

@@ -23,6 +23,10 @@ MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARACTERS = 20_000
 
 
+class Cancelled(Exception):
+    """Raised by on_step to end a run; what the run held is free when it comes out of `generate`."""
+
+
 @dataclass(frozen=True)
 class GenerationParams:
     """A request with every value known and checked. `Limits.params` makes them."""
@@ -56,8 +60,17 @@ class GenerationParams:
 
     def settings(self, index: int = 0) -> dict[str, Any]:
         """What it takes to make picture `index` again, alone: the metadata of its file."""
-        kept = ("prompt", "negative_prompt", "width", "height", "num_frames", "num_steps", "guidance", "step_cache",
-                "guidance_norm")
+        kept = (
+            "prompt",
+            "negative_prompt",
+            "width",
+            "height",
+            "num_frames",
+            "num_steps",
+            "guidance",
+            "step_cache",
+            "guidance_norm",
+        )
         found = {name: getattr(self, name) for name in kept}
         defaults = {field.name: field.default for field in fields(self)}
         optional = ("negative_prompt", "num_frames", "step_cache", "guidance_norm")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tilewright.diffusion.components import Components
+from tilewright.diffusion.params import Cancelled as Cancelled
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.schedule import Schedule, Step, estimate
 from tilewright.types import RequestError
@@ -27,10 +28,6 @@ from tilewright.types import RequestError
 # on_step(step, num_steps, latents): after each step, counted from 1. The latents are the picture as that step sees it,
 # without the noise that is left: what a preview shows. It may raise Cancelled.
 OnStep = Callable[[int, int, Tensor], object]
-
-
-class Cancelled(Exception):
-    """Raised by on_step to end a run; what the run held is free when it comes out of `generate`."""
 
 
 def ignore_step(step: int, num_steps: int, latents: Tensor) -> None:

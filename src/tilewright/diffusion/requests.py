@@ -35,7 +35,7 @@ class PictureRequest:
     def params(self, limits: Limits, picture: Any = None) -> GenerationParams:
         """It as the pipeline of these limits takes it, checked; `picture` is the decoded one, or stands for it."""
         settings = {**self.settings, "num_frames": self._num_frames(limits)}
-        return limits.params(self.prompt, **settings, image=picture)
+        return limits.params(self.prompt, **settings, image=picture, output="array")
 
     def _num_frames(self, limits: Limits) -> int | None:
         if not self.is_video:

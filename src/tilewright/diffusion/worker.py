@@ -15,7 +15,7 @@ import ctypes
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,7 +53,7 @@ class PictureMaker(Protocol):
     def limits(self) -> Limits: ...
 
     def run(self, params: GenerationParams, on_step: OnStep | None = None) -> Any:
-        """A `Generated`: images, timings, settings_of."""
+        """A `Generated`: its images are arrays [T, H, W, 3], as `params` ask for."""
 
     def preview(self, latents: Any, params: GenerationParams) -> np.ndarray:
         """The pictures that a step sees, uint8 [n, T, H, W, 3]."""
@@ -132,8 +132,8 @@ class Worker:
         self._check_cancelled(request_id)  # before time is spent on a file that nobody wants
         timings = generated.timings
         files = [
-            MadeFile(_encoded(request, image, generated.settings_of(index)), generated.settings_of(index))
-            for index, image in enumerate(generated.images)
+            MadeFile(_encoded(request, frames, generated.settings_of(index)), generated.settings_of(index))
+            for index, frames in enumerate(generated.images)
         ]
         steps_s = timings.steps_s or [timings.denoise_s / params.num_steps]
         return Made(files, timings.load_s, timings.encode_s, timings.denoise_s, timings.decode_s, steps_s)
@@ -179,11 +179,11 @@ def preview_steps(num_previews: int, num_steps: int) -> list[int]:
     return sorted({step for step in wanted if 1 <= step < num_steps})
 
 
-def _encoded(request: PictureRequest, image: Any, settings: dict[str, Any]) -> bytes:
+def _encoded(request: PictureRequest, frames: np.ndarray, settings: dict[str, Any]) -> bytes:
+    """The file of [T, H, W, 3]."""
     if request.is_video:
-        frames: Sequence[Any] = image if isinstance(image, list) else [image]
-        return encode_video([np.asarray(frame) for frame in frames], request.fps)
-    return encode_picture(np.asarray(image), request.file_format, settings, request.quality)
+        return encode_video(frames, request.fps)
+    return encode_picture(frames[0], request.file_format, settings, request.quality)
 
 
 def _return_memory() -> None:

@@ -1,7 +1,7 @@
 """The process that makes pictures: reads requests from a socket, writes their events.
 
-It yields to the engine (docs/server.md has the measurements), and where the machine has several memory nodes it has one
-of them to itself as far as its own threads and memory go: the last, since ranks of the engine take the first ones first.
+It yields to the engine (docs/server.md has the measurements). Where the machine has several memory nodes, its threads
+and its memory are on one of them: the last, since the engine's ranks take the first ones first.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def serve(channel: Channel, options: dict[str, Any]) -> None:
     """Serves requests until the other end closes. `entry` names what opens the model, `model` are its arguments."""
     os.nice(NICENESS)
     _take_a_node()
+    sys.path += [folder for folder in options["path"] if folder not in sys.path]
     module, _, function = options["entry"].partition(":")
     try:
         maker = getattr(importlib.import_module(module), function)(**options["model"])

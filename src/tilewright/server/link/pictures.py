@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import sys
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -60,7 +62,8 @@ class PictureBackend(SupervisedProcess):
         log_level: int = logging.WARNING,
         log_is_json: bool = False,
     ) -> None:
-        options = {"entry": entry, "model": dict(model), "media_limits": dict(media_limits)}
+        path = [folder or os.getcwd() for folder in sys.path]  # where `entry` is found
+        options = {"entry": entry, "path": path, "model": dict(model), "media_limits": dict(media_limits)}
         module = "tilewright.server.link.picture_process"
         super().__init__("image worker", module, options, log_level=log_level, log_is_json=log_is_json)
         self.name = name

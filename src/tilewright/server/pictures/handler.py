@@ -88,13 +88,8 @@ class PictureHandler:
         # The picture outlives the request that brought it, until the video is made.
         reservation: MemoryReservation = request.state.reservation
         held = reservation.hand_over(len(picture or b""))
-        job = VideoJob(
-            backend.name,
-            body.prompt,
-            body.size or "auto",
-            f"{body.seconds or 0:g}" if body.seconds else "auto",
-            wanted.fps,
-        )
+        seconds = "auto" if body.seconds is None else f"{body.seconds:g}"
+        job = VideoJob(backend.name, body.prompt, body.size or "auto", seconds, wanted.fps)
         try:
             self.videos.create(job, wanted, held.release)
         except BaseException:
