@@ -84,7 +84,8 @@ class ZImage(Pipeline):
                 out = transformer(inputs, time, prepared[num_sides], caches[num_sides]).float()
                 if num_sides == 1:
                     return -out
-                return -guided(*out.split(n), params.guidance, params.guidance_norm)
+                positive, negative = out.split(n)
+                return -guided(positive, negative, params.guidance, params.guidance_norm)
 
             return denoise_loop(latents, schedule, euler(schedule), predict, on_step)
 
