@@ -23,6 +23,10 @@ MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARACTERS = 20_000
 
 
+class Cancelled(Exception):
+    """Raised by on_step to end a run; what the run held is free when it comes out of `generate`."""
+
+
 @dataclass(frozen=True)
 class GenerationParams:
     """A request with every value known and checked. `Limits.params` makes them."""
@@ -106,12 +110,11 @@ class Limits:
         unknown = given.keys() - {field.name for field in fields(GenerationParams)}
         if unknown:
             raise RequestError(f"{', '.join(sorted(unknown))} is no setting of a picture")
-        image = given.get("image")
         width, height = self._size(given)
         return GenerationParams(
             prompt=_text("prompt", prompt),
             negative_prompt=self._negative_prompt(given.get("negative_prompt")),
-            image=self._image(image),
+            image=self._image(given.get("image")),
             width=width,
             height=height,
             num_frames=self._num_frames(given.get("num_frames", self.default_frames)),

@@ -1,8 +1,8 @@
-"""Z-Image's transformer: latents and captions in, the velocity out. One stream: picture and caption attend to each other.
+"""Z-Image's transformer: latents and captions in, the velocity out. Picture and caption attend to each other as one.
 
-T: packed tokens of all pictures, each its picture's rows, then its caption's, both padded to a multiple of 32 by learned
-rows; N: the picture's patches. All pictures of a batch are at the same noise level, so that one modulation holds for
-every row.
+T: packed tokens of all pictures, each its picture's rows, then its caption's, both padded to a multiple of 32 by
+learned rows; N: the picture's patches. All pictures of a batch are at the same noise level, so that one modulation
+holds for every row.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class ZImageTransformer:
 
     def _embed_patches(self, latents: Tensor, prepared: Prepared) -> Tensor:
         """Rows of all pictures, padded [B * (N + padding), D]."""
-        batch, _, height, width, channels = latents.shape
+        batch, channels = latents.shape[0], latents.shape[-1]
         patch, (rows, columns) = self.config.patch_size, prepared.grid
         patches = latents.to(self.dtype).view(batch, rows, patch, columns, patch, channels).transpose(2, 3)
         x = self.picture_padding.value.expand(len(prepared.pictures.cos), -1).clone().view(batch, -1, self.config.width)
