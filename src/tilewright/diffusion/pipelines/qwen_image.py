@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ class Conditioning:
 
 
 class QwenImage(Pipeline):
-    BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    BUILDERS: ClassVar = {
         "text_encoder": decoder_encoder.build,
         "transformer": qwen_image.build,
         "vae": vae_registry.build_vae,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import html
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class Conditioning:
 
 
 class Wan(Pipeline):
-    BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    BUILDERS: ClassVar = {
         "text_encoder": t5.build,
         "transformer": wan.build,
         "transformer_2": wan.build,
