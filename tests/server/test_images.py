@@ -22,8 +22,8 @@ from PIL import Image
 from soak import bomb
 
 from tilewright.diffusion.files import settings_of
-from tilewright.server.multipart import parse_multipart
 from tilewright.server.errors import ApiError
+from tilewright.server.multipart import parse_multipart
 from tilewright.server.settings import ServerSettings
 
 WAIT_S = 60

@@ -79,7 +79,7 @@ class QwenImage(Pipeline):
             latents = noise((1, self.latent_channels, height, width), params.seeds)
             return latents.permute(0, 1, 3, 4, 2).contiguous().to(backend.device())
         num_patches, channels = height * width // PATCH**2, self.latent_channels * PATCH**2
-        patches = given_latents(params, (num_patches, channels)).to(backend.device())
+        patches = given_latents(params, (num_patches, channels))
         return _pictures(patches, (height // PATCH, width // PATCH))
 
     def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:

@@ -115,7 +115,7 @@ class Wan(Pipeline):
     def init_latents(self, params: GenerationParams) -> Tensor:
         frames = (params.num_frames - 1) // self.temporal + 1
         shape = (self.latent_channels, frames, params.height // self.spatial, params.width // self.spatial)
-        return given_latents(params, shape).permute(0, 2, 3, 4, 1).contiguous().to(backend.device())
+        return given_latents(params, shape).permute(0, 2, 3, 4, 1).contiguous()
 
     def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
         schedule, step = solver_of(self.scheduler, params.num_steps)
