@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny_qwen_image
 import torch
+from pipeline_ranks import run_on_ranks
 
 from tilewright.diffusion.diffusion import Diffusion
 from tilewright.types import RequestError
@@ -66,6 +67,14 @@ def test_pictures_are_those_of_diffusers(checkpoint, diffusion):
     ours = np.stack(found.images)
     assert ours.shape == (2, 1, 32, 48, 3)
     assert np.abs(ours[:, 0] / 255 - theirs).max() <= 0.51 / 255 + 1e-3
+
+
+def test_two_ranks_make_what_one_does(checkpoint):
+    options = {"negative_prompt": NEGATIVE, "num_steps": 3, "seed": 2, "width": 48, "height": 32}
+    (alone,) = run_on_ranks(1, checkpoint[1], PROMPT, **options)
+    for result in run_on_ranks(2, checkpoint[1], PROMPT, **options):
+        torch.testing.assert_close(result.latents, alone.latents, rtol=1e-4, atol=1e-4)
+        assert np.abs(result.pixels.astype(int) - alone.pixels).max() <= 1
 
 
 def test_noise_is_that_of_diffusers(checkpoint, diffusion):

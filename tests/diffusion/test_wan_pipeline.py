@@ -10,6 +10,7 @@ import tiny_wan
 import torch
 from oracle import require
 from PIL import Image
+from pipeline_ranks import run_on_ranks
 
 from tilewright.diffusion.diffusion import Diffusion
 from tilewright.types import RequestError, UnsupportedConfig
@@ -181,6 +182,16 @@ KEPT = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer")
 
 def test_i2v_reads_the_picture_as_channels(checkpoint, without_ftfy):
     check_run(checkpoint("i2v"), latents_of(9), num_frames=9, image=picture())
+
+
+def test_two_ranks_make_what_one_does(checkpoint):
+    """From a picture: text encoder, VAE and transformer are split."""
+    folder = checkpoint("ti2v")[1]
+    options = {"negative_prompt": NEGATIVE, "num_steps": 3, "num_frames": 5, "seed": 2, "image": picture(), **WIDER}
+    (alone,) = run_on_ranks(1, folder, PROMPT, **options)
+    for result in run_on_ranks(2, folder, PROMPT, **options):
+        torch.testing.assert_close(result.latents, alone.latents, rtol=1e-4, atol=1e-4)
+        assert np.abs(result.pixels.astype(int) - alone.pixels).max() <= 1
 
 
 def test_low_memory_gives_the_same(checkpoint):
