@@ -206,8 +206,9 @@ def test_a_video_of_odd_sides_loses_a_row():
 
 
 def test_events_cross_the_wire():
-    for event in (Began(64, 48, 1, 4, 7), Previewed(0, 1, 2, 4, b"\x00\xff"), Stopped(), NotMade("request", "m", "size"),
-                  Made((MadeFile(b"data", {"seed": 1}),), 0.0, 0.1, 0.2, 0.3, [0.1])):  # fmt: skip
+    made = Made((MadeFile(b"data", {"seed": 1}),), 0.0, 0.1, 0.2, 0.3, [0.1])
+    preview = Previewed(0, 1, 2, 4, b"\x00\xff")
+    for event in (Began(64, 48, 1, 4, 7), preview, Stopped(), NotMade("request", "m", "size"), made):
         head, *blobs = wire.encode({"event": event_to_json(event)})
         envelope = wire.decode(head[wire.HEAD.size :])
         assert event_from_json(envelope.fill(blobs)["event"]) == event
