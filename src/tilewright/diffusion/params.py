@@ -97,6 +97,7 @@ class Limits:
     default_frames: int = 1
     max_frames: int = 1  # 1: it makes stills
     frame_multiple: int = 1  # a video has 1 + a multiple of so many frames
+    fps: float = 16.0  # of videos: what the model was trained with
     max_pictures: int = 16  # of one request
     max_prompt_tokens: int = 512  # as the text encoder reads them, with the template
     takes_image: bool = False
@@ -109,12 +110,11 @@ class Limits:
         unknown = given.keys() - {field.name for field in fields(GenerationParams)}
         if unknown:
             raise RequestError(f"{', '.join(sorted(unknown))} is no setting of a picture")
-        image = given.get("image")
         width, height = self._size(given)
         return GenerationParams(
             prompt=_text("prompt", prompt),
             negative_prompt=self._negative_prompt(given.get("negative_prompt")),
-            image=self._image(image),
+            image=self._image(given.get("image")),
             width=width,
             height=height,
             num_frames=self._num_frames(given.get("num_frames", self.default_frames)),
