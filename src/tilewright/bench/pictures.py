@@ -1,0 +1,151 @@
+"""`tilewright bench image|video`: a diffusion pipeline, by its steps and its pictures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright import embedded, engine_flags
+from tilewright.bench import common
+from tilewright.model_files import CheckpointError
+from tilewright.types import RequestError, UnsupportedConfig
+
+if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
+    from tilewright.bench.rounds import Amounts, Round
+    from tilewright.diffusion.diffusion import Diffusion
+    from tilewright.diffusion.params import GenerationParams
+
+WHAT = {
+    "image": "seconds per denoising step and per picture, and what they go to",
+    "video": "seconds per denoising step and per video, and what they go to",
+}
+PROMPT = "a red circle left of a blue square"
+
+
+def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the commands `image` and `video`."""
+    for name, what in WHAT.items():
+        parser = subparsers.add_parser(
+            name,
+            help=what,
+            description=f"Measures {what}. Every round has another seed. The machine's own speed is probed between "
+            "the rounds.",
+            epilog=f"""examples:
+  tilewright bench {name} -m MODEL
+  tilewright bench {name} -m MODEL --size 512x512 --steps 4 --rounds 3 --json {name}.json""",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        text = "a folder in diffusers' layout or a hub id"
+        if name == "image":
+            text += f" (default: the embedded {embedded.DRAWING_NAME})"
+        parser.add_argument("-m", "--model", metavar="MODEL", required=name == "video", help=text)
+        parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"default: {PROMPT}")
+        parser.add_argument("--size", type=common.size, metavar="WxH", help="default: the model's own")
+        parser.add_argument("--steps", type=engine_flags.positive, metavar="N", help="default: the model's own")
+        parser.add_argument("--guidance", type=float, metavar="G", help="default: the model's own")
+        if name == "video":
+            parser.add_argument("--frames", type=engine_flags.positive, metavar="N", help="default: the model's own")
+        else:
+            parser.add_argument("-n", type=engine_flags.positive, default=1, metavar="N", help="at once (default 1)")
+        parser.add_argument("--rounds", type=engine_flags.positive, default=3, metavar="N", help="default 3")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine")
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rounds (needs matplotlib)")
+        group = parser.add_argument_group("model")
+        group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+        group.add_argument("--backend", choices=("native", "torch"), default="native")
+        group.add_argument("--low-memory", action="store_true", help="components are mapped and released in turn")
+        parser.set_defaults(run=run, what=name)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    if options.plot and not common.can_plot():
+        return 2
+    engine_flags.check_model(options.model)
+    from tilewright.bench import figures
+
+    load_average = common.load_average()
+    with _opened(options) as diffusion:
+        params = _params(diffusion, options)
+        rounds = _measure(diffusion, params, options.rounds)
+        print(figures.as_table(rounds))
+        if options.json:
+            about = _about(diffusion, params, options) | {"load_average": load_average, "versions": common.versions()}
+            figures.write_json(options.json, rounds, about)
+        if options.plot:
+            figures.write_plot(options.plot, rounds, f"bench {options.what}, {diffusion.name}")
+    return 0
+
+
+def _opened(options: argparse.Namespace) -> Diffusion:
+    from tilewright.diffusion.diffusion import Diffusion
+
+    try:
+        return Diffusion(
+            options.model, dtype=options.dtype, backend=options.backend, low_memory=options.low_memory, progress=True
+        )
+    except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
+        raise RequestError(str(error)) from error
+
+
+def _params(diffusion: Diffusion, options: argparse.Namespace) -> GenerationParams:
+    width, height = options.size or (None, None)
+    given: dict[str, Any] = {"width": width, "height": height, "num_steps": options.steps, "guidance": options.guidance}
+    if options.what == "video":
+        if diffusion.limits.max_frames == 1:
+            raise RequestError(f"{diffusion.name} makes pictures, expected a model that makes videos")
+        given["num_frames"] = options.frames
+    else:
+        given |= {"num_frames": 1, "n": options.n}
+    return diffusion.params(options.prompt, seed=0, output="array", **given)
+
+
+def _measure(diffusion: Diffusion, params: GenerationParams, num_rounds: int) -> list[Round]:
+    from dataclasses import replace
+
+    from tqdm import tqdm
+
+    from tilewright.bench.probe import between, probe
+    from tilewright.bench.rounds import Round
+
+    is_quiet = not sys.stderr.isatty()
+    diffusion.run(replace(params, num_steps=min(params.num_steps, 2)))  # warms up: loads, and packs weights
+    rounds = []
+    before = probe()
+    for number in tqdm(range(1, num_rounds + 1), file=sys.stderr, unit="round", leave=False, disable=is_quiet):
+        amounts = _amounts(diffusion, replace(params, seed=number))
+        after = probe()
+        rounds.append(Round.of(amounts, between(before, after)))
+        before = after
+    return rounds
+
+
+def _amounts(diffusion: Diffusion, params: GenerationParams) -> Amounts:
+    from tilewright.bench.rounds import Measurement
+
+    timings = diffusion.run(params).timings
+    made_s = timings.total_s - timings.load_s
+    noun = "video" if params.num_frames > 1 else "picture"
+    return {
+        "step": Measurement(timings.denoise_s / params.num_steps, "s"),
+        noun: Measurement(made_s / params.n, "s"),
+        f"{noun}s": Measurement(60 * params.n / made_s, "per minute"),
+        "encode the prompt": Measurement(timings.encode_s, "s"),
+        "denoise": Measurement(timings.denoise_s, "s"),
+        "decode": Measurement(timings.decode_s, "s"),
+    }
+
+
+def _about(diffusion: Diffusion, params: GenerationParams, options: argparse.Namespace) -> dict[str, object]:
+    from tilewright import machine
+
+    return {
+        "bench": options.what,
+        "model": diffusion.name,
+        "dtype": options.dtype,
+        "backend": options.backend,
+        "settings": {**params.settings(), "n": params.n},
+        "machine": machine.as_dict(machine.describe(), machine.measure()),
+    }
