@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_chat(commands)
+    _add_image(commands)
     _add_serve(commands)
     _add_batch(commands)
     _add_cache(commands)
@@ -51,6 +52,12 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     from tilewright import terminal_chat as chat
 
     chat.add_arguments(commands)
+
+
+def _add_image(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright import image_command
+
+    image_command.add_arguments(commands)
 
 
 def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
