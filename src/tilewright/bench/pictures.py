@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tilewright import embedded, engine_flags
+from tilewright import diffusion_flags, engine_flags
 from tilewright.bench import common
-from tilewright.model_files import CheckpointError
-from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.types import RequestError
 
 if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
     from tilewright.bench.rounds import Amounts, Round
@@ -37,25 +36,16 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
   tilewright bench {name} -m MODEL --size 512x512 --steps 4 --rounds 3 --json {name}.json""",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        text = "a folder in diffusers' layout or a hub id"
-        if name == "image":
-            text += f" (default: the embedded {embedded.DRAWING_NAME})"
-        parser.add_argument("-m", "--model", metavar="MODEL", required=name == "video", help=text)
         parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"default: {PROMPT}")
-        parser.add_argument("--size", type=common.size, metavar="WxH", help="default: the model's own")
-        parser.add_argument("--steps", type=engine_flags.positive, metavar="N", help="default: the model's own")
-        parser.add_argument("--guidance", type=float, metavar="G", help="default: the model's own")
         if name == "video":
             parser.add_argument("--frames", type=engine_flags.positive, metavar="N", help="default: the model's own")
         else:
             parser.add_argument("-n", type=engine_flags.positive, default=1, metavar="N", help="at once (default 1)")
+        diffusion_flags.add_picture_arguments(parser)
+        diffusion_flags.add_model_arguments(parser)
         parser.add_argument("--rounds", type=engine_flags.positive, default=3, metavar="N", help="default 3")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine")
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rounds (needs matplotlib)")
-        group = parser.add_argument_group("model")
-        group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-        group.add_argument("--backend", choices=("native", "torch"), default="native")
-        group.add_argument("--low-memory", action="store_true", help="components are mapped and released in turn")
         parser.set_defaults(run=run, what=name)
 
 
@@ -63,11 +53,10 @@ def run(options: argparse.Namespace) -> int:
     """The exit status."""
     if options.plot and not common.can_plot():
         return 2
-    engine_flags.check_model(options.model)
     from tilewright.bench import figures
 
     load_average = common.load_average()
-    with _opened(options) as diffusion:
+    with diffusion_flags.open_diffusion(options) as diffusion:
         params = _params(diffusion, options)
         rounds = _measure(diffusion, params, options.rounds)
         print(figures.as_table(rounds))
@@ -79,27 +68,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _opened(options: argparse.Namespace) -> Diffusion:
-    from tilewright.diffusion.diffusion import Diffusion
-
-    try:
-        return Diffusion(
-            options.model, dtype=options.dtype, backend=options.backend, low_memory=options.low_memory, progress=True
-        )
-    except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
-        raise RequestError(str(error)) from error
-
-
 def _params(diffusion: Diffusion, options: argparse.Namespace) -> GenerationParams:
-    width, height = options.size or (None, None)
-    given: dict[str, Any] = {"width": width, "height": height, "num_steps": options.steps, "guidance": options.guidance}
-    if options.what == "video":
-        if diffusion.limits.max_frames == 1:
-            raise RequestError(f"{diffusion.name} makes pictures, expected a model that makes videos")
-        given["num_frames"] = options.frames
-    else:
-        given |= {"num_frames": 1, "n": options.n}
-    return diffusion.params(options.prompt, seed=0, output="array", **given)
+    if options.what == "image":
+        return diffusion_flags.request(diffusion, options, num_frames=1, n=options.n, output="array")
+    if diffusion.limits.max_frames == 1:
+        raise RequestError(f"{diffusion.name} makes pictures, expected a model that makes videos")
+    return diffusion_flags.request(diffusion, options, num_frames=options.frames, output="array")
 
 
 def _measure(diffusion: Diffusion, params: GenerationParams, num_rounds: int) -> list[Round]:
@@ -115,7 +89,7 @@ def _measure(diffusion: Diffusion, params: GenerationParams, num_rounds: int) ->
     rounds = []
     before = probe()
     for number in tqdm(range(1, num_rounds + 1), file=sys.stderr, unit="round", leave=False, disable=is_quiet):
-        amounts = _amounts(diffusion, replace(params, seed=number))
+        amounts = _amounts(diffusion, replace(params, seed=params.seed + number))
         after = probe()
         rounds.append(Round.of(amounts, between(before, after)))
         before = after
@@ -144,8 +118,8 @@ def _about(diffusion: Diffusion, params: GenerationParams, options: argparse.Nam
     return {
         "bench": options.what,
         "model": diffusion.name,
-        "dtype": options.dtype,
-        "backend": options.backend,
+        "dtype": options.dtype or "auto",
+        "tp": options.tp or 1,
         "settings": {**params.settings(), "n": params.n},
         "machine": machine.as_dict(machine.describe(), machine.measure()),
     }

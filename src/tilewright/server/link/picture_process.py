@@ -38,7 +38,8 @@ def serve(channel: Channel, options: dict[str, Any]) -> None:
     os.nice(options["niceness"])
     if options["num_threads"] is not None:
         config.use_threads(options["num_threads"])
-    _take_a_node()
+    if options["model"].get("tp", 1) == 1:  # several ranks are bound to a node each
+        _take_a_node()
     sys.path += [folder for folder in options["path"] if folder not in sys.path]
     module, _, function = options["entry"].partition(":")
     try:

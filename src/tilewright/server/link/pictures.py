@@ -121,7 +121,7 @@ class PictureBackend(SupervisedProcess):
         job = _Job(uuid.uuid4().hex, request, listener)
         self._queue.append(job)
         self._tell_places()
-        if self._supervisor is None:
+        if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         self._next()
         return lambda: self._cancel(job)
@@ -136,7 +136,7 @@ class PictureBackend(SupervisedProcess):
             await self.start()
         except EngineRefused as error:
             _log.error("the image model cannot be loaded: %s", error)
-            self._supervisor = None  # the next request tries again
+            self._supervisor = self._starting = None  # the next request tries again
             self._fail_waiting()
 
     def on_ready(self, about: Mapping[str, Any]) -> None:
