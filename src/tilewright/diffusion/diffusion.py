@@ -17,7 +17,7 @@ from tilewright.diffusion import platform
 from tilewright.diffusion.components import Components, pipeline_folder
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.pipeline import OnStep, Result, Timings, ignore_step
-from tilewright.diffusion.ranks import Command, Ranks
+from tilewright.diffusion.ranks import Command, Ranks, check_size
 from tilewright.diffusion.registry import open_pipeline
 from tilewright.ops import backend as ops_backend
 
@@ -78,7 +78,9 @@ class Diffusion:
         self.name = embedded.name_of(path if model is None else model)
         self._lock = threading.Lock()
         options: dict[str, Any] = {"dtype": dtype, "low_memory": low_memory, "pack_cache": pack_cache}
-        self._ranks = None if tp == 1 else Ranks(tp, {"model": str(path), **options}, self.platform, cpu_binding)
+        self._ranks = (
+            None if check_size(tp) == 1 else Ranks(tp, {"model": str(path), **options}, self.platform, cpu_binding)
+        )
         try:
             with self._computing():
                 group = None if self._ranks is None else self._ranks.group

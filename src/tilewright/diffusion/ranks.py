@@ -49,13 +49,18 @@ class Command(enum.IntEnum):
     preview = 4
 
 
+def check_size(tp: int) -> int:
+    """The number of ranks; RequestError for an impossible one."""
+    if not isinstance(tp, int) or isinstance(tp, bool) or not 1 <= tp <= MAX_RANKS:
+        raise RequestError(f"tp is {tp!r}, expected 1 to {MAX_RANKS}")
+    return tp
+
+
 class Ranks:
     """The ranks 1 to size - 1, as the first one sees them."""
 
     def __init__(self, size: int, components: Mapping[str, Any], platform: Platform, cpu_binding: str | None) -> None:
         """`components` are the arguments of `Components`, as JSON."""
-        if not isinstance(size, int) or isinstance(size, bool) or not 2 <= size <= MAX_RANKS:
-            raise RequestError(f"tp is {size!r}, expected 1 to {MAX_RANKS}")
         self._lost: DiffusionLostError | None = None
         self._is_ended_by_caller = False  # the run that is going on, by its on_step
         self._cleanup = contextlib.ExitStack()
@@ -83,6 +88,7 @@ class Ranks:
         ]
         workers = Workers(platform.worker, specs, size, on_death=self._note_death)
         self._cleanup.callback(workers.close)
+        self.pids = tuple(workers.pids.values())
         self.group = self._host.make_group(0)
         self._cleanup.callback(self.group.close)
         if bindings is not None:  # after the others have started: they would inherit it
