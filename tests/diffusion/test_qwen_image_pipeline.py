@@ -1,5 +1,7 @@
 """Whole runs of Qwen-Image against diffusers, from the same latents, on a tiny random checkpoint."""
 
+import json
+
 import numpy as np
 import pytest
 import tiny_qwen_image
@@ -7,7 +9,7 @@ import torch
 from pipeline_ranks import run_on_ranks
 
 from tilewright.diffusion.diffusion import Diffusion
-from tilewright.types import RequestError
+from tilewright.types import RequestError, UnsupportedConfig
 
 PROMPT, NEGATIVE = "a {red} cat", "blurry, out of focus"
 
@@ -125,3 +127,9 @@ def test_what_cannot_be_made_is_refused(diffusion, options, message):
     options = {"width": 32, "height": 32, "num_steps": 1, **options}
     with pytest.raises(RequestError, match=message):
         diffusion.generate(options.pop("prompt", PROMPT), **options)
+
+
+def test_editing_is_refused_by_name(tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "QwenImageEditPipeline"}))
+    with pytest.raises(UnsupportedConfig, match="QwenImageEditPipeline, which is not built: its text encoder sees"):
+        Diffusion(tmp_path)

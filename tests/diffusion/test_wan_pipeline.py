@@ -12,6 +12,7 @@ from oracle import require
 from PIL import Image
 from pipeline_ranks import run_on_ranks
 
+from tilewright.diffusion import components
 from tilewright.diffusion.diffusion import Diffusion
 from tilewright.types import RequestError, UnsupportedConfig
 
@@ -268,3 +269,14 @@ def test_defaults_are_those_of_the_family(checkpoint):
     assert (first.default_width, first.default_height, first.default_frames, first.fps) == (832, 480, 81, 16)
     assert (second.default_width, second.default_height, second.default_frames, second.fps) == (1280, 704, 121, 24)
     assert (first.takes_image, second.takes_image, second.needs_image) == (False, True, False)
+
+
+def test_a_large_network_in_fp32_is_told(checkpoint, monkeypatch, caplog):
+    """Wan's transformers are published so, and half the time is a lot of it."""
+    folder = checkpoint("t2v")[1]
+    monkeypatch.setattr(components, "LARGE_BYTES", 40_000)
+    options = {"num_frames": 1, "num_steps": 1, "guidance": 1.0, "output": "latents"}
+    generate(folder, None, dtype="float32", **options)
+    assert not caplog.text
+    generate(folder, None, dtype="auto", **options)
+    assert "transformer is stored in float32 and computed so; dtype bfloat16 takes half" in caplog.text

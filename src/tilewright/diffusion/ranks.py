@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilewright import config
 from tilewright.diffusion.components import Components
+from tilewright.diffusion.errors import DiffusionLostError
 from tilewright.diffusion.params import Cancelled, GenerationParams
 from tilewright.diffusion.pipeline import OnStep
 from tilewright.diffusion.platform import Platform
@@ -38,10 +39,6 @@ _log = logging.getLogger(__name__)
 TIMEOUT_S = 600.0
 # What every rank raises at the same place of a run, and no collective is left half done.
 SHARED_ERRORS = (Cancelled, RequestError, UnsupportedConfig, CheckpointError)
-
-
-class DiffusionLostError(RuntimeError):
-    """A rank ended, hangs or failed alone: the others cannot go on without it."""
 
 
 class Command(enum.IntEnum):
