@@ -231,6 +231,14 @@ def test_pil_gives_frames_and_settings_tell_the_rest(checkpoint):
     assert np.array_equal(np.asarray(frames[4]), np.asarray(again.images[0][4]))
 
 
+def test_a_preview_is_one_small_frame(checkpoint):
+    shapes = []
+    with Diffusion(checkpoint("t2v")[1], dtype="float32", pack_cache=False) as diffusion:
+        params = diffusion.params(PROMPT, num_frames=5, num_steps=2, **SIZE)
+        diffusion.run(params, lambda step, steps, latents: shapes.append(diffusion.preview(latents, params).shape))
+    assert shapes == [(1, 1, 32, 48, 3)] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -159,6 +159,10 @@ class Wan(Pipeline):
         with self.components.use("vae") as vae:
             return np.concatenate([to_pixels(vae.decode(video)) for video in latents.split(1)])
 
+    def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
+        """Of the first frame alone: a preview is to cost little."""
+        return super().preview(latents[:, :1], params)
+
     def exported(self, latents: Tensor) -> Tensor:
         return latents.permute(0, 4, 1, 2, 3).contiguous()
 
