@@ -6,7 +6,8 @@ import pytest
 import torch
 from oracle import require
 
-from tilewright.diffusion.multistep import dpm_schedule, dpm_step, unipc_schedule, unipc_step
+from tilewright.diffusion.multistep import dpm_schedule, dpm_step, solver_of, unipc_schedule, unipc_step
+from tilewright.types import UnsupportedConfig
 
 SHAPE = (2, 4, 3, 5, 6)
 
@@ -78,3 +79,39 @@ def test_both_are_of_the_second_order(step_function):
 
     assert error(40) < 2e-4
     assert error(160) < error(40) / 6
+
+
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+UNIPC = {"_class_name": "UniPCMultistepScheduler", **FLOW}
+DPM = {"_class_name": "DPMSolverMultistepScheduler", **FLOW}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**UNIPC, "prediction_type": "epsilon"}, "prediction_type 'epsilon', expected 'flow_prediction'"),
+        ({**UNIPC, "use_flow_sigmas": False}, "use_flow_sigmas False, expected True"),
+        ({**UNIPC, "solver_type": "bh1"}, "solver_type 'bh1', expected 'bh2'"),
+        ({**UNIPC, "solver_order": 4}, "solver_order 4, expected 1, 2 or 3"),
+        ({**UNIPC, "use_karras_sigmas": True}, "use_karras_sigmas True, which is not built"),
+        ({**UNIPC, "disable_corrector": [0]}, r"disable_corrector \[0\], which is not built"),
+        ({**UNIPC, "final_sigmas_type": "sigma_min"}, "final_sigmas_type 'sigma_min', expected 'zero'"),
+        ({**UNIPC, "lower_order_final": False}, "lower_order_final false, expected true"),
+        ({**DPM, "algorithm_type": "sde-dpmsolver++"}, "algorithm_type 'sde-dpmsolver\\+\\+', expected 'dpmsolver"),
+        ({**DPM, "solver_order": 3}, "solver_order 3, expected 2"),
+        ({"_class_name": "DDIMScheduler"}, "the scheduler is a DDIMScheduler, expected a UniPC"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(config, message):
+    with pytest.raises(UnsupportedConfig, match=message):
+        solver_of(config, 4)
+
+
+def test_the_published_config_of_wan_is_read():
+    """As saved by diffusers, with every setting written out."""
+    scheduler = unipc(4, 5.0)
+    config = {name: value for name, value in dict(scheduler.config).items() if value is not None}
+    schedule, step = solver_of({"_class_name": "UniPCMultistepScheduler", **config}, 4)
+    assert schedule.sigmas == tuple(scheduler.sigmas.tolist())
+    sample = torch.ones(SHAPE)
+    torch.testing.assert_close(step(0, sample, sample), scheduler.step(sample, scheduler.timesteps[0], sample)[0])
