@@ -21,7 +21,7 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def in_place(model, monkeypatch):
     """The model of random weights in place of the embedded one."""
-    monkeypatch.setattr(embedded, "_FOLDER", model)
+    monkeypatch.setitem(embedded._FOLDERS, "tiny_vl", model)
 
 
 @pytest.fixture(scope="module")

@@ -35,14 +35,14 @@ def stand_in(tmp_path_factory):
 @pytest.fixture
 def in_place(stand_in, monkeypatch):
     """The stand-in in place of the embedded model, within this process."""
-    monkeypatch.setattr(embedded, "_FOLDER", stand_in)
+    monkeypatch.setitem(embedded._FOLDERS, "tiny_vl", stand_in)
     return stand_in
 
 
 @pytest.fixture
 def left_out(tmp_path, monkeypatch):
     """A package that was built without the embedded model."""
-    monkeypatch.setattr(embedded, "_FOLDER", tmp_path / "tiny_vl")
+    monkeypatch.setitem(embedded._FOLDERS, "tiny_vl", tmp_path / "tiny_vl")
 
 
 def answer_of(model):

@@ -1,6 +1,7 @@
-"""The model that comes with the package, for whoever names none. Imports no torch.
+"""The models that come with the package, for whoever names none. Imports no torch.
 
-`tiny_vl/` is a checkpoint folder as any other and is loaded by the same code; docs/embedded.md tells what it can do.
+`tiny_vl/` answers, `tiny_draw/` makes pictures. Each is a checkpoint folder as any other and is loaded by the same
+code; docs/embedded.md tells what they can do.
 """
 
 from pathlib import Path
@@ -8,30 +9,44 @@ from pathlib import Path
 from tilewright.types import RequestError
 
 MODEL_NAME = "tilewright-tiny-vl"
+DRAWING_NAME = "tilewright-tiny-draw"
 ABILITIES = "21M parameters; it knows drawn shapes, short words, bar charts"
 DEMO_PICTURE = Path(__file__).with_name("tiny_vl_demo.png")
 
-_FOLDER = Path(__file__).with_name("tiny_vl")
+_FOLDERS = {name: Path(__file__).with_name(name) for name in ("tiny_vl", "tiny_draw")}
+_NAMES = {"tiny_vl": MODEL_NAME, "tiny_draw": DRAWING_NAME}
+_FILES = {"tiny_vl": "config.json", "tiny_draw": "model_index.json"}
 
 
-def path() -> Path:
-    """The folder of the embedded model; RequestError where the package was built without it."""
-    if not (_FOLDER / "config.json").is_file():
+def path(name: str = "tiny_vl") -> Path:
+    """The folder of an embedded model; RequestError where the package was built without it."""
+    folder, file = _FOLDERS[name], _FILES[name]
+    if not (folder / file).is_file():
         raise RequestError(
-            f"no model is named, and this package was built without the embedded one ({_FOLDER} has no config.json): "
+            f"no model is named, and this package was built without the embedded one ({folder} has no {file}): "
             "name a folder, a GGUF file or a hub id"
         )
-    return _FOLDER
+    return folder
+
+
+def has(name: str) -> bool:
+    """Whether this package was built with it."""
+    return (_FOLDERS[name] / _FILES[name]).is_file()
 
 
 def is_embedded(model: str | Path) -> bool:
-    """Whether `model` is the folder of the embedded model, however it is written."""
-    return Path(model).expanduser().resolve() == _FOLDER.resolve()
+    """Whether `model` is the folder of an embedded model, however it is written."""
+    return _embedded_name(model) is not None
 
 
 def name_of(model: str | Path) -> str:
     """The name of a model for its users: that of its folder, file or hub repository."""
-    return MODEL_NAME if is_embedded(model) else Path(model).name
+    return _embedded_name(model) or Path(model).name
+
+
+def _embedded_name(model: str | Path) -> str | None:
+    folder = Path(model).expanduser().resolve()
+    return next((_NAMES[name] for name, own in _FOLDERS.items() if own.resolve() == folder), None)
 
 
 def notice(how_to_name_another: str) -> str:

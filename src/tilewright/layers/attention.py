@@ -1,4 +1,4 @@
-"""Self-attention over the paged cache: one product for q, k and v, norm and rope in place, then store and attend."""
+"""Self-attention: one product for q, k and v, norm and rope in place, then over what the batch has: pages or itself."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilewright.layers import partition
-from tilewright.layers.batch import Batch
+from tilewright.layers.batch import SequenceBatch
 from tilewright.layers.linear import Linear
 from tilewright.ops.activation import sigmoid_gate
-from tilewright.ops.attention import paged_attention
-from tilewright.ops.kv_cache import kv_store
 from tilewright.ops.rope import qk_norm_rope, rope_qk
 from tilewright.weights.shard import HeadShard
 from tilewright.weights.unpacked import Unpacked
@@ -63,7 +61,7 @@ class Attention:
             self.q_norm = Unpacked(f"{name}.q_norm.weight", config.head_width)
             self.k_norm = Unpacked(f"{name}.k_norm.weight", config.head_width)
 
-    def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(self, h_TD: Tensor, batch: SequenceBatch, cos: Tensor, sin: Tensor) -> Tensor:
         config, num_kv_heads = self.config, self.num_kv_heads
         qkv = self.qkv(h_TD).view(h_TD.shape[0], -1, config.head_width)
         q_THK, k_TGK, v_TGK = qkv.tensor_split([-2 * num_kv_heads, -num_kv_heads], dim=1)
@@ -75,11 +73,7 @@ class Attention:
             qk_norm_rope(q_THK, k_TGK, *weights, config.eps, cos, sin, weight_plus_one=config.norm_plus_one)
         else:
             rope_qk(q_THK, k_TGK, cos, sin)
-        cache = batch.kv_caches[self.layer]
-        kv_store(k_TGK, v_TGK, cache, batch.slots_T)
-        attended = paged_attention(
-            q_THK, cache, batch.block_table, batch.query_starts, batch.kv_lengths, window=config.window
-        )
+        attended = batch.attend(self.layer, q_THK, k_TGK, v_TGK, window=config.window)
         if gate_THK is not None:
             sigmoid_gate(attended, gate_THK, out=attended)
         return attended.view(h_TD.shape[0], -1)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.attention import paged_attention, varlen_attention
+from tilewright.ops.kv_cache import KvCache, kv_store
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,20 @@ class StateBatch:
     delta_states: Sequence[Tensor]  # per recurrent layer [slots, H, K, V], fp32
 
 
+class SequenceBatch(Protocol):
+    """What self-attention and recurrent layers read of a batch: where its sequences begin, and what they attend to."""
+
+    @property
+    def query_starts(self) -> Tensor:
+        """int32 [B + 1]: sequence b has tokens query_starts[b] to query_starts[b + 1]."""
+
+    @property
+    def states(self) -> StateBatch | None: ...
+
+    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *, window: int) -> Tensor:
+        """What each query attends to [T, H, K], in self-attention layer `layer`."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Tokens of several sequences, packed one sequence after the other."""
@@ -63,3 +79,36 @@ class Batch:
     media: Sequence[MediaRun] = ()
     cross: CrossBatch | None = None  # None: no token attends to encoder states
     states: StateBatch | None = None  # None: the model has no recurrent layers
+
+    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *, window: int) -> Tensor:
+        """Over the layer's cache, after the tokens' keys and values are stored there."""
+        cache = self.kv_caches[layer]
+        kv_store(k_TGK, v_TGK, cache, self.slots_T)
+        return paged_attention(q_THK, cache, self.block_table, self.query_starts, self.kv_lengths, window=window)
+
+
+@dataclass(frozen=True)
+class UncachedBatch:
+    """Whole sequences that are read once, as a text encoder does: they attend to each other, and nothing is kept.
+
+    With `padding`, rows of a sequence after its text: they attend to all of the text, and nothing attends to them.
+    """
+
+    query_starts: Tensor  # int32 [B + 1]
+    text_rows: Tensor | None = None  # int64: which rows are text; None: all
+    text_starts: Tensor | None = None  # int32 [B + 1], of the text's rows alone
+    padding_rows: Tensor | None = None  # int64
+    padding_starts: Tensor | None = None  # int32 [B + 1]
+    states: StateBatch | None = None
+
+    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *, window: int) -> Tensor:
+        if self.text_rows is None:
+            return varlen_attention(q_THK, k_TGK, v_TGK, self.query_starts, causal=True, window=window)
+        k, v = k_TGK[self.text_rows], v_TGK[self.text_rows]
+        assert self.text_starts is not None and self.padding_rows is not None and self.padding_starts is not None
+        out = q_THK.new_empty(q_THK.shape)
+        out[self.text_rows] = varlen_attention(
+            q_THK[self.text_rows], k, v, self.text_starts, causal=True, window=window
+        )
+        out[self.padding_rows] = varlen_attention(q_THK[self.padding_rows], k, v, self.padding_starts, self.text_starts)
+        return out

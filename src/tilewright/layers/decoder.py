@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.layers.attention import Attention, AttentionConfig, heads_of
-from tilewright.layers.batch import Batch, MediaRun
+from tilewright.layers.batch import Batch, MediaRun, SequenceBatch
 from tilewright.layers.cost import Cost, DecoderCost, linear_cost
 from tilewright.layers.cross_attention import CrossLayer
 from tilewright.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
@@ -89,7 +89,9 @@ class DecoderLayer:
             activation, bias = config.activation, config.mlp_bias
             self.mlp = GatedMlp(f"{name}.mlp", config.width, config.mlp_width, activation=activation, bias=bias)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, batch: SequenceBatch, cos: Tensor, sin: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
         """x, updated in place; with `rows`, only those of its tokens, though all leave keys and values, or a state."""
         attended = self.attention(self.attention_norm(x_TD), batch, cos, sin)
         if rows is not None:

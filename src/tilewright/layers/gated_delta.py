@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from tilewright.layers import partition
-from tilewright.layers.batch import Batch
+from tilewright.layers.batch import SequenceBatch
 from tilewright.layers.linear import Linear
 from tilewright.ops.conv import causal_conv
 from tilewright.ops.gated_delta import delta_gates, gated_delta_rule, split_projections
@@ -127,7 +127,7 @@ class GatedDeltaNet:
         self.norm = Unpacked(f"{name}.norm.weight", config.value_width, in_fp32=True)
         self.output = Linear([(f"{name}.out_proj", config.width)], config.values_width, column_shard=values)
 
-    def __call__(self, h_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(self, h_TD: Tensor, batch: SequenceBatch, cos: Tensor, sin: Tensor) -> Tensor:
         """Positions (cos and sin) are not used: the order of tokens is in the states."""
         config, states, starts = self.config, batch.states, batch.query_starts
         assert states is not None, "a model with recurrent layers was given a batch without states"

@@ -160,7 +160,7 @@ class PatchEmbedding:
     def dtype(self) -> torch.dtype:
         return self.weight.value.still.dtype
 
-    def __call__(self, patches: Tensor, *, is_still: bool, residual: Tensor, out: Tensor) -> Tensor:
+    def __call__(self, patches: Tensor, *, is_still: bool, out: Tensor, residual: Tensor | None = None) -> Tensor:
         weights = self.weight.value
         weight = weights.still if is_still else weights.video
         return gathered(self._group, patches, weight, self._shard, self.width, residual, out, None)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from tilewright.layers import partition
 from tilewright.ops.norm import rms_norm
+from tilewright.parallel.group import Group
+from tilewright.weights.shard import Shard
 from tilewright.weights.unpacked import Unpacked
+
+# Rows that are scaled at a time: their fp32 copies stay in a core's cache.
+BLOCK_ROWS = 256
 
 
 class RmsNorm:
@@ -17,3 +24,31 @@ class RmsNorm:
 
     def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return rms_norm(x, self.weight.value, self.eps, weight_plus_one=self.plus_one, out=out)
+
+
+class SplitRmsNorm:
+    """The same of rows [T, width] of which each rank has the columns `shard`: a norm over heads that are split."""
+
+    def __init__(self, name: str, width: int, eps: float, shard: Shard) -> None:
+        self.width, self.eps = width, eps
+        self.weight = Unpacked(f"{name}.weight", width, shard=shard)
+        own = partition.current()
+        self._group = own.group if own.is_split else None
+
+    def normed_in_place(self, x: Tensor) -> None:
+        if self._group is None:
+            rms_norm(x, self.weight.value, self.eps, out=x)
+        else:
+            scale_rows(x, self.weight.value.float(), self._scales(x, self._group))
+
+    def _scales(self, x: Tensor, group: Group) -> Tensor:
+        """1 / sqrt(mean(x^2) + eps) of each whole row: ranks add up one number a row, where a gather would move all."""
+        squares = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).square_()
+        return group.all_reduce(squares).div_(self.width).add_(self.eps).rsqrt_()
+
+
+def scale_rows(x: Tensor, weight: Tensor, scales: Tensor) -> None:
+    """x [T, D] times fp32 weight [D] and scales [T], in place and rounded once."""
+    for begin in range(0, len(x), BLOCK_ROWS):
+        rows = x[begin : begin + BLOCK_ROWS]
+        rows.copy_(rows.float().mul_(scales[begin : begin + BLOCK_ROWS, None]).mul_(weight))

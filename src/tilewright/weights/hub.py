@@ -11,6 +11,9 @@ from tilewright.model_files import CheckpointError
 ALLOWED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 # Subfolders hold the same model in other formats; so do the consolidated files beside the shards.
 IGNORED_FILES = ["*/*", "consolidated*"]
+# Of a pipeline in diffusers' layout: the components' folders, not the same weights in one file, nor in fp16 beside.
+PIPELINE_FILES = ["model_index.json", *(f"*/{pattern}" for pattern in ALLOWED_FILES)]
+IGNORED_PIPELINE_FILES = ["*/*/*", "*.fp16.safetensors", "*.fp16-*.safetensors"]
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -22,11 +25,20 @@ def is_hub_id(model: str) -> bool:
 
 def download(model_id: str) -> Path:
     """The folder with the model's files. Files already there are not fetched again; an interrupted download resumes."""
+    return _download(model_id, ALLOWED_FILES, IGNORED_FILES)
+
+
+def download_pipeline(model_id: str) -> Path:
+    """The same of a pipeline in diffusers' layout."""
+    return _download(model_id, PIPELINE_FILES, IGNORED_PIPELINE_FILES)
+
+
+def _download(model_id: str, allowed: list[str], ignored: list[str]) -> Path:
     # Imported here: a local folder needs none of it, and it takes a while.
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=ALLOWED_FILES, ignore_patterns=IGNORED_FILES))
+        return Path(snapshot_download(model_id, allow_patterns=allowed, ignore_patterns=ignored))
     except errors.GatedRepoError as error:
         raise CheckpointError(
             f"{model_id} is gated: accept its terms on its page at the hub, then run `hf auth login` or set HF_TOKEN"

@@ -21,6 +21,7 @@ from torch import Tensor
 from tilewright.model_files import CheckpointError, foreign_kind, read_json
 from tilewright.weights.mapped import MappedFile
 
+WEIGHT_STEMS = ("model", "diffusion_pytorch_model")  # how transformers and diffusers name the files
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 DTYPES = {
@@ -116,27 +117,30 @@ def _without_nulls(config: dict) -> dict:
 
 def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
     """The file that each tensor must be in, where an index says so, and all files to read."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map of tensor names to files")
-        for name in weight_map.values():
-            # Only files beside the index: a path would let a checkpoint read any file of this machine.
-            if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
-                raise CheckpointError(f"{index} names the file {name!r}, expected a .safetensors file beside it")
-        shards = sorted({folder / name for name in weight_map.values()})
-        missing = [path.name for path in shards if not path.is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{folder} lacks {len(missing)} of the {len(shards)} files its index names: "
-                f"{', '.join(missing[:20])}: download them"
-            )
-        return {name: folder / file for name, file in weight_map.items()}, shards
-    if single.is_file():
-        return {}, [single]
+    for stem in WEIGHT_STEMS:
+        if (index := folder / f"{stem}.safetensors.index.json").is_file():
+            return _indexed_files(folder, index)
+        if (single := folder / f"{stem}.safetensors").is_file():
+            return {}, [single]
     raise CheckpointError(_no_weights_message(folder))
+
+
+def _indexed_files(folder: Path, index: Path) -> tuple[dict[str, Path], list[Path]]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map of tensor names to files")
+    for name in weight_map.values():
+        # Only files beside the index: a path would let a checkpoint read any file of this machine.
+        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
+            raise CheckpointError(f"{index} names the file {name!r}, expected a .safetensors file beside it")
+    shards = sorted({folder / name for name in weight_map.values()})
+    missing = [path.name for path in shards if not path.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of the {len(shards)} files its index names: "
+            f"{', '.join(missing[:20])}: download them"
+        )
+    return {name: folder / file for name, file in weight_map.items()}, shards
 
 
 def _no_weights_message(folder: Path) -> str:

@@ -1,0 +1,1 @@
+"""Pictures and video from words: pipelines, the loop that they share, and `tilewright.Diffusion`."""

@@ -1,0 +1,195 @@
+"""The components of a diffusers-layout folder: model_index.json says which there are, each has a folder of its own.
+
+Networks are made when they are first used. With `low_memory` they are released when their stage ends, so that the
+largest of them is the most that is in memory; packed weights come back from the pack cache, mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright import config as settings
+from tilewright import embedded
+from tilewright.diffusion.params import Limits
+from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.layers import partition
+from tilewright.layers.partition import Partition
+from tilewright.model_files import CheckpointError, read_json, read_optional_json
+from tilewright.ops import backend
+from tilewright.parallel.group import Group, SingleGroup
+from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.weights.checkpoint import Checkpoint
+from tilewright.weights.hub import download_pipeline, is_hub_id
+from tilewright.weights.load import LoadReport, load
+from tilewright.weights.safetensors import SafetensorsCheckpoint
+
+_log = logging.getLogger(__name__)
+
+LARGE_BYTES = 2 << 30  # of a component: Wan's transformers are published in fp32, and were trained in bf16
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Components:
+    """What a pipeline is made of. `builders` make networks of configs, by the component's name."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        group: Group | None = None,
+        low_memory: bool = False,
+        pack_cache: bool = True,
+        progress: bool = False,
+    ) -> None:
+        if dtype != "auto" and dtype not in DTYPES:
+            raise RequestError(f"dtype is {dtype!r}, expected auto, {' or '.join(DTYPES)}")
+        self.folder = pipeline_folder(model)
+        self.index = read_json(self.folder / "model_index.json")
+        self.low_memory = low_memory
+        self.builders: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {}
+        self.loading_s = 0.0  # spent in loading, so far
+        self.reports: dict[str, LoadReport] = {}
+        self._dtype = dtype
+        self._group = group or SingleGroup()
+        self._pack_cache = pack_cache and not embedded.is_embedded(self.folder)
+        self._progress = progress
+        self._networks: dict[str, Any] = {}
+        self._num_users: Counter[str] = Counter()
+
+    @property
+    def group(self) -> Group:
+        return self._group
+
+    @property
+    def class_name(self) -> str:
+        """Of the pipeline."""
+        return str(self.index.get("_class_name"))
+
+    def has(self, name: str) -> bool:
+        """Whether the pipeline has this component: entries may be null."""
+        entry = self.index.get(name)
+        return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
+
+    def path(self, name: str) -> Path:
+        """The folder of a component."""
+        folder = self.folder / name
+        if not self.has(name) or not folder.is_dir():
+            raise CheckpointError(f"{self.folder} has no {name}, which a {self.class_name} needs: download it again")
+        return folder
+
+    def config(self, name: str) -> dict[str, Any]:
+        """A component's config, without what is null there."""
+        file = "scheduler_config.json" if name == "scheduler" else "config.json"
+        return {key: value for key, value in read_json(self.path(name) / file).items() if value is not None}
+
+    def with_defaults(self, limits: Limits) -> Limits:
+        """The limits with the defaults that the folder's generation_config.json recommends, where it has one."""
+        stored = read_optional_json(self.folder / "generation_config.json")
+        names = {"width", "height", "num_steps", "guidance", "num_frames"}
+        if unknown := stored.keys() - names:
+            raise CheckpointError(
+                f"{self.folder / 'generation_config.json'} has {', '.join(sorted(unknown))}, expected some of "
+                f"{', '.join(sorted(names))}"
+            )
+        field = {"num_steps": "default_steps", "num_frames": "default_frames"}
+        given = {field.get(name, f"default_{name}"): value for name, value in stored.items()}
+        limits = dataclasses.replace(limits, **given)
+        try:
+            limits.params("", image=True if limits.needs_image else None)
+        except RequestError as error:  # no request could ask for these
+            raise CheckpointError(f"{self.folder / 'generation_config.json'}: {error}") from error
+        return limits
+
+    def tokenizer(self, name: str = "tokenizer") -> Tokenizer:
+        return Tokenizer.from_folder(self.path(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What a component computes in: as asked, or as most of its tensors are stored."""
+        if self._dtype != "auto":
+            return DTYPES[self._dtype]
+        return stored_dtype(SafetensorsCheckpoint(self.path(name)))
+
+    @contextlib.contextmanager
+    def use(self, name: str) -> Iterator[Any]:
+        """The network of a component, loaded if it is not; in low-memory mode it is released afterwards."""
+        network = self._networks.get(name)
+        if network is None:
+            network = self._networks[name] = self._load(name)
+        self._num_users[name] += 1
+        try:
+            yield network
+        finally:
+            del network
+            self._num_users[name] -= 1
+            if self.low_memory and not self._num_users[name]:
+                del self._networks[name]
+                gc.collect()  # layers and their caches may refer to each other
+
+    def is_loaded(self, name: str) -> bool:
+        return name in self._networks
+
+    def release(self) -> None:
+        """Lets go of all networks."""
+        self._networks.clear()
+        gc.collect()
+
+    def _load(self, name: str) -> Any:
+        begin_s = time.perf_counter()
+        folder = self.path(name)
+        checkpoint = SafetensorsCheckpoint(folder)
+        with partition.use(Partition(self._group)) as parts:
+            try:
+                network = self.builders[name](checkpoint.config)
+            except UnsupportedConfig as error:
+                raise UnsupportedConfig(f"{name}: {error}") from error
+        parts.warn()
+        dtype = stored_dtype(checkpoint) if self._dtype == "auto" else DTYPES[self._dtype]
+        size_bytes = sum(map(checkpoint.size_bytes, checkpoint.shapes))
+        if self._dtype == "auto" and dtype == torch.float32 and size_bytes > LARGE_BYTES:
+            _log.warning(
+                "%s is stored in float32 and computed so; dtype bfloat16 takes half of its %.0f GB, and half the time",
+                name,
+                size_bytes / 1e9,
+            )
+        self.reports[name] = load(
+            network,
+            checkpoint,
+            dtype=dtype,
+            rename=network.checkpoint_name,
+            cache_dir=settings.current().cache_dir if self._pack_cache and backend.active() == "native" else None,
+            progress=self._progress,
+        )
+        self.loading_s += time.perf_counter() - begin_s
+        return network
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """fp32 where most of the checkpoint is, else bf16."""
+    sizes = {name: checkpoint.size_bytes(name) for name in checkpoint.shapes}
+    wide = sum(size for name, size in sizes.items() if checkpoint.dtype(name) == torch.float32)
+    return torch.float32 if 2 * wide > sum(sizes.values()) else torch.bfloat16
+
+
+def pipeline_folder(model: str | Path) -> Path:
+    """The folder that `model` names, downloaded if it is a hub id; one that is no pipeline is a CheckpointError."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        if not is_hub_id(str(model)):
+            raise CheckpointError(f"{model} does not exist: expected a folder or a hub id")
+        path = download_pipeline(str(model))
+    if not (path / "model_index.json").is_file():
+        raise CheckpointError(
+            f"{path} has no model_index.json: expected a pipeline in diffusers' layout, which makes pictures or video"
+        )
+    return path

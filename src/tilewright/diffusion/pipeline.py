@@ -1,0 +1,214 @@
+"""What all pipelines share: their form, the loop over steps, and what a run gives.
+
+    params = pipeline.limits.params("a red circle", seed=7)
+    result = pipeline.generate(params, on_step=lambda step, num_steps, latents: ...)
+
+A pipeline has four stages: `encode_prompt`, `init_latents`, `denoise`, `decode`. Latents are fp32 [n, t, h, w, C],
+channels last, t = 1 for stills; a user's own are in diffusers' layout and are converted in `init_latents`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.diffusion.components import Components
+from tilewright.diffusion.params import Cancelled as Cancelled
+from tilewright.diffusion.params import GenerationParams, Limits
+from tilewright.diffusion.schedule import Schedule, Step, estimate
+from tilewright.ops import backend
+from tilewright.ops.plan import Arena
+from tilewright.types import RequestError
+
+PREVIEW_PIXELS = 256  # of a preview's longer side, about
+
+# on_step(step, num_steps, latents): after each step, counted from 1. The latents are the picture as that step sees it,
+# without the noise that is left: what a preview shows. It may raise Cancelled.
+OnStep = Callable[[int, int, Tensor], object]
+
+
+def ignore_step(step: int, num_steps: int, latents: Tensor) -> None:
+    """An on_step that does nothing."""
+
+
+@dataclass
+class Timings:
+    """Seconds. Loading a component that was not in memory counts as `load_s`, not as its stage."""
+
+    load_s: float = 0.0
+    encode_s: float = 0.0
+    denoise_s: float = 0.0
+    decode_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)
+
+    @property
+    def total_s(self) -> float:
+        return self.load_s + self.encode_s + self.denoise_s + self.decode_s
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gives: the latents at its end, and the pictures unless the latents alone were asked for."""
+
+    latents: Tensor  # in diffusers' layout
+    pixels: np.ndarray | None  # uint8 [n, T, H, W, 3]
+    timings: Timings
+
+
+class Pipeline(ABC):
+    """A kind of checkpoint. Subclasses say what a component's class is built by (`BUILDERS`) and have the stages."""
+
+    # By component of model_index.json: what makes its network of its config.
+    BUILDERS: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {}
+
+    limits: Limits
+    timings: Timings  # of the run that is going on, or was last
+
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        components.builders = self.BUILDERS
+
+    @abstractmethod
+    def encode_prompt(self, params: GenerationParams) -> Any:
+        """What the transformer reads of the prompts: a frozen dataclass of the pipeline's own."""
+
+    @abstractmethod
+    def init_latents(self, params: GenerationParams) -> Tensor:
+        """The latents before the first step, fp32."""
+
+    @abstractmethod
+    def denoise(self, latents: Tensor, conditioning: Any, params: GenerationParams, on_step: OnStep) -> Tensor:
+        """The latents after the last step."""
+
+    @abstractmethod
+    def decode(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
+        """Pixels, uint8 [n, T, H, W, 3]."""
+
+    @abstractmethod
+    def exported(self, latents: Tensor) -> Tensor:
+        """Latents in diffusers' layout, as `latents=` takes them."""
+
+    def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
+        """The pictures that a step sees, small, uint8 [n, T, H, W, 3]: of latents averaged over squares of them."""
+        side = max(params.width, params.height)
+        factor = min(max(round(side / PREVIEW_PIXELS), 1), *latents.shape[2:4])
+        n, t, height, width, channels = latents.shape
+        rows, columns = height // factor, width // factor
+        squares = latents[:, :, : rows * factor, : columns * factor].view(n, t, rows, factor, columns, factor, channels)
+        with torch.inference_mode():
+            return self.decode(squares.mean(dim=(3, 5)), params)
+
+    def generate(self, params: GenerationParams, on_step: OnStep = ignore_step) -> Result:
+        """All stages in turn."""
+        self.timings = timings = Timings()
+        with torch.inference_mode():
+            with self._timed(timings, "encode_s"):
+                conditioning = self.encode_prompt(params)
+            with self._timed(timings, "denoise_s"):
+                latents = self.init_latents(params)
+                latents = self.denoise(latents, conditioning, params, _StepTimer(self.components, timings, on_step))
+            pixels = None
+            if params.output != "latents":
+                with self._timed(timings, "decode_s"):
+                    pixels = self.decode(latents, params)
+            return Result(self.exported(latents).cpu(), pixels, timings)
+
+    def _timed(self, timings: Timings, name: str) -> _Timer:
+        return _Timer(self.components, timings, name)
+
+
+class _Timer:
+    """Adds the time within to one of the timings, and what of it was loading to `load_s`."""
+
+    def __init__(self, components: Components, timings: Timings, name: str) -> None:
+        self._components, self._timings, self._name = components, timings, name
+
+    def __enter__(self) -> None:
+        self._begin_s, self._loading_s = time.perf_counter(), self._components.loading_s
+
+    def __exit__(self, *error: object) -> None:
+        loading_s = self._components.loading_s - self._loading_s
+        spent_s = time.perf_counter() - self._begin_s - loading_s
+        setattr(self._timings, self._name, getattr(self._timings, self._name) + spent_s)
+        self._timings.load_s += loading_s
+
+
+class _StepTimer:
+    """An on_step that notes how long each step took, without loading and without what `on_step` itself does."""
+
+    def __init__(self, components: Components, timings: Timings, on_step: OnStep) -> None:
+        self._components, self._timings, self._on_step = components, timings, on_step
+        self._begin_s = time.perf_counter() - components.loading_s
+
+    def __call__(self, step: int, num_steps: int, latents: Tensor) -> None:
+        self._timings.steps_s.append(time.perf_counter() - self._components.loading_s - self._begin_s)
+        self._on_step(step, num_steps, latents)
+        self._begin_s = time.perf_counter() - self._components.loading_s
+
+
+def denoise_loop(
+    latents: Tensor, schedule: Schedule, step: Step, predict: Callable[[int, Tensor], Tensor], on_step: OnStep
+) -> Tensor:
+    """Latents after the last step. `predict(index, latents)` is the velocity at step `index`, fp32 like the latents.
+
+    Results of ops within `predict` lie in memory that the steps share, since fresh memory costs a page fault for each
+    of its pages: what is to outlive a step is made before the loop.
+    """
+    arena = Arena()
+    for index in range(schedule.num_steps):
+        with arena.use():
+            velocity = predict(index, latents).clone()
+        seen = estimate(schedule, index, latents, velocity)
+        latents = step(index, latents, velocity)
+        on_step(index + 1, schedule.num_steps, seen)
+    return latents
+
+
+def noise(shape: Sequence[int], seeds: Sequence[int]) -> Tensor:
+    """Normal fp32 [len(seeds), *shape], each picture by a generator of its own: in diffusers' order for one seed."""
+    return torch.stack([torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
+def given_latents(params: GenerationParams, shape: Sequence[int]) -> Tensor:
+    """fp32 [n, *shape], in diffusers' layout: those of the request, checked, or noise by its seeds.
+
+    A request of n pictures may give n, or one for all of them.
+    """
+    if params.latents is None:
+        return noise(shape, params.seeds).to(backend.device())
+    try:
+        latents = torch.as_tensor(params.latents).float()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RequestError(f"latents are no tensor: {error}", param="latents") from error
+    expected = (params.n, *shape)
+    if tuple(latents.shape) not in (expected, (1, *shape)):
+        raise RequestError(
+            f"latents have the shape {list(latents.shape)}, expected {list(expected)} for {params.n} of "
+            f"{params.width} x {params.height}",
+            param="latents",
+        )
+    if not latents.isfinite().all():
+        raise RequestError("latents have values that are not finite, expected numbers", param="latents")
+    return latents.expand(expected).clone().to(backend.device())
+
+
+def to_pixels(pictures: Tensor) -> np.ndarray:
+    """uint8 of pictures in [-1, 1], of any shape."""
+    return ((pictures.float() + 1) * 127.5).round_().clamp_(0, 255).to(torch.uint8).cpu().numpy()
+
+
+def from_picture(picture: Any, width: int, height: int) -> Tensor:
+    """fp32 [1, 1, H, W, 3] in [-1, 1] of a PIL picture, resized to fit."""
+    from PIL import Image
+
+    if not isinstance(picture, Image.Image):
+        raise RequestError(f"image is a {type(picture).__name__}, expected a PIL picture", param="image")
+    resized = picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.asarray(resized).copy())[None, None].float() / 127.5 - 1

@@ -1,0 +1,205 @@
+"""The transformer of Qwen-Image: patches of pictures and their texts in, velocities of the patches out.
+
+Two streams, each with its own weights, attend to one another in every block. All pictures of a batch have the same
+size and timestep; texts are as long as they are. N: patches of a picture, T: patches of all, S: tokens of all texts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.layers import partition
+from tilewright.layers.linear import GatheredLinear, Linear
+from tilewright.layers.rms_norm import RmsNorm
+from tilewright.layers.step_cache import StepCache
+from tilewright.layers.timestep_embedding import TimestepEmbedding
+from tilewright.models.qwen_image.config import QwenImageConfig
+from tilewright.ops import backend
+from tilewright.ops.activation import silu
+from tilewright.ops.ada_norm import ada_layer_norm, gated_add
+from tilewright.ops.attention import varlen_attention
+from tilewright.ops.plan import scope
+from tilewright.ops.rope import qk_norm_rope, rope_table
+from tilewright.types import RequestError
+from tilewright.weights.unpacked import Unpacked
+
+EPS = 1e-6
+ROPE_THETA = 10000.0
+MAX_POSITION = 4096
+NUM_WAVES = 256
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the rows of a stream are: lengths of its sequences, and their rope."""
+
+    lengths: list[int]
+    cos: Tensor
+    sin: Tensor
+
+
+class Stream:
+    """One stream's part of a block: norms by the timestep, what it adds to the joint attention, and its MLP."""
+
+    def __init__(self, name: str, prefix: str, config: QwenImageConfig) -> None:
+        self.head_width = config.head_width
+        width = config.width
+        own = partition.current()
+        heads = own.heads("attention", config.num_heads, None, config.head_width)
+        self.num_heads = heads.num_queries
+        rows = heads.queries.times(config.head_width)
+        qkv, output, norm = _ATTENTION_NAMES[prefix]
+        self.modulation = GatheredLinear.named(f"{name}.{prefix}_mod.1", 6 * width, width, what="modulation", bias=True)
+        self.qkv = Linear([(f"{name}.attn.{part}", width, rows) for part in qkv], width, bias=True)
+        self.norm_q = Unpacked(f"{name}.attn.{norm}_q.weight", config.head_width)
+        self.norm_k = Unpacked(f"{name}.attn.{norm}_k.weight", config.head_width)
+        self.output = Linear([(f"{name}.attn.{output}", width)], width, column_shard=rows, bias=True)
+        inner = own.width("MLP width", 4 * width)
+        self.mlp_in = Linear([(f"{name}.{prefix}_mlp.net.0.proj", 4 * width, inner)], width, bias=True)
+        self.mlp_out = Linear([(f"{name}.{prefix}_mlp.net.2", width)], 4 * width, column_shard=inner, bias=True)
+
+    def modulated(self, embedded: Tensor) -> Sequence[Tensor]:
+        """Shift, scale and gate [1, D] of the attention, then those of the MLP."""
+        return self.modulation(embedded).chunk(6, dim=1)
+
+    def heads(self, x_TD: Tensor, modulation: Sequence[Tensor], places: _Places) -> Tensor:
+        """q, k and v [T, 3 x heads, K] of the stream's rows, normed and turned."""
+        shift, scale = modulation[:2]
+        normed = ada_layer_norm(x_TD[None], scale, shift, EPS)[0]
+        qkv = self.qkv(normed).unflatten(1, (3 * self.num_heads, -1))
+        q, k, _ = qkv.split(self.num_heads, dim=1)
+        qk_norm_rope(q, k, self.norm_q.value, self.norm_k.value, EPS, places.cos, places.sin, interleaved=True)
+        return qkv
+
+    def finish(self, x_TD: Tensor, attended: Tensor, modulation: Sequence[Tensor]) -> None:
+        """x + gate * what was attended to, then x + gate * mlp(norm(x)), updating x."""
+        _, _, gate, mlp_shift, mlp_scale, mlp_gate = modulation
+        x_1TD, projected = x_TD[None], self.output(attended)[None]
+        normed = ada_layer_norm(projected, mlp_scale, mlp_shift, EPS, residual=x_1TD, gate=gate)
+        inner = self.mlp_in(normed, activation="gelu_tanh")
+        gated_add(x_1TD, self.mlp_out(inner), mlp_gate, out=x_1TD)
+
+
+# By stream: q, k and v, the projection back, and the norms of q and k.
+_ATTENTION_NAMES = {
+    "img": (("to_q", "to_k", "to_v"), "to_out.0", "norm"),
+    "txt": (("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "norm_added"),
+}
+
+
+class QwenImageBlock:
+    """Attention of text and picture to both, then an MLP of each stream, updating both."""
+
+    def __init__(self, name: str, config: QwenImageConfig) -> None:
+        self.image = Stream(name, "img", config)
+        self.text = Stream(name, "txt", config)
+
+    def __call__(
+        self, image_TD: Tensor, text_SD: Tensor, embedded: Tensor, image_places: _Places, text_places: _Places
+    ) -> None:
+        of_image, of_text = self.image.modulated(embedded), self.text.modulated(embedded)
+        image_heads = self.image.heads(image_TD, of_image, image_places)
+        text_heads = self.text.heads(text_SD, of_text, text_places)
+        # A sequence is a text and its picture. Products of a stream are one for all of them: the copy costs a
+        # hundredth of a product.
+        lengths = [length for pair in zip(text_places.lengths, image_places.lengths, strict=True) for length in pair]
+        pairs = zip(text_heads.split(text_places.lengths), image_heads.split(image_places.lengths), strict=True)
+        joint = torch.cat([part for pair in pairs for part in pair])
+        q, k, v = joint.chunk(3, dim=1)
+        starts = torch.tensor([0, *itertools.accumulate(lengths)][::2], dtype=torch.int32, device=joint.device)
+        attended = varlen_attention(q, k, v, starts).flatten(1).split(lengths)
+        self.image.finish(image_TD, torch.cat(attended[1::2]), of_image)
+        self.text.finish(text_SD, torch.cat(attended[::2]), of_text)
+
+
+class QwenImageTransformer:
+    def __init__(self, config: QwenImageConfig) -> None:
+        self.config = config
+        width = config.width
+        self.image_in = GatheredLinear.named("img_in", width, config.in_channels, what="patches", bias=True)
+        self.text_norm = RmsNorm("txt_norm", config.text_width, EPS)
+        self.text_in = GatheredLinear.named("txt_in", width, config.text_width, what="text embedding", bias=True)
+        self.time_embedding = TimestepEmbedding("time_text_embed.timestep_embedder", NUM_WAVES, width)
+        self.blocks = [QwenImageBlock(f"transformer_blocks.{i}", config) for i in range(config.num_layers)]
+        self.modulation = GatheredLinear.named("norm_out.linear", 2 * width, width, what="modulation", bias=True)
+        self.output = GatheredLinear.named("proj_out", config.patch_width, width, what="patches", bias=True)
+        inv_freq = [_frequencies(size) for size in config.rope_widths]
+        self.inv_freq = torch.cat(inv_freq).to(backend.device())
+        sizes = torch.tensor([len(of_axis) for of_axis in inv_freq])
+        self.rope_axes = torch.arange(3, dtype=torch.int32).repeat_interleave(sizes).to(backend.device())
+
+    @staticmethod
+    def checkpoint_name(name: str) -> str | None:
+        return name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.image_in.packed.dtype
+
+    def __call__(
+        self,
+        patches: Tensor,
+        timestep: float,
+        texts: Sequence[Tensor],
+        grid: tuple[int, int],
+        cache: StepCache | None = None,
+    ) -> Tensor:
+        """The velocity [B, N, patch width], fp32, of patches [B, N, channels] of pictures of rows x columns patches.
+
+        `texts` [M, text width] are one for each picture; the timestep is in thousandths of the whole way. `cache` is
+        what earlier steps left.
+        """
+        image_places, text_places = self._places([len(text) for text in texts], grid)
+        image_TD = self.image_in(patches.to(self.dtype).flatten(0, 1))
+        text_rows = torch.cat([text.to(patches.device, self.dtype) for text in texts])
+        text_SD = self.text_in(self.text_norm(text_rows))
+        embedded = silu(self.time_embedding(torch.tensor([timestep], device=patches.device)))
+
+        def run(blocks: Sequence[QwenImageBlock]) -> None:
+            for block in blocks:
+                with scope():
+                    block(image_TD, text_SD, embedded, image_places, text_places)
+
+        # Nothing reads the text after the last block, so that the pictures are all there is to remember.
+        (cache or StepCache(0.0)).run(image_TD, lambda: run(self.blocks[:1]), lambda: run(self.blocks[1:]))
+        scale, shift = self.modulation(embedded).chunk(2, dim=1)
+        normed = ada_layer_norm(image_TD[None], scale, shift, EPS)[0]
+        return self.output(normed, out_dtype=torch.float32).unflatten(0, (len(patches), -1))
+
+    def _places(self, text_lengths: list[int], grid: tuple[int, int]) -> tuple[_Places, _Places]:
+        """Pictures lie around the origin; texts follow on the diagonal, behind their longer half."""
+        rows, columns = grid
+        first = max(rows // 2, columns // 2)
+        if (last := first + max(text_lengths)) > MAX_POSITION:
+            raise RequestError(
+                f"a text of {max(text_lengths)} tokens beside {rows} x {columns} patches has positions up to {last}, "
+                f"expected at most {MAX_POSITION}"
+            )
+        centred = [torch.arange(size) - (size - size // 2) for size in (rows, columns)]
+        places = torch.stack([torch.zeros(rows * columns), *_flat_grid(*centred)])
+        image = self._turned([rows * columns] * len(text_lengths), places.repeat(1, len(text_lengths)))
+        on_diagonal = torch.cat([torch.arange(first, first + length) for length in text_lengths])
+        return image, self._turned(text_lengths, on_diagonal.expand(3, -1))
+
+    def _turned(self, lengths: list[int], positions: Tensor) -> _Places:
+        device = backend.device()
+        return _Places(lengths, *rope_table(positions.float().contiguous().to(device), self.inv_freq, self.rope_axes))
+
+
+def _flat_grid(rows: Tensor, columns: Tensor) -> list[Tensor]:
+    return [axis.flatten() for axis in torch.meshgrid(rows, columns, indexing="ij")]
+
+
+def _frequencies(width: int) -> Tensor:
+    """Of the pairs of values of a head that follow one axis."""
+    return (ROPE_THETA ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)).float()
+
+
+def build(config: Mapping[str, Any]) -> QwenImageTransformer:
+    return QwenImageTransformer(QwenImageConfig.from_dict(config))

@@ -1,0 +1,126 @@
+"""A decoder-only language model that reads a prompt once: hidden states of chosen layers, no cache, no head.
+
+Z-Image and FLUX.2 klein read Qwen3 so, Qwen-Image the text side of Qwen2.5-VL. Layers beyond the last that is read are
+neither made nor loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.layers.batch import UncachedBatch
+from tilewright.layers.decoder import DecoderConfig, DecoderLayer, hidden_norm
+from tilewright.layers.rope import Rope
+from tilewright.layers.token_embedding import TokenEmbedding
+from tilewright.models.text import QWEN3_HEAD_WIDTH
+from tilewright.models.text_config import decoder_config, whole_name
+from tilewright.ops import backend
+from tilewright.ops.plan import empty, scope
+from tilewright.types import UnsupportedConfig
+
+MODEL_TYPES = ("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")
+
+
+class DecoderEncoder:
+    """Hidden states of prompts.
+
+    `hidden_layers` count as transformers does: 0 is the embedding, i the result of layer i, of which the last is
+    normed; negative ones count from the end.
+    """
+
+    def __init__(self, config: DecoderConfig, hidden_layers: Sequence[int] = (-1,)) -> None:
+        self.config = config
+        self.hidden_layers = tuple(_counted(layer, config.num_layers) for layer in hidden_layers)
+        num_layers = max(self.hidden_layers)
+        self.embed_tokens = TokenEmbedding("model.embed_tokens", config.num_embeddings, config.width)
+        self.layers = [DecoderLayer(f"model.layers.{i}", config, i, i) for i in range(num_layers)]
+        self.norm = hidden_norm("model.norm", config) if num_layers == config.num_layers else None
+        self.rope = Rope(config.rope)
+
+    @property
+    def width(self) -> int:
+        """Of one layer's hidden states."""
+        return self.config.width
+
+    def checkpoint_name(self, name: str) -> str | None:
+        name = whole_name(name).replace("model.language_model.", "model.")
+        if name.endswith("rotary_emb.inv_freq") or name.startswith(("lm_head.", "visual.", "model.visual.")):
+            return None
+        if name == "model.norm.weight" and self.norm is None:
+            return None
+        _, _, rest = name.partition("model.layers.")
+        return None if rest and int(rest.partition(".")[0]) >= len(self.layers) else name
+
+    def encode(self, token_ids: Sequence[Sequence[int]], lengths: Sequence[int] | None = None) -> list[Tensor]:
+        """Of each prompt [L_i, layers * D], the hidden states of the chosen layers side by side.
+
+        `lengths`: how many tokens of each prompt are text; those after it are padding, which attends to the text and
+        is not attended to.
+        """
+        device = backend.device()
+        counts = [len(ids) for ids in token_ids]
+        ids_T = torch.tensor([token for ids in token_ids for token in ids], device=device)
+        batch = _batch(counts, counts if lengths is None else lengths, device)
+        positions_T = torch.cat([torch.arange(count) for count in counts]).to(device)
+        cos, sin = self.rope.tables(positions_T.expand(self.rope.num_axes, -1).contiguous())
+        x_TD = self.embed_tokens(ids_T)
+        states = empty((len(ids_T), len(self.hidden_layers) * self.width), x_TD.dtype)
+        self._keep(states, 0, x_TD)
+        for i, layer in enumerate(self.layers, start=1):
+            with scope():
+                layer(x_TD, batch, cos, sin)
+                is_last = i == self.config.num_layers
+                self._keep(states, i, self.norm(x_TD) if is_last and self.norm else x_TD)
+        return list(states.split(counts))
+
+    def _keep(self, states: Tensor, layer: int, x_TD: Tensor) -> None:
+        for place, kept in enumerate(self.hidden_layers):
+            if kept == layer:
+                states[:, place * self.width : (place + 1) * self.width] = x_TD
+
+
+def build(config: Mapping[str, Any], hidden_layers: Sequence[int] = (-1,)) -> DecoderEncoder:
+    """The encoder that a text encoder's config.json describes."""
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise UnsupportedConfig(f"model_type is {model_type!r}, expected one of {', '.join(MODEL_TYPES)}")
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = {**config, **text}
+    if model_type == "qwen3":
+        decoder = decoder_config(config, qk_norm=True, default_head_width=QWEN3_HEAD_WIDTH)
+    else:
+        decoder = decoder_config(config, qkv_bias=True, output_bias=False)
+    return DecoderEncoder(decoder, hidden_layers)
+
+
+def _counted(layer: int, num_layers: int) -> int:
+    counted = layer if layer >= 0 else num_layers + 1 + layer
+    if not 0 <= counted <= num_layers:
+        raise UnsupportedConfig(
+            f"hidden states of layer {layer} are read, but the text encoder has {num_layers} layers"
+        )
+    return counted
+
+
+def _batch(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> UncachedBatch:
+    starts = _starts(counts, device)
+    if list(counts) == list(lengths):
+        return UncachedBatch(starts)
+    is_text = torch.cat([torch.arange(count) < length for count, length in zip(counts, lengths, strict=True)])
+    rows = torch.arange(len(is_text))
+    return UncachedBatch(
+        starts,
+        text_rows=rows[is_text].to(device),
+        text_starts=_starts(lengths, device),
+        padding_rows=rows[~is_text].to(device),
+        padding_starts=_starts([c - n for c, n in zip(counts, lengths, strict=True)], device),
+    )
+
+
+def _starts(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)

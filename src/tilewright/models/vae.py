@@ -1,0 +1,60 @@
+"""What a pipeline asks of an autoencoder, and what autoencoders share.
+
+Pictures and clips are [B, T, H, W, 3] in [-1, 1], latents [B, t, h, w, C], channels last; pictures have one frame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilewright.types import RequestError
+
+
+class Vae(Protocol):
+    """An autoencoder whose latents are those the transformer works on: shifted, scaled and patchified inside."""
+
+    latent_channels: int
+    spatial_factor: int
+    temporal_factor: int
+
+    def encode(self, x_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
+        """Latents [B, t, h, w, C] of pictures or clips [B, T, H, W, 3] in [-1, 1]: the mode, no sample."""
+
+    def decode(self, latents_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
+        """Pictures or clips [B, T, H, W, 3] of latents [B, t, h, w, C].
+
+        `tile` is the height of the parts that are in memory at a time, in pixels, None for what the memory allows.
+        """
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """The network's name for a tensor of the checkpoint; None for one that is not used."""
+
+
+@dataclass(frozen=True)
+class LatentScale:
+    """Latents as the transformer has them are (z - mean) / std of what the encoder gives: one number or per channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalize(self, z: Tensor) -> Tensor:
+        return (z.float() - torch.tensor(self.mean, device=z.device)) / torch.tensor(self.std, device=z.device)
+
+    def restore(self, latents: Tensor) -> Tensor:
+        return latents.float() * torch.tensor(self.std, device=latents.device) + torch.tensor(
+            self.mean, device=latents.device
+        )
+
+
+def check_shape(what: str, x: Tensor, channels: int, multiple: int = 1) -> None:
+    """RequestError unless x is [B, T, H, W, channels] with sides that divide."""
+    if x.dim() != 5 or x.shape[-1] != channels or x.numel() == 0:
+        raise RequestError(f"{what} has shape {list(x.shape)}, expected [B, T, H, W, {channels}]")
+    if x.shape[2] % multiple or x.shape[3] % multiple:
+        raise RequestError(
+            f"{what} is {x.shape[3]} x {x.shape[2]} pixels, expected multiples of {multiple}, the autoencoder's step"
+        )
