@@ -34,7 +34,6 @@ WAYS = {  # niceness and threads of the picture worker
     "niceness 10": (10, None),
     "niceness 19": (19, None),
     f"{HALF} of the threads": (0, HALF),
-    f"niceness 10, {HALF} of the threads": (10, HALF),
 }
 
 

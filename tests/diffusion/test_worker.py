@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import subprocess
+import threading
 import time
 
 import av
@@ -123,6 +124,15 @@ def test_cancelling_ends_a_run_within_a_step_and_frees_what_it_held(gate):
     gate.open()
     assert events.next(Made)[0] == "b"
     worker.close()
+
+
+def test_the_thread_that_computes_is_prepared():
+    events, prepared = Events(), []
+    worker = Worker(FakePictures(), events.put, start_thread=lambda: prepared.append(threading.current_thread().name))
+    worker.submit("a", PictureRequest("tile"))
+    events.next(Made)
+    worker.close()
+    assert prepared == ["pictures"]
 
 
 def test_one_that_waits_is_cancelled_without_a_step(gate):

@@ -22,7 +22,10 @@ from conftest import ScriptedBackend, serving
 from fake_pictures import NAME, Gate, fake_backend
 from page_browser import png
 from PIL import Image
+from processes import family_of
+from serve_process import ServerProcess
 from soak import bomb
+from tiny_checkpoint import write_vision_model
 
 from tilewright.diffusion.files import settings_of
 from tilewright.server.errors import ApiError
@@ -419,3 +422,29 @@ def test_a_hundred_requests_of_chat_and_pictures_leave_nothing_behind(serve, tmp
     assert not running.handler.pictures._streams and not running.handler._answers
     assert not list(tmp_path.iterdir())
     assert metric(running, "tilewright_picture_worker_restarts_total") == 0
+
+
+def test_the_whole_server_with_a_pipeline(tmp_path):
+    """`tilewright serve` as users start it: a tiny Z-Image beside a tiny model for chat, each in its process."""
+    from tiny_pipelines import z_image_pipeline
+
+    z_image_pipeline(tmp_path / "tiny-z-image")
+    chat = write_vision_model(tmp_path / "chat")
+    server = ServerProcess(chat, "--image-model", str(tmp_path / "tiny-z-image"))
+    try:
+        client = server.client()
+        assert [model.id for model in client.models.list()] == ["chat", "tiny-z-image"]
+        assert len(family_of(server.process.pid)) == 1 + len(family_of(server.engine_pid()))  # no worker yet
+        fields = {"prompt": "a red circle", "size": "32x16", "extra_body": {"seed": 5, "steps": 2}}
+        (made,) = client.images.generate(**fields).data
+        assert picture(made.b64_json).size == (32, 16) and made.settings["model"] == "tiny-z-image"
+        events = list(client.images.generate(**fields, stream=True, partial_images=1))
+        assert [event.type for event in events] == ["image_generation.partial_image", "image_generation.completed"]
+        assert events[-1].b64_json == made.b64_json  # the same seed
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{made.b64_json}"}}
+        question = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+        assert client.chat.completions.create(model="chat", messages=question, max_tokens=2).choices
+        family = family_of(server.process.pid)
+    finally:
+        server.end()
+    assert not [pid for pid in family if os.path.exists(f"/proc/{pid}")]

@@ -111,7 +111,7 @@ def test_scripts_name_only_files_that_are_there():
             path.name
         )
     named = re.findall(r'(?:href|src)="([^"#]+)"', (FOLDER / "index.html").read_text())
-    assert len(named) == 7 and all(f"/{path}" in PAGE_FILES for path in named)
+    assert len(named) == 8 and all(f"/{path}" in PAGE_FILES for path in named)
 
 
 def test_the_model_lists_its_input_modalities(vision_server, chat_server):

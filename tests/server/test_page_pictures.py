@@ -116,7 +116,7 @@ def test_a_server_of_pictures_alone_shows_them_at_once(serve, visits, theme):
     assert page.get_by_role("button", name="New conversation").is_hidden()
     draw(page, "a tile")
     until_drawn(page, 1)
-    assert page.locator("#model").is_hidden() and NAME not in page.locator("#bar").inner_text()
+    assert page.locator("#model").is_hidden() and NAME in page.locator(".pictures .hint").inner_text()
     check_names(page, 8)
     check_contrast(page)
     other = page.context.new_page()  # both tabs have the same gallery

@@ -64,10 +64,20 @@ class PictureMaker(Protocol):
 
 
 class Worker:
-    """Makes what is submitted, in that order. `submit`, `cancel` and `close` are for one thread."""
+    """Makes what is submitted, in that order. `submit`, `cancel` and `close` are for one thread.
 
-    def __init__(self, maker: PictureMaker, emit: Emit, media_limits: MediaLimits | None = None) -> None:
+    `start_thread` is called first on the thread that computes.
+    """
+
+    def __init__(
+        self,
+        maker: PictureMaker,
+        emit: Emit,
+        media_limits: MediaLimits | None = None,
+        start_thread: Callable[[], object] = lambda: None,
+    ) -> None:
         self._maker = maker
+        self._start_thread = start_thread
         self._emit = emit
         self._media_limits = media_limits or MediaLimits(allow_paths=False)
         self._opener: IsolatedOpener | None = None  # started by the first picture that comes in
@@ -99,6 +109,7 @@ class Worker:
             self._opener.close()
 
     def _run(self) -> None:
+        self._start_thread()
         while (item := self._waiting.get()) is not None:
             request_id, request = item
             event = self._made(request_id, request)

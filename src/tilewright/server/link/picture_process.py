@@ -37,7 +37,7 @@ def serve(channel: Channel, options: dict[str, Any]) -> None:
     """Serves requests until the other end closes. `entry` names what opens the model, `model` are its arguments."""
     os.nice(options["niceness"])
     if options["num_threads"] is not None:
-        config.use_threads(options["num_threads"])
+        config.use(dataclasses.replace(config.current(), num_threads=options["num_threads"]))
     if options["model"].get("tp", 1) == 1:  # several ranks are bound to a node each
         _take_a_node()
     sys.path += [folder for folder in options["path"] if folder not in sys.path]
@@ -51,6 +51,7 @@ def serve(channel: Channel, options: dict[str, Any]) -> None:
         maker,
         lambda request_id, event: channel.send({"request": request_id, "event": event_to_json(event)}),
         MediaLimits(**options["media_limits"]),
+        _bind_thread,
     )
     channel.send({"ready": {"limits": dataclasses.asdict(maker.limits)}})
     while (message := channel.receive()) is not None:
@@ -68,8 +69,16 @@ def _take_a_node() -> None:
     """Binds the process to one memory node of several, before torch and the kernels count CPUs."""
     topology = read_topology()
     if len(topology.nodes) > 1:
-        plan = plan_binding(topology, len(topology.nodes), num_threads=config.from_environment().num_threads)
+        plan = plan_binding(topology, len(topology.nodes), num_threads=config.current().num_threads)
         claim_cpus(plan.ranks[-1])
+
+
+def _bind_thread() -> None:
+    """Gives the calling thread and its team their CPUs, where the process is bound: else it had those of one thread."""
+    if config.current().bind_cpus:
+        from tilewright.ops.native import bind_team
+
+        bind_team()
 
 
 if __name__ == "__main__":

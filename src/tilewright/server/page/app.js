@@ -38,7 +38,7 @@ class App {
     this.pane = new PANES.chat(this);
     this.pictures = new PANES.pictures(this);
     this.pictures.node.hidden = true;
-    byId("pane").append(this.pane.node, this.pictures.node);
+    byId("pane").append(this.pane.node); // the other one when there is something to draw with
     const settings = () => openSettings(() => this.showSettings());
     byId("settings").addEventListener("click", settings);
     listenForKeys({
@@ -91,6 +91,7 @@ class App {
     this.pane.modelChanged();
     this.pictures.modelChanged();
     if (!talkers.length && this.pictureModel()) this.show(null);
+    else if (!this.pictureModel() && this.shown === this.pictures) this.create();
     else this.showPane();
   }
 
@@ -131,6 +132,8 @@ class App {
 
   showPane(pane = this.shown) {
     const isChat = pane === this.pane;
+    const isNeeded = !isChat || this.pictureModel();
+    if (isNeeded && !this.pictures.node.isConnected) byId("pane").append(this.pictures.node);
     this.pane.node.hidden = !isChat;
     this.pictures.node.hidden = isChat;
     this.modelChoice.hidden = byId("settings").hidden = !isChat;

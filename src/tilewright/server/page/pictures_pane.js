@@ -52,8 +52,8 @@ export class PicturesPane {
     this.notice = element("p", { class: "wrong", role: "alert", hidden: true });
     this.easel = element("section", { class: "easel", "aria-label": "Being drawn", hidden: true });
     this.gallery = element("ul", { class: "gallery", "aria-label": "Pictures" });
-    this.empty = element("p", { class: "lead" }, "Pictures that you make are kept in this browser.");
-    const column = element("div", { class: "column" }, form, this.notice, this.easel, this.empty, this.gallery);
+    this.about = element("p", { class: "hint" });
+    const column = element("div", { class: "column" }, form, this.about, this.notice, this.easel, this.gallery);
     this.node = element("div", { class: "pictures scrolling", tabindex: "-1" }, column);
   }
 
@@ -62,7 +62,9 @@ export class PicturesPane {
   }
 
   modelChanged() {
-    const limits = this.app.pictureModel()?.limits;
+    const model = this.app.pictureModel();
+    const limits = model?.limits;
+    this.about.textContent = model ? `Drawn by ${model.id}. Pictures are kept in this browser alone.` : "";
     const fits = (side) =>
       !limits ||
       (side <= limits.max_side && side * side <= limits.max_pixels && side >= limits.min_side && side % limits.size_multiple === 0);
@@ -151,7 +153,6 @@ export class PicturesPane {
       this.tell(storageProblem(error));
     }
     this.gallery.prepend(this.view(picture));
-    this.empty.hidden = true;
   }
 
   // Shows the pictures that are kept; also when another tab has changed them.
@@ -163,7 +164,6 @@ export class PicturesPane {
       this.tell(storageProblem(error));
     }
     this.gallery.replaceChildren(...pictures.map((picture) => this.view(picture)));
-    this.empty.hidden = pictures.length > 0;
   }
 
   view(picture) {
@@ -217,7 +217,6 @@ export class PicturesPane {
 
   async remove(picture, node) {
     node.remove();
-    this.empty.hidden = this.gallery.children.length > 0;
     this.prompt.focus();
     await this.app.store.forgetPicture(picture.id).catch((error) => this.tell(storageProblem(error)));
   }
