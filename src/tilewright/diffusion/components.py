@@ -7,6 +7,7 @@ largest of them is the most that is in memory; packed weights come back from the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import time
@@ -18,10 +19,11 @@ import torch
 
 from tilewright import config as settings
 from tilewright import embedded
+from tilewright.diffusion.params import Limits
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.layers import partition
 from tilewright.layers.partition import Partition
-from tilewright.model_files import CheckpointError, read_json
+from tilewright.model_files import CheckpointError, read_json, read_optional_json
 from tilewright.ops import backend
 from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import RequestError, UnsupportedConfig
@@ -87,6 +89,21 @@ class Components:
         """A component's config, without what is null there."""
         file = "scheduler_config.json" if name == "scheduler" else "config.json"
         return {key: value for key, value in read_json(self.path(name) / file).items() if value is not None}
+
+    def with_defaults(self, limits: Limits) -> Limits:
+        """The limits with the defaults that the folder's generation_config.json recommends, where it has one."""
+        stored = read_optional_json(self.folder / "generation_config.json")
+        names = {"width", "height", "num_steps", "guidance", "num_frames"}
+        if unknown := stored.keys() - names:
+            raise CheckpointError(
+                f"{self.folder / 'generation_config.json'} has {', '.join(sorted(unknown))}, expected some of "
+                f"{', '.join(sorted(names))}"
+            )
+        field = {"num_steps": "default_steps", "num_frames": "default_frames"}
+        given = {field.get(name, f"default_{name}"): value for name, value in stored.items()}
+        limits = dataclasses.replace(limits, **given)
+        limits.params("")  # defaults that a request could not ask for
+        return limits
 
     def tokenizer(self, name: str = "tokenizer") -> Tokenizer:
         return Tokenizer.from_folder(self.path(name))

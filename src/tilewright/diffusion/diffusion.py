@@ -94,6 +94,7 @@ class Diffusion:
         output: str = "pil",
         step_cache: float | None = None,
         guidance_interval: tuple[float, float] | None = None,
+        guidance_norm: float | None = None,
         on_step: OnStep | None = None,
     ) -> Generated:
         """The pictures of a prompt."""
@@ -112,6 +113,7 @@ class Diffusion:
             output=output,
             step_cache=step_cache,
             guidance_interval=guidance_interval,
+            guidance_norm=guidance_norm,
         )
         return self.run(params, on_step)
 

@@ -42,6 +42,7 @@ class GenerationParams:
     # Optional savings, off unless they are asked for.
     step_cache: float = 0.0  # steps whose first block changes less than this reuse the rest of the last one; 0: none
     guidance_interval: tuple[float, float] = (0.0, 1.0)  # the part of the denoising, 0 to 1, that is guided
+    guidance_norm: float = 0.0  # how many times as long as without guidance a prediction may get; 0: no bound
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -55,10 +56,11 @@ class GenerationParams:
 
     def settings(self, index: int = 0) -> dict[str, Any]:
         """What it takes to make picture `index` again, alone: the metadata of its file."""
-        kept = ("prompt", "negative_prompt", "width", "height", "num_frames", "num_steps", "guidance", "step_cache")
+        kept = ("prompt", "negative_prompt", "width", "height", "num_frames", "num_steps", "guidance", "step_cache",
+                "guidance_norm")
         found = {name: getattr(self, name) for name in kept}
         defaults = {field.name: field.default for field in fields(self)}
-        optional = ("negative_prompt", "num_frames", "step_cache")
+        optional = ("negative_prompt", "num_frames", "step_cache", "guidance_norm")
         found = {name: value for name, value in found.items() if name not in optional or value != defaults[name]}
         if self.guidance_interval != (0.0, 1.0):
             found["guidance_interval"] = list(self.guidance_interval)
@@ -111,6 +113,7 @@ class Limits:
             output=_output(given.get("output", "pil")),
             step_cache=_number("step_cache", given.get("step_cache", 0.0), 0.0, 1.0),
             guidance_interval=_interval(given.get("guidance_interval", (0.0, 1.0))),
+            guidance_norm=_number("guidance_norm", given.get("guidance_norm", 0.0), 0.0, 100.0),
         )
 
     def _size(self, given: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Self-attention: one product for q, k and v, norm and rope in place, then over what the batch has: pages, or itself."""
+"""Self-attention: one product for q, k and v, norm and rope in place, then over what the batch has: pages or itself."""
 
 from __future__ import annotations
 

@@ -1,0 +1,113 @@
+"""Z-Image and Z-Image-Turbo: Qwen3 reads the prompt, one stream of picture and caption, FLUX's VAE."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tilewright.diffusion.components import Components
+from tilewright.diffusion.guidance import guided
+from tilewright.diffusion.params import GenerationParams, Limits
+from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, given_latents, to_pixels
+from tilewright.diffusion.prompts import ChatPrompts
+from tilewright.diffusion.schedule import euler, flow_match_schedule, linear_sigmas, shift_for
+from tilewright.diffusion.text_cache import TextCache
+from tilewright.layers.step_cache import StepCache
+from tilewright.models import autoencoder_kl
+from tilewright.models.text_encoders import decoder_encoder
+from tilewright.models.z_image import transformer as z_image
+from tilewright.models.z_image.config import ZImageConfig
+from tilewright.models.z_image.transformer import LENGTH_MULTIPLE
+
+MAX_PROMPT_TOKENS = 512
+# The distilled model is published with this shift, and makes its pictures in few steps without guidance.
+TURBO_SHIFT = 3.0
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    positive: Tensor  # [L, D]
+    negative: Tensor | None  # None: no step is guided
+
+
+class ZImage(Pipeline):
+    BUILDERS = {
+        "text_encoder": functools.partial(decoder_encoder.build, hidden_layers=(-2,)),
+        "transformer": z_image.build,
+        "vae": autoencoder_kl.build,
+    }
+
+    def __init__(self, components: Components) -> None:
+        super().__init__(components)
+        self.scheduler = components.config("scheduler")
+        self.config = ZImageConfig.from_dict(components.config("transformer"))
+        self.vae_factor = 2 ** (len(components.config("vae")["block_out_channels"]) - 1)
+        self.limits = components.with_defaults(_limits(self.config, self.vae_factor, self.scheduler))
+        self.prompts = ChatPrompts(components.tokenizer(), self.limits.max_prompt_tokens, enable_thinking=True)
+        self.texts = TextCache()
+
+    def encode_prompt(self, params: GenerationParams) -> Conditioning:
+        texts = [params.prompt] + ([params.negative_prompt or ""] if params.guidance else [])
+        positive, *negative = self.texts.encode(texts, self._encode)
+        return Conditioning(positive, negative[0] if negative else None)
+
+    def _encode(self, texts: list[str]) -> list[Tensor]:
+        ids = [self.prompts.ids(text) for text in texts]
+        with self.components.use("text_encoder") as encoder:
+            return [states.clone() for states in encoder.encode(ids)]
+
+    def init_latents(self, params: GenerationParams) -> Tensor:
+        shape = self.config.channels, params.height // self.vae_factor, params.width // self.vae_factor
+        return given_latents(params, shape).permute(0, 2, 3, 1)[:, None].contiguous()
+
+    def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
+        n, _, height, width, _ = latents.shape
+        num_tokens = height * width // self.config.patch_size**2
+        mu = shift_for(num_tokens, self.scheduler)
+        sigmas = linear_sigmas(params.num_steps)
+        schedule = flow_match_schedule(self.scheduler, params.num_steps, mu=mu, sigmas=sigmas)
+        positive, negative = conditioning.positive, conditioning.negative
+        caches = {True: StepCache(params.step_cache), False: StepCache(params.step_cache)}
+        with self.components.use("transformer") as transformer:
+
+            @functools.cache
+            def prepared(is_guided: bool) -> z_image.Prepared:
+                captions, owners = ([positive, negative], [0] * n + [1] * n) if is_guided else ([positive], [0] * n)
+                return transformer.prepare(captions, owners, height, width)
+
+            def predict(index: int, latents: Tensor) -> Tensor:
+                sigma = schedule.sigmas[index]
+                is_guided = negative is not None and params.is_guided(sigma)
+                inputs = latents.repeat(2, 1, 1, 1, 1) if is_guided else latents
+                out = transformer(inputs, 1.0 - sigma, prepared(is_guided), caches[is_guided]).float()
+                return -(guided(out[:n], out[n:], params.guidance, params.guidance_norm) if is_guided else out)
+
+            return denoise_loop(latents, schedule, euler(schedule), predict, on_step)
+
+    def decode(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
+        with self.components.use("vae") as vae:
+            return to_pixels(vae.decode(latents.to(self.components.dtype("vae"))))
+
+    def exported(self, latents: Tensor) -> Tensor:
+        return latents[:, 0].permute(0, 3, 1, 2).contiguous()
+
+
+def _limits(config: ZImageConfig, vae_factor: int, scheduler: Mapping[str, Any]) -> Limits:
+    is_turbo = scheduler.get("shift", 1.0) == TURBO_SHIFT
+    frames, rows, columns = config.rope_lengths
+    multiple = vae_factor * config.patch_size
+    return Limits(
+        size_multiple=multiple,
+        default_width=1024,
+        default_height=1024,
+        default_steps=8 if is_turbo else 50,
+        default_guidance=0.0 if is_turbo else 5.0,
+        max_side=min(rows, columns) * multiple,
+        # The picture stands one behind its caption, which is padded.
+        max_prompt_tokens=min(MAX_PROMPT_TOKENS, (frames - 2) // LENGTH_MULTIPLE * LENGTH_MULTIPLE),
+    )
