@@ -47,7 +47,7 @@ LLAMA_TEMPLATE = """{{- bos_token -}}
 """
 
 
-def _write_tokenizer(folder: Path, special: list[str] = SPECIAL, tags: Sequence[str] = (), template=TEMPLATE) -> None:
+def write_tokenizer(folder: Path, special: list[str] = SPECIAL, tags: Sequence[str] = (), template=TEMPLATE) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -66,7 +66,7 @@ def write_text_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = transformers.Qwen3Config(**{**TEXT, "vocab_size": VOCAB}, head_dim=32, tie_word_embeddings=True)
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -76,7 +76,7 @@ def write_chat_model(folder: Path) -> Path:
     sizes = {**TEXT, "vocab_size": VOCAB, "max_position_embeddings": 8192}
     config = transformers.Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True)
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    _write_tokenizer(folder, QWEN_SPECIAL, QWEN_TAGS, (Path(__file__).parent / "data" / "qwen3.jinja").read_text())
+    write_tokenizer(folder, QWEN_SPECIAL, QWEN_TAGS, (Path(__file__).parent / "data" / "qwen3.jinja").read_text())
     return folder
 
 
@@ -92,7 +92,7 @@ def write_experts_model(folder: Path) -> Path:
         mlp_only_layers=[1],
     )
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -110,7 +110,7 @@ def write_vision_model(folder: Path) -> Path:
         tie_word_embeddings=True,
     )
     transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     _write_patch_settings(folder)
     return folder
 
@@ -122,7 +122,7 @@ def write_hybrid_model(folder: Path) -> Path:
     ids |= {f"{name}_token_id": FIRST_SPECIAL + special.index(f"<|{name}_pad|>") for name in ("image", "video")}
     network = tiny_qwen3_5.make_network("qwen3_5", tiny_qwen3_5.seeing_config(VOCAB, ids))
     network.save_pretrained(folder)
-    _write_tokenizer(folder, special, QWEN_TAGS, (Path(__file__).parent / "data" / "qwen3_5.jinja").read_text())
+    write_tokenizer(folder, special, QWEN_TAGS, (Path(__file__).parent / "data" / "qwen3_5.jinja").read_text())
     _write_patch_settings(folder)
     return folder
 
@@ -149,7 +149,7 @@ def write_cross_model(folder: Path) -> Path:
             if "gate" in name.rsplit(".", 1)[-1]:  # closed in a fresh network
                 parameter.fill_(0.7)
     network.save_pretrained(folder)
-    _write_tokenizer(folder, LLAMA_SPECIAL, template=LLAMA_TEMPLATE)
+    write_tokenizer(folder, LLAMA_SPECIAL, template=LLAMA_TEMPLATE)
     begin = LLAMA_SPECIAL[1]
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright import embedded, engine_flags, replica_flags
@@ -20,6 +21,7 @@ from tilewright.server import flags
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
+    from tilewright.server.link.pictures import PictureBackend
     from tilewright.server.link.remote import RemoteBackend
     from tilewright.server.replicas.backend import ReplicaBackend
     from tilewright.server.settings import ServerSettings
@@ -36,12 +38,15 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "serve",
         help="run an OpenAI-compatible server",
-        description="Serves MODEL to many clients at once, with OpenAI's interface, at http://127.0.0.1:8000/v1. "
-        "Without MODEL: the small model that is part of the package.",
+        description="Serves MODEL to many clients at once, with OpenAI's interface, at http://127.0.0.1:8000/v1, and "
+        "a model that makes pictures beside it. Without MODEL: the small models that are part of the package. A MODEL "
+        "that makes pictures is served alone.",
         epilog="""examples:
   tilewright serve                                    the embedded model, which is tiny
   tilewright serve ./Qwen3-VL-2B-Instruct
   tilewright serve Qwen/Qwen3-VL-2B-Instruct --port 9000
+  tilewright serve MODEL --image-model ./Z-Image-Turbo     chat and pictures
+  tilewright serve ./Z-Image-Turbo                    pictures only
   TILEWRIGHT_API_KEY=secret tilewright serve MODEL --host 0.0.0.0
   tilewright serve MODEL --allow-files ~/Pictures     clients may use file:// URLs of pictures in it
   tilewright serve MODEL --replicas 2                 two engines; one that is lost is replaced
@@ -50,6 +55,11 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=engine_flags.MODEL_HELP)
+    parser.add_argument(
+        "--image-model", metavar="MODEL",
+        help="makes pictures or videos: a folder in diffusers' layout or a hub id, loaded by the first request; "
+        "none: no pictures (default: the embedded one, if MODEL is left out)",
+    )  # fmt: skip
     parser.add_argument("--host", default=HOST, help=f"address to listen on (default {HOST}: local clients only)")
     parser.add_argument("--port", type=engine_flags.natural, default=PORT, help=f"default {PORT}; 0: any free one")
     parser.add_argument("--name", help="the model's name for clients (default: its folder's name)")
@@ -74,26 +84,70 @@ def run(options: argparse.Namespace) -> int:
     log_lines.configure(is_json, _log_level(options))
     _allow_many_connections()
     settings = flags.make_settings(options)
+    model, image_model = _models(options)
+    listener = _listen(options.host, options.port)
+    with listener:
+        backend = None if model is None else _backend(options, _engine(options, model, settings), is_json)
+        pictures = None if image_model is None else _pictures(options, image_model, settings, is_json)
+        status: int = run_loop(serve(settings, backend, pictures, listener, options.drain_timeout))
+        return status
+
+
+def _models(options: argparse.Namespace) -> tuple[str | None, str | None]:
+    """The model that answers and the one that makes pictures; None: there is none."""
     engine_flags.check_model(options.model)
-    engine_options = engine_flags.engine_options(options)
+    image_model = None if options.image_model == "none" else options.image_model
+    if options.model is not None and _is_pipeline(options.model):
+        if options.image_model is not None:
+            raise RequestError(
+                f"{options.model} makes pictures, and --image-model is {options.image_model}: expected one of them"
+            )
+        return None, options.model
+    engine_flags.check_model(image_model)
     if options.model is None:
         _log.info(embedded.notice("tilewright serve ./Qwen3-VL-2B-Instruct"))
-    listener = _listen(options.host, options.port)
-    engine = {
-        **engine_options,
+        if options.image_model is None and embedded.has("tiny_draw"):
+            image_model = str(embedded.path("tiny_draw"))
+    return options.model or str(embedded.path()), image_model
+
+
+def _is_pipeline(model: str) -> bool:
+    return Path(model).expanduser().joinpath("model_index.json").is_file()
+
+
+def _engine(options: argparse.Namespace, model: str, settings: ServerSettings) -> dict[str, Any]:
+    return {
+        **engine_flags.engine_options(options),
+        "model": model,
         "progress": sys.stderr.isatty() and not options.quiet,
         "isolate_media": True,
         "media_limits": dataclasses.asdict(settings.media.limits),
     }
-    with listener:
-        backend = _backend(options, engine, is_json)
-        status: int = run_loop(serve(settings, backend, listener, options.drain_timeout))
-        return status
+
+
+def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings, log_is_json: bool) -> PictureBackend:
+    """The worker that makes pictures, whose process is started by the first request."""
+    from tilewright.server.link.pictures import PictureBackend
+
+    shared = {name: getattr(options, name) for name in ("dtype", "backend", "pack_cache")}
+    given = {name: value for name, value in shared.items() if value is not None}
+    return PictureBackend(
+        embedded.name_of(model),
+        {"model": model, **given},
+        dataclasses.asdict(settings.media.limits),
+        max_queue=settings.max_image_queue,
+        log_level=_child_log_level(options),
+        log_is_json=log_is_json,
+    )
+
+
+def _child_log_level(options: argparse.Namespace) -> int:
+    return logging.DEBUG if options.verbose else logging.WARNING
 
 
 def _backend(options: argparse.Namespace, engine: dict[str, Any], log_is_json: bool) -> RemoteBackend | ReplicaBackend:
     """An engine of its own process, or several of them by Ray."""
-    log_level = logging.DEBUG if options.verbose else logging.WARNING
+    log_level = _child_log_level(options)
     if options.replicas is None:
         from tilewright.server.link.remote import RemoteBackend
 
@@ -137,7 +191,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(
-    settings: ServerSettings, backend: RemoteBackend | ReplicaBackend, listener: socket.socket, drain_s: float
+    settings: ServerSettings,
+    backend: RemoteBackend | ReplicaBackend | None,
+    pictures: PictureBackend | None,
+    listener: socket.socket,
+    drain_s: float,
 ) -> int:
     """Serves until SIGINT or SIGTERM, then finishes the answers under way."""
     import uvicorn
@@ -145,7 +203,7 @@ async def serve(
     from tilewright.server.app import create_app
     from tilewright.server.connections import server_config
     from tilewright.server.handler import ApiHandler
-    from tilewright.server.link.remote import EngineRefused
+    from tilewright.server.link.supervisor import EngineRefused
     from tilewright.server.replicas.backend import ReplicaBackend
 
     class Server(uvicorn.Server):
@@ -153,7 +211,7 @@ async def serve(
         def capture_signals(self) -> Iterator[None]:
             yield  # our own handlers end the engine too
 
-    handler = ApiHandler(settings, backend)
+    handler = ApiHandler(settings, backend, pictures)
     # uvicorn cancels what is left, a little after the handler has sent errors for it.
     options = {"timeout_graceful_shutdown": round(drain_s + FINAL_ERRORS_S)}
     server = Server(server_config(create_app(handler), settings, handler.metrics, **options))
@@ -178,12 +236,13 @@ async def serve(
     elif settings.allowed_hosts == ():
         _log.warning("anyone who can reach %s can use it: no API key is set", url)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(backend.start())
+    starting = asyncio.create_task(_started(backend))
     try:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
-            _log.info("%s is ready: a page to talk to it at %s/, it answers at %s/v1", handler.model.name, url, url)
+            names = " and ".join(model["id"] for model in handler.model_objects())
+            _log.info("%s is ready: a page to talk to it at %s/, it answers at %s/v1", names, url, url)
         await serving
     except EngineRefused as error:
         server.should_exit = True
@@ -191,6 +250,13 @@ async def serve(
         raise RequestError(str(error)) from error
     finally:
         starting.cancel()
-        await handler.gate.close()
-        await backend.close()
+        await handler.close()
+        if backend is not None:
+            await backend.close()
     return 0
+
+
+async def _started(backend: RemoteBackend | ReplicaBackend | None) -> None:
+    """Returns when the engine is ready, at once where there is none."""
+    if backend is not None:
+        await backend.start()

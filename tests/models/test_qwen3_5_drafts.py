@@ -357,7 +357,7 @@ def folder(tmp_path_factory):
     network = transformers.Qwen3_5ForCausalLM(config)
     source = tiny.save(network, tmp_path_factory.mktemp("source"))
     made = foreseen.write("qwen3_5_text", network, source, tmp_path_factory.mktemp("whole"))
-    tiny_checkpoint._write_tokenizer(made)
+    tiny_checkpoint.write_tokenizer(made)
     return made
 
 

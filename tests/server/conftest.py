@@ -45,21 +45,26 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(make_backend: Callable, settings: ServerSettings | None = None, port: int = 0) -> Iterator[Running]:
-    """A Running server whose backend `make_backend` makes on the server's event loop; port 0: any free one."""
+def serving(
+    make_backend: Callable,
+    settings: ServerSettings | None = None,
+    port: int = 0,
+    make_pictures: Callable = lambda: None,
+) -> Iterator[Running]:
+    """A Running server whose backends are made on the server's event loop; port 0: any free one."""
     started: list[Running] = []
     ready = threading.Event()
     server: list[uvicorn.Server] = []
 
     async def main() -> None:
-        handler = ApiHandler(settings or ServerSettings(), make_backend())
+        handler = ApiHandler(settings or ServerSettings(), make_backend(), make_pictures())
         listener = socket.create_server(("127.0.0.1", port))
         server.append(uvicorn.Server(server_config(create_app(handler), handler.settings, handler.metrics)))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         started.append(Running(url, handler, asyncio.get_running_loop()))
         ready.set()
         await server[0].serve(sockets=[listener])
-        await handler.gate.close()
+        await handler.close()
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()

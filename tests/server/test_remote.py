@@ -7,7 +7,8 @@ import pytest
 from tiny_checkpoint import write_text_model
 
 from tilewright.server.link.backend import EngineRequest, EngineUnavailable
-from tilewright.server.link.remote import EngineRefused, RemoteBackend
+from tilewright.server.link.remote import RemoteBackend
+from tilewright.server.link.supervisor import EngineRefused
 from tilewright.types import RequestError
 
 

@@ -19,8 +19,8 @@ from tilewright.batch.work import BatchWorkers, Totals
 from tilewright.inputs.media import MediaLimits
 from tilewright.server.endpoints import ENDPOINTS
 from tilewright.server.json_text import to_json
-from tilewright.server.link.engine_process import end_with_thread
 from tilewright.server.link.local import LocalBackend
+from tilewright.server.link.process import end_with_thread
 from tilewright.server.media.gate import MediaGate, MediaPolicy
 from tilewright.types import RequestError
 

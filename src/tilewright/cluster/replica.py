@@ -15,7 +15,7 @@ from tilewright.replica_flags import local_options
 from tilewright.server import log_lines
 from tilewright.server.handler import MAX_STEP_S
 from tilewright.server.link.backend import Ended, EngineRequest, EngineUnavailable, Event, Failed, ModelInfo
-from tilewright.server.link.engine_process import ENGINE_LOST
+from tilewright.server.link.process import THREAD_LOST
 from tilewright.server.link.remote import RemoteBackend
 from tilewright.server.link.service import failure
 from tilewright.server.replicas.backend import Route
@@ -60,7 +60,7 @@ class EngineReplica:
             hangs = self._num_silent == MAX_SILENT
         if hangs:
             _log.critical("the engine hangs: the replica ends, to be replaced")
-            os._exit(ENGINE_LOST)
+            os._exit(THREAD_LOST)
 
     async def model(self, route: Route) -> ModelInfo:
         return self._backend.model

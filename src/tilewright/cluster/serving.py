@@ -23,7 +23,7 @@ from tilewright.cluster.replica import EngineReplica
 from tilewright.cluster.request_router import PrefixRequestRouter
 from tilewright.replica_flags import ReplicaCount
 from tilewright.server.link.backend import EngineRequest, Event, ModelInfo
-from tilewright.server.link.remote import EngineRefused
+from tilewright.server.link.supervisor import EngineRefused
 from tilewright.server.replicas.backend import ReplicaLost, Route
 
 _log = logging.getLogger(__name__)

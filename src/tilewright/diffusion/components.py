@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class Components:
         self._pack_cache = pack_cache and not embedded.is_embedded(self.folder)
         self._progress = progress
         self._networks: dict[str, Any] = {}
+        self._num_users: Counter[str] = Counter()
 
     @property
     def group(self) -> Group:
@@ -102,7 +104,10 @@ class Components:
         field = {"num_steps": "default_steps", "num_frames": "default_frames"}
         given = {field.get(name, f"default_{name}"): value for name, value in stored.items()}
         limits = dataclasses.replace(limits, **given)
-        limits.params("")  # defaults that a request could not ask for
+        try:
+            limits.params("", image=True if limits.needs_image else None)
+        except RequestError as error:  # no request could ask for these
+            raise CheckpointError(f"{self.folder / 'generation_config.json'}: {error}") from error
         return limits
 
     def tokenizer(self, name: str = "tokenizer") -> Tokenizer:
@@ -119,15 +124,16 @@ class Components:
         """The network of a component, loaded if it is not; in low-memory mode it is released afterwards."""
         network = self._networks.get(name)
         if network is None:
-            if self.low_memory:
-                self.release()
             network = self._networks[name] = self._load(name)
+        self._num_users[name] += 1
         try:
             yield network
         finally:
             del network
-            if self.low_memory:
-                self.release()
+            self._num_users[name] -= 1
+            if self.low_memory and not self._num_users[name]:
+                del self._networks[name]
+                gc.collect()  # layers and their caches may refer to each other
 
     def is_loaded(self, name: str) -> bool:
         return name in self._networks
@@ -135,7 +141,7 @@ class Components:
     def release(self) -> None:
         """Lets go of all networks."""
         self._networks.clear()
-        gc.collect()  # layers and their caches may refer to each other
+        gc.collect()
 
     def _load(self, name: str) -> Any:
         begin_s = time.perf_counter()

@@ -63,15 +63,13 @@ class Diffusion:
     ) -> None:
         path = embedded.path("tiny_draw") if model is None else model
         self.name = embedded.name_of(path)
-        self._components = Components(
-            path, dtype=dtype, low_memory=low_memory, pack_cache=pack_cache, progress=progress
-        )
-        self._pipeline = open_pipeline(self._components)
+        components = Components(path, dtype=dtype, low_memory=low_memory, pack_cache=pack_cache, progress=progress)
+        self.pipeline = open_pipeline(components)
         self._lock = threading.Lock()
 
     @property
     def limits(self) -> Limits:
-        return self._pipeline.limits
+        return self.pipeline.limits
 
     def params(self, prompt: str, **settings: Any) -> GenerationParams:
         """A request, checked, with this model's defaults."""
@@ -120,11 +118,15 @@ class Diffusion:
     def run(self, params: GenerationParams, on_step: OnStep | None = None) -> Generated:
         """The pictures of a request that `params` made."""
         with self._lock:
-            result = self._pipeline.generate(params, on_step or ignore_step)
+            result = self.pipeline.generate(params, on_step or ignore_step)
         return Generated(_images(result, params), result.latents, result.timings, params, self.name)
 
+    def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
+        """The pictures that a step sees, small, uint8 [n, T, H, W, 3]: for an on_step, with the latents it gets."""
+        return self.pipeline.preview(latents, params)
+
     def close(self) -> None:
-        self._components.release()
+        self.pipeline.components.release()
 
     def __enter__(self) -> Diffusion:
         return self

@@ -23,6 +23,10 @@ MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARACTERS = 20_000
 
 
+class Cancelled(Exception):
+    """Raised by on_step to end a run; what the run held is free when it comes out of `generate`."""
+
+
 @dataclass(frozen=True)
 class GenerationParams:
     """A request with every value known and checked. `Limits.params` makes them."""
@@ -56,8 +60,17 @@ class GenerationParams:
 
     def settings(self, index: int = 0) -> dict[str, Any]:
         """What it takes to make picture `index` again, alone: the metadata of its file."""
-        kept = ("prompt", "negative_prompt", "width", "height", "num_frames", "num_steps", "guidance", "step_cache",
-                "guidance_norm")
+        kept = (
+            "prompt",
+            "negative_prompt",
+            "width",
+            "height",
+            "num_frames",
+            "num_steps",
+            "guidance",
+            "step_cache",
+            "guidance_norm",
+        )
         found = {name: getattr(self, name) for name in kept}
         defaults = {field.name: field.default for field in fields(self)}
         optional = ("negative_prompt", "num_frames", "step_cache", "guidance_norm")
@@ -84,6 +97,7 @@ class Limits:
     default_frames: int = 1
     max_frames: int = 1  # 1: it makes stills
     frame_multiple: int = 1  # a video has 1 + a multiple of so many frames
+    fps: float = 16.0  # of videos: what the model was trained with
     max_pictures: int = 16  # of one request
     max_prompt_tokens: int = 512  # as the text encoder reads them, with the template
     takes_image: bool = False
@@ -96,12 +110,11 @@ class Limits:
         unknown = given.keys() - {field.name for field in fields(GenerationParams)}
         if unknown:
             raise RequestError(f"{', '.join(sorted(unknown))} is no setting of a picture")
-        image = given.get("image")
         width, height = self._size(given)
         return GenerationParams(
             prompt=_text("prompt", prompt),
             negative_prompt=self._negative_prompt(given.get("negative_prompt")),
-            image=self._image(image),
+            image=self._image(given.get("image")),
             width=width,
             height=height,
             num_frames=self._num_frames(given.get("num_frames", self.default_frames)),

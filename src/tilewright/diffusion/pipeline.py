@@ -13,24 +13,24 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.diffusion.components import Components
+from tilewright.diffusion.params import Cancelled as Cancelled
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.schedule import Schedule, Step, estimate
+from tilewright.ops.plan import Arena
 from tilewright.types import RequestError
+
+PREVIEW_PIXELS = 256  # of a preview's longer side, about
 
 # on_step(step, num_steps, latents): after each step, counted from 1. The latents are the picture as that step sees it,
 # without the noise that is left: what a preview shows. It may raise Cancelled.
 OnStep = Callable[[int, int, Tensor], object]
-
-
-class Cancelled(Exception):
-    """Raised by on_step to end a run; what the run held is free when it comes out of `generate`."""
 
 
 def ignore_step(step: int, num_steps: int, latents: Tensor) -> None:
@@ -65,7 +65,7 @@ class Pipeline(ABC):
     """A kind of checkpoint. Subclasses say what a component's class is built by (`BUILDERS`) and have the stages."""
 
     # By component of model_index.json: what makes its network of its config.
-    BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {}
+    BUILDERS: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {}
 
     limits: Limits
 
@@ -93,6 +93,16 @@ class Pipeline(ABC):
     def exported(self, latents: Tensor) -> Tensor:
         """Latents in diffusers' layout, as `latents=` takes them."""
 
+    def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
+        """The pictures that a step sees, small, uint8 [n, T, H, W, 3]: of latents averaged over squares of them."""
+        side = max(params.width, params.height)
+        factor = min(max(round(side / PREVIEW_PIXELS), 1), *latents.shape[2:4])
+        n, t, height, width, channels = latents.shape
+        rows, columns = height // factor, width // factor
+        squares = latents[:, :, : rows * factor, : columns * factor].view(n, t, rows, factor, columns, factor, channels)
+        with torch.inference_mode():
+            return self.decode(squares.mean(dim=(3, 5)), params)
+
     def generate(self, params: GenerationParams, on_step: OnStep = ignore_step) -> Result:
         """All stages in turn."""
         timings = Timings()
@@ -101,7 +111,7 @@ class Pipeline(ABC):
                 conditioning = self.encode_prompt(params)
             with self._timed(timings, "denoise_s"):
                 latents = self.init_latents(params)
-                latents = self.denoise(latents, conditioning, params, _timing_steps(on_step, timings))
+                latents = self.denoise(latents, conditioning, params, _StepTimer(self.components, timings, on_step))
             pixels = None
             if params.output != "latents":
                 with self._timed(timings, "decode_s"):
@@ -128,26 +138,31 @@ class _Timer:
         self._timings.load_s += loading_s
 
 
-def _timing_steps(on_step: OnStep, timings: Timings) -> OnStep:
-    last_s = None
+class _StepTimer:
+    """An on_step that notes how long each step took, without loading and without what `on_step` itself does."""
 
-    def timed(step: int, num_steps: int, latents: Tensor) -> None:
-        nonlocal last_s
-        now_s = time.perf_counter()
-        if last_s is not None or step > 1:
-            timings.steps_s.append(now_s - (last_s or now_s))
-        on_step(step, num_steps, latents)
-        last_s = time.perf_counter()
+    def __init__(self, components: Components, timings: Timings, on_step: OnStep) -> None:
+        self._components, self._timings, self._on_step = components, timings, on_step
+        self._begin_s = time.perf_counter() - components.loading_s
 
-    return timed
+    def __call__(self, step: int, num_steps: int, latents: Tensor) -> None:
+        self._timings.steps_s.append(time.perf_counter() - self._components.loading_s - self._begin_s)
+        self._on_step(step, num_steps, latents)
+        self._begin_s = time.perf_counter() - self._components.loading_s
 
 
 def denoise_loop(
     latents: Tensor, schedule: Schedule, step: Step, predict: Callable[[int, Tensor], Tensor], on_step: OnStep
 ) -> Tensor:
-    """Latents after the last step. `predict(index, latents)` is the velocity at step `index`, fp32 like the latents."""
+    """Latents after the last step. `predict(index, latents)` is the velocity at step `index`, fp32 like the latents.
+
+    Results of ops within `predict` lie in memory that the steps share, since fresh memory costs a page fault for each
+    of its pages: what is to outlive a step is made before the loop.
+    """
+    arena = Arena()
     for index in range(schedule.num_steps):
-        velocity = predict(index, latents)
+        with arena.use():
+            velocity = predict(index, latents).clone()
         seen = estimate(schedule, index, latents, velocity)
         latents = step(index, latents, velocity)
         on_step(index + 1, schedule.num_steps, seen)

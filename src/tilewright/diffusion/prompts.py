@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tilewright.inputs.chat_ids import ChatEncoder
 from tilewright.inputs.chat_template import ChatTemplate
@@ -14,7 +15,7 @@ from tilewright.types import RequestError
 class ChatPrompts:
     """Prompts as a user's message in the tokenizer's chat template. Special tokens in a prompt are plain text."""
 
-    def __init__(self, tokenizer: Tokenizer, max_tokens: int, **template_args: object) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int, **template_args: Any) -> None:
         if not tokenizer.chat_template:
             raise CheckpointError("the tokenizer has no chat template, which this pipeline writes prompts with")
         self._encoder = ChatEncoder(ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens), tokenizer)

@@ -29,6 +29,11 @@ def path(name: str = "tiny_vl") -> Path:
     return folder
 
 
+def has(name: str) -> bool:
+    """Whether this package was built with it."""
+    return (_FOLDERS[name] / _FILES[name]).is_file()
+
+
 def is_embedded(model: str | Path) -> bool:
     """Whether `model` is the folder of an embedded model, however it is written."""
     return _embedded_name(model) is not None

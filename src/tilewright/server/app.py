@@ -19,6 +19,7 @@ from tilewright.server.json_body import JsonRoute
 from tilewright.server.json_text import JsonResponse
 from tilewright.server.link.backend import EngineFailure, EngineUnavailable
 from tilewright.server.page_files import page_response
+from tilewright.server.pictures.routes import add_routes as add_picture_routes
 from tilewright.types import RequestError
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -51,6 +52,7 @@ def create_app(handler: ApiHandler) -> Guard:
     )
     app.router.route_class = JsonRoute
     _add_routes(app, handler)
+    add_picture_routes(app, handler.pictures)
     _add_error_handlers(app)
     _describe(app)
     return Guard(app, handler.settings, handler.metrics)
@@ -74,14 +76,13 @@ def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The served model."""
-        return JsonResponse({"object": "list", "data": [_model_object(handler)]})
+        """The served models."""
+        return JsonResponse({"object": "list", "data": handler.model_objects()})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """One model."""
-        handler.check_model(name)
-        return JsonResponse(_model_object(handler))
+        return JsonResponse(handler.model_object(name))
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     @app.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
@@ -103,26 +104,6 @@ def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
     async def version() -> Response:
         """The version of this server."""
         return JsonResponse({"version": __version__})
-
-
-def _model_object(handler: ApiHandler) -> dict[str, Any]:
-    model, limits = handler.model, handler.settings.media.limits
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": handler.started_s,
-        "owned_by": "tilewright",
-        "max_model_len": model.max_context,
-        "input_modalities": ["text", *model.accepts],
-        "limits": {
-            "max_body_bytes": handler.settings.max_body_bytes,
-            "max_media_bytes": limits.max_bytes,
-            "max_media_total_bytes": limits.max_total_bytes,
-            "max_media": limits.max_items,
-            "max_pixels": limits.max_pixels,
-            "max_duration_s": limits.max_duration_s,
-        },
-    }
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -30,9 +30,13 @@ class BodyError(HTTPException):
 class BoundedBody:
     """Receives the body of a request while it is neither too long nor too slow and the memory budget has room."""
 
-    def __init__(self, receive: Receive, settings: ServerSettings, reservation: MemoryReservation) -> None:
+    def __init__(
+        self, receive: Receive, settings: ServerSettings, reservation: MemoryReservation, *, is_form: bool = False
+    ) -> None:
+        """A form is not JSON: the bytes of its files are not counted as values."""
         self._receive = receive
         self._settings = settings
+        self._is_form = is_form
         self._reservation = reservation
         self._size_bytes = 0
         self._num_values = 0
@@ -45,7 +49,8 @@ class BoundedBody:
         message = await self._next()
         data = message.get("body", b"")
         self._size_bytes += len(data)
-        self._num_values += sum(map(data.count, (b",", b"[", b"{")))
+        if not self._is_form:
+            self._num_values += sum(map(data.count, (b",", b"[", b"{")))
         self._is_complete = not message.get("more_body", False)
         try:
             self._reservation.add(len(data))

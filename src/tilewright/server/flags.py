@@ -57,6 +57,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         help="answers that may wait in the queue; more are refused with status 429 (default 256)",
     )  # fmt: skip
     group.add_argument(
+        "--max-image-queue", type=engine_flags.natural, default=16, metavar="N",
+        help="requests for pictures and videos that may wait; more are refused with status 429 (default 16)",
+    )  # fmt: skip
+    group.add_argument(
         "--request-timeout", type=_seconds, default=1800.0, metavar="S", help="time for one answer (default 1800)"
     )
     group.add_argument(
@@ -132,6 +136,7 @@ def make_settings(options: argparse.Namespace) -> ServerSettings:
         max_connections_per_address=options.max_connections_per_address,
         max_body_bytes=parse_bytes(options.max_body),
         max_queue=options.max_queue,
+        max_image_queue=options.max_image_queue,
         request_timeout_s=options.request_timeout,
         media=MediaPolicy(
             limits,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import PlainTextResponse, Response
@@ -17,9 +19,11 @@ from tilewright.server.endpoints import ENDPOINTS, Context, PreparedRequest
 from tilewright.server.errors import ApiError
 from tilewright.server.json_text import JsonResponse
 from tilewright.server.link.backend import Backend, EngineUnavailable, ModelInfo
+from tilewright.server.link.pictures import PictureBackend
 from tilewright.server.media.gate import MediaGate
 from tilewright.server.memory_budget import MemoryReservation
 from tilewright.server.metrics import Metrics
+from tilewright.server.pictures.handler import PictureHandler
 from tilewright.server.request_log import RequestLog
 from tilewright.server.respond import AnswerResponse, disconnected, shutting_down, timed_out
 from tilewright.server.responses import History
@@ -33,11 +37,15 @@ MAX_LOGGED = 10_000  # characters of a body in the log, with --log-content: pict
 class ApiHandler:
     """Answers requests: from a checked body to a response that is being written."""
 
-    def __init__(self, settings: ServerSettings, backend: Backend) -> None:
+    def __init__(
+        self, settings: ServerSettings, backend: Backend | None, pictures: PictureBackend | None = None
+    ) -> None:
+        """Without a backend it makes pictures only."""
         self.settings = settings
         self.backend = backend
         self.metrics = metrics = Metrics()
         self.gate = MediaGate(settings.media)
+        self.pictures = PictureHandler(settings, pictures, self.gate, metrics)
         self._admission = Admission(settings.max_queue, metrics)
         self._history = History()
         self._answers: set[Answer] = set()  # under way
@@ -46,14 +54,21 @@ class ApiHandler:
 
     @property
     def model(self) -> ModelInfo:
-        model = self.backend.model
+        model = self._engine.model
         return replace(model, name=self.settings.served_name or model.name)
+
+    @property
+    def _engine(self) -> Backend:
+        if self.backend is None:
+            raise ApiError(404, "this server makes pictures only: it has no model for text", code="model_not_found")
+        return self.backend
 
     def check_model(self, name: str | None) -> ModelInfo:
         """The model; 404 if `name` is another's."""
         model = self.model
-        if name and not model.is_meant_by(name) and name != self.backend.model.name:
-            message = f"there is no model {name[:200]!r} here, only {model.name!r}"
+        if name and not model.is_meant_by(name) and name != self._engine.model.name:
+            what = "makes pictures only, use" if self.pictures.is_meant_by(name) else "is not here, only"
+            message = f"the model {name[:200]!r} {what} {model.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
@@ -67,7 +82,7 @@ class ApiHandler:
         slot = self._admission.enter(body.num_answers, model.max_sequences)
         try:
             requests, make_writer = await self._prepare(body, model, request)
-            answer = Answer(self.backend, requests)
+            answer = Answer(self._engine, requests)
             self._answers.add(answer)
 
             def leave() -> None:
@@ -87,11 +102,49 @@ class ApiHandler:
             slot.release()
             raise
 
+    def model_objects(self) -> list[dict[str, Any]]:
+        """The models and what each can do, as /v1/models has them."""
+        pictures = [self.pictures.model_object(self.started_s)] if self.pictures.backend else []
+        return pictures if self.backend is None else [self._model_object(), *pictures]
+
+    def model_object(self, name: str) -> dict[str, Any]:
+        """One model; 404 if there is none of that name."""
+        if self.pictures.is_meant_by(name):
+            return self.pictures.model_object(self.started_s)
+        self.check_model(name)
+        return self._model_object()
+
+    def _model_object(self) -> dict[str, Any]:
+        model, limits = self.model, self.settings.media.limits
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self.started_s,
+            "owned_by": "tilewright",
+            "max_model_len": model.max_context,
+            "input_modalities": ["text", *model.accepts],
+            "output_modalities": ["text"],
+            "limits": {
+                "max_body_bytes": self.settings.max_body_bytes,
+                "max_media_bytes": limits.max_bytes,
+                "max_media_total_bytes": limits.max_total_bytes,
+                "max_media": limits.max_items,
+                "max_pixels": limits.max_pixels,
+                "max_duration_s": limits.max_duration_s,
+            },
+        }
+
+    async def close(self) -> None:
+        """Ends what makes pictures and what fetches media; the backend is the caller's."""
+        await self.pictures.close()
+        await self.gate.close()
+
     def shut_down(self) -> None:
         """Ends all answers under way with an error that says so: the drain timeout is over."""
         self._is_shutting_down.set()
         for answer in self._answers:
             answer.notify(ShuttingDown())
+        self.pictures.shut_down()
 
     async def _prepare(self, body: GenerationBody, model: ModelInfo, request: Request) -> PreparedRequest:
         """The request with its media read, unless the client leaves, time runs out or the server shuts down first."""
@@ -120,7 +173,9 @@ class ApiHandler:
             )
 
     async def health(self) -> Response:
-        """200 if a request would be answered now."""
+        """200 if a request would be answered now. A picture's process may start with its first request."""
+        if self.backend is None:
+            return JsonResponse({"status": "ok", "replicas": 0})
         try:
             stats = await self.backend.stats()
         except EngineUnavailable as error:
@@ -131,10 +186,12 @@ class ApiHandler:
         return JsonResponse({"status": "ok", "replicas": stats["num_replicas"]})
 
     async def metrics_text(self) -> Response:
-        stats: Mapping[str, float] | None
-        try:
-            stats = await self.backend.stats()
-        except EngineUnavailable:
-            stats = None
-        text = self.metrics.text(stats, self.backend.num_restarts)
+        stats: Mapping[str, float] | None = {} if self.backend is None else None
+        num_restarts = 0
+        if self.backend is not None:
+            num_restarts = self.backend.num_restarts
+            with contextlib.suppress(EngineUnavailable):
+                stats = await self.backend.stats()
+        pictures = self.pictures.backend
+        text = self.metrics.text(stats, num_restarts, None if pictures is None else pictures.stats())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -29,6 +29,13 @@ class MemoryReservation:
             headers = {"Retry-After": "5", "Connection": "close"}
             raise ApiError(429, message, kind="rate_limit_error", code="memory_full", headers=headers)
 
+    def hand_over(self, num_bytes: int) -> MemoryReservation:
+        """Another reservation that holds so many of these bytes, and may outlive the request."""
+        other = MemoryReservation(self._budget)
+        other._size_bytes = min(num_bytes, self._size_bytes)
+        self._size_bytes -= other._size_bytes
+        return other
+
     def release(self) -> None:
         self._budget.size_bytes -= self._size_bytes
         self._size_bytes = 0

@@ -14,6 +14,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from tilewright.diffusion.requests import Made
 from tilewright.server.link.backend import Ended
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -80,6 +81,12 @@ _ENGINE_COUNTERS = (
     ("num_drafts_proposed", "draft_tokens", "Draft tokens proposed."),
     ("num_drafts_accepted", "accepted_draft_tokens", "Draft tokens accepted."),
 )
+# Of `link.pictures.PictureBackend.stats`.
+_PICTURE_GAUGES = (
+    ("num_waiting", "pictures_waiting", "Requests for pictures and videos in the queue."),
+    ("num_running", "pictures_running", "Requests for pictures and videos being made."),
+    ("is_ready", "picture_worker_ready", "1 while the process that makes pictures runs: from the first request on."),
+)
 
 
 class Metrics:
@@ -106,6 +113,11 @@ class Metrics:
         self.connections_refused = counter("connections_refused", "Connections closed because too many are open.")
         self.in_flight = Gauge("tilewright_requests_in_flight", "Requests being answered.", registry=registry)
         self._ready = Gauge("tilewright_engine_ready", "1 while the engine answers.", registry=registry)
+        self._pictures = counter("pictures", "Pictures made.")
+        self._videos = counter("videos", "Videos made.")
+        self.pictures_cancelled = counter("pictures_cancelled", "Requests for pictures or videos that were cancelled.")
+        self._picture_seconds = histogram("picture_seconds", "Making what one request asks for.", _SECONDS)
+        self._picture_step = histogram("picture_step_seconds", "A denoising step.", _SECONDS)
         self._engine = _EngineCollector()
         registry.register(self._engine)
 
@@ -118,11 +130,20 @@ class Metrics:
         self._output_tokens.observe(ended.num_output_tokens)
         self._cached_tokens.inc(ended.num_cached_tokens)
 
-    def text(self, engine: Mapping[str, float] | None, num_restarts: int) -> bytes:
-        """All metrics; those of the engine only while it runs."""
+    def count_pictures(self, made: Made, *, is_video: bool) -> None:
+        (self._videos if is_video else self._pictures).inc(len(made.files))
+        self._picture_seconds.observe(made.load_s + made.encode_s + made.denoise_s + made.decode_s)
+        for step_s in made.steps_s:
+            self._picture_step.observe(step_s)
+
+    def text(
+        self, engine: Mapping[str, float] | None, num_restarts: int, pictures: Mapping[str, float] | None = None
+    ) -> bytes:
+        """All metrics; those of the engine only while it runs, those of the picture worker only where there is one."""
         self._ready.set(engine is not None)
         self._engine.stats = dict(engine or {})
         self._engine.num_restarts = num_restarts
+        self._engine.pictures = dict(pictures or {})
         return generate_latest(self._registry)
 
 
@@ -132,6 +153,7 @@ class _EngineCollector:
     def __init__(self) -> None:
         self.stats: dict[str, float] = {}
         self.num_restarts = 0
+        self.pictures: dict[str, float] = {}
 
     def collect(self) -> Iterator[Metric]:
         for name, metric, help_text in _ENGINE_GAUGES:
@@ -141,3 +163,9 @@ class _EngineCollector:
             if self.stats.get(name) is not None:
                 yield CounterMetricFamily(f"tilewright_{metric}", help_text, self.stats[name])
         yield CounterMetricFamily("tilewright_engine_restarts", "Engine restarts.", self.num_restarts)
+        for name, metric, help_text in _PICTURE_GAUGES:
+            if name in self.pictures:
+                yield GaugeMetricFamily(f"tilewright_{metric}", help_text, self.pictures[name])
+        if "num_restarts" in self.pictures:
+            help_text = "Restarts of the process that makes pictures."
+            yield CounterMetricFamily("tilewright_picture_worker_restarts", help_text, self.pictures["num_restarts"])

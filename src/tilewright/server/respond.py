@@ -19,7 +19,7 @@ from tilewright.server.request_log import RequestLog
 KEEP_ALIVE_S = 15.0
 # After the timeout, for a client that does not read what was sent to it.
 GRACE_S = 30.0
-_STREAM_HEADERS = [
+STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer tokens
@@ -90,7 +90,7 @@ class AnswerResponse(Response):
             self._log.fail(known, error)
             if self._has_head:
                 for chunk in self._writer.failure_chunks(known):
-                    await _send_event(send, chunk, self._name(chunk))
+                    await send_event(send, chunk, self._name(chunk))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             else:
                 await JsonResponse(known.body(), known.status, known.headers)(scope, receive, send)
@@ -104,10 +104,10 @@ class AnswerResponse(Response):
             for chunk in self._writer.add(prompt_index, event):
                 await self._begin(send)
                 self._has_chunk = True
-                await _send_event(send, chunk, self._name(chunk))
+                await send_event(send, chunk, self._name(chunk))
         await self._begin(send)
         for chunk in self._writer.closing_chunks():
-            await _send_event(send, chunk, self._name(chunk))
+            await send_event(send, chunk, self._name(chunk))
         if not self._writer.names_events:
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -159,7 +159,7 @@ class AnswerResponse(Response):
     async def _begin(self, send: Send) -> None:
         if not self._has_head:
             self._has_head = True
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
 
     def _name(self, chunk: Mapping[str, Any]) -> str | None:
         return chunk["type"] if self._writer.names_events else None
@@ -189,6 +189,7 @@ def shutting_down() -> ApiError:
     return ApiError(503, message, kind="server_error", code="server_ending", headers={"Connection": "close"})
 
 
-async def _send_event(send: Send, data: Mapping[str, Any], name: str | None) -> None:
+async def send_event(send: Send, data: Mapping[str, Any], name: str | None) -> None:
+    """Sends an event of a stream."""
     head = f"event: {name}\ndata: ".encode() if name else b"data: "
     await send({"type": "http.response.body", "body": head + to_json(data) + b"\n\n", "more_body": True})

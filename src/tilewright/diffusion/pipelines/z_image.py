@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -18,8 +18,8 @@ from tilewright.diffusion.prompts import ChatPrompts
 from tilewright.diffusion.schedule import euler, flow_match_schedule, linear_sigmas, shift_for
 from tilewright.diffusion.text_cache import TextCache
 from tilewright.layers.step_cache import StepCache
-from tilewright.models import autoencoder_kl
 from tilewright.models.text_encoders import decoder_encoder
+from tilewright.models.vae_registry import build_vae
 from tilewright.models.z_image import transformer as z_image
 from tilewright.models.z_image.config import ZImageConfig
 from tilewright.models.z_image.transformer import LENGTH_MULTIPLE
@@ -31,15 +31,14 @@ TURBO_SHIFT = 3.0
 
 @dataclass(frozen=True)
 class Conditioning:
-    positive: Tensor  # [L, D]
-    negative: Tensor | None  # None: no step is guided
+    captions: tuple[Tensor, ...]  # [L, D] of the prompt, then of the negative one where there is guidance
 
 
 class ZImage(Pipeline):
-    BUILDERS = {
+    BUILDERS: ClassVar = {
         "text_encoder": functools.partial(decoder_encoder.build, hidden_layers=(-2,)),
         "transformer": z_image.build,
-        "vae": autoencoder_kl.build,
+        "vae": build_vae,
     }
 
     def __init__(self, components: Components) -> None:
@@ -53,8 +52,7 @@ class ZImage(Pipeline):
 
     def encode_prompt(self, params: GenerationParams) -> Conditioning:
         texts = [params.prompt] + ([params.negative_prompt or ""] if params.guidance else [])
-        positive, *negative = self.texts.encode(texts, self._encode)
-        return Conditioning(positive, negative[0] if negative else None)
+        return Conditioning(tuple(self.texts.encode(texts, self._encode)))
 
     def _encode(self, texts: list[str]) -> list[Tensor]:
         ids = [self.prompts.ids(text) for text in texts]
@@ -67,25 +65,27 @@ class ZImage(Pipeline):
 
     def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
         n, _, height, width, _ = latents.shape
-        num_tokens = height * width // self.config.patch_size**2
-        mu = shift_for(num_tokens, self.scheduler)
+        mu = shift_for(height * width // self.config.patch_size**2, self.scheduler)
         sigmas = linear_sigmas(params.num_steps)
         schedule = flow_match_schedule(self.scheduler, params.num_steps, mu=mu, sigmas=sigmas)
-        positive, negative = conditioning.positive, conditioning.negative
-        caches = {True: StepCache(params.step_cache), False: StepCache(params.step_cache)}
+        captions = conditioning.captions
+        # Picture and negative prompt in one batch, in the steps that are guided.
+        sides = [len(captions) if params.is_guided(sigma) else 1 for sigma in schedule.sigmas[:-1]]
+        caches = {num_sides: StepCache(params.step_cache) for num_sides in sides}
         with self.components.use("transformer") as transformer:
-
-            @functools.cache
-            def prepared(is_guided: bool) -> z_image.Prepared:
-                captions, owners = ([positive, negative], [0] * n + [1] * n) if is_guided else ([positive], [0] * n)
-                return transformer.prepare(captions, owners, height, width)
+            prepared = {
+                num_sides: transformer.prepare(captions[:num_sides], np.arange(num_sides).repeat(n), height, width)
+                for num_sides in sorted(set(sides))
+            }
 
             def predict(index: int, latents: Tensor) -> Tensor:
-                sigma = schedule.sigmas[index]
-                is_guided = negative is not None and params.is_guided(sigma)
-                inputs = latents.repeat(2, 1, 1, 1, 1) if is_guided else latents
-                out = transformer(inputs, 1.0 - sigma, prepared(is_guided), caches[is_guided]).float()
-                return -(guided(out[:n], out[n:], params.guidance, params.guidance_norm) if is_guided else out)
+                time, num_sides = 1.0 - schedule.sigmas[index], sides[index]
+                inputs = latents.repeat(num_sides, 1, 1, 1, 1)
+                out = transformer(inputs, time, prepared[num_sides], caches[num_sides]).float()
+                if num_sides == 1:
+                    return -out
+                positive, negative = out.split(n)
+                return -guided(positive, negative, params.guidance, params.guidance_norm)
 
             return denoise_loop(latents, schedule, euler(schedule), predict, on_step)
 
@@ -101,13 +101,14 @@ def _limits(config: ZImageConfig, vae_factor: int, scheduler: Mapping[str, Any])
     is_turbo = scheduler.get("shift", 1.0) == TURBO_SHIFT
     frames, rows, columns = config.rope_lengths
     multiple = vae_factor * config.patch_size
+    max_side = min(rows, columns) * multiple
     return Limits(
         size_multiple=multiple,
-        default_width=1024,
-        default_height=1024,
+        default_width=min(1024, max_side),
+        default_height=min(1024, max_side),
         default_steps=8 if is_turbo else 50,
         default_guidance=0.0 if is_turbo else 5.0,
-        max_side=min(rows, columns) * multiple,
+        max_side=max_side,
         # The picture stands one behind its caption, which is padded.
         max_prompt_tokens=min(MAX_PROMPT_TOKENS, (frames - 2) // LENGTH_MULTIPLE * LENGTH_MULTIPLE),
     )

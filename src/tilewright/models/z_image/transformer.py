@@ -1,8 +1,8 @@
-"""Z-Image's transformer: latents and captions in, the velocity out. One stream: picture and caption attend to each other.
+"""Z-Image's transformer: latents and captions in, the velocity out. Picture and caption attend to each other as one.
 
-T: packed tokens of all pictures, each its picture's rows, then its caption's, both padded to a multiple of 32 by learned
-rows; N: the picture's patches. All pictures of a batch are at the same noise level, so that one modulation holds for
-every row.
+T: packed tokens of all pictures, each its picture's rows, then its caption's, both padded to a multiple of 32 by
+learned rows; N: the picture's patches. All pictures of a batch are at the same noise level, so that one modulation
+holds for every row.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ class ZImageBlock:
         eps = self.config.eps
         h = ada_rms_norm(x, scale1, None, eps, weight=self.attention_norm.weight.value)
         attended = self.attended_norm(self._attend(h[0], rows))
-        h = ada_rms_norm(
-            attended[None], scale2, None, eps, weight=self.mlp_norm.weight.value, residual=x, gate=gate1
-        )
+        h = ada_rms_norm(attended[None], scale2, None, eps, weight=self.mlp_norm.weight.value, residual=x, gate=gate1)
         inner = self.gate_up(h[0], activation="silu")
         mlp_out = self.mlp_out_norm(self.down(inner))
         if gate2 is None:
@@ -228,7 +226,7 @@ class ZImageTransformer:
 
     def _embed_patches(self, latents: Tensor, prepared: Prepared) -> Tensor:
         """Rows of all pictures, padded [B * (N + padding), D]."""
-        batch, _, height, width, channels = latents.shape
+        batch, channels = latents.shape[0], latents.shape[-1]
         patch, (rows, columns) = self.config.patch_size, prepared.grid
         patches = latents.to(self.dtype).view(batch, rows, patch, columns, patch, channels).transpose(2, 3)
         x = self.picture_padding.value.expand(len(prepared.pictures.cos), -1).clone().view(batch, -1, self.config.width)

@@ -46,15 +46,31 @@ export class Api {
     if (!response.ok) throw await apiError(response);
   }
 
+  // The events of a picture as it is made.
+  async *drawing(body, signal) {
+    const response = await this.post("v1/images/generations", body, signal);
+    let isComplete = false;
+    try {
+      for await (const data of eventsOf(response)) {
+        const event = JSON.parse(data);
+        if (event.error) throw new ApiError(500, event.error.message);
+        isComplete ||= event.type.endsWith(".completed");
+        yield event;
+      }
+    } catch (error) {
+      throw error instanceof TypeError ? new Unreachable(BROKE_OFF, true) : error;
+    }
+    if (!isComplete) throw new Unreachable(BROKE_OFF, true);
+  }
+
+  post(path, body, signal) {
+    const headers = { "Content-Type": "application/json" };
+    return this.request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  }
+
   // The chunks of an answer as they come.
   async *chat(body, signal) {
-    const options = {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(body),
-      signal,
-    };
-    const response = await this.request("v1/chat/completions", options);
+    const response = await this.post("v1/chat/completions", body, signal);
     try {
       for await (const data of eventsOf(response)) {
         if (data === "[DONE]") return; // what becomes of the connection after it is of no matter

@@ -1,6 +1,7 @@
-// The page: puts the parts together, and keeps track of which conversation is open and which model answers.
+// The page: puts the parts together, and keeps track of what is shown: a conversation or pictures, and by which model.
 
 import { Api, ApiError, Unreachable, keyProblem } from "./api.js";
+import { kindsOf } from "./attachments.js";
 import { Connection } from "./connection.js";
 import { comingConversation, hasBegun, newConversation, titleOf } from "./conversation.js";
 import { askDialog } from "./dialogs.js";
@@ -13,6 +14,7 @@ import { lastingValues } from "./small_values.js";
 import { Store, storageProblem } from "./store.js";
 
 const MODEL = "tilewright-model"; // the one chosen last
+const PICTURES = "?pictures"; // the address of that pane
 
 class App {
   constructor(store) {
@@ -28,18 +30,21 @@ class App {
     this.sidebar = new Sidebar({
       open: (id) => this.open(id),
       create: () => this.create(),
+      draw: () => this.showPictures(),
       rename: (id, title) => this.rename(id, title),
       remove: (id) => this.remove(id),
       removeAll: () => this.removeAll(),
     });
     this.pane = new PANES.chat(this);
-    byId("pane").append(this.pane.node);
+    this.pictures = new PANES.pictures(this);
+    this.pictures.node.hidden = true;
+    byId("pane").append(this.pane.node, this.pictures.node);
     const settings = () => openSettings(() => this.showSettings());
     byId("settings").addEventListener("click", settings);
     listenForKeys({
       newConversation: () => this.create(),
-      stop: () => this.pane.stop(),
-      focusQuestion: () => this.pane.composer.text.focus(),
+      stop: () => this.shown.stop(),
+      focusQuestion: () => (this.shown === this.pane ? this.pane.composer.text : this.pictures.prompt).focus(),
       settings,
     });
     addEventListener("popstate", () => this.urlChanged());
@@ -79,10 +84,61 @@ class App {
   showModels(models) {
     this.models = models;
     const chosen = this.modelChoice.value || lastingValues.get(MODEL);
-    this.modelChoice.replaceChildren(...models.map(({ id }) => element("option", { value: id }, id)));
-    if (models.some(({ id }) => id === chosen)) this.modelChoice.value = chosen;
-    this.modelChoice.disabled = models.length < 2;
+    const talkers = this.talkers();
+    this.modelChoice.replaceChildren(...talkers.map(({ id }) => element("option", { value: id }, id)));
+    if (talkers.some(({ id }) => id === chosen)) this.modelChoice.value = chosen;
+    this.modelChoice.disabled = talkers.length < 2;
     this.pane.modelChanged();
+    this.pictures.modelChanged();
+    if (!talkers.length && this.pictureModel()) this.show(null);
+    else this.showPane();
+  }
+
+  // The models that answer in words.
+  talkers() {
+    return this.models.filter((model) => model.output_modalities?.includes("text") ?? true);
+  }
+
+  // The one that makes pictures; null if there is none.
+  pictureModel() {
+    return this.models.find((model) => model.output_modalities?.includes("image")) ?? null;
+  }
+
+  canAskAbout() {
+    return kindsOf(this.model()).includes("image");
+  }
+
+  // Puts a picture into a new question.
+  askAbout(blob, name) {
+    this.create();
+    this.pane.composer.add([new File([blob], name, { type: blob.type })]);
+  }
+
+  // A picture was made, or was not: after the first one the server knows what its model takes.
+  pictureMade() {
+    if (this.pictureModel() && !this.pictureModel().limits) this.loadModels();
+  }
+
+  // The pane that is shown.
+  get shown() {
+    return this.pictures.node.hidden ? this.pane : this.pictures;
+  }
+
+  showPictures() {
+    this.show(null);
+    if (location.search !== PICTURES) history.pushState(null, "", PICTURES);
+  }
+
+  showPane(pane = this.shown) {
+    const isChat = pane === this.pane;
+    this.pane.node.hidden = !isChat;
+    this.pictures.node.hidden = isChat;
+    this.modelChoice.hidden = byId("settings").hidden = !isChat;
+    this.sidebar.showPanes({
+      canChat: this.talkers().length > 0 || !this.models.length,
+      canDraw: Boolean(this.pictureModel()),
+      current: isChat ? "chat" : "pictures",
+    });
   }
 
   model() {
@@ -113,11 +169,16 @@ class App {
   async listChanged() {
     this.showTitle();
     const { id } = this.pane.conversation;
-    this.sidebar.show(await this.kept(() => this.store.titles(), []), id);
+    const isChat = this.shown === this.pane;
+    this.sidebar.show(await this.kept(() => this.store.titles(), []), isChat ? id : null);
   }
 
   showTitle() {
     const { conversation } = this.pane;
+    if (this.shown === this.pictures) {
+      document.title = "Pictures · Tilewright";
+      return;
+    }
     if (conversation.isComing) return; // it has none yet
     document.title = hasBegun(conversation) ? `${titleOf(conversation)} · Tilewright` : "Tilewright";
   }
@@ -141,10 +202,16 @@ class App {
   // By the browser's own buttons, or a link within the page: that leads to what is open already.
   async urlChanged() {
     const { conversation } = this.pane;
-    if (idOfUrl() !== (hasBegun(conversation) ? conversation.id : null)) await this.openFromUrl();
+    const isThere = idOfUrl() === (hasBegun(conversation) ? conversation.id : null);
+    if (!isThere || isPicturesUrl() !== (this.shown === this.pictures)) await this.openFromUrl();
   }
 
   async openFromUrl() {
+    if (isPicturesUrl()) {
+      this.show(null);
+      return;
+    }
+    this.showPane(this.pane);
     const id = idOfUrl();
     const conversation = id ? comingConversation(id) : newConversation();
     this.pane.show(conversation);
@@ -162,8 +229,15 @@ class App {
     this.show(newConversation());
   }
 
-  // All at once: the user may write, send or navigate before the browser has read anything.
+  // A conversation, or without one the pictures. All at once: the user may write, send or navigate before the browser
+  // has read anything.
   show(conversation) {
+    this.showPane(conversation ? this.pane : this.pictures);
+    if (!conversation) {
+      this.listChanged();
+      this.pictures.focus();
+      return;
+    }
     this.pane.show(conversation);
     this.opened(conversation);
     this.pane.focus();
@@ -191,7 +265,7 @@ class App {
   // The open conversation is not there any more.
   leave() {
     this.pane.replace();
-    history.replaceState(null, "", location.pathname);
+    if (this.shown === this.pane) history.replaceState(null, "", location.pathname);
     this.listChanged();
   }
 
@@ -212,11 +286,14 @@ class App {
   async removeAll() {
     this.pane.dropAll();
     await this.kept(() => this.store.forgetAll());
+    this.pictures.load();
     this.create();
   }
 
   // Another tab changed or deleted a conversation, or all. An answer that comes there is shown here when it is done.
   async changedElsewhere({ id, change }) {
+    if (change === "pictures" || (change === "deleted" && id === null)) this.pictures.load();
+    if (change === "pictures") return;
     const { conversation, composer } = this.pane;
     const isOpen = id === conversation.id;
     if (change === "deleted") await this.gone(id);
@@ -248,6 +325,10 @@ class App {
 // Of the conversation that the address names; null for a new one.
 function idOfUrl() {
   return new URLSearchParams(location.search).get("c");
+}
+
+function isPicturesUrl() {
+  return location.search === PICTURES;
 }
 
 async function askForKey(wasRefused) {

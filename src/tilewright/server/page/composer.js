@@ -67,11 +67,11 @@ export class Composer {
       const { clipboardData } = event;
       // Office programs put a picture of the text beside it: the text is meant.
       const isText = clipboardData?.types.includes("text/plain");
-      if (!clipboardData?.files.length || isText || document.querySelector("dialog[open]")) return;
+      if (!clipboardData?.files.length || isText || document.querySelector("dialog[open]") || this.isAway) return;
       event.preventDefault();
       this.add([...clipboardData.files]);
     });
-    const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+    const hasFiles = (event) => event.dataTransfer?.types.includes("Files") && !this.isAway;
     document.addEventListener("dragover", (event) => {
       if (!hasFiles(event)) return;
       event.preventDefault();
@@ -143,6 +143,11 @@ export class Composer {
     this.hint.textContent = isWaiting ? "sent when its files are read" : this.isTextOnly ? "text only" : "";
     this.text.style.height = "auto";
     this.text.style.height = `${Math.min(this.text.scrollHeight, innerHeight * MAX_HEIGHT)}px`;
+  }
+
+  // Whether another pane is shown.
+  get isAway() {
+    return Boolean(this.node.closest("[hidden]"));
   }
 
   get isEmpty() {

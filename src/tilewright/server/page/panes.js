@@ -1,5 +1,6 @@
 // What the page can do, each a pane: a class made with the app, with a `node` for the page and `show`, `focus` and `stop`.
 
 import { ChatPane } from "./chat_pane.js";
+import { PicturesPane } from "./pictures_pane.js";
 
-export const PANES = { chat: ChatPane };
+export const PANES = { chat: ChatPane, pictures: PicturesPane };

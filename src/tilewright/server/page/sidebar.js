@@ -6,7 +6,7 @@ import { themeButton } from "./theme.js";
 import { openShortcuts } from "./shortcuts.js";
 
 export class Sidebar {
-  // host: { open(id), create(), rename(id, title), remove(id), removeAll() }
+  // host: { open(id), create(), draw(), rename(id, title), remove(id), removeAll() }
   constructor(host) {
     this.host = host;
     this.node = byId("sidebar");
@@ -25,6 +25,13 @@ export class Sidebar {
       icon("plus"),
       "New conversation",
     );
+    this.pictures = element(
+      "button",
+      { type: "button", class: "quiet row", hidden: true, onclick: () => this.pick(() => host.draw()) },
+      icon("picture"),
+      "Pictures",
+    );
+    this.create = create;
     const keys = element(
       "button",
       { type: "button", class: "quiet row", onclick: openShortcuts },
@@ -33,6 +40,7 @@ export class Sidebar {
     );
     this.node.append(
       create,
+      this.pictures,
       element("nav", { "aria-label": "Conversations" }, this.list),
       element("footer", {}, this.deleteAll, themeButton(), keys),
     );
@@ -59,6 +67,15 @@ export class Sidebar {
     byId("menu").setAttribute("aria-expanded", String(this.isOpen));
     if (this.isOpen) this.node.querySelector("button").focus();
     else if (had) byId("menu").focus();
+  }
+
+  // Shows what there is to do here, and which of it is done now: "chat" or "pictures".
+  showPanes({ canChat, canDraw, current }) {
+    this.create.hidden = !canChat;
+    this.pictures.hidden = !canDraw;
+    this.pictures.classList.toggle("current", current === "pictures");
+    if (current === "pictures") this.pictures.setAttribute("aria-current", "page");
+    else this.pictures.removeAttribute("aria-current");
   }
 
   // Shows { id, title } of conversations. Rows that are there stay: one may have the focus, or be under a finger.
@@ -101,7 +118,7 @@ export class Sidebar {
   }
 
   async askDeleteAll() {
-    const text = "All conversations, drafts and files of this page will be gone from this browser.";
+    const text = "All conversations, drafts, pictures and files of this page will be gone from this browser.";
     if (await confirmDialog("Delete everything?", text, "Delete all")) this.host.removeAll();
   }
 }

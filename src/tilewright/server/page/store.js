@@ -1,4 +1,4 @@
-// What the browser keeps: conversations, their titles, their files, and drafts. Several tabs may have the same one open:
+// What the browser keeps: conversations, their titles, their files, drafts, and pictures that were made. Several tabs may have the same one open:
 // each writes what it changed, and leaves what others did.
 
 import { attachmentsOf, mergedMessages, titleRow } from "./conversation.js";
@@ -43,7 +43,8 @@ export class Store {
     return result;
   }
 
-  // Messages to other tabs: { id, change }, where change is "asked", "changed" or "deleted" and no id means all.
+  // Messages to other tabs: { id, change }, where change is "asked", "changed" or "deleted" and no id means all; or
+  // "pictures", where the gallery changed.
   tell(change, id = null) {
     this.channel.postMessage({ id, change });
   }
@@ -178,6 +179,30 @@ export class Store {
     this.files.delete(id);
     if (this.urls.has(id)) URL.revokeObjectURL(this.urls.get(id));
     this.urls.delete(id);
+  }
+
+  // The pictures that were made here, the latest first: { id, createdAt, settings, seconds }; `file(id)` has its bytes.
+  async pictures() {
+    const kept = await this.read("pictures", (table) => table.getAll());
+    return kept.sort((one, other) => other.createdAt - one.createdAt);
+  }
+
+  async keepPicture(picture, blob) {
+    this.files.set(picture.id, blob);
+    await this.tables.within(["pictures", "files"], "readwrite", async (pictures, files) => {
+      await pictures.put(picture);
+      await files.put(blob, picture.id);
+    });
+    this.tell("pictures");
+  }
+
+  async forgetPicture(id) {
+    this.letGo(id);
+    await this.tables.within(["pictures", "files"], "readwrite", async (pictures, files) => {
+      await pictures.delete(id);
+      await files.delete(id);
+    });
+    this.tell("pictures");
   }
 
   // What is half written for a conversation, undefined if nothing is.

@@ -2,12 +2,13 @@
 
 import { titleRow } from "./conversation.js";
 
-const VERSION = 2;
+const VERSION = 3;
 const TABLES = {
   conversations: { keyPath: "id" },
   titles: { keyPath: "id" }, // what the list shows: to be read without the texts
   drafts: { keyPath: "id" },
   files: {},
+  pictures: { keyPath: "id" }, // that were made here: what made them; their files are among the files
 };
 
 export const TABLE_NAMES = Object.keys(TABLES);

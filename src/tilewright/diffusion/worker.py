@@ -1,0 +1,192 @@
+"""The worker: makes pictures and videos, one request after the other, on a thread of its own.
+
+    worker = Worker(Diffusion(model), emit=lambda request_id, event: ...)
+    worker.submit("a", PictureRequest("a lighthouse at dusk"))
+    worker.cancel("a")
+
+`server/link/picture_process.py` runs one in a process. A cancelled request ends after the step it is in, and what it
+held is free when `Stopped` is emitted. Imports no torch: what it makes pictures with does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from tilewright.diffusion.files import encode_picture, encode_video
+from tilewright.diffusion.params import Cancelled, GenerationParams, Limits
+from tilewright.diffusion.requests import (
+    Began,
+    Made,
+    MadeFile,
+    NotMade,
+    PictureEvent,
+    PictureRequest,
+    Previewed,
+    Stepped,
+    Stopped,
+)
+from tilewright.inputs.isolation.opener import IsolatedOpener
+from tilewright.inputs.media import MediaLimits, MediaPart
+from tilewright.types import RequestError
+
+_log = logging.getLogger(__name__)
+
+OnStep = Callable[[int, int, Any], object]
+Emit = Callable[[str, PictureEvent], None]  # (request id, event)
+PREVIEW_QUALITY = 80
+
+
+class PictureMaker(Protocol):
+    """What makes pictures: `tilewright.Diffusion`, or what stands in for it."""
+
+    name: str
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def run(self, params: GenerationParams, on_step: OnStep | None = None) -> Any:
+        """A `Generated`: its images are arrays [T, H, W, 3], as `params` ask for."""
+
+    def preview(self, latents: Any, params: GenerationParams) -> np.ndarray:
+        """The pictures that a step sees, uint8 [n, T, H, W, 3]."""
+
+    def close(self) -> None: ...
+
+
+class Worker:
+    """Makes what is submitted, in that order. `submit`, `cancel` and `close` are for one thread."""
+
+    def __init__(self, maker: PictureMaker, emit: Emit, media_limits: MediaLimits | None = None) -> None:
+        self._maker = maker
+        self._emit = emit
+        self._media_limits = media_limits or MediaLimits(allow_paths=False)
+        self._opener: IsolatedOpener | None = None  # started by the first picture that comes in
+        self._waiting: queue.SimpleQueue[tuple[str, PictureRequest] | None] = queue.SimpleQueue()
+        self._unfinished: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="pictures", daemon=True)
+        self._thread.start()
+
+    def submit(self, request_id: str, request: PictureRequest) -> None:
+        with self._lock:
+            self._unfinished.add(request_id)
+        self._waiting.put((request_id, request))
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request within a step; does nothing if it has ended."""
+        with self._lock:
+            if request_id in self._unfinished:
+                self._cancelled.add(request_id)
+
+    def close(self) -> None:
+        """Cancels what is left, and returns when the thread has ended."""
+        with self._lock:
+            self._cancelled |= self._unfinished
+        self._waiting.put(None)
+        self._thread.join()
+        if self._opener is not None:
+            self._opener.close()
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            request_id, request = item
+            event = self._made(request_id, request)
+            del item, request  # a picture to edit may be large
+            with self._lock:
+                self._unfinished.discard(request_id)
+                self._cancelled.discard(request_id)
+            _return_memory()
+            self._emit(request_id, event)
+
+    def _made(self, request_id: str, request: PictureRequest) -> Made | Stopped | NotMade:
+        """The request's last event. An internal error is logged, and the client sees no details of it."""
+        try:
+            self._check_cancelled(request_id)
+            return self._make(request_id, request)
+        except Cancelled:
+            return Stopped()
+        except RequestError as error:
+            return NotMade("request", str(error), error.param, error.code)
+        except MemoryError:
+            _log.exception("there is not enough memory for a picture")
+            return NotMade("request", "there is not enough memory for a picture of this size", "size")
+        except Exception:
+            _log.exception("a picture failed")
+            return NotMade("engine", "the picture could not be made; the server's log has the reason")
+
+    def _make(self, request_id: str, request: PictureRequest) -> Made:
+        request.params(self._maker.limits, request.picture)  # refused before a picture is decoded for it
+        params = request.params(self._maker.limits, self._opened(request.picture))
+        size = (params.width, params.height, params.num_frames)
+        self._emit(request_id, Began(*size, params.num_steps, params.seed))
+        generated = self._maker.run(params, self._on_step(request_id, request, params))
+        self._check_cancelled(request_id)  # before time is spent on a file that nobody wants
+        timings = generated.timings
+        files = [
+            MadeFile(_encoded(request, frames, generated.settings_of(index)), generated.settings_of(index))
+            for index, frames in enumerate(generated.images)
+        ]
+        steps_s = timings.steps_s or [timings.denoise_s / params.num_steps]
+        return Made(files, timings.load_s, timings.encode_s, timings.denoise_s, timings.decode_s, steps_s)
+
+    def _on_step(self, request_id: str, request: PictureRequest, params: GenerationParams) -> OnStep:
+        previews = preview_steps(request.num_previews, params.num_steps)
+
+        def on_step(step: int, num_steps: int, latents: Any) -> None:
+            self._check_cancelled(request_id)
+            self._emit(request_id, Stepped(step, num_steps))
+            if step in previews:
+                index = previews.index(step)
+                for picture, frames in enumerate(self._maker.preview(latents, params)):
+                    data = encode_picture(frames[0], "jpeg", {}, PREVIEW_QUALITY)
+                    self._emit(request_id, Previewed(picture, index, step, num_steps, data))
+
+        return on_step
+
+    def _check_cancelled(self, request_id: str) -> None:
+        with self._lock:
+            if request_id in self._cancelled:
+                raise Cancelled
+
+    def _opened(self, data: bytes | None) -> Any:
+        """The decoded picture of a request: by a process that has given up its rights."""
+        if data is None:
+            return None
+        from PIL import Image
+
+        if self._opener is None:
+            self._opener = IsolatedOpener(num_kept=1)
+        try:
+            picture = self._opener.open_picture(MediaPart("image", "image 1", data), self._media_limits)
+            return Image.fromarray(picture.decode())
+        except RequestError as error:
+            error.param = error.param or "image"
+            raise
+
+
+def preview_steps(num_previews: int, num_steps: int) -> list[int]:
+    """The steps after which previews are made, evenly apart and before the last."""
+    wanted = (round(num_steps * (index + 1) / (num_previews + 1)) for index in range(num_previews))
+    return sorted({step for step in wanted if 1 <= step < num_steps})
+
+
+def _encoded(request: PictureRequest, frames: np.ndarray, settings: dict[str, Any]) -> bytes:
+    """The file of [T, H, W, 3]."""
+    if request.is_video:
+        return encode_video(frames, request.fps)
+    return encode_picture(frames[0], request.file_format, settings, request.quality)
+
+
+def _return_memory() -> None:
+    """Gives freed memory back to the system: a picture's activations are many times what waits for the next one."""
+    with contextlib.suppress(AttributeError, OSError):  # musl has no such call, and keeps less
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,75 @@
+"""The process that makes pictures: reads requests from a socket, writes their events.
+
+It yields to the engine (docs/server.md has the measurements). Where the machine has several memory nodes, its threads
+and its memory are on one of them: the last, since the engine's ranks take the first ones first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from typing import Any
+
+from tilewright import config
+from tilewright.diffusion.requests import event_to_json, request_from_json
+from tilewright.diffusion.worker import PictureMaker, Worker
+from tilewright.inputs.media import MediaLimits
+from tilewright.model_files import CheckpointError
+from tilewright.parallel.binding import claim_cpus, plan_binding
+from tilewright.parallel.topology import read_topology
+from tilewright.server.link.process import Channel, run_process
+from tilewright.types import RequestError, UnsupportedConfig
+
+NICENESS = 10  # while the engine computes it gets nine tenths of a core that both want
+
+
+def open_diffusion(**options: Any) -> PictureMaker:
+    """A Diffusion by its arguments. A model that cannot be loaded is a RequestError."""
+    from tilewright.diffusion.diffusion import Diffusion
+
+    try:
+        return Diffusion(**options)
+    except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
+        raise RequestError(str(error)) from error
+
+
+def serve(channel: Channel, options: dict[str, Any]) -> None:
+    """Serves requests until the other end closes. `entry` names what opens the model, `model` are its arguments."""
+    os.nice(NICENESS)
+    _take_a_node()
+    sys.path += [folder for folder in options["path"] if folder not in sys.path]
+    module, _, function = options["entry"].partition(":")
+    try:
+        maker = getattr(importlib.import_module(module), function)(**options["model"])
+    except RequestError as error:
+        channel.send({"refused": str(error)})
+        return
+    worker = Worker(
+        maker,
+        lambda request_id, event: channel.send({"request": request_id, "event": event_to_json(event)}),
+        MediaLimits(**options["media_limits"]),
+    )
+    channel.send({"ready": {"limits": dataclasses.asdict(maker.limits)}})
+    while (message := channel.receive()) is not None:
+        if "make" in message:
+            worker.submit(message["make"], request_from_json(message["request"]))
+        elif "cancel" in message:
+            worker.cancel(message["cancel"])
+        else:
+            raise ValueError(f"unknown message with {sorted(message)}")
+    # The server has closed the socket: nobody waits for what is under way, and nothing outlives the process.
+    os._exit(0)
+
+
+def _take_a_node() -> None:
+    """Binds the process to one memory node of several, before torch and the kernels count CPUs."""
+    topology = read_topology()
+    if len(topology.nodes) > 1:
+        plan = plan_binding(topology, len(topology.nodes), num_threads=config.from_environment().num_threads)
+        claim_cpus(plan.ranks[-1])
+
+
+if __name__ == "__main__":
+    sys.exit(run_process(int(sys.argv[1]), serve))

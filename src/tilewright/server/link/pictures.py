@@ -1,0 +1,195 @@
+"""The process that makes pictures, as the server sees it: started by the first request, with a queue in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import sys
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.diffusion.params import Limits
+from tilewright.diffusion.requests import (
+    LAST_EVENTS,
+    Made,
+    NotMade,
+    PictureEvent,
+    PictureRequest,
+    Waiting,
+    event_from_json,
+    request_to_json,
+)
+from tilewright.server.admission import MAX_WAIT_S
+from tilewright.server.errors import ApiError
+from tilewright.server.link.supervisor import EngineRefused, SupervisedProcess
+
+_log = logging.getLogger(__name__)
+
+PictureListener = Callable[[PictureEvent], None]  # called on the event loop
+Cancel = Callable[[], None]  # ends a request within a step; harmless if it has ended
+ENTRY = "tilewright.server.link.picture_process:open_diffusion"  # what makes the pictures, called in the process
+_FIRST_GUESS_S = 30.0  # for a picture, before any was made
+_SMOOTHING = 0.2
+
+
+@dataclass(eq=False)
+class _Job:
+    request_id: str
+    request: PictureRequest
+    listener: PictureListener | None  # None: nobody waits for it any more
+
+
+class PictureBackend(SupervisedProcess):
+    """Makes pictures, one request at a time in the order they came; `max_queue` may wait, more are refused with 429.
+
+    No process runs, and no model is in memory, before the first request. When the process dies, the request that it
+    worked on ends with an error; those that wait are made by the next process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Mapping[str, Any],
+        media_limits: Mapping[str, Any],
+        *,
+        max_queue: int = 16,
+        entry: str = ENTRY,
+        log_level: int = logging.WARNING,
+        log_is_json: bool = False,
+    ) -> None:
+        path = [folder or os.getcwd() for folder in sys.path]  # where `entry` is found
+        options = {"entry": entry, "path": path, "model": dict(model), "media_limits": dict(media_limits)}
+        module = "tilewright.server.link.picture_process"
+        super().__init__("image worker", module, options, log_level=log_level, log_is_json=log_is_json)
+        self.name = name
+        self.limits: Limits | None = None  # known once the process has started
+        self._max_queue = max_queue
+        self._queue: deque[_Job] = deque()
+        self._running: _Job | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._was_ready = False  # the process of now
+        self._mean_s = _FIRST_GUESS_S
+        self._began_s = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return int(self._running is not None)
+
+    def stats(self) -> dict[str, float]:
+        """For /metrics."""
+        counts = {"num_waiting": self.num_waiting, "num_running": self.num_running, "is_ready": self.is_ready}
+        return {**counts, "num_restarts": self.num_restarts}
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    def check(self, request: PictureRequest) -> None:
+        """RequestError for what the model does not take. Before its process has started, the process checks."""
+        if self.limits is not None:
+            request.params(self.limits, request.picture)
+
+    def check_room(self) -> None:
+        """429 if the queue is full."""
+        if len(self._queue) < self._max_queue or (not self._queue and self._running is None):
+            return
+        wait_s = min(MAX_WAIT_S, max(1, math.ceil(self._mean_s)))
+        message = (
+            f"{len(self._queue)} requests for pictures wait, the limit is {self._max_queue}; try again in {wait_s} s"
+        )
+        headers = {"Retry-After": str(wait_s)}
+        raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
+
+    def submit(self, request: PictureRequest, listener: PictureListener) -> Cancel:
+        """Puts a request into the queue; its events go to the listener, the first before this returns."""
+        self.check_room()
+        job = _Job(uuid.uuid4().hex, request, listener)
+        self._queue.append(job)
+        self._tell_places()
+        if self._supervisor is None:
+            self._starting = asyncio.create_task(self._start())
+        self._next()
+        return lambda: self._cancel(job)
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+        await super().close()
+
+    async def _start(self) -> None:
+        try:
+            await self.start()
+        except EngineRefused as error:
+            _log.error("the image model cannot be loaded: %s", error)
+            self._supervisor = None  # the next request tries again
+            self._fail_waiting()
+
+    def on_ready(self, about: Mapping[str, Any]) -> None:
+        self.limits = Limits(**about["limits"])
+        self._was_ready = True
+        self._next()
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        job, event = self._running, event_from_json(message["event"])
+        if job is None or job.request_id != message["request"]:
+            return
+        is_last = isinstance(event, LAST_EVENTS)
+        if is_last:
+            self._running = None
+        if isinstance(event, Made):
+            took_s = asyncio.get_running_loop().time() - self._began_s
+            self._mean_s += _SMOOTHING * (took_s - self._mean_s)
+        _tell(job, event)
+        if is_last:
+            self._next()
+
+    def on_end(self, how: str) -> None:
+        was_ready, self._was_ready = self._was_ready, False
+        job, self._running = self._running, None
+        if not self._is_closing:
+            _log.error("the image worker ended (%s)%s", how, " with a request under way" if job else "")
+        if job is not None:
+            message = f"the image worker ended ({how}) and is being restarted; send the request again"
+            _tell(job, NotMade("unavailable", message))
+        if not was_ready or self._is_closing:
+            self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        jobs, self._queue = self._queue, deque()
+        for job in jobs:
+            _tell(job, NotMade("unavailable", "the image worker cannot be started; the server's log has the reason"))
+
+    def _next(self) -> None:
+        if self._running is not None or not self._queue or not self.is_ready:
+            return
+        job = self._running = self._queue.popleft()
+        self._began_s = asyncio.get_running_loop().time()
+        self.send({"make": job.request_id, "request": request_to_json(job.request)})
+        self._tell_places()
+
+    def _tell_places(self) -> None:
+        for place, job in enumerate(self._queue):
+            _tell(job, Waiting(place + self.num_running))
+
+    def _cancel(self, job: _Job) -> None:
+        job.listener = None
+        if job in self._queue:
+            self._queue.remove(job)
+            self._tell_places()
+        elif job is self._running and self.is_ready:
+            self.send({"cancel": job.request_id})
+
+
+def _tell(job: _Job, event: PictureEvent) -> None:
+    if job.listener is not None:
+        job.listener(event)

@@ -1,0 +1,180 @@
+"""A child process that computes for the server, and is restarted when it ends.
+
+A slow client, a large body or a garbage collection in the server delays no step of it, and its crash does not end the
+server. docs/server.md has the measurements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tilewright.server.link import wire
+from tilewright.server.link.backend import EngineUnavailable
+
+_log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5  # before a restart; doubled each time the process ends before it is ready
+LONGEST_PAUSE_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
+
+
+class EngineRefused(Exception):
+    """The process cannot start with these options: no such model, not enough memory."""
+
+
+class SupervisedProcess:
+    """Runs `python -m module FD`, which gets `options` in its first message and answers with "ready" or "refused".
+
+    What its other messages mean, and what becomes of requests when it ends, is up to the subclass.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        module: str,
+        options: Mapping[str, Any],
+        *,
+        log_level: int = logging.WARNING,
+        log_is_json: bool = False,
+    ) -> None:
+        self._what = what  # for errors: "engine"
+        self._module = module
+        self._first_message = {"options": dict(options), "log_level": log_level, "log_is_json": log_is_json}
+        self._writer: asyncio.StreamWriter | None = None  # None: the process is not ready
+        self._process: subprocess.Popen[bytes] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._is_closing = False
+        self.num_restarts = 0
+
+    def on_ready(self, about: Mapping[str, Any]) -> None:
+        """What the process says of itself when it is ready."""
+        raise NotImplementedError
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def on_end(self, how: str) -> None:
+        """The process has ended; called each time, also by `close`."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Returns when the process is ready; EngineRefused, with the reason, if it cannot start."""
+        ready = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(ready))
+        await ready
+
+    @property
+    def is_ready(self) -> bool:
+        return self._writer is not None
+
+    async def close(self) -> None:
+        """Ends the process; requests under way are dropped."""
+        self._is_closing = True
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            raise EngineUnavailable(f"the {self._what} is starting; try again later")
+        self._writer.writelines(wire.encode(message))
+
+    async def _supervise(self, first_ready: asyncio.Future[None]) -> None:
+        """Runs the process, and restarts it, until `close`."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            was_ready = False
+            try:
+                was_ready = await self._run_one(first_ready)
+            except EngineRefused as error:
+                if not first_ready.done():
+                    first_ready.set_exception(error)
+                    return
+                _log.error("the %s cannot be restarted: %s", self._what, error)
+            except OSError as error:  # too many processes or open files; a later attempt may succeed
+                _log.exception("the %s could not be started", self._what)
+                if not first_ready.done():
+                    reason = f"the {self._what}'s process could not be started: {error}"
+                    first_ready.set_exception(EngineRefused(reason))
+                    return
+            pause_s = FIRST_PAUSE_S if was_ready else min(2 * pause_s, LONGEST_PAUSE_S)
+            if not first_ready.done():
+                first_ready.set_exception(EngineRefused(f"the {self._what}'s process ended before it was ready"))
+                return
+            self.num_restarts += 1
+            await asyncio.sleep(pause_s)
+
+    async def _run_one(self, first_ready: asyncio.Future[None]) -> bool:
+        """Runs one process until it ends; returns whether it ever was ready."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                command = [sys.executable, "-m", self._module, str(theirs.fileno())]
+                files = [theirs.fileno()]
+                process = self._process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL)
+        except OSError:
+            ours.close()
+            raise
+        reader, writer = await asyncio.open_connection(sock=ours)
+        was_ready = False
+        try:
+            writer.writelines(wire.encode(self._first_message))
+            async for message in _messages(reader):
+                if "ready" in message:
+                    self._writer, was_ready = writer, True
+                    self.on_ready(message["ready"])
+                    if not first_ready.done():
+                        first_ready.set_result(None)
+                elif "refused" in message:
+                    raise EngineRefused(message["refused"])
+                else:
+                    self.on_message(message)
+        finally:
+            self._writer = None
+            writer.close()
+            try:
+                await _end(process, at_once=not self._is_closing)
+            finally:
+                self._process = None
+                self.on_end(_how_ended(process.returncode))
+        return was_ready
+
+
+def _how_ended(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"status {status}"
+    known = {member.value: member.name for member in signal.Signals}
+    return f"signal {known.get(-status, -status)}"
+
+
+async def _messages(reader: asyncio.StreamReader) -> Any:
+    """The messages of the process until it closes the socket."""
+    while True:
+        try:
+            (text_bytes,) = wire.HEAD.unpack(await reader.readexactly(wire.HEAD.size))
+            envelope = wire.decode(await reader.readexactly(text_bytes))
+            blobs = [await reader.readexactly(size) for size in envelope.sizes]
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        yield envelope.fill(blobs)
+
+
+async def _end(process: subprocess.Popen[bytes], *, at_once: bool) -> None:
+    """Waits until a process whose socket was closed has ended, and kills one that does not."""
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.run_in_executor(None, process.wait, 1.0 if at_once else CLOSE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        await loop.run_in_executor(None, process.wait)
+    except asyncio.CancelledError:  # `close` while an ended process is waited for
+        process.kill()
+        process.wait()
+        raise

@@ -1,0 +1,59 @@
+// One picture being made: its place in the queue, its steps and previews as they come, stopped or failed.
+
+export class Drawing {
+  // `onChange` is called whenever something has changed.
+  constructor({ api, body, onChange }) {
+    Object.assign(this, { api, body, onChange });
+    this.controller = new AbortController();
+    this.numBefore = null; // requests that are made first, while it waits
+    this.step = 0;
+    this.numSteps = null; // null: not begun
+    this.preview = null; // a data: URL
+    this.error = null;
+  }
+
+  stop() {
+    this.controller.abort();
+  }
+
+  // Resolves to the pictures, { blob, settings, timings } each; null if it was stopped or failed: then `error` says why.
+  async run() {
+    const pictures = [];
+    try {
+      for await (const event of this.api.drawing(this.body, this.controller.signal)) {
+        this.see(event, pictures);
+        this.onChange();
+      }
+    } catch (error) {
+      if (!this.controller.signal.aborted) this.error = error.message;
+      return null;
+    }
+    return pictures;
+  }
+
+  see(event, pictures) {
+    if (event.type === "image_generation.progress") {
+      this.numBefore = event.num_before ?? null;
+      this.step = event.step ?? 0;
+      this.numSteps = event.num_steps ?? null;
+    } else if (event.type === "image_generation.partial_image") {
+      this.preview = `data:image/${event.output_format};base64,${event.b64_json}`;
+    } else if (event.type === "image_generation.completed") {
+      const blob = blobOf(event.b64_json, `image/${event.output_format}`);
+      pictures.push({ blob, settings: event.settings, timings: event.timings });
+    }
+  }
+
+  // What it is doing, in words.
+  get state() {
+    if (this.numSteps !== null) {
+      return this.step < this.numSteps ? `Step ${this.step + 1} of ${this.numSteps}` : "Finishing";
+    }
+    if (this.numBefore) return `Waiting: ${this.numBefore} ${this.numBefore === 1 ? "picture" : "pictures"} before it`;
+    return "Starting";
+  }
+}
+
+function blobOf(base64, type) {
+  return new Blob([Uint8Array.from(atob(base64), (character) => character.charCodeAt(0))], { type });
+}

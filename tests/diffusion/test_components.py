@@ -1,0 +1,137 @@
+"""Folders of pipelines: what is in them, what is loaded when, and what they lack."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_pipelines import z_image_pipeline
+
+from tilewright import Diffusion, config
+from tilewright.diffusion.components import Components
+from tilewright.diffusion.registry import open_pipeline
+from tilewright.model_files import CheckpointError
+from tilewright.types import RequestError, UnsupportedConfig
+
+SMALL = {"width": 16, "height": 16, "num_steps": 2, "seed": 1, "output": "latents"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("components") / "z_image"
+    z_image_pipeline(path)
+    return path
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def rewritten(path, **changes):
+    """The JSON file with other values; None removes one."""
+    table = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
+
+
+def test_components_are_loaded_once(folder):
+    components = Components(folder, pack_cache=False)
+    open_pipeline(components)
+    assert components.class_name == "ZImagePipeline" and not components.reports
+    with components.use("transformer") as network:
+        assert network.dtype == torch.float32
+    with components.use("transformer") as again:
+        assert again is network and components.loading_s > 0
+    components.release()
+    assert not components.is_loaded("transformer")
+
+
+def test_in_low_memory_a_stage_holds_its_own_alone(folder):
+    components = Components(folder, pack_cache=False, low_memory=True)
+    open_pipeline(components)
+    with components.use("transformer"):
+        with components.use("vae"):  # a preview
+            assert components.is_loaded("transformer")
+        assert not components.is_loaded("vae") and components.is_loaded("transformer")
+    assert not components.is_loaded("transformer")
+
+
+def test_low_memory_makes_the_same_picture(folder):
+    def latents(**options):
+        with Diffusion(folder, pack_cache=False, **options) as diffusion:
+            return diffusion.generate("a cat", **SMALL).latents
+
+    assert torch.equal(latents(low_memory=True), latents())
+
+
+def test_packed_weights_come_back_from_the_cache(folder, tmp_path, monkeypatch):
+    settings = replace(config.current(), cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(config, "current", lambda: settings)
+    made = []
+    for _ in range(2):
+        with Diffusion(folder) as diffusion:
+            made.append(diffusion.generate("a cat", **SMALL).latents)
+            reports = diffusion.pipeline.components.reports
+    assert all(report.from_cache for report in reports.values()) and torch.equal(*made)
+
+
+def test_the_dtype_is_as_stored_or_as_asked(folder, copy):
+    assert Components(folder).dtype("transformer") == torch.float32
+    assert Components(folder, dtype="bfloat16").dtype("vae") == torch.bfloat16
+    with pytest.raises(RequestError, match="dtype is 'int8', expected auto, bfloat16 or float32"):
+        Components(folder, dtype="int8")
+
+
+def test_defaults_that_a_folder_recommends(copy):
+    (copy / "generation_config.json").write_text('{"width": 32, "height": 16, "num_steps": 3, "guidance": 1.5}')
+    limits = open_pipeline(Components(copy)).limits
+    params = limits.params("a cat")
+    assert (params.width, params.height, params.num_steps, params.guidance) == (32, 16, 3, 1.5)
+    (copy / "generation_config.json").write_text('{"width": 33}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: width is 33, expected a multiple of 4"):
+        open_pipeline(Components(copy))
+    (copy / "generation_config.json").write_text('{"steps": 3}')
+    with pytest.raises(CheckpointError, match="has steps, expected some of guidance, height"):
+        open_pipeline(Components(copy))
+
+
+def test_what_is_no_pipeline(folder, tmp_path, copy):
+    with pytest.raises(CheckpointError, match=r"has no model_index\.json: expected a pipeline in diffusers' layout"):
+        Components(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist: expected a folder or a hub id"):
+        Components(tmp_path / "nothing" / "here")
+    rewritten(copy / "model_index.json", _class_name="SomePipeline")
+    with pytest.raises(UnsupportedConfig, match=r"is of a SomePipeline, expected one of .*ZImagePipeline"):
+        open_pipeline(Components(copy))
+
+
+def test_a_component_that_is_missing_is_named(copy):
+    shutil.rmtree(copy / "vae")
+    with pytest.raises(CheckpointError, match="has no vae, which a ZImagePipeline needs"):
+        open_pipeline(Components(copy))
+
+
+def test_a_component_of_another_kind_is_named(copy):
+    rewritten(copy / "text_encoder" / "config.json", model_type="gpt2")
+    message = "text_encoder: model_type is 'gpt2', expected one of"
+    with Diffusion(copy, pack_cache=False) as diffusion, pytest.raises(UnsupportedConfig, match=message):
+        diffusion.generate("a cat", **SMALL)
+
+
+def test_sharded_weights_under_diffusers_names(folder, copy):
+    from safetensors.torch import load_file, save_file
+
+    path = copy / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = sorted(load_file(path).items())
+    path.unlink()
+    names = {}
+    for i, part in enumerate((tensors[::2], tensors[1::2])):
+        file = f"diffusion_pytorch_model-0000{i + 1}-of-00002.safetensors"
+        save_file(dict(part), copy / "transformer" / file)
+        names |= dict.fromkeys(dict(part), file)
+    index = copy / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    with Diffusion(folder, pack_cache=False) as whole, Diffusion(copy, pack_cache=False) as sharded:
+        made = [diffusion.generate("a cat", **SMALL).latents for diffusion in (whole, sharded)]
+    assert torch.equal(*made)

@@ -1,0 +1,377 @@
+"""The worker, in this process and in one of its own: order, cancelling, errors, and what is left behind."""
+
+import asyncio
+import io
+import os
+import queue
+import signal
+import subprocess
+import time
+
+import av
+import numpy as np
+import pytest
+from fake_pictures import FakePictures, Gate, fake_backend
+from PIL import Image
+from processes import memory_bytes
+
+from tilewright.diffusion.files import encode_picture, encode_video, settings_of
+from tilewright.diffusion.requests import (
+    Began,
+    Made,
+    MadeFile,
+    NotMade,
+    PictureRequest,
+    Previewed,
+    Stepped,
+    Stopped,
+    Waiting,
+    event_from_json,
+    event_to_json,
+)
+from tilewright.diffusion.worker import Worker, preview_steps
+from tilewright.server.errors import ApiError
+from tilewright.server.link import wire
+
+WAIT_S = 60
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path)
+    yield gate
+    gate.close()
+
+
+class Events:
+    """What a worker emitted, waited for."""
+
+    def __init__(self):
+        self._queue = queue.Queue()
+
+    def put(self, request_id, event):
+        self._queue.put((request_id, event))
+
+    def next(self, kind):
+        """The next event of a kind; others before it are dropped."""
+        while True:
+            request_id, event = self._queue.get(timeout=WAIT_S)
+            if isinstance(event, kind):
+                return request_id, event
+
+    def rest(self):
+        found = []
+        while not self._queue.empty():
+            found.append(self._queue.get())
+        return found
+
+
+def made_by(**options):
+    events = Events()
+    return Worker(FakePictures(**options), events.put), events
+
+
+def test_a_picture_is_made_with_its_settings():
+    worker, events = made_by()
+    worker.submit("a", PictureRequest("a red tile", {"seed": 7, "n": 2, "width": 32, "height": 16}))
+    _, made = events.next(Made)
+    worker.close()
+    pictures = [Image.open(io.BytesIO(file.data)) for file in made.files]
+    assert [picture.size for picture in pictures] == [(32, 16)] * 2
+    assert [file.settings["seed"] for file in made.files] == [7, 8]
+    assert settings_of(made.files[1].data) == made.files[1].settings
+    assert made.steps_s == [0.1] * 3
+
+
+def test_steps_and_previews_are_told_as_they_come(gate):
+    worker, events = made_by(gate=gate.path)
+    worker.submit("a", PictureRequest("tile", {"num_steps": 4}, num_previews=3))
+    assert events.next(Began)[1].num_steps == 4
+    for step in (1, 2, 3):
+        gate.open()
+        assert events.next(Stepped)[1] == Stepped(step, 4)
+        _, preview = events.next(Previewed)
+        assert (preview.step, preview.index) == (step, step - 1)
+        assert np.abs(np.asarray(Image.open(io.BytesIO(preview.data))).astype(int) - step).max() <= 2
+    gate.open()
+    assert events.next((Made, Previewed))[1].__class__ is Made
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("num_previews", "num_steps", "steps"), [(0, 8, []), (3, 8, [2, 4, 6]), (3, 2, [1]), (2, 1, []), (1, 9, [4])]
+)
+def test_previews_are_spread_over_the_steps(num_previews, num_steps, steps):
+    assert preview_steps(num_previews, num_steps) == steps
+
+
+def test_cancelling_ends_a_run_within_a_step_and_frees_what_it_held(gate):
+    ballast = 256 << 20
+    worker, events = made_by(gate=gate.path, ballast_bytes=ballast)
+    before = memory_bytes(os.getpid())
+    worker.submit("a", PictureRequest("tile", {"num_steps": 50}))
+    worker.submit("b", PictureRequest("tile", {"num_steps": 1}))
+    gate.open(2)
+    events.next(Stepped), events.next(Stepped)
+    assert memory_bytes(os.getpid()) > before + ballast / 2
+    worker.cancel("a")
+    gate.open()  # the step that it is in
+    assert events.next((Stepped, Stopped))[1] == Stopped()
+    assert memory_bytes(os.getpid()) < before + ballast / 4
+    gate.open()
+    assert events.next(Made)[0] == "b"
+    worker.close()
+
+
+def test_one_that_waits_is_cancelled_without_a_step(gate):
+    worker, events = made_by(gate=gate.path)
+    worker.submit("a", PictureRequest("tile", {"num_steps": 1}))
+    worker.submit("b", PictureRequest("tile"))
+    worker.cancel("b")
+    worker.cancel("unknown")
+    gate.open()
+    assert events.next(Made)[0] == "a"
+    assert events.next((Began, Stopped)) == ("b", Stopped())
+    worker.close()
+    assert not worker._cancelled and not worker._unfinished
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "message"),
+    [
+        ("fail", "engine", "the server's log has the reason"),
+        ("no memory", "request", "not enough memory"),
+        ("too long", "request", "900 tokens"),
+    ],
+)
+def test_an_error_ends_its_request_alone(prompt, kind, message):
+    worker, events = made_by()
+    worker.submit("a", PictureRequest(prompt))
+    worker.submit("b", PictureRequest("tile"))
+    request_id, failed = events.next(NotMade)
+    assert request_id == "a" and failed.kind == kind and message in failed.message and "secret" not in failed.message
+    assert events.next(Made)[0] == "b"
+    worker.close()
+
+
+def test_what_the_model_does_not_take_is_refused():
+    worker, events = made_by()
+    worker.submit("a", PictureRequest("tile", {"width": 33}))
+    assert "width is 33, expected a multiple of 16" in events.next(NotMade)[1].message
+    worker.submit("b", PictureRequest("tile", picture=b"not decoded"))
+    assert events.next(NotMade)[1].param == "image"
+    worker.submit("c", PictureRequest("tile", file_format="mp4"))
+    assert "makes pictures, not videos" in events.next(NotMade)[1].message
+    worker.close()
+
+
+def test_a_picture_that_comes_in_is_decoded_in_a_sandbox():
+    worker, events = made_by(takes_image=True)
+    red = encode_picture(np.full((20, 20, 3), (250, 0, 0), np.uint8), "png", {})
+    worker.submit("a", PictureRequest("tile", {"width": 16, "height": 16}, red))
+    (file,) = events.next(Made)[1].files
+    assert np.asarray(Image.open(io.BytesIO(file.data)))[0, 0].tolist() == [250, 0, 0]
+    worker.submit("b", PictureRequest("tile", picture=red[:40]))
+    _, failed = events.next(NotMade)
+    assert failed.kind == "request" and failed.param == "image" and failed.message.startswith("image 1")
+    worker.close()
+
+
+def test_videos_have_the_frames_that_their_seconds_ask_for():
+    worker, events = made_by(max_frames=33)
+    worker.submit("a", PictureRequest("tile", {"width": 48, "height": 32}, file_format="mp4", seconds=1, fps=8))
+    (file,) = events.next(Made)[1].files
+    with av.open(io.BytesIO(file.data)) as container:
+        assert len(list(container.decode(video=0))) == 9 == file.settings["num_frames"]
+        assert container.streams.video[0].average_rate == 8
+    worker.submit("b", PictureRequest("tile", file_format="mp4", seconds=60))
+    assert "seconds is 60, 961 frames at 16 a second, expected at most 2: 33 frames" in events.next(NotMade)[1].message
+    worker.close()
+
+
+@pytest.mark.parametrize("file_format", ["png", "jpeg", "webp"])
+def test_files_carry_their_settings(file_format):
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    settings = {"prompt": "ein Löwe 🦁", "seed": 3}
+    data = encode_picture(pixels, file_format, settings)
+    assert settings_of(data) == settings
+    assert Image.open(io.BytesIO(data)).format == file_format.upper()
+
+
+def test_a_video_of_odd_sides_loses_a_row():
+    data = encode_video(np.zeros((2, 17, 33, 3), np.uint8), 10)
+    with av.open(io.BytesIO(data)) as container:
+        frame = next(container.decode(video=0))
+    assert (frame.width, frame.height) == (32, 16)
+
+
+def test_events_cross_the_wire():
+    for event in (Began(64, 48, 1, 4, 7), Previewed(0, 1, 2, 4, b"\x00\xff"), Stopped(), NotMade("request", "m", "size"),
+                  Made((MadeFile(b"data", {"seed": 1}),), 0.0, 0.1, 0.2, 0.3, [0.1])):  # fmt: skip
+        head, *blobs = wire.encode({"event": event_to_json(event)})
+        envelope = wire.decode(head[wire.HEAD.size :])
+        assert event_from_json(envelope.fill(blobs)["event"]) == event
+
+
+# In a process of its own.
+
+
+class Listener:
+    """The events of one request of a PictureBackend."""
+
+    def __init__(self):
+        self.events = []
+        self._changed = asyncio.Condition()
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, event):
+        self.events.append(event)
+        self._loop.create_task(self._notify())
+
+    async def _notify(self):
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def until(self, *kinds):
+        """The first event of these kinds, or an error that is the last event."""
+
+        def found():
+            return next((event for event in self.events if isinstance(event, kinds)), None)
+
+        async with self._changed:
+            await asyncio.wait_for(self._changed.wait_for(lambda: found() is not None), WAIT_S)
+        return found()
+
+
+def run(main):
+    asyncio.run(asyncio.wait_for(main, 2 * WAIT_S))
+
+
+def test_a_process_is_started_by_the_first_request_and_ends_with_the_server(gate):
+    async def main():
+        backend = fake_backend(gate)
+        assert backend.pid is None and backend.limits is None
+        first, second = Listener(), Listener()
+        backend.submit(PictureRequest("tile"), first)
+        backend.submit(PictureRequest("tile"), second)
+        assert [event.num_before for event in second.events] == [1]
+        await first.until(Began)
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, backend.pid) == min(own + 10, 19)  # it yields to the engine
+        assert (backend.num_waiting, backend.num_running) == (1, 1)
+        assert backend.limits.size_multiple == 16
+        gate.open(8)
+        assert isinstance(await first.until(Made, NotMade), Made) and isinstance(
+            await second.until(Made, NotMade), Made
+        )
+        assert [event for event in second.events if isinstance(event, Waiting)][-1].num_before == 1
+        pid = backend.pid
+        await backend.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    run(main())
+
+
+def test_a_killed_process_fails_its_request_and_is_replaced(gate):
+    async def main():
+        backend = fake_backend(gate)
+        first, second = Listener(), Listener()
+        backend.submit(PictureRequest("tile"), first)
+        backend.submit(PictureRequest("tile"), second)
+        await first.until(Began)
+        os.kill(backend.pid, signal.SIGKILL)
+        failed = await first.until(Made, NotMade)
+        assert failed.kind == "unavailable" and "signal SIGKILL" in failed.message and "restarted" in failed.message
+        await second.until(Began)  # by the next process: only the one under way is lost
+        assert backend.num_restarts == 1
+        gate.open(4)
+        assert isinstance(await second.until(Made, NotMade), Made)
+        await backend.close()
+
+    run(main())
+
+
+def test_cancelled_requests_make_room_for_the_next(gate):
+    async def main():
+        backend = fake_backend(gate, max_queue=1)
+        first, second, third = Listener(), Listener(), Listener()
+        cancel_first = backend.submit(PictureRequest("tile", {"num_steps": 50}), first)
+        await first.until(Began)
+        cancel_second = backend.submit(PictureRequest("tile"), second)
+        with pytest.raises(ApiError, match="the limit is 1") as caught:
+            backend.submit(PictureRequest("tile"), third)
+        assert caught.value.status == 429 and int(caught.value.headers["Retry-After"]) >= 1
+        cancel_second()
+        backend.submit(PictureRequest("tile"), third)
+        cancel_first()
+        gate.open(5)  # one ends the first
+        await third.until(Made)
+        assert not [event for event in first.events if isinstance(event, Made | Stopped)]  # nobody listens any more
+        cancel_first(), cancel_second()
+        assert (backend.num_waiting, backend.num_running) == (0, 0)
+        await backend.close()
+
+    run(main())
+
+
+def test_a_model_that_cannot_be_loaded(gate, caplog):
+    async def main():
+        backend = fake_backend(refuses="/secret/folder has no model_index.json")
+        for _ in range(2):  # the second starts it anew
+            listener = Listener()
+            backend.submit(PictureRequest("tile"), listener)
+            failed = await listener.until(Made, NotMade)
+            assert failed.kind == "unavailable" and "/secret" not in failed.message
+        await backend.close()
+
+    run(main())
+    assert caplog.text.count("/secret/folder has no model_index.json") == 2
+
+
+def test_no_process_can_be_started(monkeypatch):
+    def no_more_files(*arguments, **options):
+        raise OSError(24, "Too many open files")
+
+    async def main():
+        backend, listener = fake_backend(), Listener()
+        monkeypatch.setattr(subprocess, "Popen", no_more_files)
+        backend.submit(PictureRequest("tile"), listener)
+        assert (await listener.until(NotMade)).kind == "unavailable"
+        await backend.close()
+
+    run(main())
+
+
+def test_the_process_ends_with_a_server_that_is_killed(tmp_path):
+    """Its socket closes: nothing is left, not even in the middle of a picture."""
+    gate = Gate(tmp_path)
+    code = f"""
+import asyncio, sys
+from fake_pictures import Gate, fake_backend
+from tilewright.diffusion.requests import Began, PictureRequest
+from types import SimpleNamespace
+
+async def main():
+    backend = fake_backend(SimpleNamespace(path={gate.path!r}))
+    backend.submit(PictureRequest("tile"), lambda event: isinstance(event, Began) and print(backend.pid, flush=True))
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    server = subprocess.Popen([os.sys.executable, "-c", code], stdout=subprocess.PIPE, env=_environment())
+    try:
+        pid = int(server.stdout.readline())
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+    deadline_s = time.monotonic() + WAIT_S
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    gate.close()
+
+
+def _environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(os.sys.path)}

@@ -1,0 +1,110 @@
+"""What stands in for a Diffusion: pictures that depend on prompt and seed alone, and steps that wait for a test's sign.
+
+The worker's process opens it by `ENTRY`; it imports no torch, so that the process starts at once.
+"""
+
+import contextlib
+import os
+import signal
+import zlib
+from types import SimpleNamespace
+
+import numpy as np
+
+from tilewright.diffusion.params import Limits
+from tilewright.server.link.pictures import PictureBackend
+from tilewright.server.settings import ServerSettings
+from tilewright.types import RequestError
+
+ENTRY = "fake_pictures:FakePictures"
+NAME = "fake-draw"
+LIMITS = Limits(
+    size_multiple=16,
+    default_width=64,
+    default_height=48,
+    default_steps=4,
+    default_guidance=0.0,
+    max_pixels=1 << 18,
+    max_side=1024,
+    max_steps=50,
+    max_pictures=4,
+    max_prompt_tokens=16,
+)
+
+
+class FakePictures:
+    """Prompts "crash", "fail", "no memory" and "too long" do what they say, at the second step."""
+
+    name = NAME
+
+    def __init__(self, gate=None, ballast_bytes=0, max_frames=1, takes_image=False, refuses=None):
+        """`gate` is a named pipe: a step begins with a byte of it. `ballast_bytes` are what each run holds."""
+        if refuses:
+            raise RequestError(refuses)
+        fields = {**vars(LIMITS), "max_frames": max_frames, "takes_image": takes_image}
+        self.limits = Limits(**{**fields, "default_frames": max_frames, "frame_multiple": 4})
+        self._gate = None if gate is None else os.open(gate, os.O_RDWR)
+        self._ballast_bytes = ballast_bytes
+
+    def run(self, params, on_step=None):
+        ballast = np.ones(self._ballast_bytes, dtype=np.uint8)
+        for step in range(1, params.num_steps + 1):
+            if self._gate is not None:
+                os.read(self._gate, 1)
+            if step == 2 or params.num_steps == 1:
+                self._misbehave(params.prompt)
+            on_step(step, params.num_steps, step)
+        del ballast
+        images = [self._pixels(params, seed) for seed in params.seeds]
+        timings = SimpleNamespace(load_s=0.0, encode_s=0.01, denoise_s=0.4, decode_s=0.02, steps_s=[0.1] * 3)
+        return SimpleNamespace(
+            images=images, timings=timings, settings_of=lambda index: {"model": NAME, **params.settings(index)}
+        )
+
+    def preview(self, latents, params):
+        return np.stack([np.full_like(self._pixels(params, seed), latents) for seed in params.seeds])
+
+    def close(self):
+        pass
+
+    def _misbehave(self, prompt):
+        if prompt == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if prompt == "fail":
+            raise RuntimeError("a secret of the inside")
+        if prompt == "no memory":
+            raise MemoryError
+        if prompt == "too long":
+            raise RequestError("prompt has 900 tokens, expected at most 16", param="prompt")
+
+    def _pixels(self, params, seed):
+        colour = zlib.crc32(f"{params.prompt} {seed}".encode()).to_bytes(4, "big")[:3]
+        pixels = np.empty((params.num_frames, params.height, params.width, 3), dtype=np.uint8)
+        pixels[:] = np.frombuffer(colour, dtype=np.uint8)
+        if params.image is not None:
+            pixels[:] = np.asarray(params.image).reshape(-1, 3)[0]
+        return pixels
+
+
+class Gate:
+    """Lets steps of a FakePictures begin."""
+
+    def __init__(self, folder):
+        self.path = str(folder / "gate")
+        os.mkfifo(self.path)
+        self._fd = os.open(self.path, os.O_RDWR)
+
+    def open(self, num_steps=1):
+        os.write(self._fd, b"." * num_steps)
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+
+def fake_backend(gate=None, *, max_queue=16, **options):
+    """A PictureBackend whose process makes fake pictures."""
+    from dataclasses import asdict
+
+    model = {**options, **({} if gate is None else {"gate": gate.path})}
+    return PictureBackend(NAME, model, asdict(ServerSettings().media.limits), max_queue=max_queue, entry=ENTRY)
