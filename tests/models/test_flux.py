@@ -94,7 +94,7 @@ def test_the_torch_backend_gives_the_same(transformers):
 def test_bf16_is_as_close_to_the_truth_as_diffusers(kind, transformers):
     model, folder = transformers(kind)
     truth = expected(model, *inputs(2))
-    half = type(model).from_pretrained(folder, torch_dtype=torch.bfloat16).eval()
+    half = type(model).from_pretrained(folder, dtype=torch.bfloat16).eval()
     ours = computed(loaded(flux.build, folder, torch.bfloat16), *inputs(2))
     assert rms(ours - truth) <= 1.25 * rms(expected(half, *inputs(2)) - truth)
 

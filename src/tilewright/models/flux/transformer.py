@@ -5,7 +5,7 @@ A token of a picture is a square of 2 x 2 latent pixels. B: pictures; N: rows of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewright.layers import partition
 from tilewright.layers.linear import GatheredLinear, Linear
+from tilewright.layers.step_cache import StepCache
 from tilewright.layers.timestep_embedding import TimestepEmbedding
 from tilewright.models.flux.blocks import (
     AxialRope,
@@ -128,7 +129,13 @@ class FluxTransformer:
         return self.rope.layout(torch.zeros(3, num_text, dtype=torch.int64), positions, batch_size)
 
     def __call__(
-        self, tokens: Tensor, timestep: float, text: FluxText, layout: Layout, guidance: float | None = None
+        self,
+        tokens: Tensor,
+        timestep: float,
+        text: FluxText,
+        layout: Layout,
+        guidance: float | None = None,
+        cache: StepCache | None = None,
     ) -> Tensor:
         """The velocity [B, tokens, out channels], fp32, of tokens [B, tokens, in channels].
 
@@ -137,9 +144,14 @@ class FluxTransformer:
         assert (guidance is not None) == self.config.is_told_guidance
         x_BND = join(self.text_in, text.states, self.picture_in, tokens, self.dtype)
         conditioning = silu(self._conditioning(timestep, text.pooled, guidance))
-        for block in self.blocks:
-            with scope():
-                block(x_BND, layout, conditioning)
+
+        def run(blocks: Sequence[ModulatedBlock]) -> None:
+            for block in blocks:
+                with scope():
+                    block(x_BND, layout, conditioning)
+
+        cache = cache or StepCache(0.0)
+        cache.run(x_BND, lambda: run(self.blocks[:1]), lambda: run(self.blocks[1:]))
         return project_out(x_BND[:, layout.num_text :], self.modulation(conditioning), EPS, self.output)
 
     def _conditioning(self, timestep: float, pooled: Tensor, guidance: float | None) -> Tensor:

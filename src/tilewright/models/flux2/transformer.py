@@ -6,13 +6,14 @@ B: pictures; N: rows of a text and its picture, text first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewright.layers.linear import GatheredLinear
+from tilewright.layers.step_cache import StepCache
 from tilewright.layers.timestep_embedding import TimestepEmbedding
 from tilewright.models.flux.blocks import (
     AxialRope,
@@ -74,7 +75,9 @@ class Flux2Transformer:
         picture = torch.cat([positions, torch.zeros_like(positions[:1])])
         return self.rope.layout(text, picture, batch_size)
 
-    def __call__(self, tokens: Tensor, timestep: float, text: Tensor, layout: Layout) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, timestep: float, text: Tensor, layout: Layout, cache: StepCache | None = None
+    ) -> Tensor:
         """The velocity [B, tokens, out channels], fp32, of tokens [B, tokens, in channels].
 
         `text` is [B, tokens of text, text width]; the timestep is in thousandths of the whole way.
@@ -86,14 +89,23 @@ class Flux2Transformer:
         def parts(modulation: GatheredLinear, count: int) -> list[Tensor]:
             return list(modulation(conditioning).expand(batch_size, -1).contiguous().chunk(count, dim=1))
 
-        of_text, of_picture = parts(self.text_modulation, 6), parts(self.picture_modulation, 6)
-        for double_block in self.double_blocks:
-            with scope():
-                double_block(x_BND, layout, (of_text, of_picture))
+        of_streams = parts(self.text_modulation, 6), parts(self.picture_modulation, 6)
         of_both = parts(self.single_modulation, 3)
-        for single_block in self.single_blocks:
-            with scope():
-                single_block(x_BND, layout, of_both)
+
+        def run(double_blocks: Sequence[DoubleBlock], single_blocks: Sequence[SingleBlock]) -> None:
+            for double_block in double_blocks:
+                with scope():
+                    double_block(x_BND, layout, of_streams)
+            for single_block in single_blocks:
+                with scope():
+                    single_block(x_BND, layout, of_both)
+
+        cache = cache or StepCache(0.0)
+        cache.run(
+            x_BND,
+            lambda: run(self.double_blocks[:1], ()),
+            lambda: run(self.double_blocks[1:], self.single_blocks),
+        )
         last = self.modulation(conditioning).expand(batch_size, -1)
         return project_out(x_BND[:, layout.num_text :], last, self.config.eps, self.output)
 
