@@ -1,13 +1,11 @@
 """FLUX.1 and FLUX.2 klein with tiny random networks: folders, and the same pipelines as diffusers runs them."""
 
-from pathlib import Path
-
+import tiny_pipelines
 import torch
 from components import randomized
 from oracle import require
 from tokenizers import pre_tokenizers
 
-TEMPLATE = (Path(__file__).parents[1] / "data" / "qwen3.jinja").read_text()
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TEXT_WIDTH, POOLED_WIDTH = 24, 32
 VAE = {
@@ -106,3 +104,32 @@ def saved(pipeline, folder):
     pipeline.set_progress_bar_config(disable=True)
     pipeline.save_pretrained(folder)
     return pipeline
+
+
+def klein_pipeline(folder, *, is_distilled):
+    """Writes a folder of FLUX.2 klein, and gives the pipeline as diffusers has it."""
+    diffusers = require("diffusers")
+    torch.manual_seed(0)
+    text_encoder = tiny_pipelines.qwen3(layers=28, width=TEXT_WIDTH)
+    vae = randomized(diffusers.AutoencoderKLFlux2(**VAE), 3)
+    generator = torch.Generator().manual_seed(4)
+    vae.bn.running_mean.copy_(torch.randn(vae.bn.running_mean.shape, generator=generator) * 0.2)
+    vae.bn.running_var.copy_(torch.rand(vae.bn.running_var.shape, generator=generator) + 0.5)
+    pipeline = diffusers.Flux2KleinPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**SCHEDULERS["dev"]),
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=tiny_pipelines.qwen_tokenizer(folder / "tokenizer"),
+        transformer=randomized(
+            diffusers.Flux2Transformer2DModel(
+                **TRANSFORMER,
+                joint_attention_dim=3 * TEXT_WIDTH,
+                timestep_guidance_channels=32,
+                axes_dims_rope=(4, 4, 4, 4),
+                guidance_embeds=False,
+            ),
+            5,
+        ),
+        is_distilled=is_distilled,
+    )
+    return saved(pipeline, folder)

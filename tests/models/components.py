@@ -9,6 +9,7 @@ from tilewright.parallel.group import SingleGroup
 from tilewright.parallel.rendezvous import open_rendezvous
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
+from tilewright.weights.spec import iter_weights
 
 
 def loaded(build, folder, dtype=torch.float32, group=None):
@@ -58,6 +59,11 @@ def randomized(module, seed=0):
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
     return module.eval()
+
+
+def sources_of(network):
+    """The tensors that the network asks a checkpoint for, and their shapes."""
+    return {source.name: source.shape for weight in iter_weights(network) for source in weight.sources}
 
 
 def relative(ours, theirs):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from filled import fill, on_ranks, randomize, rms
+from components import loaded, on_ranks, randomized, rms, sources_of
 from oracle import require
 
+from tilewright.layers.step_cache import StepCache
 from tilewright.models.qwen_image import transformer as qwen_image
 from tilewright.models.qwen_image.config import QwenImageConfig
 from tilewright.types import RequestError, UnsupportedConfig
@@ -29,7 +30,14 @@ def make_module():
 
 @pytest.fixture(scope="module")
 def module():
-    return randomize(make_module())
+    return randomized(make_module())
+
+
+@pytest.fixture(scope="module")
+def folder(module, tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen_image")
+    module.save_pretrained(path)
+    return path
 
 
 def inputs_of(grid, lengths=(9, 4), seed=1):
@@ -61,18 +69,31 @@ def theirs(module, patches, texts, grid, timestep=TIMESTEP):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_velocity_is_that_of_diffusers(module, grid, isa):
-    network = fill(qwen_image.build(TINY), module)
+def test_velocity_is_that_of_diffusers(module, folder, grid, isa):
+    network = loaded(qwen_image.build, folder)
     patches, texts = inputs_of(grid)
     velocity = ours(network, patches, texts, grid)
     torch.testing.assert_close(velocity, theirs(module, patches, texts, grid), rtol=1e-4, atol=1e-4)
 
 
-def test_bf16_is_as_close_to_the_truth_as_diffusers(module):
+def test_both_backends_agree_with_diffusers(module, folder, each_backend):
+    network = loaded(qwen_image.build, folder)
+    patches, texts = inputs_of((3, 7))
+    velocity = ours(network, patches, texts, (3, 7))
+    torch.testing.assert_close(velocity, theirs(module, patches, texts, (3, 7)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_published_size_has_the_tensors_of_diffusers():
+    with torch.device("meta"):
+        module = require("diffusers").QwenImageTransformer2DModel()
+    assert sources_of(qwen_image.build({})) == {name: tuple(value.shape) for name, value in module.state_dict().items()}
+
+
+def test_bf16_is_as_close_to_the_truth_as_diffusers(module, folder):
     half = make_module()
     half.load_state_dict(module.state_dict())
     half = half.bfloat16().eval()
-    network = fill(qwen_image.build(TINY), module, torch.bfloat16)
+    network = loaded(qwen_image.build, folder, torch.bfloat16)
     our_errors, their_errors = [], []
     for seed in range(4):
         patches, texts = inputs_of((5, 6), seed=seed)
@@ -82,14 +103,28 @@ def test_bf16_is_as_close_to_the_truth_as_diffusers(module):
     assert rms(torch.cat(our_errors)) <= 1.25 * rms(torch.cat(their_errors))
 
 
+def test_a_step_like_the_last_one_reuses_it(folder):
+    network = loaded(qwen_image.build, folder)
+    patches, texts = inputs_of((3, 7))
+    cache = StepCache(0.1)
+
+    def compute(patches):
+        with torch.inference_mode():
+            return network(patches, TIMESTEP, texts, (3, 7), cache)
+
+    first = compute(patches)
+    torch.testing.assert_close(compute(patches), first, rtol=1e-5, atol=1e-5)
+    assert (cache.num_computed, cache.num_reused) == (1, 1)
+    compute(-patches)
+    assert (cache.num_computed, cache.num_reused) == (2, 1)
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_ranks_compute_what_one_does(module, size, dtype):
+def test_several_ranks_compute_what_one_does(folder, size, dtype):
     grid = (3, 7)
     patches, texts = inputs_of(grid)
-    alone = ours(fill(qwen_image.build(TINY), module, dtype), patches, texts, grid)
-    split = on_ranks(
-        size, lambda: qwen_image.build(TINY), module, dtype, lambda network: ours(network, patches, texts, grid)
-    )
+    alone = ours(loaded(qwen_image.build, folder, dtype), patches, texts, grid)
+    split = on_ranks(size, qwen_image.build, folder, lambda network: ours(network, patches, texts, grid), dtype)
     for velocity in split:
         assert torch.equal(velocity, split[0])
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
@@ -107,8 +142,8 @@ def test_axes_that_do_not_fill_a_head_are_refused():
         QwenImageConfig.from_dict({**TINY, "axes_dims_rope": (4, 6, 8)})
 
 
-def test_texts_beyond_the_last_position_are_refused(module):
-    network = fill(qwen_image.build(TINY), module)
+def test_texts_beyond_the_last_position_are_refused(folder):
+    network = loaded(qwen_image.build, folder)
     patches, texts = inputs_of((2, 2), lengths=(4096,))
     with pytest.raises(RequestError, match="positions up to 4097"):
         ours(network, patches, texts, (2, 2))

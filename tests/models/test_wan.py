@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from filled import fill, on_ranks, randomize, rms
+from components import loaded, on_ranks, randomized, rms, sources_of
 from oracle import require
 
+from tilewright.layers.step_cache import StepCache
 from tilewright.models.wan import transformer as wan
 from tilewright.models.wan.config import WanConfig
 from tilewright.types import RequestError, UnsupportedConfig
@@ -21,13 +22,25 @@ TINY = {
     "num_layers": 2,
     "rope_max_seq_len": 32,
 }
+_SHARED = {"attention_head_dim": 128, "text_dim": 4096, "freq_dim": 256, "num_layers": 30, "image_dim": None}
+PUBLISHED = [  # Wan 2.1 1.3B and Wan 2.2 TI2V-5B
+    {**_SHARED, "num_attention_heads": 12, "ffn_dim": 8960, "in_channels": 16, "out_channels": 16},
+    {**_SHARED, "num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
+]
 # A still, odd numbers of patches, and several frames: latent frames, rows, columns.
 GRIDS = [(1, 4, 6), (3, 10, 2), (4, 6, 6)]
 
 
 @pytest.fixture(scope="module")
 def module():
-    return randomize(require("diffusers").WanTransformer3DModel(**TINY))
+    return randomized(require("diffusers").WanTransformer3DModel(**TINY))
+
+
+@pytest.fixture(scope="module")
+def folder(module, tmp_path_factory):
+    path = tmp_path_factory.mktemp("wan")
+    module.save_pretrained(path)
+    return path
 
 
 def inputs_of(grid, batch=2, seed=1):
@@ -58,8 +71,8 @@ def theirs(module, latents, timesteps, text):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_velocity_is_that_of_diffusers(module, grid, isa):
-    network = fill(wan.build(TINY), module)
+def test_velocity_is_that_of_diffusers(module, folder, grid, isa):
+    network = loaded(wan.build, folder)
     latents, text = inputs_of(grid)
     timesteps = torch.tensor([999.0, 40.0])
     velocity = ours(network, latents, timesteps, text)
@@ -67,9 +80,9 @@ def test_velocity_is_that_of_diffusers(module, grid, isa):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_frames_with_timesteps_of_their_own(module, grid):
+def test_frames_with_timesteps_of_their_own(module, folder, grid):
     """TI2V: the frame that is given stands at 0."""
-    network = fill(wan.build(TINY), module)
+    network = loaded(wan.build, folder)
     latents, text = inputs_of(grid)
     timesteps = torch.full((2, grid[0]), 700.0)
     timesteps[:, 0] = 0
@@ -77,12 +90,27 @@ def test_frames_with_timesteps_of_their_own(module, grid):
     torch.testing.assert_close(velocity, theirs(module, latents, timesteps, text), rtol=1e-4, atol=1e-4)
 
 
-def test_bf16_is_as_close_to_the_truth_as_diffusers(module):
+def test_both_backends_agree_with_diffusers(module, folder, each_backend):
+    network = loaded(wan.build, folder)
+    latents, text = inputs_of((3, 10, 2))
+    timesteps = torch.tensor([[0.0, 500.0, 500.0], [999.0, 999.0, 999.0]])
+    velocity = ours(network, latents, timesteps, text)
+    torch.testing.assert_close(velocity, theirs(module, latents, timesteps, text), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: f"{config['num_attention_heads']}_heads")
+def test_published_sizes_have_the_tensors_of_diffusers(config):
+    with torch.device("meta"):
+        module = require("diffusers").WanTransformer3DModel(**config)
+    assert sources_of(wan.build(config)) == {name: tuple(value.shape) for name, value in module.state_dict().items()}
+
+
+def test_bf16_is_as_close_to_the_truth_as_diffusers(module, folder):
     diffusers = require("diffusers")
     half = diffusers.WanTransformer3DModel(**TINY)
     half.load_state_dict(module.state_dict())
     half = in_bf16(half)
-    network = fill(wan.build(TINY), module, torch.bfloat16)
+    network = loaded(wan.build, folder, torch.bfloat16)
     our_errors, their_errors = [], []
     for seed in range(6):
         latents, text = inputs_of((3, 10, 6), seed=seed)
@@ -101,15 +129,41 @@ def in_bf16(module):
     return module.eval()
 
 
+def test_videos_share_a_text(folder):
+    """Two videos of each of two texts are those of one at a time."""
+    network = loaded(wan.build, folder)
+    latents, text = inputs_of((2, 4, 6), batch=4)
+    timesteps = torch.full((4,), 500.0)
+    together = ours(network, latents, timesteps, text[:2])
+    for i in range(4):
+        alone = ours(network, latents[i : i + 1], timesteps[:1], text[i // 2 : i // 2 + 1])
+        torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_like_the_last_one_reuses_it(folder):
+    network = loaded(wan.build, folder)
+    latents, text = inputs_of((3, 4, 6))
+    timesteps = torch.tensor([700.0, 700.0])
+    cache = StepCache(0.1)
+
+    def compute(latents):
+        with torch.inference_mode():
+            return network(channels_last(latents), timesteps, network.embed_text(list(text)), cache)
+
+    first = compute(latents)
+    torch.testing.assert_close(compute(latents), first, rtol=1e-5, atol=1e-5)
+    assert (cache.num_computed, cache.num_reused) == (1, 1)
+    compute(-latents)
+    assert (cache.num_computed, cache.num_reused) == (2, 1)
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_ranks_compute_what_one_does(module, size, dtype):
+def test_several_ranks_compute_what_one_does(folder, size, dtype):
     """Also three, which neither heads nor widths divide by."""
     latents, text = inputs_of((3, 10, 6))
     timesteps = torch.tensor([900.0, 300.0])
-    alone = ours(fill(wan.build(TINY), module, dtype), latents, timesteps, text)
-    split = on_ranks(
-        size, lambda: wan.build(TINY), module, dtype, lambda network: ours(network, latents, timesteps, text)
-    )
+    alone = ours(loaded(wan.build, folder, dtype), latents, timesteps, text)
+    split = on_ranks(size, wan.build, folder, lambda network: ours(network, latents, timesteps, text), dtype)
     for velocity in split:
         assert torch.equal(velocity, split[0])
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
@@ -126,8 +180,8 @@ def test_what_is_not_built_is_refused_by_name(change):
         WanConfig.from_dict({**TINY, **change})
 
 
-def test_more_patches_than_positions_are_refused(module):
-    network = fill(wan.build(TINY), module)
+def test_more_patches_than_positions_are_refused(folder):
+    network = loaded(wan.build, folder)
     latents, text = inputs_of((1, 2, 66))
     with pytest.raises(RequestError, match="1 x 1 x 33 patches"):
         ours(network, latents, torch.tensor([5.0, 5.0]), text)

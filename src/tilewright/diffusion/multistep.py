@@ -1,58 +1,140 @@
-"""Steps that remember earlier ones: UniPC and DPM-Solver++ (2M), as Wan's checkpoints ask for them.
+"""Steps that remember earlier ones, as Wan's checkpoints ask for them: UniPC and DPM-Solver++ (2M).
 
-A sample of noise level s is (1 - s) clean + s noise, and the network gives the velocity, noise - clean. Levels fall
-over a list of sigmas, the last of which is 0. What a step needs of the ones before is its argument and its result:
-
-    history = None
-    for i in range(len(sigmas) - 1):
-        sample, history = unipc_step(sigmas, i, network(sample), sample, history)
+What a step needs of the ones before is its argument and its result (`unipc_step`, `dpm_step`); `unipc` and `dpm` make
+of them steps as `schedule` has them. At a level sigma a sample is (1 - sigma) * clean + sigma * noise, and the network
+gives the velocity, noise - clean.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from tilewright.diffusion.schedule import Schedule, Step, euler, flow_match_schedule, refuse
+from tilewright.types import UnsupportedConfig
+
 UNIPC_ORDER = 2
+# What the configs of both solvers must say, with the default of diffusers' class where they say nothing.
+_FLOW = {"prediction_type": ("flow_prediction", "epsilon"), "use_flow_sigmas": (True, False)}
+_UNIPC = {**_FLOW, "solver_type": ("bh2", "bh2"), "predict_x0": (True, True), "final_sigmas_type": ("zero", "zero")}
+_DPM = {
+    **_FLOW,
+    "solver_type": ("midpoint", "midpoint"),
+    "algorithm_type": ("dpmsolver++", "dpmsolver++"),
+    "final_sigmas_type": ("zero", "zero"),
+    "solver_order": (2, 2),
+}
+_NOT_BUILT = (
+    "thresholding",
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "use_lu_lambdas",
+    "use_dynamic_shifting",
+    "shift_terminal",
+    "solver_p",
+    "disable_corrector",
+    "euler_at_final",
+)
+
+
+def solver_of(config: Mapping[str, Any], num_steps: int) -> tuple[Schedule, Step]:
+    """The levels and steps that a scheduler's config asks for: UniPC, DPM-Solver++ or Euler steps."""
+    name = config.get("_class_name")
+    shift, train = float(config.get("flow_shift", 1.0)), int(config.get("num_train_timesteps", 1000))
+    if name == "UniPCMultistepScheduler":
+        _check(config, _UNIPC)
+        schedule = unipc_schedule(num_steps, shift, train)
+        return schedule, unipc(schedule, _unipc_order(config))
+    if name == "DPMSolverMultistepScheduler":
+        _check(config, _DPM)
+        schedule = dpm_schedule(num_steps, shift, train)
+        return schedule, dpm(schedule)
+    if name == "FlowMatchEulerDiscreteScheduler":
+        plain = flow_match_schedule(config, num_steps)
+        return plain, euler(plain)
+    raise UnsupportedConfig(
+        f"the scheduler is a {name}, expected a UniPCMultistepScheduler, DPMSolverMultistepScheduler or "
+        "FlowMatchEulerDiscreteScheduler"
+    )
+
+
+def _check(config: Mapping[str, Any], built: Mapping[str, tuple[object, object]]) -> None:
+    refuse(config, *_NOT_BUILT)
+    for key, (expected, default) in built.items():
+        if (value := config.get(key, default)) != expected:
+            raise UnsupportedConfig(f"the scheduler's config has {key} {value!r}, expected {expected!r}")
+    if not config.get("lower_order_final", True):
+        raise UnsupportedConfig("the scheduler's config has lower_order_final false, expected true: the end is at 0")
+
+
+def _unipc_order(config: Mapping[str, Any]) -> int:
+    if (order := config.get("solver_order", UNIPC_ORDER)) not in (1, 2, 3):
+        raise UnsupportedConfig(f"the scheduler's config has solver_order {order!r}, expected 1, 2 or 3")
+    return order
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The noise levels of a run, one more than it has steps, and what the network is told at each step."""
+class WholeSchedule(Schedule):
+    """Levels of which the network is told in whole thousandths, as it was trained: cut off, not rounded."""
 
-    sigmas: tuple[float, ...]
-    timesteps: tuple[float, ...]
+    whole_timesteps: tuple[float, ...] = ()
+
+    @property
+    def timesteps(self) -> tuple[float, ...]:
+        return self.whole_timesteps
 
 
-def unipc_schedule(num_steps: int, shift: float, num_train_steps: int = 1000) -> Schedule:
-    """Levels from 1 to 1 / num_train_steps and then 0, moved by `shift` towards 1, as UniPC takes them for flows."""
-    levels = _shifted(np.linspace(1, 1 / num_train_steps, num_steps + 1)[:-1], shift)
+def unipc_schedule(num_steps: int, shift: float, num_train_timesteps: int = 1000) -> Schedule:
+    """Levels from 1 to 1 / num_train_timesteps, and 0, moved by `shift` towards 1, as UniPC takes them for flows."""
+    levels = _shifted(np.linspace(1, 1 / num_train_timesteps, num_steps + 1)[:-1], shift)
     # The logarithm of the share of the picture is needed at the first level, where there is none of it.
     levels[0] = min(levels[0], 1 - 1e-6)
-    return _schedule(levels, num_train_steps)
+    return _schedule(levels, num_train_timesteps)
 
 
-def dpm_schedule(num_steps: int, shift: float, num_train_steps: int = 1000) -> Schedule:
-    """Levels from 1 - 1 / num_train_steps to 0, moved by `shift` towards 1, as DPM-Solver++ takes them for flows."""
-    levels = 1 - np.linspace(1, 1 / num_train_steps, num_steps + 1)
-    return _schedule(_shifted(levels[:0:-1], shift), num_train_steps)
+def dpm_schedule(num_steps: int, shift: float, num_train_timesteps: int = 1000) -> Schedule:
+    """Levels from 1 - 1 / num_train_timesteps to 0, moved by `shift` towards 1, as DPM-Solver++ takes them."""
+    levels = 1 - np.linspace(1, 1 / num_train_timesteps, num_steps + 1)
+    return _schedule(_shifted(levels[:0:-1], shift), num_train_timesteps)
 
 
 def _shifted(levels: np.ndarray, shift: float) -> np.ndarray:
     return shift * levels / (1 + (shift - 1) * levels)
 
 
-def _schedule(levels: np.ndarray, num_train_steps: int) -> Schedule:
-    # Rounded to fp32 as in the runs these networks were tuned with: 1 - 1e-6 has 6 % more of the picture then. The
-    # network was trained on whole timesteps, and those are cut off, not rounded.
-    return Schedule(
-        sigmas=(*(float(level) for level in levels.astype(np.float32)), 0.0),
-        timesteps=tuple(float(int(level * num_train_steps)) for level in levels),
-    )
+def _schedule(levels: np.ndarray, num_train_timesteps: int) -> Schedule:
+    # Rounded to fp32 as in the runs that these networks were tuned with: 1 - 1e-6 leaves 1 % more of the picture then.
+    sigmas = (*(float(level) for level in levels.astype(np.float32)), 0.0)
+    timesteps = tuple(float(int(level * num_train_timesteps)) for level in levels)
+    return WholeSchedule(sigmas, num_train_timesteps, timesteps)
+
+
+def unipc(schedule: Schedule, max_order: int = UNIPC_ORDER) -> Step:
+    history: UnipcHistory | None = None
+
+    def step(index: int, latents: Tensor, velocity: Tensor) -> Tensor:
+        nonlocal history
+        latents, history = unipc_step(schedule.sigmas, index, velocity, latents, history, max_order=max_order)
+        return latents
+
+    return step
+
+
+def dpm(schedule: Schedule) -> Step:
+    last_clean: Tensor | None = None
+
+    def step(index: int, latents: Tensor, velocity: Tensor) -> Tensor:
+        nonlocal last_clean
+        latents, last_clean = dpm_step(schedule.sigmas, index, velocity, latents, last_clean)
+        return latents
+
+    return step
 
 
 @dataclass(frozen=True)

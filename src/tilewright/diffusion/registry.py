@@ -14,6 +14,9 @@ PIPELINES: Mapping[str, tuple[str, str]] = {
     "Flux2KleinPipeline": ("flux2", "Flux2Klein"),
     "FluxKontextPipeline": ("flux", "Flux"),
     "FluxPipeline": ("flux", "Flux"),
+    "QwenImagePipeline": ("qwen_image", "QwenImage"),
+    "WanImageToVideoPipeline": ("wan", "Wan"),
+    "WanPipeline": ("wan", "Wan"),
     "ZImagePipeline": ("z_image", "ZImage"),
 }
 

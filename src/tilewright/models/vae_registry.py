@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tilewright.models.autoencoder_kl import model as autoencoder_kl
+from tilewright.models.autoencoder_wan import model as autoencoder_wan
 from tilewright.models.vae import Vae
 from tilewright.types import UnsupportedConfig
 
 BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Vae]] = {
     "AutoencoderKL": autoencoder_kl.build,
     "AutoencoderKLFlux2": autoencoder_kl.build,
+    "AutoencoderKLQwenImage": autoencoder_wan.build,
+    "AutoencoderKLWan": autoencoder_wan.build,
 }
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewright.layers import partition
 from tilewright.layers.linear import GatheredLinear, Linear
 from tilewright.layers.rms_norm import RmsNorm
+from tilewright.layers.step_cache import StepCache
 from tilewright.layers.timestep_embedding import TimestepEmbedding
 from tilewright.models.qwen_image.config import QwenImageConfig
 from tilewright.ops import backend
@@ -141,18 +142,32 @@ class QwenImageTransformer:
     def dtype(self) -> torch.dtype:
         return self.image_in.packed.dtype
 
-    def __call__(self, patches: Tensor, timestep: float, texts: Sequence[Tensor], grid: tuple[int, int]) -> Tensor:
+    def __call__(
+        self,
+        patches: Tensor,
+        timestep: float,
+        texts: Sequence[Tensor],
+        grid: tuple[int, int],
+        cache: StepCache | None = None,
+    ) -> Tensor:
         """The velocity [B, N, patch width], fp32, of patches [B, N, channels] of pictures of rows x columns patches.
 
-        `texts` [M, text width] are one for each picture; the timestep is in thousandths of the whole way.
+        `texts` [M, text width] are one for each picture; the timestep is in thousandths of the whole way. `cache` is
+        what earlier steps left.
         """
         image_places, text_places = self._places([len(text) for text in texts], grid)
         image_TD = self.image_in(patches.to(self.dtype).flatten(0, 1))
-        text_SD = self.text_in(self.text_norm(torch.cat([text.to(self.dtype) for text in texts])))
+        text_rows = torch.cat([text.to(patches.device, self.dtype) for text in texts])
+        text_SD = self.text_in(self.text_norm(text_rows))
         embedded = silu(self.time_embedding(torch.tensor([timestep], device=patches.device)))
-        for block in self.blocks:
-            with scope():
-                block(image_TD, text_SD, embedded, image_places, text_places)
+
+        def run(blocks: Sequence[QwenImageBlock]) -> None:
+            for block in blocks:
+                with scope():
+                    block(image_TD, text_SD, embedded, image_places, text_places)
+
+        # Nothing reads the text after the last block, so that the pictures are all there is to remember.
+        (cache or StepCache(0.0)).run(image_TD, lambda: run(self.blocks[:1]), lambda: run(self.blocks[1:]))
         scale, shift = self.modulation(embedded).chunk(2, dim=1)
         normed = ada_layer_norm(image_TD[None], scale, shift, EPS)[0]
         return self.output(normed, out_dtype=torch.float32).unflatten(0, (len(patches), -1))

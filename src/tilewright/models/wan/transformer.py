@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewright.layers import partition
 from tilewright.layers.linear import GatheredLinear, Linear, PatchEmbedding
 from tilewright.layers.rms_norm import SplitRmsNorm
+from tilewright.layers.step_cache import StepCache
 from tilewright.layers.timestep_embedding import TimestepEmbedding
 from tilewright.models.wan.config import WanConfig
 from tilewright.ops import backend
@@ -32,22 +33,25 @@ ROPE_THETA = 10000.0
 
 @dataclass(frozen=True)
 class WanText:
-    """Texts as the layers attend to them: the same at all steps."""
+    """Texts as the layers attend to them: the same at all steps. As many videos in a row share each of them."""
 
-    starts: Tensor  # int32 [B + 1], in the rows of all texts
-    keys_values: list[Tensor]  # [sum of M, 2 x this rank's heads, K] of each layer
+    lengths: list[int]
+    keys_values: list[Tensor]  # of each layer [sum of lengths, 2 x this rank's heads, K]
 
-    def __len__(self) -> int:
-        return len(self.starts) - 1
+    def first(self) -> WanText:
+        """The first text alone."""
+        return WanText(self.lengths[:1], [rows[: self.lengths[0]] for rows in self.keys_values])
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the patches of a batch are."""
+    """Where the patches of a batch are, and what they attend to."""
 
-    starts: Tensor  # int32 [B + 1]
+    starts: Tensor  # int32 [B + 1], of the videos
     cos: Tensor  # fp32 [B * N, K / 2]
     sin: Tensor
+    readers: Tensor  # int32 [texts + 1], where the patches begin that read each text
+    texts: Tensor  # int32 [texts + 1], where it begins
 
 
 class SelfAttention:
@@ -88,16 +92,16 @@ class TextAttention:
         self.output = Linear([(f"{name}.to_out.0", width)], width, column_shard=rows, bias=True)
 
     def keys_values(self, text_SD: Tensor) -> Tensor:
-        """[S, 2 x heads, K] of the rows of all texts."""
-        kv = self.kv(text_SD)
+        """[S, 2 x heads, K] of the rows of all texts, in memory of their own: they outlive a step."""
+        kv = self.kv(text_SD, out=text_SD.new_empty(len(text_SD), self.kv.packed.n))
         self.norm_k.normed_in_place(kv[:, : kv.shape[1] // 2])
         return kv.unflatten(1, (2 * self.num_heads, -1))
 
-    def __call__(self, x_TD: Tensor, h_TD: Tensor, starts: Tensor, kv: Tensor, text_starts: Tensor) -> None:
+    def __call__(self, x_TD: Tensor, h_TD: Tensor, kv: Tensor, places: _Places) -> None:
         q = self.q(h_TD)
         self.norm_q.normed_in_place(q)
         k, v = kv.split(self.num_heads, dim=1)
-        attended = varlen_attention(q.unflatten(1, (self.num_heads, -1)), k, v, starts, text_starts)
+        attended = varlen_attention(q.unflatten(1, (self.num_heads, -1)), k, v, places.readers, places.texts)
         self.output(attended.flatten(1), residual=x_TD, out=x_TD)
 
 
@@ -116,7 +120,7 @@ class WanBlock:
         self.mlp_out = Linear([(f"{name}.ffn.net.2", width)], config.mlp_width, column_shard=inner, bias=True)
         self.modulation = Unpacked(f"{name}.scale_shift_table", 1, 6, width, in_fp32=True)
 
-    def __call__(self, x_BND: Tensor, steps: Tensor, places: _Places, kv: Tensor, text_starts: Tensor) -> None:
+    def __call__(self, x_BND: Tensor, steps: Tensor, kv: Tensor, places: _Places) -> None:
         """`steps` is what the timesteps give: fp32 [B, 6, D], or [B, F, 6, D] where each frame has its own."""
         eps, x_TD = self.config.eps, x_BND.flatten(0, 1)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _each(self.modulation.value + steps)
@@ -124,7 +128,7 @@ class WanBlock:
         attended = self.self_attention(normed.flatten(0, 1), places).view_as(x_BND)
         weight, bias = self.text_norm.value, self.text_norm_bias.value
         normed = ada_layer_norm(attended, None, None, eps, weight=weight, bias=bias, residual=x_BND, gate=gate)
-        self.text_attention(x_TD, normed.flatten(0, 1), places.starts, kv, text_starts)
+        self.text_attention(x_TD, normed.flatten(0, 1), kv, places)
         normed = ada_layer_norm(x_BND, mlp_scale, mlp_shift, eps)
         inner = self.mlp_in(normed.flatten(0, 1), activation="gelu_tanh")
         gated_add(x_BND, self.mlp_out(inner).view_as(x_BND), mlp_gate, out=x_BND)
@@ -166,24 +170,32 @@ class WanTransformer:
         return self.patch_embedding.dtype
 
     def embed_text(self, texts: Sequence[Tensor]) -> WanText:
-        """Of one text [M, text width] for each video: keys and values of all layers, once for all steps."""
-        rows = torch.cat([text.to(self.dtype) for text in texts])
+        """Of texts [M, text width]: keys and values of all layers, once for all steps."""
+        rows = torch.cat([text.to(backend.device(), self.dtype) for text in texts])
         embedded = self.text_out(self.text_in(rows, activation="gelu_tanh"))
         return WanText(
-            starts=_starts([len(text) for text in texts]).to(rows.device),
+            lengths=[len(text) for text in texts],
             keys_values=[block.text_attention.keys_values(embedded) for block in self.blocks],
         )
 
-    def __call__(self, latents: Tensor, timesteps: Tensor, text: WanText) -> Tensor:
-        """The velocity [B, F, H, W, C], fp32, of latents [B, F, H, W, C], at timesteps [B], or [B, F] of each frame."""
+    def __call__(self, latents: Tensor, timesteps: Tensor, text: WanText, cache: StepCache | None = None) -> Tensor:
+        """The velocity [B, F, H, W, C], fp32, of latents [B, F, H, W, C], at timesteps [B], or [B, F] of each frame.
+
+        With fewer texts than videos, each is that of as many of them in a row. `cache` is what earlier steps left.
+        """
         grid = self._grid(latents, text)
         x_BND = self._embed_patches(latents, grid)
         temb = self.time_embedding(timesteps.flatten())
         steps = self.time_projection(silu(temb)).unflatten(0, timesteps.shape).unflatten(-1, (6, -1))
-        places = self._places(len(latents), grid)
-        for block, kv in zip(self.blocks, text.keys_values, strict=True):
-            with scope():
-                block(x_BND, steps, places, kv, text.starts)
+        places = self._places(len(latents), grid, text.lengths)
+        layers = list(zip(self.blocks, text.keys_values, strict=True))
+
+        def run(some: list[tuple[WanBlock, Tensor]]) -> None:
+            for block, kv in some:
+                with scope():
+                    block(x_BND, steps, kv, places)
+
+        (cache or StepCache(0.0)).run(x_BND, lambda: run(layers[:1]), lambda: run(layers[1:]))
         shift, scale = _each(self.modulation.value + temb.unflatten(0, timesteps.shape).unsqueeze(-2))
         normed = ada_layer_norm(x_BND, scale, shift, self.config.eps)
         patches = self.output(normed.flatten(0, 1), out_dtype=torch.float32)
@@ -193,9 +205,10 @@ class WanTransformer:
         """Patches along each axis."""
         batch, *sizes, channels = latents.shape
         config = self.config
-        if channels != config.in_channels or batch != len(text):
+        if channels != config.in_channels or batch % len(text.lengths):
             raise ValueError(
-                f"latents are {list(latents.shape)}, expected {config.in_channels} channels and {len(text)} videos"
+                f"latents are {list(latents.shape)}, expected {config.in_channels} channels, and a multiple of "
+                f"{len(text.lengths)} videos: as many for each text"
             )
         frames, rows, columns = (size // patch for size, patch in zip(sizes, config.patch_size, strict=True))
         if any(size % patch for size, patch in zip(sizes, config.patch_size, strict=True)):
@@ -221,13 +234,19 @@ class WanTransformer:
         blocks = patches.view(batch, *grid, frames, rows, columns, self.config.out_channels)
         return blocks.permute(0, 1, 4, 2, 5, 3, 6, 7).flatten(5, 6).flatten(3, 4).flatten(1, 2)
 
-    def _places(self, batch: int, grid: tuple[int, int, int]) -> _Places:
+    def _places(self, batch: int, grid: tuple[int, int, int], text_lengths: list[int]) -> _Places:
         device = backend.device()
         axes = torch.meshgrid(*(torch.arange(size, device=device) for size in grid), indexing="ij")
         positions = torch.stack([axis.flatten() for axis in axes])
         cos, sin = rope_table(positions, self.inv_freq, self.rope_axes)
-        starts = _starts([positions.shape[1]] * batch).to(device)
-        return _Places(starts, cos.repeat(batch, 1), sin.repeat(batch, 1))
+        num_patches, num_texts = positions.shape[1], len(text_lengths)
+        return _Places(
+            starts=_starts([num_patches] * batch).to(device),
+            cos=cos.repeat(batch, 1),
+            sin=sin.repeat(batch, 1),
+            readers=_starts([num_patches * (batch // num_texts)] * num_texts).to(device),
+            texts=_starts(text_lengths).to(device),
+        )
 
 
 def _split_axes(latents: Tensor, grid: Sequence[int], patch_size: Sequence[int]) -> Tensor:

@@ -1,0 +1,131 @@
+"""Pictures by Qwen-Image: text through Qwen2.5-VL, guided only where there is a negative prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.diffusion.components import Components
+from tilewright.diffusion.params import GenerationParams, Limits
+from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, given_latents, noise, to_pixels
+from tilewright.diffusion.prompts import check_length
+from tilewright.diffusion.schedule import euler, flow_match_schedule, linear_sigmas, shift_for
+from tilewright.diffusion.text_cache import TextCache
+from tilewright.layers.step_cache import StepCache
+from tilewright.models import vae_registry
+from tilewright.models.qwen_image import transformer as qwen_image
+from tilewright.models.text_encoders import decoder_encoder
+from tilewright.ops import backend
+
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+NUM_TEMPLATE_TOKENS = 34  # before the prompt: the transformer does not see them
+MAX_TEXT_TOKENS = 1024
+PATCH = 2  # latent pixels along a side of a patch
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    texts: list[Tensor]  # [M, D] of the prompt, then of the negative one where there is guidance
+
+
+class QwenImage(Pipeline):
+    BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+        "text_encoder": decoder_encoder.build,
+        "transformer": qwen_image.build,
+        "vae": vae_registry.build_vae,
+    }
+
+    def __init__(self, components: Components) -> None:
+        super().__init__(components)
+        vae = components.config("vae")
+        self.spatial = 2 ** len(vae.get("temperal_downsample", (False, True, True)))
+        self.latent_channels = int(vae.get("z_dim", 16))
+        self.scheduler = components.config("scheduler")
+        limits = Limits(
+            size_multiple=self.spatial * PATCH,
+            default_width=1328,
+            default_height=1328,
+            default_steps=50,
+            default_guidance=4.0,
+            max_prompt_tokens=NUM_TEMPLATE_TOKENS + MAX_TEXT_TOKENS,
+        )
+        self.limits = components.with_defaults(limits)
+        self.texts = TextCache()
+
+    def encode_prompt(self, params: GenerationParams) -> Conditioning:
+        prompts = [params.prompt]
+        if params.negative_prompt is not None and params.guidance > 1:
+            prompts.append(params.negative_prompt)
+        return Conditioning(self.texts.encode(prompts, self._encode))
+
+    def _encode(self, prompts: list[str]) -> list[Tensor]:
+        tokenizer = self.components.tokenizer()
+        token_ids = [tokenizer.encode(TEMPLATE.format(prompt)) for prompt in prompts]
+        for ids in token_ids:
+            check_length(ids, self.limits.max_prompt_tokens)
+        with self.components.use("text_encoder") as encoder:
+            return [text[NUM_TEMPLATE_TOKENS:].clone() for text in encoder.encode(token_ids)]
+
+    def init_latents(self, params: GenerationParams) -> Tensor:
+        height, width = params.height // self.spatial, params.width // self.spatial
+        if params.latents is None:
+            latents = noise((1, self.latent_channels, height, width), params.seeds)
+            return latents.permute(0, 1, 3, 4, 2).contiguous().to(backend.device())
+        num_patches, channels = height * width // PATCH**2, self.latent_channels * PATCH**2
+        patches = given_latents(params, (num_patches, channels)).to(backend.device())
+        return _pictures(patches, (height // PATCH, width // PATCH))
+
+    def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
+        grid = latents.shape[2] // PATCH, latents.shape[3] // PATCH
+        mu = shift_for(grid[0] * grid[1], self.scheduler)
+        sigmas = linear_sigmas(params.num_steps)
+        schedule = flow_match_schedule(self.scheduler, params.num_steps, mu=mu, sigmas=sigmas)
+        texts, n = conditioning.texts, len(latents)
+        caches = {True: StepCache(params.step_cache), False: StepCache(params.step_cache)}
+        with self.components.use("transformer") as transformer:
+
+            def predict(index: int, latents: Tensor) -> Tensor:
+                patches, timestep = _patches(latents), schedule.timesteps[index]
+                is_guided = len(texts) == 2 and params.is_guided(schedule.sigmas[index])
+                if not is_guided:
+                    return _pictures(transformer(patches, timestep, texts[:1] * n, grid, caches[False]), grid)
+                of_all = texts[:1] * n + texts[1:] * n
+                both = transformer(torch.cat([patches, patches]), timestep, of_all, grid, caches[True])
+                velocity, without = both.chunk(2)
+                return _pictures(_guided(velocity, without, params.guidance), grid)
+
+            return denoise_loop(latents, schedule, euler(schedule), predict, on_step)
+
+    def decode(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
+        with self.components.use("vae") as vae:
+            return np.concatenate([to_pixels(vae.decode(picture)) for picture in latents.split(1)])
+
+    def exported(self, latents: Tensor) -> Tensor:
+        return _patches(latents)
+
+
+def _guided(velocity: Tensor, without: Tensor, guidance: float) -> Tensor:
+    """Away from the negative prompt, and as long in each patch as the prompt's own velocity."""
+    guided = without + guidance * (velocity - without)
+    return guided * (velocity.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+
+def _patches(latents: Tensor) -> Tensor:
+    """[n, N, 4C] of latents [n, 1, h, w, C]: of each patch its channels, each 2 x 2. diffusers' layout."""
+    n, _, height, width, channels = latents.shape
+    blocks = latents.view(n, height // PATCH, PATCH, width // PATCH, PATCH, channels)
+    return blocks.permute(0, 1, 3, 5, 2, 4).reshape(n, -1, channels * PATCH**2)
+
+
+def _pictures(patches: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The reverse."""
+    blocks = patches.view(len(patches), *grid, -1, PATCH, PATCH).permute(0, 1, 4, 2, 5, 3)
+    return torch.flatten(blocks.flatten(3, 4), 1, 2)[:, None].contiguous()

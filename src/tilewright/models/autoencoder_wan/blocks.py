@@ -1,0 +1,234 @@
+"""The blocks of Wan's autoencoder: clips [B, T, H, W, C] that come in pieces, normed over the channels of a pixel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewright.layers.conv import CausalConv3d, Conv2d
+from tilewright.layers.feature_memory import FeatureMemory
+from tilewright.ops.activation import add, silu
+from tilewright.ops.attention import varlen_attention
+from tilewright.ops.norm import rms_norm
+from tilewright.weights.unpacked import Unpacked
+
+
+class History:
+    """What convolutions over time have seen last of a clip, whose pieces go through a network one after the other.
+
+    A piece's result is then the same as if the clip came whole.
+    """
+
+    def __init__(self) -> None:
+        self.is_first = True  # of the piece that goes through now
+        self.is_last = False
+        self._frames: dict[CausalConv3d, Tensor] = {}
+
+    def convolve(
+        self, conv: CausalConv3d, x: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """conv over x and the frames before it + residual."""
+        result = conv(x, self._frames.get(conv), residual=residual, out=out)
+        self.keep(conv, x)
+        return result
+
+    def keep(self, conv: CausalConv3d, x: Tensor) -> None:
+        """The last frames of x and those before it, as many as the convolution will look back at."""
+        count = conv.num_previous
+        if self.is_last or not count:
+            self._frames.pop(conv, None)
+            return
+        before = self._frames.get(conv)
+        if x.shape[1] >= count or before is None:
+            self._frames[conv] = x[:, -count:].clone()
+        else:
+            self._frames[conv] = torch.cat((before[:, x.shape[1] - count :], x), dim=1)
+
+
+class ChannelNorm:
+    """x / |x| * sqrt(C) * weight over the channels of each pixel, with `activation` silu or none."""
+
+    def __init__(self, name: str, channels: int, *, num_axes: int = 3, activation: str = "none") -> None:
+        self.weight = Unpacked(f"{name}.gamma", channels, *(1,) * num_axes)
+        self.activation = activation
+        self.eps = 1e-24 / channels  # theirs keeps |x| from 0 by 1e-12
+
+    def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        normed = rms_norm(x, self.weight.value.view(-1), self.eps, out=out)
+        return silu(normed, out=normed) if self.activation == "silu" else normed
+
+
+class ResidualBlock:
+    """shortcut(x) + conv2(silu(norm2(conv1(silu(norm1(x)))))), where the shortcut is x if it has as many channels."""
+
+    def __init__(self, name: str, in_channels: int, out_channels: int) -> None:
+        self.norm1 = ChannelNorm(f"{name}.norm1", in_channels, activation="silu")
+        self.conv1 = CausalConv3d(f"{name}.conv1", in_channels, out_channels)
+        self.norm2 = ChannelNorm(f"{name}.norm2", out_channels, activation="silu")
+        self.conv2 = CausalConv3d(f"{name}.conv2", out_channels, out_channels)
+        self.shortcut = (
+            CausalConv3d(f"{name}.conv_shortcut", in_channels, out_channels, (1, 1, 1))
+            if in_channels != out_channels
+            else None
+        )
+
+    def __call__(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+        """Its memory is the block's from then on: what comes out may lie there."""
+        shape = (*x.shape[:-1], self.conv1.out_channels)
+        if self.shortcut is None:
+            out, normed = x, self.norm1(x, out=memory.like(x))
+        else:
+            out, normed = self.shortcut(x, out=memory.take(shape, x.dtype)), self.norm1(x, out=x)
+        inner = history.convolve(self.conv1, normed, out=memory.take(shape, x.dtype))
+        memory.give(normed)
+        history.convolve(self.conv2, self.norm2(inner, out=inner), residual=out, out=out)
+        memory.give(inner)
+        return out
+
+
+class AttentionBlock:
+    """x + attention over the pixels of each frame, with one head as wide as the channels."""
+
+    def __init__(self, name: str, channels: int) -> None:
+        self.norm = ChannelNorm(f"{name}.norm", channels, num_axes=2)
+        self.qkv = Conv2d(f"{name}.to_qkv", channels, 3 * channels, 1)
+        self.output = Conv2d(f"{name}.proj", channels, channels, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        frames = x.flatten(0, 1)
+        channels, length = x.shape[-1], x.shape[2] * x.shape[3]
+        q, k, v = self.qkv(self.norm(frames)).view(-1, 3, channels).split(1, dim=1)
+        starts = torch.arange(0, (len(frames) + 1) * length, length, dtype=torch.int32, device=x.device)
+        attended = varlen_attention(q, k, v, starts).view(frames.shape)
+        return self.output(attended, residual=frames, out=frames).view(x.shape)
+
+
+class MidBlock:
+    def __init__(self, name: str, channels: int) -> None:
+        self.first = ResidualBlock(f"{name}.resnets.0", channels, channels)
+        self.attention = AttentionBlock(f"{name}.attentions.0", channels)
+        self.second = ResidualBlock(f"{name}.resnets.1", channels, channels)
+
+    def __call__(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+        x = self.first(x, history, memory)
+        return self.second(self.attention(x), history, memory)
+
+
+class Downsampler:
+    """Half the rows and columns, and half the frames with `halves_time`: but of the first piece, which is one frame."""
+
+    def __init__(self, name: str, channels: int, *, halves_time: bool) -> None:
+        self.conv = Conv2d(f"{name}.resample.1", channels, channels, stride=2, padding=(0, 1, 0, 1))
+        self.time_conv = (
+            CausalConv3d(f"{name}.time_conv", channels, channels, (3, 1, 1), time_stride=2) if halves_time else None
+        )
+
+    def __call__(self, x: Tensor, history: History, memory: FeatureMemory, *, residual: Tensor | None = None) -> Tensor:
+        """The smaller clip + residual, which has its shape."""
+        batch, frames, rows, columns, channels = x.shape
+        small = memory.take((batch, frames, rows // 2, columns // 2, channels), x.dtype)
+        at_once = residual if self.time_conv is None else None
+        self.conv(x.flatten(0, 1), residual=None if at_once is None else at_once.flatten(0, 1), out=small.flatten(0, 1))
+        memory.give(x)
+        if self.time_conv is None:
+            return small
+        if history.is_first:
+            history.keep(self.time_conv, small)
+            return small if residual is None else add(small, residual, out=small)
+        out = memory.take((batch, frames // 2, *small.shape[2:]), x.dtype)
+        history.convolve(self.time_conv, small, residual=residual, out=out)
+        memory.give(small)
+        return out
+
+
+class Upsampler:
+    """Twice the rows and columns, and twice the frames with `doubles_time`: but of the first piece's frame."""
+
+    def __init__(self, name: str, channels: int, out_channels: int, *, doubles_time: bool) -> None:
+        self.conv = Conv2d(f"{name}.resample.1", channels, out_channels, upsample=True)
+        # The first piece does not go through it, and to the second one it begins with zeros.
+        self.time_conv = CausalConv3d(f"{name}.time_conv", channels, 2 * channels, (3, 1, 1)) if doubles_time else None
+
+    def __call__(self, x: Tensor, history: History, memory: FeatureMemory, *, residual: Tensor | None = None) -> Tensor:
+        """The larger clip + residual, which has its shape and is overwritten by it."""
+        if self.time_conv is not None and not history.is_first:
+            batch, frames, rows, columns, channels = x.shape
+            pairs = history.convolve(self.time_conv, x, out=memory.take((*x.shape[:-1], 2 * channels), x.dtype))
+            memory.give(x)
+            # The channels of a frame and of the one after it.
+            x = memory.take((batch, 2 * frames, rows, columns, channels), x.dtype)
+            x.view(batch, frames, 2, rows, columns, channels).copy_(pairs.unflatten(-1, (2, -1)).movedim(-2, 2))
+            memory.give(pairs)
+        batch, frames, rows, columns, _ = x.shape
+        out = residual
+        if out is None:
+            out = memory.take((batch, frames, 2 * rows, 2 * columns, self.conv.out_channels), x.dtype)
+        self.conv(x.flatten(0, 1), residual=None if residual is None else residual.flatten(0, 1), out=out.flatten(0, 1))
+        memory.give(x)
+        return out
+
+
+class DownStage:
+    """Residual blocks of one size, then the step to the next, with a shortcut around them in Wan 2.2."""
+
+    def __init__(self, resnets: list[ResidualBlock], step: Downsampler | None, out_channels: int | None) -> None:
+        """`out_channels`: of the shortcut; None for none."""
+        self.resnets, self.step, self.shortcut_channels = resnets, step, out_channels
+
+    def __call__(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+        residual = None
+        if self.shortcut_channels is not None:
+            halves_time = self.step is not None and self.step.time_conv is not None
+            residual = average(x, self.shortcut_channels, 2 if halves_time else 1, 1 if self.step is None else 2)
+        for resnet in self.resnets:
+            x = resnet(x, history, memory)
+        if self.step is not None:
+            return self.step(x, history, memory, residual=residual)
+        return x if residual is None else add(x, residual, out=x)
+
+
+class UpStage:
+    """Residual blocks of one size, then the step to the next, with a shortcut around them in Wan 2.2."""
+
+    def __init__(self, resnets: list[ResidualBlock], step: Upsampler | None, *, has_shortcut: bool) -> None:
+        self.resnets, self.step, self.has_shortcut = resnets, step, has_shortcut and step is not None
+
+    def __call__(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+        residual = None
+        if self.step is not None and self.has_shortcut:
+            time_factor = 1 if self.step.time_conv is None or history.is_first else 2
+            residual = self._repeated(x, time_factor, memory)
+        for resnet in self.resnets:
+            x = resnet(x, history, memory)
+        return x if self.step is None else self.step(x, history, memory, residual=residual)
+
+    def _repeated(self, x: Tensor, time_factor: int, memory: FeatureMemory) -> Tensor:
+        """x as large as the stage's result: each pixel's channels are dealt out over the pixels it becomes."""
+        assert self.step is not None
+        batch, frames, rows, columns, channels = x.shape
+        out_channels = self.step.conv.out_channels
+        stored_time = 1 if self.step.time_conv is None else 2
+        source = (torch.arange(out_channels * stored_time * 4, device=x.device) * channels).div(
+            out_channels * stored_time * 4, rounding_mode="floor"
+        )
+        source = source.view(out_channels, stored_time, 2, 2)[:, stored_time - time_factor :]
+        shape = (batch, frames * time_factor, 2 * rows, 2 * columns, out_channels)
+        out = memory.take(shape, x.dtype)
+        for t in range(time_factor):
+            for row in range(2):
+                for column in range(2):
+                    out[:, t::time_factor, row::2, column::2] = x[..., source[:, t, row, column]]
+        return out
+
+
+def average(x: Tensor, out_channels: int, time_factor: int, factor: int) -> Tensor:
+    """x with fewer pixels and frames: as many values as make one, neighbours and channels together, are averaged."""
+    missing = -x.shape[1] % time_factor
+    if missing:
+        x = torch.cat((x.new_zeros(x.shape[0], missing, *x.shape[2:]), x), dim=1)
+    batch, frames, rows, columns, channels = x.shape
+    cubes = x.view(
+        batch, frames // time_factor, time_factor, rows // factor, factor, columns // factor, factor, channels
+    )
+    values = cubes.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(4).unflatten(4, (out_channels, -1))
+    return values.float().mean(-1).to(x.dtype)
