@@ -1,5 +1,6 @@
 """FLUX.1 from prompt to picture against diffusers, from the same latents."""
 
+import functools
 import logging
 
 import numpy as np
@@ -34,10 +35,14 @@ def pipelines(tmp_path_factory):
     return pipeline
 
 
+@functools.cache
+def opened(folder, dtype="float32"):
+    return Diffusion(folder, dtype=dtype, pack_cache=False)
+
+
 def ours(folder, dtype="float32", **settings):
-    with Diffusion(folder, dtype=dtype, pack_cache=False) as diffusion:
-        settings = {"width": WIDTH, "height": HEIGHT, "num_steps": NUM_STEPS, "output": "array", **settings}
-        return diffusion.generate(PROMPT, **settings)
+    settings = {"width": WIDTH, "height": HEIGHT, "num_steps": NUM_STEPS, "output": "array", **settings}
+    return opened(folder, dtype).generate(PROMPT, **settings)
 
 
 def theirs(pipeline, output_type, **settings):
@@ -102,8 +107,8 @@ def test_reused_steps_are_close(pipelines):
 
 def test_clip_reads_the_beginning_of_a_long_prompt(pipelines, caplog):
     _, folder = pipelines("schnell")
-    with Diffusion(folder, dtype="float32", pack_cache=False) as diffusion, caplog.at_level(logging.WARNING):
-        diffusion.generate("a red cat " * 30 + "zebra", width=WIDTH, height=HEIGHT, num_steps=1, output="latents")
+    with caplog.at_level(logging.WARNING):
+        opened(folder).generate("a red cat " * 30 + "zebra", width=WIDTH, height=HEIGHT, num_steps=1, output="latents")
     (message,) = [record.getMessage() for record in caplog.records if "CLIP" in record.getMessage()]
     assert "CLIP reads 77 tokens" in message
     assert message.endswith("zebra")
@@ -126,8 +131,8 @@ def test_requests_that_do_not_fit(settings, message, pipelines):
 
 def test_prompts_longer_than_the_text_encoder_reads(pipelines):
     _, folder = pipelines("schnell")
-    with Diffusion(folder, pack_cache=False) as diffusion, pytest.raises(RequestError, match="513 tokens"):
-        diffusion.generate(" ".join(["a"] * 512), width=WIDTH, height=HEIGHT)
+    with pytest.raises(RequestError, match="513 tokens"):
+        opened(folder).generate(" ".join(["a"] * 512), width=WIDTH, height=HEIGHT)
 
 
 def test_guidance_that_is_not_read_is_told(pipelines, caplog):

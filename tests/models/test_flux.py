@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, relative, rms
+from components import loaded, on_ranks, randomized, relative, rms, sources_of
 from oracle import require
 
 from tilewright.models.flux import transformer as flux
@@ -104,6 +104,13 @@ def test_two_ranks_give_what_one_does(transformers):
     alone = computed(loaded(flux.build, folder), *inputs(2))
     for ours in on_ranks(2, flux.build, folder, lambda network: computed(network, *inputs(2))):
         assert relative(ours, alone) < 1e-5
+
+
+def test_published_sizes_have_the_tensors_of_diffusers():
+    with torch.device("meta"):
+        model = require("diffusers").FluxTransformer2DModel(guidance_embeds=True)
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    assert sources_of(flux.build(dict(model.config))) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, relative, rms
+from components import loaded, on_ranks, randomized, relative, rms, sources_of
 from oracle import require
 
 from tilewright.models.flux.blocks import grid_positions
@@ -89,6 +89,21 @@ def test_ranks_give_what_one_does(size, transformer):
     alone = computed(loaded(flux2.build, folder), *inputs(2))
     for ours in on_ranks(size, flux2.build, folder, lambda network: computed(network, *inputs(2))):
         assert relative(ours, alone) < 1e-5
+
+
+# Of klein with 4 and with 9 billion weights.
+PUBLISHED = [
+    {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680},
+    {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288},
+]
+
+
+@pytest.mark.parametrize("sizes", PUBLISHED)
+def test_published_sizes_have_the_tensors_of_diffusers(sizes):
+    with torch.device("meta"):
+        model = require("diffusers").Flux2Transformer2DModel(**sizes, guidance_embeds=False)
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    assert sources_of(flux2.build(dict(model.config))) == expected
 
 
 @pytest.mark.parametrize(
