@@ -9,7 +9,7 @@ from test_imports import LEVELS, files_of_parts
 
 PAGES = [path for name in ("walk.md", "glossary.md") if (path := ROOT / "docs" / name).exists()]
 # Of others, or of a request: nothing that we define.
-NOT_OURS = {"POST /v1/chat/completions", "/", "ValueError", "bfmmla"}
+NOT_OURS = {"POST /v1/chat/completions", "POST /v1/images/generations", "/", "ValueError", "bfmmla"}
 
 PATH = r"`([\w/]+(?:/|\.(?:py|cc|h|js)))`"
 NAMED = rf"`((?:\w+/)*{DOTTED})(?:\([^`]*\))?`"

@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_chat(commands)
+    _add_image(commands)
     _add_serve(commands)
     _add_batch(commands)
     _add_cache(commands)
@@ -51,6 +52,12 @@ def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     from tilewright import terminal_chat as chat
 
     chat.add_arguments(commands)
+
+
+def _add_image(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright import image_command
+
+    image_command.add_arguments(commands)
 
 
 def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -72,18 +79,19 @@ def _add_cache(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from tilewright.bench import kernels, models
+    from tilewright.bench import kernels, models, pictures
     from tilewright.bench.serve import command as serve
 
     parser = commands.add_parser(
         "bench",
         help="measure a model, a server, or the kernels",
-        description="Measures a model at decoding, prefill, pictures and many requests at once, an OpenAI-compatible "
-        "server, or each kernel.",
+        description="Measures a model at decoding, prefill, pictures and many requests at once, a model that makes "
+        "pictures or videos, an OpenAI-compatible server, or each kernel.",
         epilog="Each has its own help: tilewright bench decode --help",
     )
     what = parser.add_subparsers(metavar="WHAT", required=True)
     models.add_arguments(what)
+    pictures.add_arguments(what)
     serve.add_arguments(what)
     kernels.add_arguments(what)
 

@@ -60,6 +60,12 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="makes pictures or videos: a folder in diffusers' layout or a hub id, loaded by the first request; "
         "none: no pictures (default: the embedded one, if MODEL is left out)",
     )  # fmt: skip
+    parser.add_argument(
+        "--image-threads", type=engine_flags.positive, metavar="N",
+        help="threads that make pictures (default: one per CPU; they yield to those that answer)",
+    )  # fmt: skip
+    text = "processes that the model for pictures is split over, one per NUMA node (default 1)"
+    parser.add_argument("--image-tp", type=engine_flags.positive, metavar="N", help=text)
     parser.add_argument("--host", default=HOST, help=f"address to listen on (default {HOST}: local clients only)")
     parser.add_argument("--port", type=engine_flags.natural, default=PORT, help=f"default {PORT}; 0: any free one")
     parser.add_argument("--name", help="the model's name for clients (default: its folder's name)")
@@ -130,12 +136,14 @@ def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings,
     from tilewright.server.link.pictures import PictureBackend
 
     shared = {name: getattr(options, name) for name in ("dtype", "backend", "pack_cache")}
+    shared["tp"] = options.image_tp
     given = {name: value for name, value in shared.items() if value is not None}
     return PictureBackend(
         embedded.name_of(model),
         {"model": model, **given},
         dataclasses.asdict(settings.media.limits),
         max_queue=settings.max_image_queue,
+        num_threads=options.image_threads,
         log_level=_child_log_level(options),
         log_is_json=log_is_json,
     )

@@ -1,6 +1,7 @@
 """The worker, in this process and in one of its own: order, cancelling, errors, and what is left behind."""
 
 import asyncio
+import contextlib
 import io
 import os
 import queue
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from fake_pictures import FakePictures, Gate, fake_backend
 from PIL import Image
-from processes import memory_bytes
+from processes import family_of, memory_bytes
 
 from tilewright.diffusion.files import encode_picture, encode_video, settings_of
 from tilewright.diffusion.requests import (
@@ -206,8 +207,9 @@ def test_a_video_of_odd_sides_loses_a_row():
 
 
 def test_events_cross_the_wire():
-    for event in (Began(64, 48, 1, 4, 7), Previewed(0, 1, 2, 4, b"\x00\xff"), Stopped(), NotMade("request", "m", "size"),
-                  Made((MadeFile(b"data", {"seed": 1}),), 0.0, 0.1, 0.2, 0.3, [0.1])):  # fmt: skip
+    made = Made((MadeFile(b"data", {"seed": 1}),), 0.0, 0.1, 0.2, 0.3, [0.1])
+    preview = Previewed(0, 1, 2, 4, b"\x00\xff")
+    for event in (Began(64, 48, 1, 4, 7), preview, Stopped(), NotMade("request", "m", "size"), made):
         head, *blobs = wire.encode({"event": event_to_json(event)})
         envelope = wire.decode(head[wire.HEAD.size :])
         assert event_from_json(envelope.fill(blobs)["event"]) == event
@@ -243,6 +245,12 @@ class Listener:
         return found()
 
 
+def command_of(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
+    return b""
+
+
 def run(main):
     asyncio.run(asyncio.wait_for(main, 2 * WAIT_S))
 
@@ -259,6 +267,7 @@ def test_a_process_is_started_by_the_first_request_and_ends_with_the_server(gate
         own = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, backend.pid) == min(own + 10, 19)  # it yields to the engine
         assert (backend.num_waiting, backend.num_running) == (1, 1)
+        assert [pid for pid in family_of(os.getpid()) if b"picture_process" in command_of(pid)] == [backend.pid]
         assert backend.limits.size_multiple == 16
         gate.open(8)
         assert isinstance(await first.until(Made, NotMade), Made) and isinstance(
@@ -286,6 +295,19 @@ def test_a_killed_process_fails_its_request_and_is_replaced(gate):
         await second.until(Began)  # by the next process: only the one under way is lost
         assert backend.num_restarts == 1
         gate.open(4)
+        assert isinstance(await second.until(Made, NotMade), Made)
+        await backend.close()
+
+    run(main())
+
+
+def test_a_lost_rank_ends_the_process_which_is_replaced():
+    async def main():
+        backend, first, second = fake_backend(), Listener(), Listener()
+        backend.submit(PictureRequest("lost"), first)
+        backend.submit(PictureRequest("tile"), second)
+        failed = await first.until(Made, NotMade)
+        assert failed.kind == "unavailable" and "status 70" in failed.message
         assert isinstance(await second.until(Made, NotMade), Made)
         await backend.close()
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from tilewright.diffusion.errors import DiffusionLostError
 from tilewright.diffusion.params import Limits
 from tilewright.server.link.pictures import PictureBackend
 from tilewright.server.settings import ServerSettings
@@ -33,7 +34,7 @@ LIMITS = Limits(
 
 
 class FakePictures:
-    """Prompts "crash", "fail", "no memory" and "too long" do what they say, at the second step."""
+    """Prompts "crash", "lost", "fail", "no memory" and "too long" do what they say, at the second step."""
 
     name = NAME
 
@@ -72,6 +73,8 @@ class FakePictures:
             os.kill(os.getpid(), signal.SIGKILL)
         if prompt == "fail":
             raise RuntimeError("a secret of the inside")
+        if prompt == "lost":
+            raise DiffusionLostError("rank 1 died of SIGKILL")
         if prompt == "no memory":
             raise MemoryError
         if prompt == "too long":

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sources import ROOT
 
 from tilewright.engine.stats import Stats
+from tilewright.server.link.pictures import PictureBackend
 from tilewright.server.link.service import EngineService
 from tilewright.server.metrics import Metrics
 
@@ -22,12 +23,13 @@ COLUMNS = 24
 
 @pytest.fixture(scope="module")
 def exposed():
-    """All that /metrics can say, as text: with an engine, and after a request."""
+    """All that /metrics can say, as text: with an engine and a worker for pictures, and after a request."""
     engine = SimpleNamespace(stats=lambda: Stats(**dict.fromkeys(Stats.__dataclass_fields__, 1.0)))
     service = EngineService(engine, emit=print, limits=(1.0, 1.0))
     metrics = Metrics()
     metrics.count_request("/v1/completions", 200, 1.0)
-    return metrics.text(service.stats(), 0).decode()
+    pictures = PictureBackend("draw", {}, {}).stats()
+    return metrics.text(service.stats(), 0, pictures).decode()
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def test_panels_lie_side_by_side(dashboard):
         letters = [target["refId"] for target in panel.get("targets", [])]
         assert len(set(letters)) == len(letters)
     assert [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"] == [
-        "Health", "Traffic", "Latency", "Throughput", "The machine", "Caches",
+        "Health", "Traffic", "Latency", "Throughput", "The machine", "Caches", "Pictures",
     ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """/v1/images over HTTP, with OpenAI's client, in front of a process that makes fake pictures."""
 
+import asyncio
 import base64
 import contextlib
 import http.client
@@ -7,6 +8,7 @@ import io
 import json
 import os
 import signal
+import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import openai
 import pytest
+import soak_pictures
 from conftest import ScriptedBackend, serving
 from fake_pictures import NAME, Gate, fake_backend
 from page_browser import png
@@ -22,8 +25,8 @@ from PIL import Image
 from soak import bomb
 
 from tilewright.diffusion.files import settings_of
-from tilewright.server.multipart import parse_multipart
 from tilewright.server.errors import ApiError
+from tilewright.server.multipart import parse_multipart
 from tilewright.server.settings import ServerSettings
 
 WAIT_S = 60
@@ -393,3 +396,26 @@ def test_bodies_of_other_types(ready):
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=WAIT_S)
         assert caught.value.code == 400 and "error" in json.loads(caught.value.read())
+
+
+def test_a_hundred_requests_of_chat_and_pictures_leave_nothing_behind(serve, tmp_path, monkeypatch):
+    """A thousand on the whole server: python tests/server/soak_pictures.py."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    running = serve(settings=ServerSettings(idle_timeout_s=0.1))
+
+    def held():
+        """Without the memory, which a test beside it changes, and once connections that wait are closed."""
+        until(
+            lambda: metric(running, "tilewright_pictures_running") + metric(running, "tilewright_pictures_waiting") == 0
+        )
+        seen = soak_pictures.left_behind(os.getpid())
+        return seen["processes"], seen["files"]
+
+    asyncio.run(soak_pictures.run(running.url, 2 * len(soak_pictures.KINDS), 2))
+    before = held()
+    statuses, wrong = asyncio.run(soak_pictures.run(running.url, 100, 8, seed=1))
+    assert not wrong and sum(statuses.values()) == 100
+    until(lambda: held() <= before)
+    assert not running.handler.pictures._streams and not running.handler._answers
+    assert not list(tmp_path.iterdir())
+    assert metric(running, "tilewright_picture_worker_restarts_total") == 0

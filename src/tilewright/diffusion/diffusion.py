@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,13 @@ import numpy as np
 from torch import Tensor
 
 from tilewright import embedded
-from tilewright.diffusion.components import Components
+from tilewright.diffusion import platform
+from tilewright.diffusion.components import Components, pipeline_folder
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.pipeline import OnStep, Result, Timings, ignore_step
+from tilewright.diffusion.ranks import Command, Ranks, check_size
 from tilewright.diffusion.registry import open_pipeline
+from tilewright.ops import backend as ops_backend
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,14 @@ class Diffusion:
     `model` is a folder in diffusers' layout or a hub id; None: the small one that comes with the package.
 
     dtype        "auto" (each component as it is stored), "bfloat16" or "float32"
+    tp           ranks that the networks are split over, each a process with cores and memory of its own
+                 (docs/parallel.md)
+    cpu_binding  the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
+    device       "cpu", or "cuda" with the torch backend (docs/platforms.md)
+    backend      "native": the kernels; "torch": the same ops in plain torch, to compare with (docs/backends.md)
     low_memory   text encoder, transformer and VAE are mapped and released in turn: the largest is what it takes
+    pack_cache   whether packed weights are kept on disk for the next start
+    progress     whether loading shows a bar
     """
 
     def __init__(
@@ -55,17 +66,28 @@ class Diffusion:
         *,
         dtype: str = "auto",
         tp: int = 1,
+        cpu_binding: str | None = None,
         device: str = "cpu",
         backend: str = "native",
         low_memory: bool = False,
         pack_cache: bool = True,
         progress: bool = False,
     ) -> None:
-        path = embedded.path("tiny_draw") if model is None else model
-        self.name = embedded.name_of(path)
-        components = Components(path, dtype=dtype, low_memory=low_memory, pack_cache=pack_cache, progress=progress)
-        self.pipeline = open_pipeline(components)
+        self.platform = platform.resolve(device, backend)
+        path = pipeline_folder(embedded.path("tiny_draw") if model is None else model)
+        self.name = embedded.name_of(path if model is None else model)
         self._lock = threading.Lock()
+        options: dict[str, Any] = {"dtype": dtype, "low_memory": low_memory, "pack_cache": pack_cache}
+        self._ranks = (
+            None if check_size(tp) == 1 else Ranks(tp, {"model": str(path), **options}, self.platform, cpu_binding)
+        )
+        try:
+            with self._computing():
+                group = None if self._ranks is None else self._ranks.group
+                self.pipeline = open_pipeline(Components(path, progress=progress, group=group, **options))
+        except BaseException:
+            self._close_ranks()
+            raise
 
     @property
     def limits(self) -> Limits:
@@ -117,15 +139,31 @@ class Diffusion:
 
     def run(self, params: GenerationParams, on_step: OnStep | None = None) -> Generated:
         """The pictures of a request that `params` made."""
-        with self._lock:
-            result = self.pipeline.generate(params, on_step or ignore_step)
+        on_step = on_step or ignore_step
+        with self._lock, self._computing():
+            if self._ranks is None:
+                result = self.pipeline.generate(params, on_step)
+            else:
+                with self._ranks.running(params):
+                    result = self.pipeline.generate(params, self._ranks.deciding(on_step))
         return Generated(_images(result, params), result.latents, result.timings, params, self.name)
 
     def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
         """The pictures that a step sees, small, uint8 [n, T, H, W, 3]: for an on_step, with the latents it gets."""
+        if self._ranks is not None:
+            self._ranks.tell(Command.preview)
         return self.pipeline.preview(latents, params)
 
+    def _computing(self) -> contextlib.AbstractContextManager[None]:
+        """Ops that this thread calls within are those of the platform."""
+        return ops_backend.use(self.platform.backend, self.platform.device)
+
+    def _close_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
     def close(self) -> None:
+        self._close_ranks()
         self.pipeline.components.release()
 
     def __enter__(self) -> Diffusion:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-SETTINGS_KEY = "tilewright"  # of a PNG's text
+SETTINGS_KEY = "parameters"  # of a PNG's text: where other tools keep theirs
 _EXIF_DESCRIPTION = 0x010E  # ImageDescription, for JPEG and WebP
 _CRF = "18"  # of x264: visually close to the frames
 

@@ -23,6 +23,7 @@ from tilewright.diffusion.components import Components
 from tilewright.diffusion.params import Cancelled as Cancelled
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.schedule import Schedule, Step, estimate
+from tilewright.ops import backend
 from tilewright.ops.plan import Arena
 from tilewright.types import RequestError
 
@@ -68,6 +69,7 @@ class Pipeline(ABC):
     BUILDERS: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {}
 
     limits: Limits
+    timings: Timings  # of the run that is going on, or was last
 
     def __init__(self, components: Components) -> None:
         self.components = components
@@ -105,7 +107,7 @@ class Pipeline(ABC):
 
     def generate(self, params: GenerationParams, on_step: OnStep = ignore_step) -> Result:
         """All stages in turn."""
-        timings = Timings()
+        self.timings = timings = Timings()
         with torch.inference_mode():
             with self._timed(timings, "encode_s"):
                 conditioning = self.encode_prompt(params)
@@ -116,7 +118,7 @@ class Pipeline(ABC):
             if params.output != "latents":
                 with self._timed(timings, "decode_s"):
                     pixels = self.decode(latents, params)
-            return Result(self.exported(latents), pixels, timings)
+            return Result(self.exported(latents).cpu(), pixels, timings)
 
     def _timed(self, timings: Timings, name: str) -> _Timer:
         return _Timer(self.components, timings, name)
@@ -180,7 +182,7 @@ def given_latents(params: GenerationParams, shape: Sequence[int]) -> Tensor:
     A request of n pictures may give n, or one for all of them.
     """
     if params.latents is None:
-        return noise(shape, params.seeds)
+        return noise(shape, params.seeds).to(backend.device())
     try:
         latents = torch.as_tensor(params.latents).float()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -194,7 +196,7 @@ def given_latents(params: GenerationParams, shape: Sequence[int]) -> Tensor:
         )
     if not latents.isfinite().all():
         raise RequestError("latents have values that are not finite, expected numbers", param="latents")
-    return latents.expand(expected).clone()
+    return latents.expand(expected).clone().to(backend.device())
 
 
 def to_pixels(pictures: Tensor) -> np.ndarray:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tilewright.diffusion.errors import DiffusionLostError
 from tilewright.diffusion.files import encode_picture, encode_video
 from tilewright.diffusion.params import Cancelled, GenerationParams, Limits
 from tilewright.diffusion.requests import (
@@ -116,6 +117,8 @@ class Worker:
             return Stopped()
         except RequestError as error:
             return NotMade("request", str(error), error.param, error.code)
+        except DiffusionLostError:
+            raise  # ends the process, and another one starts
         except MemoryError:
             _log.exception("there is not enough memory for a picture")
             return NotMade("request", "there is not enough memory for a picture of this size", "size")

@@ -18,6 +18,7 @@ from tilewright.engine_flags import natural, positive
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:  # imported when the benchmark runs: --help is fast
+    from tilewright.bench.serve.images import ImageWorkload
     from tilewright.bench.serve.load import ClosedLoop, OpenLoop
     from tilewright.bench.serve.workload import Request, Workload
 
@@ -30,6 +31,7 @@ EXAMPLES = """examples:
   tilewright bench serve http://server:8000 --rate 2 --seconds 60 --goodput ttft:2.0,itl:0.2
   tilewright bench serve --videos 1 --video-frames 8 --same-media --json serve.json --plot serve.png
   tilewright bench serve --extra '{"chat_template_kwargs": {"enable_thinking": false}}'
+  tilewright bench serve --images --image-size 512x512 --steps 4 --concurrency 2 --requests 8
   OPENAI_API_KEY=... tilewright bench serve https://example.org --model M --plain"""
 
 
@@ -50,6 +52,7 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     _add_load(parser)
     _add_prompts(parser)
     _add_media(parser)
+    _add_images(parser)
     parser.add_argument("--goodput", metavar="LIMITS", help="such as ttft:2.0,itl:0.1, in s; also of tpot and e2e")
     parser.add_argument("--no-limits", action="store_true", help="do not measure this machine before and after")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every request's figures, and the machine")
@@ -107,6 +110,15 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--same-media", "--same-picture", action="store_true", help=text)
 
 
+def _add_images(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("making pictures", "Measures /v1/images/generations instead of answers.")
+    group.add_argument("--images", action="store_true", help="make pictures; prompts are random words")
+    text = "default: the model's own"
+    group.add_argument("--image-size", type=common.size, metavar="WxH", help=text)
+    group.add_argument("--steps", type=positive, metavar="N", help=text)
+    group.add_argument("--images-per-request", type=positive, default=1, metavar="N", help="default 1")
+
+
 def _above_zero(text: str) -> float:
     value = _natural_float(text)
     if value == 0:
@@ -150,6 +162,8 @@ def run(options: argparse.Namespace) -> int:
     from tilewright.bench.server_url import Server
     from tilewright.event_loop import run_loop
 
+    if options.images:
+        return _run_images(options)
     if options.plot and not common.can_plot():
         return 2
     server = Server.parse(options.url)
@@ -177,6 +191,37 @@ def run(options: argparse.Namespace) -> int:
         report.write_json(options.json, summary, measured.samples, about)
     if options.plot:
         report.write_plot(options.plot, measured.samples, f"{server.url}, {workload.model}")
+    return 0 if summary.num_answered else 1
+
+
+def _run_images(options: argparse.Namespace) -> int:
+    """The exit status: 0, or 1 if no picture was made."""
+    from tilewright.bench.http_client import Client
+    from tilewright.bench.serve import images, limits
+    from tilewright.bench.serve.run import first_model, measure
+    from tilewright.bench.server_url import Server
+    from tilewright.event_loop import run_loop
+
+    if options.plot or options.goodput:
+        raise RequestError("--images has neither --plot nor --goodput")
+    server = Server.parse(options.url)
+    client = Client(server, headers(options.api_key))
+    model = options.model or run_loop(first_model(client, "image"))
+    workload = images.ImageWorkload(
+        model, options.image_size, options.steps, options.images_per_request, options.seed, options.plain
+    )
+    pace = pace_of(options)
+    warmup, requests = _make_requests(options, workload, pace)
+    is_here = not options.no_limits and limits.is_here(server.host, server.port)
+    machine = limits.measure() if is_here else {}
+    sending = measure(client, workload.path, warmup, requests, pace, options.timeout_s, images.send_image)
+    measured = run_loop(sending)
+    summary = images.summarise(measured.samples)
+    print(images.as_table(summary, measured.client_cpu_share))
+    if options.json:
+        about = _about(options, workload) | {"bench": "serve images", "client_cpu_share": measured.client_cpu_share}
+        about["load"] |= {"warmup": len(warmup), "requests": len(requests)}
+        images.write_json(options.json, summary, measured.samples, about | machine)
     return 0 if summary.num_answered else 1
 
 
@@ -220,7 +265,7 @@ def workload_of(options: argparse.Namespace, model: str) -> Workload:
 
 
 def _make_requests(
-    options: argparse.Namespace, workload: Workload, pace: ClosedLoop | OpenLoop
+    options: argparse.Namespace, workload: Workload | ImageWorkload, pace: ClosedLoop | OpenLoop
 ) -> tuple[list[Request], list[Request]]:
     """The requests of the warm-up, and those that are measured."""
     from tqdm import tqdm
@@ -235,7 +280,7 @@ def _make_requests(
     return made[:num_warmup], made[num_warmup:]
 
 
-def _about(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+def _about(options: argparse.Namespace, workload: Workload | ImageWorkload) -> dict[str, Any]:
     from tilewright import __version__
 
     load = ("rate", "burstiness", "seconds", "timeout_s")

@@ -7,12 +7,14 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from tilewright.bench.http_client import Client
-from tilewright.bench.serve.sample import Sample, send_request
+from tilewright.bench.serve.sample import send_request
 from tilewright.bench.serve.workload import Request
 
-SendOne = Callable[[Request], Awaitable[Sample]]
+SendOne = Callable[[Request], Awaitable[Any]]  # a Sample, or an ImageSample
+Send = Callable[[Client, str, Request, float, float, Callable[[], float]], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class ClosedLoop:
     concurrency: int
     seconds: float | None = None
 
-    async def send(self, requests: Sequence[Request], send_one: SendOne, clock: Callable[[], float]) -> list[Sample]:
-        samples: list[Sample] = []
+    async def send(self, requests: Sequence[Request], send_one: SendOne, clock: Callable[[], float]) -> list[Any]:
+        samples: list[Any] = []
         waiting = iter(requests)
         end_s = float("inf") if self.seconds is None else clock() + self.seconds
 
@@ -43,7 +45,7 @@ class OpenLoop:
 
     due_s: tuple[float, ...]  # after the start, ascending
 
-    async def send(self, requests: Sequence[Request], send_one: SendOne, clock: Callable[[], float]) -> list[Sample]:
+    async def send(self, requests: Sequence[Request], send_one: SendOne, clock: Callable[[], float]) -> list[Any]:
         begin_s = clock()
         tasks = []
         for request, due_s in zip(requests, self.due_s, strict=True):
@@ -74,14 +76,15 @@ async def run(
     requests: Sequence[Request],
     pace: ClosedLoop | OpenLoop,
     timeout_s: float,
-    on_sample: Callable[[Sample], None] = lambda sample: None,
+    on_sample: Callable[[Any], None] = lambda sample: None,
     clock: Callable[[], float] = perf_counter,
-) -> list[Sample]:
+    send: Send = send_request,
+) -> list[Any]:
     """The samples of all requests that were sent, in the order of their numbers."""
     began_s = clock()
 
-    async def ask_and_tell(request: Request) -> Sample:
-        sample = await send_request(client, path, request, timeout_s, began_s, clock)
+    async def ask_and_tell(request: Request) -> Any:
+        sample = await send(client, path, request, timeout_s, began_s, clock)
         on_sample(sample)
         return sample
 

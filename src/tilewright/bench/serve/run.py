@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter, process_time
+from typing import Any
 
 from tqdm import tqdm
 
 from tilewright.bench.http_client import Client
 from tilewright.bench.http_errors import HttpError
 from tilewright.bench.serve import load
-from tilewright.bench.serve.sample import Sample, StreamError, check
+from tilewright.bench.serve.sample import StreamError, check, send_request
 from tilewright.bench.serve.workload import Request
 from tilewright.types import RequestError
 
@@ -24,12 +25,15 @@ MAX_MODELS_BYTES = 1 << 24
 class Measured:
     """The samples, and the share of a CPU that this process used."""
 
-    samples: list[Sample]
+    samples: list[Any]  # of type Sample, or ImageSample
     client_cpu_share: float
 
 
-async def first_model(client: Client) -> str:
-    """The name of the first model the server has; RequestError if it names none."""
+async def first_model(client: Client, modality: str = "text") -> str:
+    """The name of the first model that gives texts, or pictures; the first of all where none says what it gives.
+
+    RequestError if the server names none.
+    """
     try:
         async with client.request("GET", "/v1/models") as response:
             await check(response)
@@ -41,8 +45,10 @@ async def first_model(client: Client) -> str:
     finally:
         client.close()  # its connections belong to this event loop
     try:
-        return str(json.loads(body)["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
+        models = json.loads(body)["data"]
+        fitting = [model for model in models if modality in (model.get("output_modalities") or ())]
+        return str((fitting or models)[0]["id"])
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise RequestError(f"{client.server.url}/v1/models names no model: give --model") from None
 
 
@@ -53,13 +59,14 @@ async def measure(
     requests: Sequence[Request],
     pace: load.ClosedLoop | load.OpenLoop,
     timeout_s: float,
+    send: load.Send = send_request,
 ) -> Measured:
     """Sends the warm-up, then the measured requests, with a progress bar on standard error."""
     concurrency = pace.concurrency if isinstance(pace, load.ClosedLoop) else 1
     try:
-        await _send(client, path, warmup, load.ClosedLoop(concurrency), timeout_s, "warming up")
+        await _send(client, path, warmup, load.ClosedLoop(concurrency), timeout_s, "warming up", send)
         cpu_s, begin_s = process_time(), perf_counter()
-        samples = await _send(client, path, requests, pace, timeout_s, "measuring")
+        samples = await _send(client, path, requests, pace, timeout_s, "measuring", send)
         return Measured(samples, (process_time() - cpu_s) / (perf_counter() - begin_s))
     finally:
         client.close()
@@ -72,7 +79,8 @@ async def _send(
     pace: load.ClosedLoop | load.OpenLoop,
     timeout_s: float,
     what: str,
-) -> list[Sample]:
+    send: load.Send,
+) -> list[Any]:
     is_quiet = not sys.stderr.isatty()
     with tqdm(total=len(requests), desc=what, file=sys.stderr, leave=False, disable=is_quiet) as bar:
-        return await load.run(client, path, requests, pace, timeout_s, lambda sample: bar.update())
+        return await load.run(client, path, requests, pace, timeout_s, lambda sample: bar.update(), send=send)

@@ -22,8 +22,6 @@ from tilewright.parallel.topology import read_topology
 from tilewright.server.link.process import Channel, run_process
 from tilewright.types import RequestError, UnsupportedConfig
 
-NICENESS = 10  # while the engine computes it gets nine tenths of a core that both want
-
 
 def open_diffusion(**options: Any) -> PictureMaker:
     """A Diffusion by its arguments. A model that cannot be loaded is a RequestError."""
@@ -37,8 +35,11 @@ def open_diffusion(**options: Any) -> PictureMaker:
 
 def serve(channel: Channel, options: dict[str, Any]) -> None:
     """Serves requests until the other end closes. `entry` names what opens the model, `model` are its arguments."""
-    os.nice(NICENESS)
-    _take_a_node()
+    os.nice(options["niceness"])
+    if options["num_threads"] is not None:
+        config.use_threads(options["num_threads"])
+    if options["model"].get("tp", 1) == 1:  # several ranks are bound to a node each
+        _take_a_node()
     sys.path += [folder for folder in options["path"] if folder not in sys.path]
     module, _, function = options["entry"].partition(":")
     try:

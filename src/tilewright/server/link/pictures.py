@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 PictureListener = Callable[[PictureEvent], None]  # called on the event loop
 Cancel = Callable[[], None]  # ends a request within a step; harmless if it has ended
 ENTRY = "tilewright.server.link.picture_process:open_diffusion"  # what makes the pictures, called in the process
+NICENESS = 10  # of the process: a core that the engine wants too is the engine's for nine tenths of the time
 _FIRST_GUESS_S = 30.0  # for a picture, before any was made
 _SMOOTHING = 0.2
 
@@ -47,8 +48,9 @@ class _Job:
 class PictureBackend(SupervisedProcess):
     """Makes pictures, one request at a time in the order they came; `max_queue` may wait, more are refused with 429.
 
-    No process runs, and no model is in memory, before the first request. When the process dies, the request that it
-    worked on ends with an error; those that wait are made by the next process.
+    Its process has `niceness` more than this one and `num_threads`, one per CPU if None. There is none, and no model in
+    memory, before the first request. When it dies, the request that it worked on ends with an error; the next process
+    makes those that wait.
     """
 
     def __init__(
@@ -59,11 +61,14 @@ class PictureBackend(SupervisedProcess):
         *,
         max_queue: int = 16,
         entry: str = ENTRY,
+        niceness: int = NICENESS,
+        num_threads: int | None = None,
         log_level: int = logging.WARNING,
         log_is_json: bool = False,
     ) -> None:
         path = [folder or os.getcwd() for folder in sys.path]  # where `entry` is found
-        options = {"entry": entry, "path": path, "model": dict(model), "media_limits": dict(media_limits)}
+        options: dict[str, Any] = {"entry": entry, "path": path, "model": dict(model)}
+        options |= {"media_limits": dict(media_limits), "niceness": niceness, "num_threads": num_threads}
         module = "tilewright.server.link.picture_process"
         super().__init__("image worker", module, options, log_level=log_level, log_is_json=log_is_json)
         self.name = name
@@ -116,7 +121,7 @@ class PictureBackend(SupervisedProcess):
         job = _Job(uuid.uuid4().hex, request, listener)
         self._queue.append(job)
         self._tell_places()
-        if self._supervisor is None:
+        if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         self._next()
         return lambda: self._cancel(job)
@@ -131,7 +136,7 @@ class PictureBackend(SupervisedProcess):
             await self.start()
         except EngineRefused as error:
             _log.error("the image model cannot be loaded: %s", error)
-            self._supervisor = None  # the next request tries again
+            self._supervisor = self._starting = None  # the next request tries again
             self._fail_waiting()
 
     def on_ready(self, about: Mapping[str, Any]) -> None:

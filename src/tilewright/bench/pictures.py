@@ -1,0 +1,125 @@
+"""`tilewright bench image|video`: a diffusion pipeline, by its steps and its pictures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright import diffusion_flags, engine_flags
+from tilewright.bench import common
+from tilewright.types import RequestError
+
+if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
+    from tilewright.bench.rounds import Amounts, Round
+    from tilewright.diffusion.diffusion import Diffusion
+    from tilewright.diffusion.params import GenerationParams
+
+WHAT = {
+    "image": "seconds per denoising step and per picture, and what they go to",
+    "video": "seconds per denoising step and per video, and what they go to",
+}
+PROMPT = "a red circle left of a blue square"
+
+
+def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the commands `image` and `video`."""
+    for name, what in WHAT.items():
+        parser = subparsers.add_parser(
+            name,
+            help=what,
+            description=f"Measures {what}. Every round has another seed. The machine's own speed is probed between "
+            "the rounds.",
+            epilog=f"""examples:
+  tilewright bench {name} -m MODEL
+  tilewright bench {name} -m MODEL --size 512x512 --steps 4 --rounds 3 --json {name}.json""",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"default: {PROMPT}")
+        if name == "video":
+            parser.add_argument("--frames", type=engine_flags.positive, metavar="N", help="default: the model's own")
+        else:
+            parser.add_argument("-n", type=engine_flags.positive, default=1, metavar="N", help="at once (default 1)")
+        diffusion_flags.add_picture_arguments(parser)
+        diffusion_flags.add_model_arguments(parser)
+        parser.add_argument("--rounds", type=engine_flags.positive, default=3, metavar="N", help="default 3")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine")
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rounds (needs matplotlib)")
+        parser.set_defaults(run=run, what=name)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    if options.plot and not common.can_plot():
+        return 2
+    from tilewright.bench import figures
+
+    load_average = common.load_average()
+    with diffusion_flags.open_diffusion(options) as diffusion:
+        params = _params(diffusion, options)
+        rounds = _measure(diffusion, params, options.rounds)
+        print(figures.as_table(rounds))
+        if options.json:
+            about = _about(diffusion, params, options) | {"load_average": load_average, "versions": common.versions()}
+            figures.write_json(options.json, rounds, about)
+        if options.plot:
+            figures.write_plot(options.plot, rounds, f"bench {options.what}, {diffusion.name}")
+    return 0
+
+
+def _params(diffusion: Diffusion, options: argparse.Namespace) -> GenerationParams:
+    if options.what == "image":
+        return diffusion_flags.request(diffusion, options, num_frames=1, n=options.n, output="array")
+    if diffusion.limits.max_frames == 1:
+        raise RequestError(f"{diffusion.name} makes pictures, expected a model that makes videos")
+    return diffusion_flags.request(diffusion, options, num_frames=options.frames, output="array")
+
+
+def _measure(diffusion: Diffusion, params: GenerationParams, num_rounds: int) -> list[Round]:
+    from dataclasses import replace
+
+    from tqdm import tqdm
+
+    from tilewright.bench.probe import between, probe
+    from tilewright.bench.rounds import Round
+
+    is_quiet = not sys.stderr.isatty()
+    diffusion.run(replace(params, num_steps=min(params.num_steps, 2)))  # warms up: loads, and packs weights
+    rounds = []
+    before = probe()
+    for number in tqdm(range(1, num_rounds + 1), file=sys.stderr, unit="round", leave=False, disable=is_quiet):
+        amounts = _amounts(diffusion, replace(params, seed=params.seed + number))
+        after = probe()
+        rounds.append(Round.of(amounts, between(before, after)))
+        before = after
+    return rounds
+
+
+def _amounts(diffusion: Diffusion, params: GenerationParams) -> Amounts:
+    from tilewright.bench.rounds import Measurement
+
+    timings = diffusion.run(params).timings
+    made_s = timings.total_s - timings.load_s
+    noun = "video" if params.num_frames > 1 else "picture"
+    return {
+        "step": Measurement(timings.denoise_s / params.num_steps, "s"),
+        noun: Measurement(made_s / params.n, "s"),
+        f"{noun}s": Measurement(60 * params.n / made_s, "per minute"),
+        "encode the prompt": Measurement(timings.encode_s, "s"),
+        "denoise": Measurement(timings.denoise_s, "s"),
+        "decode": Measurement(timings.decode_s, "s"),
+    }
+
+
+def _about(diffusion: Diffusion, params: GenerationParams, options: argparse.Namespace) -> dict[str, object]:
+    from tilewright import machine
+
+    return {
+        "bench": options.what,
+        "model": diffusion.name,
+        "dtype": options.dtype or "auto",
+        "tp": options.tp or 1,
+        "settings": {**params.settings(), "n": params.n},
+        "machine": machine.as_dict(machine.describe(), machine.measure()),
+    }

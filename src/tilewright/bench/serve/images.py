@@ -1,0 +1,174 @@
+"""`tilewright bench serve --images`: how fast a server makes pictures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.bench.http_client import Client
+from tilewright.bench.http_errors import HttpError
+from tilewright.bench.report import aligned, write_document
+from tilewright.bench.serve.sample import Failure, StreamError, check
+from tilewright.bench.serve.summary import PERCENTS, Distribution
+from tilewright.bench.serve.workload import WORDS, Request
+
+PATH = "/v1/images/generations"
+MAX_ANSWER_BYTES = 1 << 28
+NUM_WORDS = 12  # of a prompt
+
+
+@dataclass(frozen=True)
+class ImageWorkload:
+    """The parameters of all requests; None: left to the server."""
+
+    model: str
+    size: tuple[int, int] | None = None
+    steps: int | None = None
+    n: int = 1
+    seed: int = 0
+    is_plain: bool = False  # only OpenAI's own fields
+
+    path = PATH
+
+    def requests(self, numbers: Iterable[int]) -> Iterator[Request]:
+        """The requests of these numbers: each has its own prompt and seed, the same every time."""
+        return (self._request(number) for number in numbers)
+
+    def _request(self, number: int) -> Request:
+        chance = random.Random(f"{self.seed} {number}")
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": " ".join(chance.choices(WORDS, k=NUM_WORDS)),
+            "n": self.n,
+        }
+        if self.size is not None:
+            body["size"] = f"{self.size[0]}x{self.size[1]}"
+        if not self.is_plain:
+            body |= {"seed": chance.randrange(1 << 31)} | ({} if self.steps is None else {"steps": self.steps})
+        return Request(number, json.dumps(body).encode(), 0)
+
+
+@dataclass(frozen=True)
+class ImageSample:
+    """One request, measured. Times are seconds after it was sent, `sent_s` after the run began."""
+
+    number: int
+    sent_s: float
+    total_s: float
+    num_pictures: int = 0
+    step_s: float | None = None  # None: the server does not tell
+    queued_s: float | None = None
+    failure: Failure | None = None
+
+
+async def send_image(
+    client: Client, path: str, request: Request, timeout_s: float, began_s: float, clock: Callable[[], float]
+) -> ImageSample:
+    """Sends a request and returns its sample, also if it fails."""
+    sent_s, failure, answer = clock() - began_s, None, {}
+    try:
+        answer = await asyncio.wait_for(_read(client, path, request.body), timeout_s)
+    except (asyncio.TimeoutError, TimeoutError):
+        failure = Failure("timeout", f"no picture within {timeout_s:g} s")
+    except (HttpError, StreamError) as error:
+        failure = Failure(error.kind, str(error))
+    timings = answer.get("timings") or {}
+    return ImageSample(
+        request.number,
+        sent_s,
+        clock() - began_s - sent_s,
+        len(answer.get("data", ())),
+        timings.get("step_s"),
+        timings.get("queued_s"),
+        failure,
+    )
+
+
+async def _read(client: Client, path: str, body: bytes) -> dict[str, Any]:
+    async with client.request("POST", path, body) as response:
+        await check(response)
+        data = await response.read(MAX_ANSWER_BYTES)
+    try:
+        answer = json.loads(data)
+        if all(picture.get("b64_json") or picture.get("url") for picture in answer["data"]) and answer["data"]:
+            return answer
+    except (ValueError, LookupError, TypeError, AttributeError):
+        pass
+    raise StreamError("malformed", "the answer has no pictures, expected data with b64_json or url")
+
+
+@dataclass(frozen=True)
+class ImageSummary:
+    """A run in numbers, from the first request sent to the last picture."""
+
+    num_answered: int
+    num_failed: int
+    num_pictures: int
+    wall_s: float
+    requests_per_minute: float
+    pictures_per_minute: float
+    distributions: dict[str, Distribution]  # e2e, picture (its share of a request), step, queued; in seconds
+    failures: dict[str, dict[str, int]]  # kind -> message -> how often
+
+
+def summarise(samples: Sequence[ImageSample]) -> ImageSummary:
+    """The summary of at least one sample."""
+    answered = [sample for sample in samples if not sample.failure]
+    wall_s = max(sample.sent_s + sample.total_s for sample in samples) - min(sample.sent_s for sample in samples)
+    wall_s = max(wall_s, 1e-9)  # all may fail at once
+    failures: dict[str, Counter[str]] = {}
+    for sample in samples:
+        if sample.failure:
+            failures.setdefault(sample.failure.kind, Counter())[sample.failure.message] += 1
+    values = {
+        "e2e": [sample.total_s for sample in answered],
+        "picture": [sample.total_s / sample.num_pictures for sample in answered],
+        "step": [sample.step_s for sample in answered if sample.step_s is not None],
+        "queued": [sample.queued_s for sample in answered if sample.queued_s is not None],
+    }
+    spreads = {name: Distribution.of(column) for name, column in values.items()}
+    num_pictures = sum(sample.num_pictures for sample in answered)
+    return ImageSummary(
+        num_answered=len(answered),
+        num_failed=len(samples) - len(answered),
+        num_pictures=num_pictures,
+        wall_s=wall_s,
+        requests_per_minute=60 * len(answered) / wall_s,
+        pictures_per_minute=60 * num_pictures / wall_s,
+        distributions={name: spread for name, spread in spreads.items() if spread is not None},
+        failures={kind: dict(counts.most_common()) for kind, counts in failures.items()},
+    )
+
+
+_TITLES = {"e2e": "whole request (E2E)", "picture": "per picture", "step": "per step", "queued": "in the queue"}
+
+
+def as_table(summary: ImageSummary, client_cpu_share: float) -> str:
+    """The run for people to read."""
+    names = ("mean", *(f"p{percent}" for percent in PERCENTS), "max")
+    rows = [("", *names, "unit")]
+    for name, spread in summary.distributions.items():
+        rows.append((_TITLES[name], *(f"{getattr(spread, key):.4g}" for key in names), "s"))
+    lines = [*aligned(rows, left=(0, len(rows[0]) - 1)), ""] if summary.distributions else []
+    lines.append(
+        f"{summary.num_answered} answered, {summary.num_failed} failed in {summary.wall_s:.1f} s: "
+        f"{summary.requests_per_minute:.3g} requests and {summary.pictures_per_minute:.3g} pictures a minute"
+    )
+    for kind, messages in summary.failures.items():
+        lines.append(f"{sum(messages.values())} failed, {kind}:")
+        lines += [f"  {count} x {message}" for message, count in messages.items()]
+    lines.append(f"the client used {client_cpu_share:.2%} of a CPU")
+    return "\n".join(lines)
+
+
+def write_json(path: Path, summary: ImageSummary, samples: Sequence[ImageSample], about: dict[str, Any]) -> None:
+    """The run, all its samples, and `about`: the server and the machine."""
+    totals = asdict(summary)
+    document = {"figures": totals.pop("distributions"), "totals": totals, "samples": [asdict(one) for one in samples]}
+    write_document(path, about | document)

@@ -1,0 +1,190 @@
+"""The other ranks of a `Diffusion`: processes that run the same requests, each with its part of the networks.
+
+The first rank is the process of the `Diffusion`. Every rank runs the whole pipeline on the same parameters, and the
+collectives of the layers keep them together. What differs is who decides: after each step the first rank tells the
+others to go on, to make the preview it was asked for, or to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright import config
+from tilewright.diffusion.components import Components
+from tilewright.diffusion.errors import DiffusionLostError
+from tilewright.diffusion.params import Cancelled, GenerationParams
+from tilewright.diffusion.pipeline import OnStep
+from tilewright.diffusion.platform import Platform
+from tilewright.diffusion.registry import open_pipeline
+from tilewright.model_files import CheckpointError
+from tilewright.ops import backend
+from tilewright.ops.native import bind_team
+from tilewright.parallel.binding import apply_binding, binding_of_ranks, release_binding
+from tilewright.parallel.group import Group
+from tilewright.parallel.launch import Workers, WorkerSpec
+from tilewright.parallel.rendezvous import MAX_RANKS, Rendezvous, make_group, open_rendezvous
+from tilewright.types import RequestError, UnsupportedConfig
+
+_log = logging.getLogger(__name__)
+
+# Ranks wait for each other's loading, and for each other's part of a large step. One that dies is noticed at once.
+TIMEOUT_S = 600.0
+# What every rank raises at the same place of a run, and no collective is left half done.
+SHARED_ERRORS = (Cancelled, RequestError, UnsupportedConfig, CheckpointError)
+
+
+class Command(enum.IntEnum):
+    stop = 0  # of ranks that are threads; processes are ended
+    run = 1
+    go_on = 2
+    cancel = 3
+    preview = 4
+
+
+def check_size(tp: int) -> int:
+    """The number of ranks; RequestError for an impossible one."""
+    if not isinstance(tp, int) or isinstance(tp, bool) or not 1 <= tp <= MAX_RANKS:
+        raise RequestError(f"tp is {tp!r}, expected 1 to {MAX_RANKS}")
+    return tp
+
+
+class Ranks:
+    """The ranks 1 to size - 1, as the first one sees them."""
+
+    def __init__(self, size: int, components: Mapping[str, Any], platform: Platform, cpu_binding: str | None) -> None:
+        """`components` are the arguments of `Components`, as JSON."""
+        self._lost: DiffusionLostError | None = None
+        self._is_ended_by_caller = False  # the run that is going on, by its on_step
+        self._cleanup = contextlib.ExitStack()
+        try:
+            self._start(size, components, platform, cpu_binding)
+        except config.ConfigError as error:
+            self._cleanup.close()
+            raise RequestError(str(error)) from error
+        except BaseException:
+            self._cleanup.close()
+            raise
+
+    def _start(self, size: int, components: Mapping[str, Any], platform: Platform, cpu_binding: str | None) -> None:
+        bindings = binding_of_ranks(size, cpu_binding)
+        self._host = self._cleanup.enter_context(open_rendezvous(size, timeout_s=TIMEOUT_S))
+        payload = {
+            "rendezvous": self._host.rendezvous.to_json(),
+            "components": dict(components),
+            "backend": platform.backend,
+            "device": platform.device,
+        }
+        specs = [
+            WorkerSpec(rank, payload, self._host.pass_fds, None if bindings is None else bindings[rank])
+            for rank in range(1, size)
+        ]
+        workers = Workers(platform.worker, specs, size, on_death=self._note_death)
+        self._cleanup.callback(workers.close)
+        self.pids = tuple(workers.pids.values())
+        self.group = self._host.make_group(0)
+        self._cleanup.callback(self.group.close)
+        if bindings is not None:  # after the others have started: they would inherit it
+            apply_binding(bindings[0])
+            self._cleanup.callback(release_binding)
+
+    @contextlib.contextmanager
+    def running(self, params: GenerationParams) -> Iterator[None]:
+        """All ranks run the request while the first one does so within. One that fails alone is the end of all."""
+        if self._lost:
+            raise self._lost
+        self._is_ended_by_caller = False
+        self.tell(Command.run, params)
+        try:
+            yield
+        except SHARED_ERRORS:
+            raise
+        except BaseException as error:
+            if self._is_ended_by_caller:
+                raise
+            self._lose(f"rank 0 failed alone: {error!r}")
+            assert self._lost is not None
+            raise self._lost from error
+
+    def deciding(self, on_step: OnStep) -> OnStep:
+        """The on_step of the first rank: whatever it raises, the others stop as well."""
+
+        def decide(step: int, num_steps: int, latents: Tensor) -> None:
+            try:
+                on_step(step, num_steps, latents)
+            except BaseException:
+                self.tell(Command.cancel)
+                self._is_ended_by_caller = True
+                raise
+            self.tell(Command.go_on)
+
+        return decide
+
+    def tell(self, command: Command, content: object = None) -> None:
+        """Tells the other ranks, which wait for it."""
+        self.group.post()
+        # Both ends are this program, and the memory between them is theirs alone.
+        data = b"" if content is None else pickle.dumps(content)
+        self.group.broadcast(torch.tensor([command, len(data)]))
+        if data:
+            self.group.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        self._cleanup.close()  # they are ended, not asked: one that is lost would not answer
+
+    def _note_death(self, rank: int, reason: str) -> None:
+        self._host.abort(rank)  # whoever waits for it fails at once
+        self._lose(f"rank {rank} {reason}")
+
+    def _lose(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = DiffusionLostError(f"a rank is lost, and the others cannot go on without it: {reason}")
+
+
+def main(rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
+    """The entry point of the other ranks."""
+    group = make_group(Rendezvous.from_json(payload["rendezvous"]), rank)
+    backend.activate(payload["backend"], payload["device"])
+    bind_team()
+    follow(Components(**payload["components"], group=group))
+
+
+def follow(components: Components) -> None:
+    """Runs the requests of the first rank until it says stop."""
+    pipeline, group = open_pipeline(components), components.group
+    while True:
+        command, params = _listen(group)
+        if command is Command.stop:
+            return
+        try:
+            pipeline.generate(params, _following(pipeline.preview, group, params))
+        except SHARED_ERRORS as error:
+            _log.debug("rank %d ends a run: %r", group.rank, error)
+
+
+def _following(preview: Any, group: Group, params: GenerationParams) -> OnStep:
+    def on_step(step: int, num_steps: int, latents: Tensor) -> None:
+        while (command := _listen(group)[0]) is Command.preview:
+            preview(latents, params)
+        if command is Command.cancel:
+            raise Cancelled
+
+    return on_step
+
+
+def _listen(group: Group) -> tuple[Command, Any]:
+    group.wait_for_post()
+    header = group.broadcast(torch.zeros(2, dtype=torch.int64))
+    command, size_bytes = header.tolist()
+    content = None
+    if size_bytes:
+        content = pickle.loads(group.broadcast(torch.zeros(size_bytes, dtype=torch.uint8)).numpy().tobytes())
+    return Command(command), content

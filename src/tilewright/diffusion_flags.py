@@ -1,0 +1,157 @@
+"""The options of `Diffusion` and of what it makes as flags, for the commands that make pictures and videos.
+
+Imports the pipelines when one is opened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from tilewright import embedded
+from tilewright.engine_flags import check_model, positive
+from tilewright.model_files import CheckpointError
+from tilewright.types import RequestError, UnsupportedConfig
+
+if TYPE_CHECKING:
+    from tilewright.diffusion.diffusion import Diffusion
+    from tilewright.diffusion.params import GenerationParams
+
+_MODEL_OPTIONS = ("dtype", "tp", "cpu_binding", "backend", "low_memory", "pack_cache")
+
+
+def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what a request says of the picture, or of a video's frames."""
+    parser.add_argument("--size", type=_size, metavar="WxH", help="in pixels, such as 1024x768 (default: the model's)")
+    parser.add_argument("--width", type=positive, metavar="N", help="the same by its sides")
+    parser.add_argument("--height", type=positive, metavar="N")
+    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps: more take longer")
+    parser.add_argument("--guidance", type=float, metavar="G", help="how much the prompt counts; 0: no guidance")
+    parser.add_argument("--negative", metavar="TEXT", help="what the picture is to be unlike")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed makes the same picture")
+    parser.add_argument("--image", metavar="FILE", help="a picture to start from, for models that take one")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds -m and how the model is run."""
+    text = f"a folder in diffusers' layout or a hub id (default: the embedded {embedded.DRAWING_NAME})"
+    parser.add_argument("-m", "--model", metavar="MODEL", help=text)
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no times, no notices")
+    group = parser.add_argument_group("model")
+    text = "hold one of text encoder, transformer and VAE in memory at a time"
+    group.add_argument("--low-memory", action="store_const", const=True, help=text)
+    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: as stored")
+    text = "what computes: our kernels (default), or plain torch, slowly, to compare with"
+    group.add_argument("--backend", choices=("native", "torch"), help=text)
+    text = "processes that the model is split over, one per NUMA node (default 1)"
+    group.add_argument("--tp", type=positive, metavar="N", help=text)
+    text = 'CPUs of each of them, such as "0-7|8-15" (default: those of its NUMA node)'
+    group.add_argument("--cpu-binding", metavar="LISTS", help=text)
+    text = "do not keep packed weights on disk for the next start"
+    group.add_argument("--no-pack-cache", dest="pack_cache", action="store_const", const=False, help=text)
+    text = "skip blocks in steps that change less than this: faster, other pictures (default 0: none; try 0.1)"
+    group.add_argument("--step-cache", type=float, metavar="T", help=text)
+    text = "guide only this part of the denoising, such as 0-0.8: faster (default: all of it)"
+    group.add_argument("--guidance-interval", type=_interval, metavar="A-B", help=text)
+
+
+def open_diffusion(options: argparse.Namespace) -> Diffusion:
+    """The model of the flags. One that cannot be loaded is a RequestError."""
+    check_model(options.model)
+    from tilewright.diffusion.diffusion import Diffusion
+
+    given = {name: value for name in _MODEL_OPTIONS if (value := getattr(options, name)) is not None}
+    try:
+        return Diffusion(options.model, progress=sys.stderr.isatty() and not options.quiet, **given)
+    except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
+        raise RequestError(str(error)) from error
+
+
+def request(diffusion: Diffusion, options: argparse.Namespace, **more: Any) -> GenerationParams:
+    """The request of the flags, checked by the model."""
+    if options.size and (options.width or options.height):
+        raise RequestError("--size says width and height, expected no --width and --height beside it")
+    width, height = options.size or (options.width, options.height)
+    return diffusion.params(
+        options.prompt,
+        width=width,
+        height=height,
+        num_steps=options.steps,
+        guidance=options.guidance,
+        negative_prompt=options.negative,
+        seed=options.seed,
+        image=None if options.image is None else _read_picture(options.image),
+        step_cache=options.step_cache,
+        guidance_interval=options.guidance_interval,
+        **more,
+    )
+
+
+def generate(diffusion: Diffusion, params: GenerationParams, *, quiet: bool) -> Any:
+    """What the request makes. Unless `quiet`, standard error tells what it is, how long it takes, and how far it is.
+
+    The first step tells how long: it is known before the second begins.
+    """
+    if quiet:
+        return _run(diffusion, params, None)
+    what = f"{params.width} x {params.height}" + (f" x {params.num_frames} frames" if params.num_frames > 1 else "")
+    count = f"{params.n} of " if params.n > 1 else ""
+    print(f"{diffusion.name}: {count}{what}, {params.num_steps} steps, seed {params.seed}", file=sys.stderr)
+    bar: tqdm | None = None
+
+    def on_step(step: int, num_steps: int, latents: object) -> None:
+        nonlocal bar
+        if bar is None:
+            first_s = diffusion.pipeline.timings.steps_s[0]
+            rest_s = first_s * (num_steps - 1)
+            print(f"a step takes {_duration(first_s)}: about {_duration(rest_s)} more", file=sys.stderr)
+            bar = tqdm(total=num_steps, unit="step", file=sys.stderr, disable=None, leave=False)
+        bar.update()
+
+    try:
+        return _run(diffusion, params, on_step)
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _run(diffusion: Diffusion, params: GenerationParams, on_step: Any) -> Any:
+    try:
+        return diffusion.run(params, on_step)
+    except (CheckpointError, UnsupportedConfig) as error:  # of a component, which is loaded when it is used
+        raise RequestError(str(error)) from error
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _read_picture(file: str) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(Path(file).expanduser()) as picture:
+            return picture.convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise RequestError(f"--image {file} cannot be read as a picture: {error}") from error
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)\s*[xX*]\s*(\d+)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected one such as 1024x768")
+    return int(match[1]), int(match[2])
+
+
+def _interval(text: str) -> tuple[float, float]:
+    match = re.fullmatch(r"(\d*\.?\d+)\s*-\s*(\d*\.?\d+)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no interval, expected one such as 0-0.8")
+    return float(match[1]), float(match[2])

@@ -1,0 +1,82 @@
+"""`tilewright image`: pictures from words."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from tilewright import diffusion_flags, embedded
+from tilewright.engine_flags import positive
+from tilewright.types import RequestError
+
+FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
+
+
+def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `image`."""
+    parser = commands.add_parser(
+        "image",
+        help="make a picture from words",
+        description="Makes pictures of PROMPT and prints the names of their files. Without -m: the model that is part "
+        "of the package, which draws simple scenes. A file carries the settings that make its picture again.",
+        epilog="""examples:
+  tilewright image "a red circle left of a blue square" -o circle.png
+  tilewright image "a lighthouse at dusk" -m ./Z-Image-Turbo -o lighthouse.png --size 1024x768 --seed 7
+  tilewright image "a cat, ink drawing" -m MODEL -n 4 -o cat.png          cat-1.png to cat-4.png
+  tilewright image "a cat" -m MODEL --negative "blurry" --guidance 4 --steps 28
+  tilewright image "make it winter" -m MODEL --image house.png -o winter.png
+  tilewright image "a cat" -m MODEL --low-memory                          one network in memory at a time""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="what to show; -: read it from standard input")
+    parser.add_argument(
+        "-o", "--output", default="picture.png", metavar="FILE", help=".png, .jpg or .webp (default picture.png)"
+    )
+    parser.add_argument("-n", type=positive, default=1, metavar="N", help="how many, of seeds one after the other")
+    diffusion_flags.add_picture_arguments(parser)
+    diffusion_flags.add_model_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    output = Path(options.output).expanduser()
+    file_format = _format(output)
+    if options.prompt == "-":
+        options.prompt = sys.stdin.read().strip()
+    if not options.prompt:
+        raise RequestError("the prompt is empty, expected some text")
+    if options.model is None and not options.quiet:
+        text = f"no model named: using the embedded {embedded.DRAWING_NAME}. Another: -m ./Z-Image-Turbo"
+        print(f"tilewright: {text}", file=sys.stderr)
+    with diffusion_flags.open_diffusion(options) as diffusion:
+        params = diffusion_flags.request(diffusion, options, n=options.n, output="array")
+        made = diffusion_flags.generate(diffusion, params, quiet=options.quiet)
+        from tilewright.diffusion.files import encode_picture
+
+        for i, pixels in enumerate(made.images):
+            path = output if options.n == 1 else output.with_stem(f"{output.stem}-{i + 1}")
+            try:
+                path.write_bytes(encode_picture(pixels[0], file_format, made.settings_of(i)))
+            except OSError as error:
+                raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+            print(path)
+        if not options.quiet:
+            times = made.timings
+            print(
+                f"{times.total_s:.1f} s: loading {times.load_s:.1f}, prompt {times.encode_s:.1f}, "
+                f"denoising {times.denoise_s:.1f}, decoding {times.decode_s:.1f}",
+                file=sys.stderr,
+            )
+    return 0
+
+
+def _format(path: Path) -> str:
+    if path.suffix.lower() not in FORMATS:
+        raise RequestError(f"--output is {path}, expected a name that ends in {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise RequestError(f"--output is {path}, but there is no folder {path.parent}")
+    return FORMATS[path.suffix.lower()]

@@ -1,0 +1,124 @@
+"""`tilewright bench image|video` and `bench serve --images`, from their flags to the table and the JSON."""
+
+import json
+
+import pytest
+from fake_pictures import FakePictures
+from odd_server import OddServer, plain
+
+from tilewright import cli, diffusion_flags, machine
+from tilewright.bench import probe
+from tilewright.bench.serve import limits
+
+
+class Bench(FakePictures):
+    """A fake Diffusion as `bench` uses one."""
+
+    def params(self, prompt, **settings):
+        return self.limits.params(prompt, **settings)
+
+    def run(self, params, on_step=None):
+        generated = super().run(params, lambda step, num_steps, latents: None)
+        timings = generated.timings
+        timings.total_s = timings.encode_s + timings.denoise_s + timings.decode_s
+        return generated
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs the command on a fake model, without waiting for the machine's probes: (status, JSON, text)."""
+    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 18.0, 1.5, 2.0, "float32"))
+    monkeypatch.setattr(machine, "measure", lambda: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
+    monkeypatch.setattr(limits, "measure", lambda: {"machine": {"cpu_model": "a machine"}, "probe": {}})
+
+    def run_command(*arguments, max_frames=1):
+        monkeypatch.setattr(diffusion_flags, "open_diffusion", lambda options: Bench(max_frames=max_frames))
+        path = tmp_path / "b.json"
+        status = cli.main(["bench", *arguments, "--json", str(path)])
+        return status, json.loads(path.read_text()) if path.exists() else None, capsys.readouterr()
+
+    return run_command
+
+
+def test_pictures(run):
+    status, document, said = run("image", "-n", "2", "--steps", "4", "--size", "32x16", "--rounds", "2")
+    assert status == 0 and "per minute" in said.out and "matrix product 1.50 TFLOP/s" in said.out
+    figures = {name: entry["median"] for name, entry in document["figures"].items()}
+    assert figures == pytest.approx(
+        {
+            "step": 0.1,
+            "picture": 0.215,
+            "pictures": 60 / 0.215,
+            "encode the prompt": 0.01,
+            "denoise": 0.4,
+            "decode": 0.02,
+        }
+    )
+    assert document["bench"] == "image" and document["settings"]["n"] == 2 and len(document["rounds"]) == 2
+    assert document["settings"]["width"] == 32 and document["machine"]["measured"]["read_gb_s"] == 20.0
+
+
+def test_videos(run):
+    status, document, _ = run("video", "-m", ".", "--frames", "9", "--rounds", "1", max_frames=33)
+    assert status == 0 and document["figures"]["videos"]["unit"] == "per minute"
+    assert document["settings"]["num_frames"] == 9
+    status, _, said = run("video", "-m", ".")
+    assert status == 2 and "makes pictures, expected a model that makes videos" in said.err
+
+
+def test_wrong_flags(run, capsys):
+    status, _, said = run("image", "--steps", "51")
+    assert status == 2 and "num_steps is 51" in said.err
+    with pytest.raises(SystemExit):
+        run("image", "--size", "large")
+
+
+def answering(found, status="200 OK"):
+    return plain(json.dumps(found).encode(), status)
+
+
+def server(found, status="200 OK"):
+    """A server with two models that answers every request for pictures the same."""
+    talks, draws = {"id": "talks", "output_modalities": ["text"]}, {"id": "draws", "output_modalities": ["image"]}
+
+    def respond(request):
+        return answering({"data": [talks, draws]}) if request.path == "/v1/models" else answering(found, status)
+
+    return OddServer(respond)
+
+
+def flags(running, *more):
+    return ["serve", running.url, "--images", "--requests", "6", "--warmup", "1", "--concurrency", "2", *more]
+
+
+def test_a_server_of_pictures(run):
+    made = {"data": [{"b64_json": "AA=="}] * 2, "timings": {"step_s": 0.25, "queued_s": 0.5}}
+    with server(made) as running:
+        more = ("--image-size", "64x32", "--steps", "3", "--images-per-request", "2")
+        status, document, said = run(*flags(running, *more))
+    assert status == 0 and "6 answered, 0 failed" in said.out and "pictures a minute" in said.out
+    bodies = [request.json() for request in running.requests if request.path == "/v1/images/generations"]
+    assert len(bodies) == 7 and {body["model"] for body in bodies} == {"draws"}
+    assert len({body["prompt"] for body in bodies}) == 7
+    assert {(body["size"], body["steps"], body["n"]) for body in bodies} == {("64x32", 3, 2)}
+    assert document["figures"]["step"]["mean"] == 0.25 and document["figures"]["queued"]["count"] == 6
+    totals = document["totals"]
+    assert totals["num_pictures"] == 12
+    assert totals["pictures_per_minute"] == pytest.approx(2 * totals["requests_per_minute"])
+    assert document["machine"]["cpu_model"] == "a machine"
+
+
+def test_servers_that_make_none(run):
+    with server({"data": []}) as running:
+        status, document, said = run(*flags(running, "--plain"))
+    assert status == 1 and "6 failed, malformed" in said.out and document["totals"]["num_answered"] == 0
+    assert all("seed" not in request.json() for request in running.requests if request.body)
+    with server({"error": {"message": "no"}}, "404 Not Found") as running:
+        status, document, said = run(*flags(running))
+    assert status == 1 and document["totals"]["failures"] == {"HTTP 404": {"no": 6}}

@@ -1,0 +1,141 @@
+"""Chat and pictures mixed, against a server that runs; nothing may be left behind.
+
+python tests/server/soak_pictures.py --requests 1000       a tiny random model for chat, the embedded one for pictures
+python tests/server/soak_pictures.py --image-model ./Z-Image-Turbo
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from processes import family_of, memory_bytes
+
+from tilewright.bench.http_client import Client
+from tilewright.bench.http_errors import HttpError
+from tilewright.bench.server_url import Server
+
+CHAT, IMAGES, EDITS, VIDEOS = "/v1/chat/completions", "/v1/images/generations", "/v1/images/edits", "/v1/videos"
+MAX_BYTES = 1 << 24
+
+
+def picture_body(rng, **fields):
+    return {"prompt": f"a tile, number {rng.randrange(8)}", "seed": rng.randrange(8), "steps": 2, **fields}
+
+
+def chat_body(rng, **fields):
+    question = {"role": "user", "content": f"What is tile {rng.randrange(8)}?"}
+    return {"messages": [question], "max_tokens": 8, "seed": 1, **fields}
+
+
+# Kind -> (path, body, the status it must have; None: the client leaves after that many bytes).
+KINDS = {
+    "chat": lambda rng: (CHAT, chat_body(rng), 200),
+    "chat stream": lambda rng: (CHAT, chat_body(rng, stream=True), 200),
+    "chat, left": lambda rng: (CHAT, chat_body(rng, stream=True, max_tokens=200), None),
+    "picture": lambda rng: (IMAGES, picture_body(rng), 200),
+    "two pictures": lambda rng: (IMAGES, picture_body(rng, n=2, output_format="jpeg"), 200),
+    "by URL": lambda rng: (IMAGES, picture_body(rng, response_format="url"), 200),
+    "stream": lambda rng: (IMAGES, picture_body(rng, stream=True, partial_images=1, progress=True), 200),
+    "stream, left": lambda rng: (IMAGES, picture_body(rng, stream=True, progress=True, steps=8), None),
+    "wrong size": lambda rng: (IMAGES, picture_body(rng, size="33x16"), 400),
+    "wrong edit": lambda rng: (EDITS, picture_body(rng), 400),
+    "wrong video": lambda rng: (VIDEOS, {"prompt": "tile"}, 400),
+}
+
+
+async def send(client, kind, seed):
+    """(status, what is wrong or None)."""
+    path, body, expected = KINDS[kind](random.Random(seed))
+    data = json.dumps(body).encode()
+    if expected is None:
+        with contextlib.suppress(HttpError):
+            async with client.request("POST", path, data) as response:
+                await response.read(random.Random(seed).randrange(1, 200))
+        return None, None
+    async with client.request("POST", path, data) as response:
+        status, answer = response.status, await response.read(MAX_BYTES)
+    if status == 429:  # the queue is full: again later, as a client does
+        await asyncio.sleep(0.2)
+        return await send(client, kind, seed)
+    if status != expected:
+        return status, f"{kind}: {status}, expected {expected}: {answer[:300]!r}"
+    if kind == "by URL":
+        url = json.loads(answer)["data"][0]["url"]
+        async with client.request("GET", "/" + url.split("/", 3)[3]) as response:
+            if response.status != 200 or not (await response.read(MAX_BYTES)).startswith(b"\x89PNG"):
+                return response.status, f"{url}: {response.status}"
+    return status, None
+
+
+async def run(url, num_requests, concurrency, seed=0):
+    """How often each kind had each status, and what was wrong."""
+    client, kinds = Client(Server.parse(url)), list(KINDS)
+    statuses, wrong = Counter(), []
+    waiting = iter([(kinds[i % len(kinds)], f"{seed} {i % 99}") for i in range(num_requests)])
+
+    async def work():
+        for kind, one_seed in waiting:
+            status, problem = await asyncio.wait_for(send(client, kind, one_seed), 300)
+            statuses[kind, status] += 1
+            if problem:
+                wrong.append(problem)
+
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    client.close()
+    return statuses, wrong
+
+
+def left_behind(pid):
+    """What a server and all below it hold: processes, open files, files in shared memory, bytes of memory."""
+    pids = family_of(pid)
+    files = 0
+    for one in pids:
+        with contextlib.suppress(OSError):
+            files += len(os.listdir(f"/proc/{one}/fd"))
+    shared = len(os.listdir("/dev/shm"))
+    return {"processes": len(pids), "files": files, "shared": shared, "memory": sum(map(memory_bytes, pids))}
+
+
+def main():
+    from serve_process import ServerProcess
+    from tiny_checkpoint import write_vision_model
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--image-model", help="default: the embedded one")
+    options = parser.parse_args()
+    from tilewright import embedded
+
+    image_model = options.image_model or str(embedded.path("tiny_draw"))
+    with tempfile.TemporaryDirectory() as folder:
+        server = ServerProcess(write_vision_model(Path(folder)), "--image-model", image_model)
+        try:
+            asyncio.run(run(server.url, 2 * len(KINDS), 4))  # what is started by the first request
+            time.sleep(6)  # connections that wait for another request are closed after 5 s
+            before, began_s = left_behind(server.process.pid), time.monotonic()
+            statuses, wrong = asyncio.run(run(server.url, options.requests, options.concurrency, seed=1))
+            took_s = time.monotonic() - began_s
+            time.sleep(6)
+            after = left_behind(server.process.pid)
+        finally:
+            server.end()
+    for (kind, status), count in sorted(statuses.items(), key=str):
+        print(f"{kind:14} {status or 'left'}: {count}")
+    print(f"{options.requests} requests in {took_s:.0f} s, {len(wrong)} wrong", *wrong[:5], sep="\n")
+    for name in before:
+        print(f"{name}: {before[name]} before, {after[name]} after")
+    return int(bool(wrong) or any(after[name] > before[name] for name in ("processes", "files", "shared")))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
