@@ -114,6 +114,20 @@ def test_pictures_are_edited(kind, pipelines, monkeypatch):
     assert relative(alone.latents, expected) > 1e-2
 
 
+def test_an_edited_picture_has_the_size_of_the_first(pipelines):
+    limits = opened(pipelines("distilled")[1]).limits
+    images = [picture(90, 131, 1), picture(200, 100, 2)]
+
+    def size(**settings):
+        params = limits.params(PROMPT, **settings)
+        return params.width, params.height
+
+    assert size(image=images) == (88, 128)
+    assert size(image=images[0], width=64) == (64, 128)
+    assert size(image=Image.new("RGB", (3000, 1000))) == (1772, 588)  # of a million pixels, as diffusers makes it
+    assert size() == (1024, 1024)
+
+
 def test_reused_steps_are_close(pipelines):
     _, folder = pipelines("distilled")
     exact = ours(folder, latents=given()).latents

@@ -95,6 +95,8 @@ def test_kontext_edits_a_picture(pipelines, monkeypatch):
     result = ours(folder, latents=given(), image=image)
     assert relative(result.latents, expected) < 1e-3
     assert relative(ours(folder, latents=given()).latents, expected) > 1e-2
+    with pytest.raises(RequestError, match="image has 2 pictures, expected at most 1"):
+        ours(folder, image=[image, image])
 
 
 def test_reused_steps_are_close(pipelines):

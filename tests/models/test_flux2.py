@@ -103,7 +103,8 @@ def test_published_sizes_have_the_tensors_of_diffusers(sizes):
     with torch.device("meta"):
         model = require("diffusers").Flux2Transformer2DModel(**sizes, guidance_embeds=False)
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    assert sources_of(flux2.build(dict(model.config))) == expected
+    config = {key: value for key, value in model.config.items() if value is not None}
+    assert sources_of(flux2.build(config)) == expected
 
 
 @pytest.mark.parametrize(

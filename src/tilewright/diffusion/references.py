@@ -14,14 +14,13 @@ from tilewright.types import RequestError
 
 MIN_SIDE = 64
 MAX_RATIO = 8  # of the longer side to the shorter
-MAX_PICTURES = 10
 
 
-def pictures(given: Any) -> list[Image.Image]:
-    """The picture or pictures of a request as RGB, checked."""
+def pictures(given: Any, most: int) -> list[Image.Image]:
+    """The picture or pictures of a request as RGB, checked; none for None."""
     found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    if len(found) > MAX_PICTURES:
-        raise RequestError(f"image has {len(found)} pictures, expected at most {MAX_PICTURES}", param="image")
+    if len(found) > most:
+        raise RequestError(f"image has {len(found)} pictures, expected at most {most}", param="image")
     for picture in found:
         if not isinstance(picture, Image.Image):
             raise RequestError(f"image is a {type(picture).__name__}, expected a PIL picture", param="image")

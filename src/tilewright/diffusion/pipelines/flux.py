@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,7 +47,7 @@ class Conditioning:
 
 
 class Flux(Pipeline):
-    BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    BUILDERS: ClassVar = {
         "text_encoder": clip.build,
         "text_encoder_2": t5.build,
         "transformer": flux.build,
@@ -99,10 +98,10 @@ class Flux(Pipeline):
         return list(zip(states, pooled, strict=True))
 
     def _reference(self, image: Any) -> Tensor | None:
-        found = pictures(image)
+        found = pictures(image, most=1)
         if not found:
             return None
-        (picture,) = found[:1]
+        picture = found[0]
         multiple = self.vae_factor * PATCH
         ratio = picture.width / picture.height
         width, height = min(KONTEXT_SIZES, key=lambda size: abs(ratio - size[0] / size[1]))

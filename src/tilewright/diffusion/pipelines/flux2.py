@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 NUM_TEXT = 512  # tokens that the transformer reads, padding included: it was trained so
 HIDDEN_LAYERS = (9, 18, 27)
+MAX_REFERENCES = 10
 MAX_REFERENCE_PIXELS = 1024 * 1024
 # Pictures to edit stand this far from one another, and from the one that is made, on the axis of pictures.
 REFERENCE_STRIDE = 10
@@ -44,7 +44,7 @@ class Conditioning:
 
 
 class Flux2Klein(Pipeline):
-    BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    BUILDERS: ClassVar = {
         "text_encoder": functools.partial(decoder_encoder.build, hidden_layers=HIDDEN_LAYERS),
         "transformer": flux2.build,
         "vae": build_vae,
@@ -69,6 +69,7 @@ class Flux2Klein(Pipeline):
                 default_guidance=1.0 if self.is_distilled else 4.0,
                 max_prompt_tokens=NUM_TEXT,
                 takes_image=True,
+                image_pixels=MAX_REFERENCE_PIXELS,
                 takes_negative_prompt=not self.is_distilled,
             )
         )
@@ -79,7 +80,7 @@ class Flux2Klein(Pipeline):
             _log.warning("guidance %g is ignored: this model was distilled to need none", params.guidance)
         elif params.guidance > 1:
             texts.append(params.negative_prompt or "")
-        found = pictures(params.image)
+        found = pictures(params.image, MAX_REFERENCES)
         references: list[Tensor] = []
         if found:
             with self.components.use("vae") as vae:
