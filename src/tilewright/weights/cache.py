@@ -45,7 +45,7 @@ from tilewright.weights.values import Encoder, decode
 LAYOUT_VERSION = 4
 
 SUFFIX = ".packed"
-MAX_ENTRIES = 4  # the ones used last stay; each is as large as its model
+MAX_ENTRIES = 12  # the ones used last stay; each is as large as its model, or a component of a pipeline
 MIN_FREE_BYTES = 1 << 30  # left on the disk after an entry is written: a full home directory breaks other things
 SAMPLE_BLOCKS = 64  # compared at each start: 64 MiB, 40 ms
 ABANDONED_S = 3600.0  # a .partial file that nobody wrote to for so long was left by a process that died
