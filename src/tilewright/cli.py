@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_chat(commands)
     _add_image(commands)
+    _add_video(commands)
     _add_serve(commands)
     _add_batch(commands)
     _add_cache(commands)
@@ -58,6 +59,12 @@ def _add_image(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     from tilewright import image_command
 
     image_command.add_arguments(commands)
+
+
+def _add_video(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright import video_command
+
+    video_command.add_arguments(commands)
 
 
 def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

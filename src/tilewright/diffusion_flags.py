@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,9 @@ from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
 
 if TYPE_CHECKING:
-    from tilewright.diffusion.diffusion import Diffusion
+    import numpy as np
+
+    from tilewright.diffusion.diffusion import Diffusion, Generated
     from tilewright.diffusion.params import GenerationParams
 
 _MODEL_OPTIONS = ("dtype", "tp", "cpu_binding", "backend", "low_memory", "pack_cache")
@@ -60,6 +63,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance-interval", type=_interval, metavar="A-B", help=text)
 
 
+def read_prompt(options: argparse.Namespace) -> None:
+    """options.prompt, from standard input if it is -; an empty one is a RequestError."""
+    if options.prompt == "-":
+        options.prompt = sys.stdin.read().strip()
+    if not options.prompt:
+        raise RequestError("the prompt is empty, expected some text")
+
+
 def open_diffusion(options: argparse.Namespace) -> Diffusion:
     """The model of the flags. One that cannot be loaded is a RequestError."""
     check_model(options.model)
@@ -92,7 +103,7 @@ def request(diffusion: Diffusion, options: argparse.Namespace, **more: Any) -> G
     )
 
 
-def generate(diffusion: Diffusion, params: GenerationParams, *, quiet: bool) -> Any:
+def generate(diffusion: Diffusion, params: GenerationParams, *, quiet: bool) -> Generated:
     """What the request makes. Unless `quiet`, standard error tells what it is, how long it takes, and how far it is.
 
     The first step tells how long: it is known before the second begins.
@@ -120,7 +131,30 @@ def generate(diffusion: Diffusion, params: GenerationParams, *, quiet: bool) -> 
             bar.close()
 
 
-def _run(diffusion: Diffusion, params: GenerationParams, on_step: Any) -> Any:
+def write_files(output: Path, made: Generated, encode: Callable[[np.ndarray, dict[str, Any]], bytes]) -> None:
+    """What was made, each as `encode(pixels, settings)` gives it. Prints the names: with numbers where there are some.
+
+    Pixels are uint8 [T, H, W, 3].
+    """
+    for i, pixels in enumerate(made.images):
+        path = output if len(made.images) == 1 else output.with_stem(f"{output.stem}-{i + 1}")
+        try:
+            path.write_bytes(encode(pixels, made.settings_of(i)))
+        except OSError as error:
+            raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+        print(path)
+
+
+def print_times(made: Generated) -> None:
+    times = made.timings
+    print(
+        f"{times.total_s:.1f} s: loading {times.load_s:.1f}, prompt {times.encode_s:.1f}, "
+        f"denoising {times.denoise_s:.1f}, decoding {times.decode_s:.1f}",
+        file=sys.stderr,
+    )
+
+
+def _run(diffusion: Diffusion, params: GenerationParams, on_step: Any) -> Generated:
     try:
         return diffusion.run(params, on_step)
     except (CheckpointError, UnsupportedConfig) as error:  # of a component, which is loaded when it is used

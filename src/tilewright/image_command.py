@@ -45,10 +45,7 @@ def run(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     output = Path(options.output).expanduser()
     file_format = _format(output)
-    if options.prompt == "-":
-        options.prompt = sys.stdin.read().strip()
-    if not options.prompt:
-        raise RequestError("the prompt is empty, expected some text")
+    diffusion_flags.read_prompt(options)
     if options.model is None and not options.quiet:
         text = f"no model named: using the embedded {embedded.DRAWING_NAME}. Another: -m ./Z-Image-Turbo"
         print(f"tilewright: {text}", file=sys.stderr)
@@ -57,20 +54,11 @@ def run(options: argparse.Namespace) -> int:
         made = diffusion_flags.generate(diffusion, params, quiet=options.quiet)
         from tilewright.diffusion.files import encode_picture
 
-        for i, pixels in enumerate(made.images):
-            path = output if options.n == 1 else output.with_stem(f"{output.stem}-{i + 1}")
-            try:
-                path.write_bytes(encode_picture(pixels[0], file_format, made.settings_of(i)))
-            except OSError as error:
-                raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
-            print(path)
+        diffusion_flags.write_files(
+            output, made, lambda pixels, settings: encode_picture(pixels[0], file_format, settings)
+        )
         if not options.quiet:
-            times = made.timings
-            print(
-                f"{times.total_s:.1f} s: loading {times.load_s:.1f}, prompt {times.encode_s:.1f}, "
-                f"denoising {times.denoise_s:.1f}, decoding {times.decode_s:.1f}",
-                file=sys.stderr,
-            )
+            diffusion_flags.print_times(made)
     return 0
 
 

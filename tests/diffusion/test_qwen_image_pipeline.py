@@ -1,12 +1,15 @@
 """Whole runs of Qwen-Image against diffusers, from the same latents, on a tiny random checkpoint."""
 
+import json
+
 import numpy as np
 import pytest
 import tiny_qwen_image
 import torch
+from pipeline_ranks import run_on_ranks
 
 from tilewright.diffusion.diffusion import Diffusion
-from tilewright.types import RequestError
+from tilewright.types import RequestError, UnsupportedConfig
 
 PROMPT, NEGATIVE = "a {red} cat", "blurry, out of focus"
 
@@ -68,6 +71,14 @@ def test_pictures_are_those_of_diffusers(checkpoint, diffusion):
     assert np.abs(ours[:, 0] / 255 - theirs).max() <= 0.51 / 255 + 1e-3
 
 
+def test_two_ranks_make_what_one_does(checkpoint):
+    options = {"negative_prompt": NEGATIVE, "num_steps": 3, "seed": 2, "width": 48, "height": 32}
+    (alone,) = run_on_ranks(1, checkpoint[1], PROMPT, **options)
+    for result in run_on_ranks(2, checkpoint[1], PROMPT, **options):
+        torch.testing.assert_close(result.latents, alone.latents, rtol=1e-4, atol=1e-4)
+        assert np.abs(result.pixels.astype(int) - alone.pixels).max() <= 1
+
+
 def test_noise_is_that_of_diffusers(checkpoint, diffusion):
     """A seed gives the picture that a generator of the same seed gives there."""
     theirs = checkpoint[0](
@@ -116,3 +127,9 @@ def test_what_cannot_be_made_is_refused(diffusion, options, message):
     options = {"width": 32, "height": 32, "num_steps": 1, **options}
     with pytest.raises(RequestError, match=message):
         diffusion.generate(options.pop("prompt", PROMPT), **options)
+
+
+def test_editing_is_refused_by_name(tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "QwenImageEditPipeline"}))
+    with pytest.raises(UnsupportedConfig, match="QwenImageEditPipeline, which is not built: its text encoder sees"):
+        Diffusion(tmp_path)

@@ -10,7 +10,9 @@ import tiny_wan
 import torch
 from oracle import require
 from PIL import Image
+from pipeline_ranks import run_on_ranks
 
+from tilewright.diffusion import components
 from tilewright.diffusion.diffusion import Diffusion
 from tilewright.types import RequestError, UnsupportedConfig
 
@@ -183,6 +185,16 @@ def test_i2v_reads_the_picture_as_channels(checkpoint, without_ftfy):
     check_run(checkpoint("i2v"), latents_of(9), num_frames=9, image=picture())
 
 
+def test_two_ranks_make_what_one_does(checkpoint):
+    """From a picture: text encoder, VAE and transformer are split."""
+    folder = checkpoint("ti2v")[1]
+    options = {"negative_prompt": NEGATIVE, "num_steps": 3, "num_frames": 5, "seed": 2, "image": picture(), **WIDER}
+    (alone,) = run_on_ranks(1, folder, PROMPT, **options)
+    for result in run_on_ranks(2, folder, PROMPT, **options):
+        torch.testing.assert_close(result.latents, alone.latents, rtol=1e-4, atol=1e-4)
+        assert np.abs(result.pixels.astype(int) - alone.pixels).max() <= 1
+
+
 def test_low_memory_gives_the_same(checkpoint):
     folder = checkpoint("two_experts")[1]
     kept, released = (
@@ -217,6 +229,14 @@ def test_pil_gives_frames_and_settings_tell_the_rest(checkpoint):
     assert found.settings["num_frames"] == 5
     again = generate(checkpoint("t2v")[1], None, num_frames=5, seed=11)
     assert np.array_equal(np.asarray(frames[4]), np.asarray(again.images[0][4]))
+
+
+def test_a_preview_is_one_small_frame(checkpoint):
+    shapes = []
+    with Diffusion(checkpoint("t2v")[1], dtype="float32", pack_cache=False) as diffusion:
+        params = diffusion.params(PROMPT, num_frames=5, num_steps=2, **SIZE)
+        diffusion.run(params, lambda step, steps, latents: shapes.append(diffusion.preview(latents, params).shape))
+    assert shapes == [(1, 1, 32, 48, 3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -257,3 +277,14 @@ def test_defaults_are_those_of_the_family(checkpoint):
     assert (first.default_width, first.default_height, first.default_frames, first.fps) == (832, 480, 81, 16)
     assert (second.default_width, second.default_height, second.default_frames, second.fps) == (1280, 704, 121, 24)
     assert (first.takes_image, second.takes_image, second.needs_image) == (False, True, False)
+
+
+def test_a_large_network_in_fp32_is_told(checkpoint, monkeypatch, caplog):
+    """Wan's transformers are published so, and half the time is a lot of it."""
+    folder = checkpoint("t2v")[1]
+    monkeypatch.setattr(components, "LARGE_BYTES", 40_000)
+    options = {"num_frames": 1, "num_steps": 1, "guidance": 1.0, "output": "latents"}
+    generate(folder, None, dtype="float32", **options)
+    assert not caplog.text
+    generate(folder, None, dtype="auto", **options)
+    assert "transformer is stored in float32 and computed so; dtype bfloat16 takes half" in caplog.text

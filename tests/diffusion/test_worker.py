@@ -16,7 +16,7 @@ from fake_pictures import FakePictures, Gate, fake_backend
 from PIL import Image
 from processes import family_of, memory_bytes
 
-from tilewright.diffusion.files import encode_picture, encode_video, settings_of
+from tilewright.diffusion.files import encode_picture, settings_of
 from tilewright.diffusion.requests import (
     Began,
     Made,
@@ -30,6 +30,7 @@ from tilewright.diffusion.requests import (
     event_from_json,
     event_to_json,
 )
+from tilewright.diffusion.video_file import encode_video
 from tilewright.diffusion.worker import Worker, preview_steps
 from tilewright.server.errors import ApiError
 from tilewright.server.link import wire

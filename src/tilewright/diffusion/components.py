@@ -35,6 +35,7 @@ from tilewright.weights.safetensors import SafetensorsCheckpoint
 
 _log = logging.getLogger(__name__)
 
+LARGE_BYTES = 2 << 30  # of a component: Wan's transformers are published in fp32, and were trained in bf16
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -154,6 +155,13 @@ class Components:
                 raise UnsupportedConfig(f"{name}: {error}") from error
         parts.warn()
         dtype = stored_dtype(checkpoint) if self._dtype == "auto" else DTYPES[self._dtype]
+        size_bytes = sum(map(checkpoint.size_bytes, checkpoint.shapes))
+        if self._dtype == "auto" and dtype == torch.float32 and size_bytes > LARGE_BYTES:
+            _log.warning(
+                "%s is stored in float32 and computed so; dtype bfloat16 takes half of its %.0f GB, and half the time",
+                name,
+                size_bytes / 1e9,
+            )
         self.reports[name] = load(
             network,
             checkpoint,

@@ -1,18 +1,16 @@
-"""Pictures and videos as the bytes of files. A picture's file carries the settings that make it again."""
+"""Pictures as the bytes of files, which carry the settings that make them again."""
 
 from __future__ import annotations
 
-import fractions
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 SETTINGS_KEY = "parameters"  # of a PNG's text: where other tools keep theirs
 _EXIF_DESCRIPTION = 0x010E  # ImageDescription, for JPEG and WebP
-_CRF = "18"  # of x264: visually close to the frames
 
 
 def encode_picture(pixels: np.ndarray, file_format: str, settings: Mapping[str, Any], quality: int = 95) -> bytes:
@@ -44,21 +42,3 @@ def settings_of(data: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def encode_video(frames: np.ndarray | Sequence[np.ndarray], fps: float) -> bytes:
-    """An MP4 of uint8 frames [T, H, W, 3], H.264 in 4:2:0: odd sides lose a row or a column."""
-    import av
-
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=fractions.Fraction(fps).limit_denominator(1001))
-        height, width = frames[0].shape[:2]
-        stream.width, stream.height = width - width % 2, height - height % 2
-        stream.pix_fmt = "yuv420p"
-        stream.options = {"crf": _CRF}
-        for pixels in frames:
-            cut = np.ascontiguousarray(pixels[: stream.height, : stream.width])
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(cut, format="rgb24")))
-        container.mux(stream.encode())
-    return file.getvalue()

@@ -21,9 +21,19 @@ PIPELINES: Mapping[str, tuple[str, str]] = {
 }
 
 
+_EDITS = "its text encoder sees the picture to edit, through the vision tower of Qwen2.5-VL"
+NOT_BUILT: Mapping[str, str] = {
+    "QwenImageEditPipeline": _EDITS,
+    "QwenImageEditPlusPipeline": _EDITS,
+    "QwenImageEditInpaintPipeline": _EDITS,
+}
+
+
 def open_pipeline(components: Components) -> Pipeline:
     """The pipeline of a checkpoint; no weight is loaded yet."""
     name = components.class_name
+    if name in NOT_BUILT:
+        raise UnsupportedConfig(f"{components.folder} is of a {name}, which is not built: {NOT_BUILT[name]}")
     if name not in PIPELINES:
         raise UnsupportedConfig(
             f"{components.folder / 'model_index.json'} is of a {name}, expected one of {', '.join(sorted(PIPELINES))}"

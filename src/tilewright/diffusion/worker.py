@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tilewright.diffusion.errors import DiffusionLostError
-from tilewright.diffusion.files import encode_picture, encode_video
+from tilewright.diffusion.files import encode_picture
 from tilewright.diffusion.params import Cancelled, GenerationParams, Limits
 from tilewright.diffusion.requests import (
     Began,
@@ -34,6 +34,7 @@ from tilewright.diffusion.requests import (
     Stepped,
     Stopped,
 )
+from tilewright.diffusion.video_file import encode_video
 from tilewright.inputs.isolation.opener import IsolatedOpener
 from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.types import RequestError
@@ -185,7 +186,7 @@ def preview_steps(num_previews: int, num_steps: int) -> list[int]:
 def _encoded(request: PictureRequest, frames: np.ndarray, settings: dict[str, Any]) -> bytes:
     """The file of [T, H, W, 3]."""
     if request.is_video:
-        return encode_video(frames, request.fps)
+        return encode_video(frames, request.fps, settings=settings)
     return encode_picture(frames[0], request.file_format, settings, request.quality)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ class Conditioning:
 
 
 class QwenImage(Pipeline):
-    BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    BUILDERS: ClassVar = {
         "text_encoder": decoder_encoder.build,
         "transformer": qwen_image.build,
         "vae": vae_registry.build_vae,
@@ -80,7 +79,7 @@ class QwenImage(Pipeline):
             latents = noise((1, self.latent_channels, height, width), params.seeds)
             return latents.permute(0, 1, 3, 4, 2).contiguous().to(backend.device())
         num_patches, channels = height * width // PATCH**2, self.latent_channels * PATCH**2
-        patches = given_latents(params, (num_patches, channels)).to(backend.device())
+        patches = given_latents(params, (num_patches, channels))
         return _pictures(patches, (height // PATCH, width // PATCH))
 
     def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:

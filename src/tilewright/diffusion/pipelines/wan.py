@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import html
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class Conditioning:
 
 
 class Wan(Pipeline):
-    BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    BUILDERS: ClassVar = {
         "text_encoder": t5.build,
         "transformer": wan.build,
         "transformer_2": wan.build,
@@ -115,7 +115,7 @@ class Wan(Pipeline):
     def init_latents(self, params: GenerationParams) -> Tensor:
         frames = (params.num_frames - 1) // self.temporal + 1
         shape = (self.latent_channels, frames, params.height // self.spatial, params.width // self.spatial)
-        return given_latents(params, shape).permute(0, 2, 3, 4, 1).contiguous().to(backend.device())
+        return given_latents(params, shape).permute(0, 2, 3, 4, 1).contiguous()
 
     def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
         schedule, step = solver_of(self.scheduler, params.num_steps)
@@ -158,6 +158,10 @@ class Wan(Pipeline):
     def decode(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
         with self.components.use("vae") as vae:
             return np.concatenate([to_pixels(vae.decode(video)) for video in latents.split(1)])
+
+    def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
+        """Of the first frame alone: a preview is to cost little."""
+        return super().preview(latents[:, :1], params)
 
     def exported(self, latents: Tensor) -> Tensor:
         return latents.permute(0, 4, 1, 2, 3).contiguous()
