@@ -10,6 +10,7 @@ import torch
 from components import relative, rms
 from oracle import require
 from PIL import Image
+from pipeline_ranks import run_on_ranks
 
 from tilewright import Diffusion
 from tilewright.diffusion.pipelines import flux2
@@ -126,6 +127,22 @@ def test_an_edited_picture_has_the_size_of_the_first(pipelines):
     assert size(image=images[0], width=64) == (64, 128)
     assert size(image=Image.new("RGB", (3000, 1000))) == (1772, 588)  # of a million pixels, as diffusers makes it
     assert size() == (1024, 1024)
+
+
+def test_two_ranks_give_what_one_does(pipelines):
+    _, folder = pipelines("base")
+    settings = {"width": WIDTH, "height": HEIGHT, "num_steps": 2, "latents": given(), "output": "latents"}
+    alone = ours(folder, **settings).latents
+    for result in run_on_ranks(2, folder, PROMPT, **settings):
+        assert relative(result.latents, alone) < 1e-4
+
+
+def test_low_memory_gives_the_same(pipelines):
+    _, folder = pipelines("base")
+    settings = {"width": WIDTH, "height": HEIGHT, "num_steps": 1, "latents": given(), "output": "latents"}
+    with Diffusion(folder, dtype="float32", pack_cache=False, low_memory=True) as diffusion:
+        latents = diffusion.generate(PROMPT, **settings).latents
+    assert torch.equal(latents, ours(folder, **settings).latents)
 
 
 def test_reused_steps_are_close(pipelines):

@@ -10,6 +10,7 @@ import torch
 from components import relative, rms
 from oracle import require
 from PIL import Image
+from pipeline_ranks import run_on_ranks
 
 from tilewright import Diffusion
 from tilewright.diffusion.pipelines import flux
@@ -97,6 +98,22 @@ def test_kontext_edits_a_picture(pipelines, monkeypatch):
     assert relative(ours(folder, latents=given()).latents, expected) > 1e-2
     with pytest.raises(RequestError, match="image has 2 pictures, expected at most 1"):
         ours(folder, image=[image, image])
+
+
+def test_two_ranks_give_what_one_does(pipelines):
+    _, folder = pipelines("dev")
+    settings = {"width": WIDTH, "height": HEIGHT, "num_steps": 2, "latents": given(), "output": "latents"}
+    alone = ours(folder, **settings).latents
+    for result in run_on_ranks(2, folder, PROMPT, **settings):
+        assert relative(result.latents, alone) < 1e-4
+
+
+def test_low_memory_gives_the_same(pipelines):
+    _, folder = pipelines("dev")
+    settings = {"width": WIDTH, "height": HEIGHT, "num_steps": 1, "latents": given(), "output": "latents"}
+    with Diffusion(folder, dtype="float32", pack_cache=False, low_memory=True) as diffusion:
+        latents = diffusion.generate(PROMPT, **settings).latents
+    assert torch.equal(latents, ours(folder, **settings).latents)
 
 
 def test_reused_steps_are_close(pipelines):
