@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, relative, rms
+from components import loaded, on_ranks, randomized, relative, rms, sources_of
 from oracle import require
 
 from tilewright.models.text_encoders import t5
@@ -98,6 +98,25 @@ def test_buckets_are_those_of_transformers():
             distances, num_buckets=num_buckets, max_distance=max_distance
         )
         assert torch.equal(t5.bucket_of(distances, num_buckets, max_distance), theirs)
+
+
+XXL = {"d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "num_layers": 24, "feed_forward_proj": "gated-gelu"}
+
+
+@pytest.mark.parametrize(("kind", "vocab_size"), [("t5", 32128), ("umt5", 256384)])
+def test_published_sizes_have_the_tensors_of_transformers(kind, vocab_size):
+    """T5-XXL of FLUX.1, UMT5-XXL of Wan."""
+    transformers = require("transformers")
+    config_class, model_class = {
+        "t5": (transformers.T5Config, transformers.T5EncoderModel),
+        "umt5": (transformers.UMT5Config, transformers.UMT5EncoderModel),
+    }[kind]
+    with torch.device("meta"):
+        model = model_class(config_class(**XXL, vocab_size=vocab_size))
+    encoder = t5.build({"model_type": kind, **XXL, "vocab_size": vocab_size})
+    names = {name: encoder.checkpoint_name(name) for name in model.state_dict()}
+    expected = {names[name]: tuple(value.shape) for name, value in model.state_dict().items() if names[name]}
+    assert sources_of(encoder) == expected
 
 
 @pytest.mark.parametrize(

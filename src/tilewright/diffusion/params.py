@@ -102,6 +102,7 @@ class Limits:
     max_prompt_tokens: int = 512  # as the text encoder reads them, with the template
     takes_image: bool = False
     needs_image: bool = False
+    image_pixels: int = 0  # what is made from an image has its size by default, made smaller to so many; 0: it has not
     takes_negative_prompt: bool = True
 
     def params(self, prompt: str, **given: Any) -> GenerationParams:
@@ -131,7 +132,7 @@ class Limits:
 
     def _size(self, given: Mapping[str, Any]) -> tuple[int, int]:
         sides = []
-        for name, default in (("width", self.default_width), ("height", self.default_height)):
+        for name, default in zip(("width", "height"), self._default_size(given.get("image")), strict=True):
             side = _integer(name, given.get(name, default), self.min_side, self.max_side)
             if side % self.size_multiple:
                 below = max(side // self.size_multiple, 1) * self.size_multiple
@@ -147,6 +148,16 @@ class Limits:
                 f"the size is {width} x {height}, {width * height} pixels, expected at most {self.max_pixels}",
                 param="width",
             )
+        return width, height
+
+    def _default_size(self, image: Any) -> tuple[int, int]:
+        """Width and height where a request names none: for some models those of the first picture that it gives."""
+        first = image[0] if isinstance(image, (list, tuple)) and image else image
+        size = getattr(first, "size", None)
+        if not self.image_pixels or not isinstance(size, tuple) or min(size, default=0) < 1:
+            return self.default_width, self.default_height
+        scale = min(math.sqrt(self.image_pixels / math.prod(size)), 1.0)
+        width, height = (max(int(side * scale) // self.size_multiple, 1) * self.size_multiple for side in size)
         return width, height
 
     def _num_frames(self, value: Any) -> int:

@@ -11,6 +11,9 @@ from tilewright.types import UnsupportedConfig
 
 # Module and class within diffusion/pipelines, imported when a checkpoint asks for it.
 PIPELINES: Mapping[str, tuple[str, str]] = {
+    "Flux2KleinPipeline": ("flux2", "Flux2Klein"),
+    "FluxKontextPipeline": ("flux", "Flux"),
+    "FluxPipeline": ("flux", "Flux"),
     "QwenImagePipeline": ("qwen_image", "QwenImage"),
     "WanImageToVideoPipeline": ("wan", "Wan"),
     "WanPipeline": ("wan", "Wan"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewright.inputs import clip_tokenizer
 from tilewright.inputs.chat_template import read_templates
 from tilewright.model_files import CheckpointError, read_json, read_optional_json
 
@@ -20,22 +21,19 @@ ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 def build(folder: Path) -> dict[str, Any]:
     """The arguments of `Tokenizer` that the folder's files amount to."""
-    import tokenizers
-
     path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no tokenizer.json")
     # The small files first: an error in one is raised before a second is spent on the vocabulary.
     config = read_optional_json(folder / "tokenizer_config.json")
     generation_config = read_optional_json(folder / "generation_config.json")
     model_config = read_optional_json(folder / "config.json")
     special_tokens = _special_tokens({**read_optional_json(folder / "special_tokens_map.json"), **config})
     templates = read_templates(folder, config)
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower one
-        read_json(path)  # raises a clearer error if it is not JSON at all
-        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
+    if path.is_file():
+        backend = _from_file(path)
+    elif clip_tokenizer.describes(folder, config):
+        backend = clip_tokenizer.build(folder, special_tokens)
+    else:
+        raise FileNotFoundError(f"{folder} has no tokenizer.json")
     _add_missing_tokens(backend, config.get("added_tokens_decoder"))
     return {
         "backend": backend,
@@ -43,6 +41,16 @@ def build(folder: Path) -> dict[str, Any]:
         "stop_token_ids": _stop_token_ids(backend, generation_config, model_config, special_tokens),
         "chat_template": templates,
     }
+
+
+def _from_file(path: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower one
+        read_json(path)  # raises a clearer error if it is not JSON at all
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:

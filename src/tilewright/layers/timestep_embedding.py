@@ -16,11 +16,11 @@ MAX_PERIOD = 10000.0
 class TimestepEmbedding:
     """linear_2(silu(linear_1(waves of t))), in fp32: a few rows, which steer all others."""
 
-    def __init__(self, name: str, num_waves: int, width: int) -> None:
+    def __init__(self, name: str, num_waves: int, width: int, *, bias: bool = True) -> None:
         self.num_waves = num_waves
         inner = partition.current().width("timestep embedding", width)
-        self.linear_1 = Linear([(f"{name}.linear_1", width, inner)], num_waves, bias=True)
-        self.linear_2 = Linear([(f"{name}.linear_2", width)], width, column_shard=inner, bias=True)
+        self.linear_1 = Linear([(f"{name}.linear_1", width, inner)], num_waves, bias=bias)
+        self.linear_2 = Linear([(f"{name}.linear_2", width)], width, column_shard=inner, bias=bias)
 
     def __call__(self, timesteps: Tensor) -> Tensor:
         """[n, width] of n timesteps, in thousandths of the whole way."""
