@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewright.layers.conv import CausalConv3d, Conv2d
+from tilewright.layers.conv import CausalConv3d, Conv2d, UpsampleConv2d
 from tilewright.layers.feature_memory import FeatureMemory
 from tilewright.ops.activation import add, silu
 from tilewright.ops.attention import varlen_attention
@@ -145,7 +145,7 @@ class Upsampler:
     """Twice the rows and columns, and twice the frames with `doubles_time`: but of the first piece's frame."""
 
     def __init__(self, name: str, channels: int, out_channels: int, *, doubles_time: bool) -> None:
-        self.conv = Conv2d(f"{name}.resample.1", channels, out_channels, upsample=True)
+        self.conv = UpsampleConv2d(f"{name}.resample.1", channels, out_channels)
         # The first piece does not go through it, and to the second one it begins with zeros.
         self.time_conv = CausalConv3d(f"{name}.time_conv", channels, 2 * channels, (3, 1, 1)) if doubles_time else None
 
