@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewright.layers.conv import CausalConv3d, Conv2d, UpsampleConv2d
 from tilewright.layers.feature_memory import FeatureMemory
-from tilewright.ops.activation import add, silu
+from tilewright.ops.activation import add
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.norm import rms_norm
 from tilewright.weights.unpacked import Unpacked
@@ -54,8 +54,7 @@ class ChannelNorm:
         self.eps = 1e-24 / channels  # theirs keeps |x| from 0 by 1e-12
 
     def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        normed = rms_norm(x, self.weight.value.view(-1), self.eps, out=out)
-        return silu(normed, out=normed) if self.activation == "silu" else normed
+        return rms_norm(x, self.weight.value.view(-1), self.eps, activation=self.activation, out=out)
 
 
 class ResidualBlock:
