@@ -31,8 +31,8 @@ void bind_conv3d(nb::module_& m) {
   m.def(
       "conv3d",
       [](nb::handle x_arg, nb::handle previous_arg, const nb::tuple& packed, nb::handle bias_arg,
-         nb::handle residual_arg, nb::handle y_arg, const Triple& kernel, const Triple& stride, const Triple& before,
-         bool doubled, const std::string& activation) {
+         nb::handle residual_arg, nb::handle norm_arg, nb::handle y_arg, const Triple& kernel, const Triple& stride,
+         const Triple& before, bool doubled, const std::string& activation, const std::string& norm_activation) {
         Op op("conv3d");
         const Tensor x = op.tensor(x_arg, "x", {"B", "T", "H", "W", "C"}, kFloats);
         const Tensor previous = op.optional(previous_arg, "previous", {"B", "_", "H", "W", "C"}, kFloats);
@@ -42,6 +42,10 @@ void bind_conv3d(nb::module_& m) {
         const Tensor bias = op.optional(bias_arg, "bias", {"padded"}, one_of({DType::f32}));
         const Tensor y = op.tensor(y_arg, "out", {"B", "T'", "H'", "W'", "O"}, kFloats);
         const Tensor residual = op.optional(residual_arg, "residual", {"B", "T'", "H'", "W'", "O"}, kFloats);
+        op.bind("rows", 3);
+        const Tensor norm = op.optional(norm_arg, "norm", {"B", "rows", "C"}, one_of({DType::f32}));
+        OP_REQUIRE(op, !norm || (norm.stride(1) == norm.size(2) && norm.stride(0) == 3 * norm.size(2)),
+                   "norm is " + to_string(norm) + " with gaps, expected it contiguous");
         if (previous) op.same_dtype(x, previous);
         if (residual) op.same_dtype(y, residual);
 
@@ -74,14 +78,17 @@ void bind_conv3d(nb::module_& m) {
         args.product.x.dtype = x.dtype;
         args.product.weight = weight;
         args.product.bias = bias.as<float>();
-        args.product.residual = op.rows(residual);
-        args.product.y = op.rows(y);
+        args.y = frames_of(y);
+        args.residual = frames_of(residual);
+        args.norm = norm.as<float>();
+        args.norm_activation = activation_named(op, norm_activation);
+        args.product.y.dtype = y.dtype;
         args.product.m = op.num_rows(y);
         args.product.activation = activation_named(op, activation);
         launch(conv3d, args);
       },
-      "x"_a, "previous"_a.none(), "packed"_a, "bias"_a.none(), "residual"_a.none(), "out"_a, "kernel"_a, "stride"_a,
-      "before"_a, "doubled"_a, "activation"_a);
+      "x"_a, "previous"_a.none(), "packed"_a, "bias"_a.none(), "residual"_a.none(), "norm"_a.none(), "out"_a,
+      "kernel"_a, "stride"_a, "before"_a, "doubled"_a, "activation"_a, "norm_activation"_a);
 }
 
 }  // namespace tilewright

@@ -9,7 +9,7 @@ void bind_norm(nb::module_& m) {
   m.def(
       "rms_norm",
       [](nb::handle x_arg, nb::handle weight_arg, nb::handle residual_arg, nb::handle gate_arg, nb::handle y_arg,
-         float eps, bool weight_plus_one) {
+         float eps, bool weight_plus_one, const std::string& activation) {
         Op op("rms_norm");
         const Tensor x = op.tensor(x_arg, "x", {"...", "D"}, kFloats);
         const Tensor weight = op.tensor(weight_arg, "weight", {"D"}, kFloats);
@@ -33,10 +33,11 @@ void bind_norm(nb::module_& m) {
         args.width = op["D"];
         args.eps = eps;
         args.weight_plus_one = weight_plus_one;
+        args.activation = activation_named(op, activation);
         args.weight_dtype = weight.dtype;
         launch(rms_norm, args);
       },
-      "x"_a, "weight"_a, "residual"_a.none(), "gate"_a.none(), "out"_a, "eps"_a, "weight_plus_one"_a);
+      "x"_a, "weight"_a, "residual"_a.none(), "gate"_a.none(), "out"_a, "eps"_a, "weight_plus_one"_a, "activation"_a);
 
   m.def(
       "layer_norm",

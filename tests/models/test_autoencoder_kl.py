@@ -5,6 +5,9 @@ import tiny_vae
 import torch
 from tiny_vae import channels_last, rand, relative, rms
 
+from tilewright import host_memory
+from tilewright.layers.feature_memory import FeatureMemory
+from tilewright.models.autoencoder_kl import model
 from tilewright.models.autoencoder_kl.model import patchify, unpatchify
 from tilewright.models.vae_registry import build_vae
 from tilewright.ops import backend
@@ -150,6 +153,31 @@ def test_bf16_is_as_exact_as_theirs(checkpoints, family):
     for name, ours, their, truth in zip(("decode", "encode"), actual, theirs, exact, strict=True):
         assert ours.dtype == torch.bfloat16
         assert rms(ours.float() - truth) <= 1.25 * rms(their.float() - truth), name
+
+
+@pytest.mark.parametrize("tile", [1, 6, 16, 1000])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bands(checkpoints, family, tile):
+    """Everywhere, not between the bands alone: they share the statistics of the whole picture."""
+    vae = tiny_vae.ours(checkpoints(family)[1])
+    latents = rand(2, 1, 9, 5, vae.latent_channels)
+    assert (vae.decode(latents, tile=tile) - vae.decode(latents)).abs().max() < 1e-5
+
+
+def test_bands_where_memory_asks_for_them(checkpoints, monkeypatch):
+    vae = tiny_vae.ours(checkpoints("flux")[1])
+    monkeypatch.setattr(model, "BAND_ROWS", 8)
+    latents, peaks = rand(1, 1, 16, 16, 16), []
+    for free_bytes in (1 << 40, 0):
+        monkeypatch.setattr(host_memory, "available_bytes", lambda free_bytes=free_bytes: free_bytes)
+        memory = FeatureMemory()
+        monkeypatch.setattr(model, "FeatureMemory", lambda memory=memory: memory)
+        vae.decode(latents)
+        peaks.append(memory.peak_bytes)
+    # 64 + 32 + 32 channels of the picture's size, then 32 + 32 beside a quarter of 64 and the band.
+    picture_bytes = 4 * 64 * 64
+    assert peaks[0] == 128 * picture_bytes
+    assert peaks[1] < 100 * picture_bytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

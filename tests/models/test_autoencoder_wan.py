@@ -5,7 +5,10 @@ import tiny_vae
 import torch
 from tiny_vae import channels_last, rand, relative, rms
 
+from tilewright import host_memory
+from tilewright.models.autoencoder_wan import model
 from tilewright.models.autoencoder_wan.model import patchify, unpatchify
+from tilewright.models.autoencoder_wan.pieces import MIN_SIDE, chosen_side, in_tiles
 from tilewright.models.vae_registry import build_vae
 from tilewright.ops import backend
 from tilewright.types import RequestError, UnsupportedConfig
@@ -139,6 +142,61 @@ def test_the_torch_backend_agrees(checkpoints, family):
         twin = tiny_vae.ours(folder)
         close(twin.decode(latents), clip)
         close(twin.encode(clip), encoded)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", [(2, 1, 19, 2), (1, 2, 2, 19)], ids=str)
+def test_in_tiles(checkpoints, family, shape):
+    """Bit for bit, everywhere: each tile sees as much around it as its pixels do in the whole."""
+    vae = tiny_vae.ours(checkpoints(family)[1])
+    latents = 0.3 * rand(*shape, 4)
+    clip = vae.decode(latents)
+    assert torch.equal(vae.decode(latents, tile=5 * vae.spatial_factor), clip)
+    assert torch.equal(vae.encode(clip, tile=9 * vae.spatial_factor), vae.encode(clip))
+
+
+def test_a_tile_that_sees_too_little_differs(checkpoints, monkeypatch):
+    """By what the reach is short of: it is as small as it can be, or nearly."""
+    vae = tiny_vae.ours(checkpoints("wan21")[1])
+    latents = 0.3 * rand(1, 1, 18, 9, 4)
+    clip = vae.decode(latents)
+    assert torch.equal(vae.decode(latents, tile=32), clip)
+    reach = vae.decoder.reach()
+    monkeypatch.setattr(vae.decoder, "reach", lambda: reach - 1)
+    assert not torch.equal(vae.decode(latents, tile=32), clip)
+
+
+def test_tiles_where_memory_asks_for_them(checkpoints, monkeypatch):
+    vae = tiny_vae.ours(checkpoints("wan21")[1])
+    latents = 0.3 * rand(1, 2, 33, 4, 4)
+    clip = vae.decode(latents)
+    sides = []
+    monkeypatch.setattr(
+        model, "in_tiles", lambda *args, side, **rest: sides.append(side) or in_tiles(*args, side=side, **rest)
+    )
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 40)
+    vae.decode(latents)
+    assert not sides
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
+    assert torch.equal(vae.decode(latents), clip)
+    assert sides == [MIN_SIDE // 2]
+
+
+def test_the_side_of_tiles(monkeypatch):
+    """Half of what is free holds the maps, and the frames that convolutions keep, of a tile and what it sees."""
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 8 << 30)
+    settings = {
+        "batch": 1,
+        "widths": (96, 192, 384, 384),
+        "num_resnets": 3,
+        "num_frames": 4,
+        "reach": 48,
+        "itemsize": 2,
+    }
+    assert chosen_side(480 * 832, **settings) is None
+    side = chosen_side(1080 * 1920, **settings)
+    pixel_bytes = 2 * (3 * 4 * 96 + 12 * (96 + 192 / 4 + 384 / 16 + 384 / 64))
+    assert (side + 2 * 48) ** 2 * pixel_bytes <= 4 << 30 < (side + 32 + 2 * 48) ** 2 * pixel_bytes
 
 
 def test_a_clip_of_a_batch_is_that_clip_alone(checkpoints):

@@ -176,6 +176,7 @@ def calls_of_every_op(dtype):
             (at(2, 3, 4, 48), 6, at(48), None, 1e-6),
             {"activation": "silu", "out": at(2, 3, 4, 48)},
         ),
+        (group_norm.group_statistics, (at(2, 3, 4, 48), 6), {}),
         (
             ada_norm.ada_layer_norm,
             (at(2, 6, 48), at(2, 48), at(2, 6, 48), 1e-6),

@@ -2,7 +2,7 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops.conv3d import conv2d, conv3d, pack_conv
+from tilewright.ops.conv3d import conv2d, conv3d, pack_conv, pack_upsample_conv, upsample_conv2d
 from tilewright.ops.native import kernels
 from tilewright.ops.torch_backend.conv3d import plain_conv3d
 
@@ -27,6 +27,11 @@ def weights(out_channels, in_channels, *kernel, dtype, seed=1):
     return rand(out_channels, in_channels, *kernel, dtype=dtype, seed=seed, scale=scale), rand(
         out_channels, seed=seed + 1
     )
+
+
+def after_rounding(dtype):
+    """The tolerance where bf16 is rounded once more than the twin does: sums of taps, and x after a norm."""
+    return {"atol": 0.03} if dtype == torch.bfloat16 else {}
 
 
 def expected_2d(x, weight, bias, **options):
@@ -71,6 +76,58 @@ def test_upsampled(isa, dtype, in_channels, stride):
     options = {"padding": (1, 1, 1, 1), "stride": stride, "upsample": True}
     expected = expected_2d(x, weight, bias, **options)
     assert_close(conv2d(x, pack_conv(weight, bias), **options, out=poisoned(*expected.shape, dtype=dtype)), expected)
+
+
+@pytest.mark.parametrize("in_channels", [3, 40])
+def test_upsampled_in_four_parts(isa, dtype, in_channels):
+    weight, bias = weights(20, in_channels, 3, 3, dtype=dtype)
+    x, residual = rand(2, 5, 6, in_channels, dtype=dtype), rand(2, 10, 12, 20, dtype=dtype, seed=5)
+    expected = expected_2d(x, weight, bias, padding=(1, 1, 1, 1), upsample=True, residual=residual)
+    packed = pack_upsample_conv(weight, bias)
+    out = upsample_conv2d(x, packed, residual=residual, out=poisoned(2, 10, 12, 20, dtype=dtype))
+    assert_close(out, expected, **after_rounding(dtype))
+    for begin, end in [(0, 2), (2, 5), (1, 4), (0, 5)]:
+        here = slice(2 * begin, 2 * end)
+        rows = upsample_conv2d(x, packed, rows=(begin, end), residual=residual[:, here])
+        assert torch.equal(rows, out[:, here])
+    upsample_conv2d(x, packed, residual=residual, out=residual)
+    assert torch.equal(residual, out)
+    with pytest.raises(ValueError, match=r"pack_upsample_conv: weight has shape \[20, 3, 1, 1\], expected"):
+        pack_upsample_conv(weight[:, :3, :1, :1])
+
+
+@pytest.mark.parametrize("in_channels", [3, 40])
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_norm_before(isa, dtype, in_channels, kernel, activation):
+    """Zeros around a picture are zeros after the norm."""
+    weight, bias = weights(20, in_channels, *kernel, dtype=dtype)
+    x, norm = rand(2, 5, 6, in_channels, dtype=dtype), rand(2, 3, in_channels, seed=7)
+    options = {"padding": (kernel[0] // 2,) * 4, "norm": norm, "norm_activation": activation}
+    expected = expected_2d(x, weight, bias, **options)
+    out = poisoned(*expected.shape, dtype=dtype)
+    assert_close(conv2d(x, pack_conv(weight, bias), **options, out=out), expected, **after_rounding(dtype))
+
+
+def test_norm_of_clips(isa, dtype):
+    weight, bias = weights(20, 33, 3, 3, 3, dtype=dtype)
+    x, previous = rand(2, 2, 4, 3, 33, dtype=dtype), rand(2, 1, 4, 3, 33, dtype=dtype, seed=4)
+    options = {"norm": rand(2, 3, 33, seed=7), "norm_activation": "silu", "previous": previous, "padding": (1,) * 4}
+    expected = plain_conv3d(x, weight, bias, **options)
+    assert_close(conv3d(x, pack_conv(weight, bias), **options), expected, **after_rounding(dtype))
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
+def test_results_that_lie_apart(isa, dtype, kernel):
+    """Every other row and pixel of a larger picture, and of the residual; nothing beside them is written."""
+    weight, bias = weights(20, 40, *kernel, dtype=dtype)
+    x, large = rand(2, 5, 6, 40, dtype=dtype), poisoned(2, 10, 12, 20, dtype=dtype)
+    residual = rand(2, 10, 12, 20, dtype=dtype, seed=5)[:, ::2, 1::2]
+    options = {"padding": (kernel[0] // 2,) * 4, "residual": residual}
+    out = large[:, 1::2, ::2]
+    assert conv2d(x, pack_conv(weight, bias), **options, out=out) is out
+    assert_close(out.contiguous(), expected_2d(x, weight, bias, **options))
+    assert large[:, ::2].isnan().all() and large[:, :, 1::2].isnan().all()
 
 
 @pytest.mark.parametrize("in_channels", [5, 33])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops.group_norm import group_norm
+from tilewright.ops.group_norm import group_norm, group_norm_table, group_statistics
 from tilewright.ops.native import kernels
 from tilewright.ops.torch_backend import group_norm as reference
 
@@ -70,6 +70,18 @@ def test_nan_stays_in_its_group(isa, dtype):
     assert not y[0].isnan().any() and not y[1, :, :4].isnan().any()
 
 
+@pytest.mark.parametrize(("shape", "groups"), [((2, 3, 5, 6), 3), ((1, 130, 70, 64), 8), ((2, 9, 96), 32)], ids=str)
+def test_statistics(isa, dtype, shape, groups):
+    x = rand(*shape, dtype=dtype) * 2 + 3
+    statistics = group_statistics(x, groups)
+    assert_close(statistics, reference.group_statistics(x, groups))
+    weight, bias = rand(shape[-1], seed=1), rand(shape[-1], seed=2)
+    mean, factor, offset = group_norm_table(statistics, weight, bias, 1e-6).view(shape[0], 3, -1, shape[-1]).unbind(1)
+    flat = x.float().view(shape[0], -1, shape[-1])
+    expected = reference.group_norm(x.float(), groups, weight, bias, 1e-6).view(flat.shape)
+    assert_close((flat - mean) * factor + offset, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing(isa):
     assert group_norm(torch.zeros(0, 4, 8), 2, None, None, 1e-6).shape == (0, 4, 8)
     assert group_norm(torch.zeros(2, 0, 8), 2, None, None, 1e-6).shape == (2, 0, 8)
@@ -87,3 +99,7 @@ def test_errors():
         group_norm(x, 2, None, None, 1e-6, out=torch.zeros(3, 2, 8))
     with pytest.raises(ValueError, match="expected items, any number of axes, and channels"):
         group_norm(x[0, 0], 2, None, None, 1e-6)
+    with pytest.raises(ValueError, match="group_statistics: groups is 3, expected a divisor of the 8 channels"):
+        group_statistics(x, 3)
+    with pytest.raises(ValueError, match=r"group_statistics: x is float32 \[2, 0, 8\], expected some pixels"):
+        group_statistics(x[:, :0], 2)

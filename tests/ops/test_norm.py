@@ -9,10 +9,10 @@ WIDTHS = [1, 3, 7, 8, 15, 16, 17, 31, 33, 64, 127, 128, 1000, 2048]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("form", ["plain", "residual", "plus_one", "gated"])
+@pytest.mark.parametrize("form", ["plain", "residual", "plus_one", "gated", "silu"])
 def test_rms_norm(isa, dtype, width, form):
     x, weight = rand(5, width, dtype=dtype), rand(width, dtype=dtype, seed=1)
-    kwargs = {"weight_plus_one": form == "plus_one"}
+    kwargs = {"weight_plus_one": form == "plus_one", "activation": "silu" if form == "silu" else "none"}
     if form == "gated":
         kwargs["gate"] = rand(5, width, dtype=dtype, seed=2)
     residual = rand(5, width, dtype=dtype, seed=3) if form == "residual" else None

@@ -16,15 +16,20 @@ namespace {
 // at nine tenths of the speed, for want of rows that share the weights.
 constexpr int64_t kTileBytes = kCoreCacheBytes * 3 / 8;
 
-// A convolution of single pixels that lie as rows of a matrix is a linear.
-bool is_linear(const Conv3dArgs& args) {
+// Whether pixels lie as rows of a matrix, one stride apart.
+bool are_rows(const Frames& frames, int64_t batch, const Size3d& size) {
   const auto follows = [](int64_t count, int64_t stride, int64_t inner) { return count == 1 || stride == inner; };
-  const Frames& x = args.x;
-  const int64_t row = args.width * x.pixel_stride, frame = args.height * row;
-  return args.kernel.count() == 1 && args.stride.count() == 1 && !args.doubled && !args.front && !args.top &&
-         !args.left && args.out.rows == args.height && args.out.columns == args.width &&
-         follows(args.height, x.row_stride, row) && follows(x.num_frames, x.frame_stride, frame) &&
-         follows(args.batch, x.item_stride, x.num_frames * frame);
+  const int64_t row = size.columns * frames.pixel_stride, frame = size.rows * row;
+  return follows(size.rows, frames.row_stride, row) && follows(size.frames, frames.frame_stride, frame) &&
+         follows(batch, frames.item_stride, size.frames * frame);
+}
+
+// A convolution of single pixels that lie as rows of matrices is a linear.
+bool is_linear(const Conv3dArgs& args) {
+  return args.kernel.count() == 1 && args.stride.count() == 1 && !args.doubled && !args.norm && !args.front &&
+         !args.top && !args.left && args.out.rows == args.height && args.out.columns == args.width &&
+         are_rows(args.x, args.batch, {args.x.num_frames, args.height, args.width}) &&
+         are_rows(args.y, args.batch, args.out) && are_rows(args.residual, args.batch, args.out);
 }
 
 // As many equal parts as a whole needs if none may be larger than `most`: 9 as 5 + 4, not 8 + 1.
@@ -57,6 +62,8 @@ void conv3d(const Conv3dArgs& args) {
   if (is_linear(args)) {
     LinearArgs product = args.product;
     product.x = {args.x.data, args.x.pixel_stride, args.product.x.dtype};
+    product.y = {args.y.data, args.y.pixel_stride, args.product.y.dtype};
+    if (args.residual.data) product.residual = {args.residual.data, args.residual.pixel_stride, args.product.y.dtype};
     return linear(product);
   }
   const Conv3dKernels& kernels = select(kTable);

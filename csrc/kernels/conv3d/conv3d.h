@@ -2,13 +2,17 @@
 //
 //   x [B, T, H, W, C] bf16 or fp32, weight packed (base/tile.h) from [O, kt, kh, kw, C], y [B, T', H', W', O]
 //   epilogue: + bias, then an activation, then + residual, as of linear
+//   with a table [B, 3, C] of means, factors and biases, x is read as act((x - mean) * factor + bias): a norm whose
+//   statistics are known costs no pass of its own, since x is copied for the product anyway
 //
 // Causal in time: before frame 0 come `front` frames, of which the last are `previous` and those before them zeros;
 // none comes after the last one. In rows and columns zeros lie around the picture, as many on each side as the output
-// needs. Two dimensions are one frame. `doubled`: x is read as if each pixel were 2 x 2 of them (nearest upsampling).
+// needs, after the norm. Two dimensions are one frame. `doubled`: x is read as if each pixel were 2 x 2 of them
+// (nearest upsampling).
 //
 // It is linear's product, with output pixels as rows and taps times channels as depth: fp32 accumulation in one chain
 // in order of depth, one rounding at the store. A pixel's bits depend neither on the pictures beside it nor on threads.
+// Frames of zeros before the first are not multiplied: a still picture costs a third of a kernel of three frames.
 #pragma once
 
 #include <cstdint>
@@ -32,12 +36,15 @@ struct Size3d {
 
 struct Conv3dArgs {
   Frames x, previous;  // of one type, product.x.dtype
+  Frames y, residual;  // of one type, product.y.dtype; pixels and rows may lie apart, as every other one of a picture's
+  const float* norm = nullptr;  // [B, 3, C], or none
+  Activation norm_activation = Activation::none;
   int64_t batch = 0, channels = 0;
   int64_t height = 0, width = 0;  // of x as it lies in memory
   bool doubled = false;
   Size3d kernel = {}, stride = {}, out = {};
   int64_t front = 0, top = 0, left = 0;  // what lies before frame, row and column 0
-  LinearArgs product;                    // weight and epilogue; rows of y are output pixels
+  LinearArgs product;                    // weight and epilogue
 
   // Fewer channels than a tile is deep: all taps of a pixel share tiles of depth. Else each tap has tiles of its own,
   // the last one filled with zeros, so that a tile of x is found by its tap alone.

@@ -17,6 +17,17 @@ inline void copy_elements(const TX* x, int64_t count, Left* to) {
   for_each_vec(count, [&](int64_t i, auto left) { store_some(load_some(x + i, left), to + i, left); });
 }
 
+// The same through a norm, whose table has three rows [C].
+template <class TX, class Left>
+inline void copy_normed(const TX* x, int64_t count, const float* table, Activation activation, Left* to) {
+  const float *means = table, *factors = table + count, *biases = factors + count;
+  for_each_vec(count, [&](int64_t i, auto left) {
+    const Vec v = fma(load_some(x + i, left) - load_some(means + i, left), load_some(factors + i, left),
+                      load_some(biases + i, left));
+    store_some(apply_activation<kIsBf16<TX>>(v, activation), to + i, left);
+  });
+}
+
 template <class Left>
 inline void clear_elements(Left* to, int64_t count) {
   for_each_vec(count, [&](int64_t i, auto left) { store_some(Vec::zero(), to + i, left); });
@@ -44,6 +55,14 @@ struct Source {
     if (index < 0 || index >= args.width << args.doubled) return nullptr;
     return row + (index >> args.doubled) * frames.pixel_stride;
   }
+  // The channels of a pixel, as the product takes them.
+  template <class Left>
+  void copy(const TX* pixel, Left* to) const {
+    if (args.norm)
+      copy_normed(pixel, args.channels, args.norm + item * 3 * args.channels, args.norm_activation, to);
+    else
+      copy_elements(pixel, args.channels, to);
+  }
 };
 
 // A row of pixels, every `step`-th from `column` on, each with its channels and zeros up to whole tiles of depth.
@@ -57,15 +76,24 @@ void copy_row(const Source<TX>& source, const TX* row, const Frames& frames, int
       clear_elements(to, width);
       continue;
     }
-    copy_elements(pixel, channels, to);
+    source.copy(pixel, to);
     if (channels < width) clear_elements(to + channels, width - channels);
   }
 }
 
+// The first tap in time of a tile that sees a frame: those before it see zeros. One is left where all do.
+inline int64_t first_frame_tap(const Conv3dArgs& args, const ConvTile& tile) {
+  const int64_t zeros = args.front - args.previous.num_frames - tile.frame * args.stride.frames;
+  const int64_t last = args.kernel.frames - 1;
+  return zeros < 0 ? 0 : zeros < last ? zeros : last;
+}
+
+// Of the frames from `first` on.
 template <class TX, class Left>
-void copy_tile(const Conv3dArgs& args, const ConvTile& tile, const TileShape& shape, Left* to) {
+void copy_tile(const Conv3dArgs& args, const ConvTile& tile, const TileShape& shape, int64_t first, Left* to) {
   const Source<TX> source = {args, tile.item};
-  for (int64_t dt = 0; dt < args.kernel.frames; ++dt) {
+  to += first * shape.row_phases * shape.column_phases * shape.rows * shape.columns * shape.pitch;
+  for (int64_t dt = first; dt < args.kernel.frames; ++dt) {
     const int64_t index = tile.frame * args.stride.frames + dt - args.front;
     const TX* frame = source.frame(index);
     const Frames& frames = index < 0 ? args.previous : args.x;
@@ -95,7 +123,7 @@ void copy_folded_tile(const Conv3dArgs& args, const ConvTile& tile, const TileSh
           for (int64_t dx = 0; dx < args.kernel.columns; ++dx, taps += channels) {
             const int64_t column = (tile.column + c) * args.stride.columns + dx - args.left;
             const TX* pixel = row ? source.pixel(row, frames, column) : nullptr;
-            pixel ? copy_elements(pixel, channels, taps) : clear_elements(taps, channels);
+            pixel ? source.copy(pixel, taps) : clear_elements(taps, channels);
           }
         }
       }
@@ -165,12 +193,21 @@ struct VectorProducts {
   }
 };
 
+// The pixels of y or of the residual from the beginning of a tile's row on.
+inline Rows pixels_of(const Frames& frames, DType dtype, const ConvTile& tile, int64_t row) {
+  if (!frames.data) return {};
+  const int64_t offset = tile.item * frames.item_stride + tile.frame * frames.frame_stride +
+                         (tile.row + row) * frames.row_stride + tile.column * frames.pixel_stride;
+  return {static_cast<char*>(frames.data) + offset * static_cast<int64_t>(size_of(dtype)), frames.pixel_stride, dtype};
+}
+
 // c [entries, 32], of which those past the end of a row are nobody's.
 inline void finish_tile(const Conv3dArgs& args, const ConvTile& tile, int64_t columns, const float* c, int64_t strip) {
-  const int64_t frame = (tile.item * args.out.frames + tile.frame) * args.out.rows;
+  LinearArgs product = args.product;
   for (int64_t r = 0; r < tile.rows; ++r) {
-    const int64_t pixel = (frame + tile.row + r) * args.out.columns + tile.column;
-    finish_block(args.product, c + r * columns * kStripColumns, pixel, static_cast<int>(tile.columns), strip);
+    product.y = pixels_of(args.y, args.product.y.dtype, tile, r);
+    product.residual = pixels_of(args.residual, args.product.y.dtype, tile, r);
+    finish_block(product, c + r * columns * kStripColumns, 0, static_cast<int>(tile.columns), strip);
   }
 }
 
@@ -187,17 +224,19 @@ void run_tile(const Conv3dArgs& args, const ConvTile& tile, int64_t strip_begin,
   float* c = reinterpret_cast<float*>(scratch + copy_bytes);
   int64_t* offsets = reinterpret_cast<int64_t*>(scratch + copy_bytes + sum_bytes);
 
-  args.folded() ? copy_folded_tile<TX>(args, tile, shape, copy) : copy_tile<TX>(args, tile, shape, copy);
+  const int64_t first = args.folded() ? 0 : first_frame_tap(args, tile);
+  args.folded() ? copy_folded_tile<TX>(args, tile, shape, copy) : copy_tile<TX>(args, tile, shape, first, copy);
   find_depths(args, shape, offsets);
+  const int first_depth = static_cast<int>(depth_tiles / args.kernel.frames * first);
   Products products(entries);
   for (int64_t s = strip_begin; s < strip_end; ++s) {
     const TW* weights = args.product.weight.strip<TW>(s);
-    for (int begin = 0; begin < depth_tiles; begin += Products::kChunk) {
+    for (int begin = first_depth; begin < depth_tiles; begin += Products::kChunk) {
       const int count = depth_tiles - begin < Products::kChunk ? depth_tiles - begin : Products::kChunk;
       const Gathered<Left> left = {copy, offsets + begin};
       const TW* chunk = weights + int64_t{begin} * 2 * kTileElements;
-      begin ? products.template multiply<true>(left, shape.pitch, entries, chunk, count, c)
-            : products.template multiply<false>(left, shape.pitch, entries, chunk, count, c);
+      begin > first_depth ? products.template multiply<true>(left, shape.pitch, entries, chunk, count, c)
+                          : products.template multiply<false>(left, shape.pitch, entries, chunk, count, c);
     }
     finish_tile(args, tile, shape.columns, c, s);
   }

@@ -23,9 +23,12 @@ float parameter(const void* values, DType dtype, int64_t i, float otherwise) {
   return dtype == DType::f32 ? static_cast<const float*>(values)[i] : to_float(static_cast<const bf16*>(values)[i]);
 }
 
-// The table of a group's channels from its chunks' stats, each `groups` apart.
-void merge_group(const GroupNormArgs& args, const GroupStats* stats, int64_t group, int64_t chunk_pixels,
-                 float* table) {
+struct Moments {
+  double mean, variance;
+};
+
+// Of a group, from its chunks' stats, each `groups` apart.
+Moments merge_chunks(const GroupNormArgs& args, const GroupStats* stats, int64_t chunk_pixels) {
   const int64_t width = args.channels / args.groups;
   double count = 0, mean = 0, squares = 0;
   for (int64_t begin = 0; begin < args.pixels; begin += chunk_pixels, stats += args.groups) {
@@ -35,13 +38,21 @@ void merge_group(const GroupNormArgs& args, const GroupStats* stats, int64_t gro
     mean += distance * added / count;
     squares += stats->squares + distance * distance * (count - added) * added / count;
   }
-  const double scale = 1.0 / std::sqrt(squares / count + args.eps);
+  return {mean, squares / count};
+}
+
+// The table of a group's channels.
+void fill_table(const GroupNormArgs& args, const Moments& moments, int64_t group, float* table) {
+  const int64_t width = args.channels / args.groups;
+  const double scale = 1.0 / std::sqrt(moments.variance + args.eps);
   for (int64_t i = group * width; i < (group + 1) * width; ++i) {
-    table[i] = static_cast<float>(mean);
+    table[i] = static_cast<float>(moments.mean);
     table[args.channels + i] = static_cast<float>(scale * parameter(args.weight, args.weight_dtype, i, 1.0f));
     table[2 * args.channels + i] = parameter(args.bias, args.weight_dtype, i, 0.0f);
   }
 }
+
+int64_t pixels_of_chunk(const GroupNormArgs& args) { return std::max<int64_t>(kChunkElements / args.channels, 1); }
 
 }  // namespace
 
@@ -51,7 +62,7 @@ void group_norm(const GroupNormArgs& given) {
   const GroupNormKernels& kernels = select(kTable);
   const int64_t total_bytes = args.batch * args.pixels * args.channels * static_cast<int64_t>(size_of(args.x.dtype));
   args.stream = worth_streaming(args.y.data, args.x.data, total_bytes);
-  const int64_t chunk_pixels = std::max<int64_t>(kChunkElements / args.channels, 1);
+  const int64_t chunk_pixels = pixels_of_chunk(args);
   const int64_t chunks = ceil_div(args.pixels, chunk_pixels);
   const int64_t num_stats = args.batch * chunks * args.groups, table_size = 3 * args.channels;
   const size_t stat_bytes = static_cast<size_t>(round_up(num_stats * static_cast<int64_t>(sizeof(GroupStats)), 64));
@@ -63,8 +74,8 @@ void group_norm(const GroupNormArgs& given) {
   parallel_stages({num_chunks, args.batch * args.groups, num_chunks}, [&](int stage, int64_t task) {
     if (stage == 1) {
       const int64_t item = task / args.groups, group = task % args.groups;
-      return merge_group(args, stats + item * chunks * args.groups + group, group, chunk_pixels,
-                         tables + item * table_size);
+      const Moments moments = merge_chunks(args, stats + item * chunks * args.groups + group, chunk_pixels);
+      return fill_table(args, moments, group, tables + item * table_size);
     }
     const int64_t item = task / chunks, begin = task % chunks * chunk_pixels;
     const int64_t row = item * args.pixels + begin;
@@ -73,6 +84,27 @@ void group_norm(const GroupNormArgs& given) {
       kernels.stats(args, row, end, stats + task * args.groups);
     else
       kernels.apply(args, tables + item * table_size, row, end);
+  });
+}
+
+void group_statistics(const GroupStatisticsArgs& given) {
+  const GroupNormArgs& args = given.norm;
+  if (args.batch * args.pixels * args.channels == 0) return;
+  const GroupNormKernels& kernels = select(kTable);
+  const int64_t chunk_pixels = pixels_of_chunk(args), chunks = ceil_div(args.pixels, chunk_pixels);
+  const int64_t num_chunks = args.batch * chunks;
+  GroupStats* stats =
+      static_cast<GroupStats*>(shared_scratch(static_cast<size_t>(num_chunks * args.groups) * sizeof(GroupStats)));
+  parallel_stages({num_chunks, args.batch * args.groups}, [&](int stage, int64_t task) {
+    if (stage == 1) {
+      const int64_t item = task / args.groups, group = task % args.groups;
+      const Moments moments = merge_chunks(args, stats + item * chunks * args.groups + group, chunk_pixels);
+      given.statistics[2 * task] = static_cast<float>(moments.mean);
+      given.statistics[2 * task + 1] = static_cast<float>(moments.variance);
+      return;
+    }
+    const int64_t begin = task % chunks * chunk_pixels, row = task / chunks * args.pixels + begin;
+    kernels.stats(args, row, row + std::min(chunk_pixels, args.pixels - begin), stats + task * args.groups);
   });
 }
 

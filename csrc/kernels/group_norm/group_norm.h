@@ -27,6 +27,14 @@ struct GroupNormArgs {
 
 void group_norm(const GroupNormArgs& args);
 
+// Mean and variance of each item's groups, statistics [B, G, 2]; y, weight and bias are not used.
+struct GroupStatisticsArgs {
+  GroupNormArgs norm;
+  float* statistics = nullptr;
+};
+
+void group_statistics(const GroupStatisticsArgs& args);
+
 // Mean of a group's values in a chunk, and the sum of their squared distances from it.
 struct GroupStats {
   float mean, squares;

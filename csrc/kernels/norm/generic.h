@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "base/vec/math.h"
+#include "base/vec/activation.h"
 #include "base/vec/row.h"
 #include "kernels/norm/norm.h"
 
@@ -43,6 +43,7 @@ void rms_norm_row(const NormArgs& args, int64_t row) {
     for_each_vec(args.width, [&](int64_t i, auto count) {
       Vec v = load_some(source + i, count) * scale * (load_some(weight + i, count) + offset);
       if (gate) v = v * silu(load_some(gate + i, count));
+      v = apply_activation<kIsBf16<T>>(v, args.activation);
       prefetch(next + i);
       if (next_residual) prefetch(next_residual + i);
       store_some(v, y + i, count, streaming);

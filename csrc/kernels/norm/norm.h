@@ -3,6 +3,7 @@
 //   rms_norm    y = x / sqrt(mean(x^2) + eps) * w            (w + 1 when weight_plus_one)
 //               with a residual: residual += x first, y is the norm of the new residual (as stored)
 //               with a gate:     y *= silu(gate)
+//               with an activation: y = act(y)
 //   layer_norm  y = (x - mean) / sqrt(var + eps) * w + b
 //
 // Rows are [outer, inner] with a stride each, so that the heads of a packed qkv row are normed in place.
@@ -10,6 +11,7 @@
 
 #include <cstdint>
 
+#include "base/activation.h"
 #include "base/rows.h"
 
 namespace tilewright {
@@ -22,6 +24,7 @@ struct NormArgs {
   int64_t outer = 0, inner = 1, width = 0;
   float eps = 0;
   bool weight_plus_one = false;
+  Activation activation = Activation::none;  // rms_norm only
   bool stream = false;  // write y past the caches; set by rms_norm and layer_norm, see base/stream.h
   DType weight_dtype;   // of weight, bias
 };

@@ -8,17 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewright.ops.conv3d import conv2d, conv3d
-from tilewright.weights.conv import ConvWeight
+from tilewright.layers.group_norm import NormTable
+from tilewright.ops.conv3d import conv2d, conv3d, upsample_conv2d
+from tilewright.weights.conv import ConvWeight, UpsampleWeight
 
 Padding = tuple[int, int, int, int]  # rows above and below, columns to the left and right
 
 
 class Conv2d:
-    """A convolution of pictures [B, H, W, C]; `padding` keeps their size unless said.
-
-    With `upsample`, it reads them twice as high and wide, every pixel repeated.
-    """
+    """A convolution of pictures [B, H, W, C]; `padding` keeps their size unless said."""
 
     def __init__(
         self,
@@ -29,10 +27,8 @@ class Conv2d:
         *,
         stride: int = 1,
         padding: Padding | None = None,
-        upsample: bool = False,
     ) -> None:
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.stride, self.upsample = stride, upsample
+        self.in_channels, self.out_channels, self.stride = in_channels, out_channels, stride
         self.padding: Padding = padding or (kernel // 2,) * 4
         self.weight = ConvWeight(name, out_channels, in_channels, (kernel, kernel))
 
@@ -44,20 +40,41 @@ class Conv2d:
         self,
         x_BHWC: Tensor,
         *,
+        norm: NormTable | None = None,
         padding: Padding | None = None,
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """conv(x) + residual. `padding`: of a part of a picture, which has neighbours where the whole has zeros."""
+        """conv(norm(x)) + residual. `padding`: of a part of a picture, with neighbours where the whole has zeros."""
         return conv2d(
             x_BHWC,
             self.weight.value,
             stride=(self.stride, self.stride),
             padding=self.padding if padding is None else padding,
-            upsample=self.upsample,
             residual=residual,
+            norm=None if norm is None else norm.table,
+            norm_activation="none" if norm is None else norm.activation,
             out=out,
         )
+
+
+class UpsampleConv2d:
+    """A convolution of pictures [B, H, W, C] made twice as high and wide, every pixel repeated."""
+
+    def __init__(self, name: str, in_channels: int, out_channels: int) -> None:
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.weight = UpsampleWeight(name, out_channels, in_channels)
+
+    def __call__(
+        self,
+        x_BHWC: Tensor,
+        *,
+        rows: tuple[int, int] | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """conv(x) + residual, [B, 2 H, 2 W, O]; `rows`: what those rows [begin, end) of x become."""
+        return upsample_conv2d(x_BHWC, self.weight.value, rows=rows, residual=residual, out=out)
 
 
 class CausalConv3d:

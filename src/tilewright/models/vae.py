@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tilewright import host_memory
+from tilewright.ops import backend
 from tilewright.types import RequestError
 
 
@@ -48,6 +50,11 @@ class LatentScale:
         return latents.float() * torch.tensor(self.std, device=latents.device) + torch.tensor(
             self.mean, device=latents.device
         )
+
+
+def memory_budget() -> float:
+    """Bytes that maps may take before they are computed in parts: half of what is free; on other devices any."""
+    return host_memory.available_bytes() / 2 if backend.device().type == "cpu" else float("inf")
 
 
 def check_shape(what: str, x: Tensor, channels: int, multiple: int = 1) -> None:

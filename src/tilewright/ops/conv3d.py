@@ -32,6 +32,21 @@ class ConvWeight:
         return self.packed.n
 
 
+@dataclass(frozen=True)
+class UpsampleWeight:
+    """A 3 x 3 convolution of pictures made twice as high and wide by repeating pixels, as four of 2 x 2 of them.
+
+    Each gives every other row and column of the result: of the pixels it sees, those that are repetitions of one have
+    their taps added up. That is 16 taps for four pixels, where the repetitions would be multiplied by 36.
+    """
+
+    phases: tuple[ConvWeight, ConvWeight, ConvWeight, ConvWeight]  # rows 0, 2... and columns 0, 2...; columns 1, 3...
+
+    @property
+    def out_channels(self) -> int:
+        return self.phases[0].out_channels
+
+
 @op
 def conv_depth(in_channels: int, kernel: Triple) -> int:
     """Elements of a row of the packed weight: the channels of each tap, with what fills up their last tile."""
@@ -52,6 +67,61 @@ def pack_conv(weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype 
     return ConvWeight(pack_weight(taps.reshape(out_channels, depth), bias, dtype=dtype), in_channels, kernel)
 
 
+def pack_upsample_conv(
+    weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> UpsampleWeight:
+    """A checkpoint's weight [O, C, 3, 3] as `upsample_conv2d` reads it; sums of taps are fp32, rounded once."""
+    if weight.dim() != 4 or weight.shape[2:] != (3, 3):
+        raise ValueError(f"pack_upsample_conv: weight has shape {list(weight.shape)}, expected [O, C, 3, 3]")
+    dtype = dtype or weight.dtype
+    # What a row or column of an even place sees is its neighbour before and itself twice, of an odd one the reverse.
+    phases = []
+    for rows in _merged(weight.float(), 2):
+        for taps in _merged(rows, 3):
+            phases.append(pack_conv(taps.contiguous(), bias, dtype=dtype))
+    return UpsampleWeight((phases[0], phases[1], phases[2], phases[3]))
+
+
+def _merged(taps: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """The three taps of an axis as two, for even places and for odd ones."""
+    first, middle, last = taps.unbind(axis)
+    return torch.stack((first, middle + last), dim=axis), torch.stack((first + middle, last), dim=axis)
+
+
+def upsample_conv2d(
+    x: Tensor,
+    weight: UpsampleWeight,
+    *,
+    rows: tuple[int, int] | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[B, 2 H, 2 W, O] of x [B, H, W, C]: the convolution of x with every pixel repeated, zeros around it, + residual.
+
+    `rows`: what the rows [begin, end) of x become, and no other.
+    """
+    batch, height, width, _ = x.shape
+    begin, end = (0, height) if rows is None else rows
+    if out is None:
+        out = empty((batch, 2 * (end - begin), 2 * width, weight.out_channels), x.dtype)
+    above, below = max(begin - 1, 0), min(end + 1, height)
+    for phase, packed in enumerate(weight.phases):
+        odd_row, odd_column = divmod(phase, 2)
+        conv2d(
+            x[:, begin:below] if odd_row else x[:, above:end],
+            packed,
+            padding=(
+                int(not odd_row and begin == 0),
+                int(odd_row and end == height),
+                1 - odd_column,
+                odd_column,
+            ),
+            residual=None if residual is None else residual[:, odd_row::2, odd_column::2],
+            out=out[:, odd_row::2, odd_column::2],
+        )
+    return out
+
+
 def conv2d(
     x: Tensor,
     weight: ConvWeight,
@@ -61,13 +131,17 @@ def conv2d(
     upsample: bool = False,
     activation: str = "none",
     residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_activation: str = "none",
     out: Tensor | None = None,
 ) -> Tensor:
     """[B, H', W', O] of x [B, H, W, C]: activation(conv + bias) + residual.
 
     `padding` is (top, bottom, left, right): zeros around x. With `upsample`, x is first made twice as high and wide by
     repeating pixels (nearest), without a copy. `activation` as of `linear`; `residual` has the shape and type of the
-    result and may be `out`. A Conv1d is a picture of one row.
+    result and may be `out`, whose rows and pixels may lie apart. `norm` [B, 3, C] fp32 are means, factors and biases: x
+    is read as norm_activation((x - mean) * factor + bias) before zeros are put around it (`group_norm_table`). A Conv1d
+    is a picture of one row.
     """
     if x.dim() != 4:
         raise ValueError(f"conv2d: x has shape {list(x.shape)}, expected [B, H, W, C]")
@@ -81,6 +155,8 @@ def conv2d(
         upsample=upsample,
         activation=activation,
         residual=None if residual is None else residual.unsqueeze(1),
+        norm=norm,
+        norm_activation=norm_activation,
         out=None if out is None else out.unsqueeze(1),
     )
     return frames.squeeze(1) if out is None else out
@@ -98,6 +174,8 @@ def conv3d(
     upsample: bool = False,
     activation: str = "none",
     residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_activation: str = "none",
     out: Tensor | None = None,
 ) -> Tensor:
     """[B, T', H', W', O] of x [B, T, H, W, C], causal in time: activation(conv + bias) + residual.
@@ -118,12 +196,14 @@ def conv3d(
         weight.packed.native(),
         view_or_none(weight.packed.bias),
         view_or_none(residual),
+        view_or_none(norm),
         view(out),
         weight.kernel,
         stride,
         (front, padding[0], padding[2]),
         upsample,
         activation,
+        norm_activation,
     )
     return out
 

@@ -16,17 +16,27 @@ def rms_norm(
     residual: Tensor | None = None,
     gate: Tensor | None = None,
     weight_plus_one: bool = False,
+    activation: str = "none",
     out: Tensor | None = None,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, over the last axis of x [..., D].
 
     With `residual`, that tensor becomes residual + x first and its norm is returned. With `gate`, the result is
-    multiplied by silu(gate). `weight_plus_one` scales by 1 + weight. x [T, H, K] norms each head: rows may be
-    slices of a packed qkv. `out` may be x.
+    multiplied by silu(gate). `weight_plus_one` scales by 1 + weight; `activation` as of `linear`, of the result.
+    x [T, H, K] norms each head: rows may be slices of a packed qkv. `out` may be x.
     """
     if out is None:
         out = empty(x.shape, x.dtype)
-    kernels.rms_norm(view(x), view(weight), view_or_none(residual), view_or_none(gate), view(out), eps, weight_plus_one)
+    kernels.rms_norm(
+        view(x),
+        view(weight),
+        view_or_none(residual),
+        view_or_none(gate),
+        view(out),
+        eps,
+        weight_plus_one,
+        activation,
+    )
     return out
 
 

@@ -8,20 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.layers.conv import Conv2d
+from tilewright.layers.conv import Conv2d, UpsampleConv2d
 from tilewright.layers.feature_memory import FeatureMemory
 from tilewright.layers.group_norm import GroupNorm
-from tilewright.models.autoencoder_kl.blocks import EPS, MidBlock, Stage
+from tilewright.models.autoencoder_kl.blocks import EPS, DownStage, MidBlock, UpStage, resnets_of
 from tilewright.models.autoencoder_kl.config import AutoencoderConfig
-from tilewright.models.vae import check_shape
+from tilewright.models.vae import check_shape, memory_budget
 from tilewright.weights.unpacked import Unpacked
 
 # Names that early checkpoints have for the parts of attention.
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+# Of the picture, in a band that memory asks for: two rows more on each side are computed again for each.
+BAND_ROWS = 128
 
 
 class Encoder:
-    """Mean and log variance of latents [B, h, w, 2 C] of pictures [B, H, W, 3]."""
+    """Mean and log variance of latents [1, h, w, 2 C] of a picture [1, H, W, 3]."""
 
     def __init__(self, config: AutoencoderConfig) -> None:
         widths, groups = config.encoder_widths, config.num_groups
@@ -32,7 +34,8 @@ class Encoder:
             # Zeros below and to the right alone: a row and a column more, of which every other pixel is taken.
             down = Conv2d(f"{name}.downsamplers.0.conv", width, width, stride=2, padding=(0, 1, 0, 1))
             is_last = i == len(widths) - 1
-            self.stages.append(Stage(name, before, width, config.layers_per_block, groups, None if is_last else down))
+            resnets = resnets_of(name, before, width, config.layers_per_block, groups)
+            self.stages.append(DownStage(resnets, None if is_last else down))
         self.mid = MidBlock("encoder.mid_block", widths[-1], groups, config.has_mid_attention)
         self.norm_out = GroupNorm("encoder.conv_norm_out", widths[-1], groups, EPS, activation="silu")
         self.conv_out = Conv2d("encoder.conv_out", widths[-1], 2 * config.latent_channels)
@@ -42,11 +45,13 @@ class Encoder:
         for stage in self.stages:
             x = stage(x, memory)
         x = self.mid(x, memory)
-        return self.conv_out(self.norm_out(x, out=x))
+        result = self.conv_out(x, norm=self.norm_out.table(self.norm_out.statistics(x)))
+        memory.give(x)
+        return result
 
 
 class Decoder:
-    """Pictures [B, H, W, 3] of latents [B, h, w, C]."""
+    """A picture [1, H, W, 3] of latents [1, h, w, C]."""
 
     def __init__(self, config: AutoencoderConfig) -> None:
         widths, groups = config.decoder_widths[::-1], config.num_groups
@@ -54,20 +59,28 @@ class Decoder:
         self.mid = MidBlock("decoder.mid_block", widths[0], groups, config.has_mid_attention)
         self.stages = []
         for i, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False)):
-            name = f"decoder.up_blocks.{i}"
-            up = Conv2d(f"{name}.upsamplers.0.conv", width, width, upsample=True)
-            is_last = i == len(widths) - 1
-            num_layers = config.layers_per_block + 1
-            self.stages.append(Stage(name, before, width, num_layers, groups, None if is_last else up))
+            # A checkpoint has the step to a stage with the stage before it.
+            step = UpsampleConv2d(f"decoder.up_blocks.{i - 1}.upsamplers.0.conv", before, before) if i else None
+            resnets = resnets_of(f"decoder.up_blocks.{i}", before, width, config.layers_per_block + 1, groups)
+            self.stages.append(UpStage(resnets, step))
         self.norm_out = GroupNorm("decoder.conv_norm_out", widths[-1], groups, EPS, activation="silu")
         self.conv_out = Conv2d("decoder.conv_out", widths[-1], config.out_channels)
+        self.widths = widths
 
-    def __call__(self, z: Tensor, memory: FeatureMemory) -> Tensor:
+    def __call__(self, z: Tensor, memory: FeatureMemory, tile: int | None) -> Tensor:
+        """`tile`: rows of the picture in a band; None for whole maps."""
         x = self.conv_in(z, out=memory.take((*z.shape[:-1], self.conv_in.out_channels), z.dtype))
         x = self.mid(x, memory)
-        for stage in self.stages:
-            x = stage(x, memory)
-        return self.conv_out(self.norm_out(x, out=x))
+        for i, stage in enumerate(self.stages):
+            x = stage(x, memory, None if tile is None else max(tile >> (len(self.stages) - 1 - i), 2))
+        result = self.conv_out(x, norm=self.norm_out.table(self.norm_out.statistics(x)))
+        memory.give(x)
+        return result
+
+    def map_channels(self) -> int:
+        """Of the maps that are in memory at once, at most, per pixel of the picture."""
+        steps = zip((self.widths[0], *self.widths), self.widths, strict=False)
+        return max((before + 2 * width) >> 2 * (len(self.widths) - 1 - i) for i, (before, width) in enumerate(steps))
 
 
 class AutoencoderKL:
@@ -93,23 +106,38 @@ class AutoencoderKL:
         return ".".join((*parts, OLD_NAMES.get(part, part), kind)) if "attentions" in parts else name
 
     def encode(self, x_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Latents [B, T, h, w, C] of pictures [B, T, H, W, 3] in [-1, 1]: the mode."""
+        """Latents [B, T, h, w, C] of pictures [B, T, H, W, 3] in [-1, 1]: the mode.
+
+        `tile` changes nothing: there is no map in memory that is not needed whole.
+        """
         check_shape("the picture to encode", x_BTHWC, self.config.in_channels)
         x = x_BTHWC.flatten(0, 1).to(self.encoder.conv_in.dtype).contiguous()
-        z = self.encoder(x, FeatureMemory())
+        memory = FeatureMemory()
+        z = torch.cat([self.encoder(picture, memory) for picture in x.split(1)])
         if self.quant_conv is not None:
             z = self.quant_conv(z)
         z = patchify(z[..., : self.config.latent_channels], self.config.patch_size)
         return self.scale.normalize(z).to(x.dtype).unflatten(0, x_BTHWC.shape[:2])
 
     def decode(self, latents_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Pictures [B, T, H, W, 3] of latents [B, T, h, w, C]."""
+        """Pictures [B, T, H, W, 3] of latents [B, T, h, w, C], one after the other.
+
+        `tile`: the largest maps are computed in bands of so many rows of the picture; None: if memory asks for it.
+        """
         check_shape("latents", latents_BTHWC, self.latent_channels)
         z = self.scale.restore(latents_BTHWC.flatten(0, 1))
         z = unpatchify(z, self.config.patch_size).to(self.decoder.conv_in.dtype).contiguous()
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
-        return self.decoder(z, FeatureMemory()).unflatten(0, latents_BTHWC.shape[:2])
+        if tile is None:
+            tile = self._chosen_tile(z)
+        memory = FeatureMemory()
+        pictures = torch.cat([self.decoder(item, memory, tile) for item in z.split(1)])
+        return pictures.unflatten(0, latents_BTHWC.shape[:2])
+
+    def _chosen_tile(self, z: Tensor) -> int | None:
+        pixels = z.shape[1] * z.shape[2] * 4**self.config.num_halvings
+        return BAND_ROWS if pixels * self.decoder.map_channels() * z.element_size() > memory_budget() else None
 
 
 class BatchStatistics:

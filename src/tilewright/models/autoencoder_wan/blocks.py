@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewright.layers.conv import CausalConv3d, Conv2d
+from tilewright.layers.conv import CausalConv3d, Conv2d, UpsampleConv2d
 from tilewright.layers.feature_memory import FeatureMemory
-from tilewright.ops.activation import add, silu
+from tilewright.ops.activation import add
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.norm import rms_norm
 from tilewright.weights.unpacked import Unpacked
@@ -54,8 +54,7 @@ class ChannelNorm:
         self.eps = 1e-24 / channels  # theirs keeps |x| from 0 by 1e-12
 
     def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        normed = rms_norm(x, self.weight.value.view(-1), self.eps, out=out)
-        return silu(normed, out=normed) if self.activation == "silu" else normed
+        return rms_norm(x, self.weight.value.view(-1), self.eps, activation=self.activation, out=out)
 
 
 class ResidualBlock:
@@ -145,7 +144,7 @@ class Upsampler:
     """Twice the rows and columns, and twice the frames with `doubles_time`: but of the first piece's frame."""
 
     def __init__(self, name: str, channels: int, out_channels: int, *, doubles_time: bool) -> None:
-        self.conv = Conv2d(f"{name}.resample.1", channels, out_channels, upsample=True)
+        self.conv = UpsampleConv2d(f"{name}.resample.1", channels, out_channels)
         # The first piece does not go through it, and to the second one it begins with zeros.
         self.time_conv = CausalConv3d(f"{name}.time_conv", channels, 2 * channels, (3, 1, 1)) if doubles_time else None
 

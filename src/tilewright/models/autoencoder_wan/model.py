@@ -6,7 +6,8 @@ A clip goes through in pieces: its first frame, then as many frames as make one 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tilewright.models.autoencoder_wan.blocks import (
     UpStage,
 )
 from tilewright.models.autoencoder_wan.config import WanConfig
+from tilewright.models.autoencoder_wan.pieces import chosen_side, in_tiles, pieces_of, taken_from
 from tilewright.models.vae import check_shape
 from tilewright.types import RequestError
 
@@ -54,17 +56,30 @@ class Encoder:
                 index += 1
             self.stages.append(DownStage(resnets, step, width if config.has_shortcuts else None))
         self.mid = MidBlock("encoder.mid_block", widths[-1])
+        self.widths = tuple(widths[1:])
         self.norm_out = ChannelNorm("encoder.norm_out", widths[-1], activation="silu")
         self.conv_out = CausalConv3d("encoder.conv_out", widths[-1], 2 * config.latent_channels)
 
-    def __call__(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+    def large(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+        """The stages that make a piece smaller: a pixel sees its neighbourhood."""
         x = history.convolve(self.conv_in, x, out=memory.take((*x.shape[:-1], self.conv_in.out_channels), x.dtype))
-        for stage in self.stages:
+        for stage in self.stages[:-1]:
             x = stage(x, history, memory)
-        x = self.mid(x, history, memory)
+        return x
+
+    def small(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+        """The rest, in which a pixel sees all others."""
+        x = self.mid(self.stages[-1](x, history, memory), history, memory)
         out = history.convolve(self.conv_out, self.norm_out(x, out=x))
         memory.give(x)
         return out
+
+    def reach(self) -> int:
+        """Pixels around those that a pixel of `large`'s result stands for, which it sees too."""
+        reach = 0
+        for stage in self.stages[-2::-1]:
+            reach = 2 * reach + 2 + 2 * len(stage.resnets)
+        return reach + 1
 
 
 class Decoder:
@@ -89,17 +104,39 @@ class Decoder:
                 step_name = f"{name}.upsampler" if config.has_shortcuts else f"{name}.upsamplers.0"
                 step = Upsampler(step_name, width, before, doubles_time=config.halves_time[::-1][i])
             self.stages.append(UpStage(resnets, step, has_shortcut=config.has_shortcuts))
+        self.widths = tuple(widths[::-1])
         self.norm_out = ChannelNorm("decoder.norm_out", widths[-1], activation="silu")
         self.conv_out = CausalConv3d("decoder.conv_out", widths[-1], config.out_channels)
 
-    def __call__(self, z: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+    @property
+    def num_small(self) -> int:
+        """Stages whose maps are small: the first, and not the only one."""
+        return min(1, len(self.stages) - 1)
+
+    def small(self, z: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+        """What a pixel sees all others in, and the first stage."""
         x = history.convolve(self.conv_in, z, out=memory.take((*z.shape[:-1], self.conv_in.out_channels), z.dtype))
         x = self.mid(x, history, memory)
-        for stage in self.stages:
+        for stage in self.stages[: self.num_small]:
+            x = stage(x, history, memory)
+        return x
+
+    def large(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+        """The other stages: a pixel sees its neighbourhood."""
+        for stage in self.stages[self.num_small :]:
             x = stage(x, history, memory)
         out = history.convolve(self.conv_out, self.norm_out(x, out=x))
         memory.give(x)
         return out
+
+    def reach(self) -> int:
+        """Pixels around one of `large`'s that those it becomes see too."""
+        reach = 1
+        for stage in reversed(self.stages[self.num_small :]):
+            if stage.step is not None:
+                reach = (reach + 2) // 2
+            reach += 2 * len(stage.resnets)
+        return reach
 
 
 class AutoencoderWan:
@@ -124,7 +161,10 @@ class AutoencoderWan:
         return self.quant_conv.weight.value.packed.dtype
 
     def encode(self, x_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Latents [B, 1 + (T - 1) / 4, h, w, C] of a clip [B, T, H, W, 3] in [-1, 1]: the mode."""
+        """Latents [B, 1 + (T - 1) / 4, h, w, C] of a clip [B, T, H, W, 3] in [-1, 1]: the mode.
+
+        `tile` is the side of the parts that the large maps are computed in, in pixels; None: what the memory allows.
+        """
         picture_channels = self.config.in_channels // self.config.patch_size**2
         check_shape("the clip to encode", x_BTHWC, picture_channels, self.spatial_factor)
         num_frames = x_BTHWC.shape[1]
@@ -133,31 +173,67 @@ class AutoencoderWan:
                 f"the clip to encode has {num_frames} frames, expected 1 more than a multiple of {self.temporal_factor}"
             )
         x = patchify(x_BTHWC.to(self.dtype), self.config.patch_size).contiguous()
+        step = self.spatial_factor // self.config.patch_size
+        side = self._side(tile, x, self.encoder)
         memory = FeatureMemory()
-        pieces = [
-            self.quant_conv(self.encoder(piece, history, memory))
-            for piece, history in pieces_of(x, self.temporal_factor)
-        ]
-        z = torch.cat(pieces, dim=1)[..., : self.latent_channels]
-        return self.config.scale.normalize(z).to(self.dtype)
+        pieces: Iterable[tuple[Tensor, History]]
+        if side is None:
+            pieces = (
+                (self.encoder.large(piece, history, memory), history)
+                for piece, history in pieces_of(x, self.temporal_factor)
+            )
+        else:
+            small = in_tiles(
+                self.encoder.large,
+                x,
+                num_frames=self.temporal_factor,
+                side=side,
+                reach=self.encoder.reach(),
+                step=step,
+                growth=Fraction(1, step),
+            )
+            pieces = pieces_of(small, 1)
+        z = torch.cat([self.quant_conv(self.encoder.small(piece, history, memory)) for piece, history in pieces], dim=1)
+        return self.config.scale.normalize(z[..., : self.latent_channels]).to(self.dtype)
 
     def decode(self, latents_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """A clip [B, 1 + 4 (t - 1), H, W, 3] in [-1, 1] of latents [B, t, h, w, C]."""
+        """A clip [B, 1 + 4 (t - 1), H, W, 3] in [-1, 1] of latents [B, t, h, w, C]; `tile` as of `encode`."""
         check_shape("latents", latents_BTHWC, self.latent_channels)
         z = self.post_quant_conv(self.config.scale.restore(latents_BTHWC).to(self.dtype).contiguous())
         memory = FeatureMemory()
-        pieces = [self.decoder(piece, history, memory) for piece, history in pieces_of(z, 1)]
-        return unpatchify(torch.cat(pieces, dim=1), self.config.patch_size).clamp_(-1, 1)
+        decoder = self.decoder
+        growth = self.spatial_factor // self.config.patch_size >> decoder.num_small
+        side = self._side(tile, z, decoder)
+        if side is None:
+            pieces = [
+                decoder.large(decoder.small(piece, history, memory), history, memory)
+                for piece, history in pieces_of(z, 1)
+            ]
+            clip = torch.cat(pieces, dim=1)
+        else:
+            maps = [taken_from(memory, decoder.small(piece, history, memory)) for piece, history in pieces_of(z, 1)]
+            clip = in_tiles(
+                decoder.large,
+                torch.cat(maps, dim=1),
+                num_frames=maps[-1].shape[1],
+                side=max(side // growth, 1),
+                reach=decoder.reach(),
+                step=1,
+                growth=Fraction(growth),
+            )
+        return unpatchify(clip, self.config.patch_size).clamp_(-1, 1)
 
-
-def pieces_of(x_BTHWC: Tensor, num_frames: int) -> Iterator[tuple[Tensor, History]]:
-    """The first frame, then `num_frames` at a time, with the history of those before."""
-    history = History()
-    total = x_BTHWC.shape[1]
-    for begin in (0, *range(1, total, num_frames)):
-        end = begin + num_frames if begin else 1
-        history.is_first, history.is_last = begin == 0, end >= total
-        yield x_BTHWC[:, begin:end], history
+    def _side(self, tile: int | None, x: Tensor, network: Encoder | Decoder) -> int | None:
+        """The side of tiles, in pixels of the network's largest maps; None for no tiles."""
+        if tile is not None:
+            return max(tile // self.config.patch_size, 1)
+        is_decoder = network is self.decoder
+        scale = self.spatial_factor // self.config.patch_size if is_decoder else 1
+        pixels = x.shape[2] * x.shape[3] * scale**2
+        num_frames = 1 if x.shape[1] == 1 else self.temporal_factor
+        reach = network.reach() * (scale >> self.decoder.num_small if is_decoder else 1)
+        num_resnets = len(network.stages[0].resnets)
+        return chosen_side(pixels, len(x), network.widths, num_resnets, num_frames, reach, x.element_size())
 
 
 def patchify(x_BTHWC: Tensor, side: int) -> Tensor:

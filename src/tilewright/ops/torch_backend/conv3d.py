@@ -29,6 +29,8 @@ def conv3d(
     upsample: bool = False,
     activation: str = "none",
     residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_activation: str = "none",
     out: Tensor | None = None,
 ) -> Tensor:
     rows = rows_of(weight.packed).unflatten(1, (*weight.kernel, weight.in_channels))
@@ -43,6 +45,8 @@ def conv3d(
         upsample=upsample,
         activation=activation,
         residual=residual,
+        norm=norm,
+        norm_activation=norm_activation,
     )
     return into(out, y)
 
@@ -59,10 +63,15 @@ def plain_conv3d(
     upsample: bool = False,
     activation: str = "none",
     residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_activation: str = "none",
 ) -> Tensor:
     """The same of a weight [O, C, kt, kh, kw] that is no more than a tensor."""
     front = weight.shape[2] - 1 if time_padding is None else time_padding
     frames = x.float() if previous is None else torch.cat((previous.float(), x.float()), dim=1)
+    if norm is not None:
+        mean, factor, offset = norm[:, :, None, None, None].unbind(1)
+        frames = ACTIVATIONS[norm_activation]((frames - mean) * factor + offset)
     frames = frames.movedim(-1, 1)
     if upsample:
         frames = frames.repeat_interleave(2, dim=-2).repeat_interleave(2, dim=-1)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into
 
 
@@ -15,6 +16,7 @@ def rms_norm(
     residual: Tensor | None = None,
     gate: Tensor | None = None,
     weight_plus_one: bool = False,
+    activation: str = "none",
     out: Tensor | None = None,
 ) -> Tensor:
     """The sum with `residual` is rounded before it is normed: the norm is that of what the next layer reads."""
@@ -25,7 +27,7 @@ def rms_norm(
     y = x.float() * scale * (weight.float() + (1.0 if weight_plus_one else 0.0))
     if gate is not None:
         y = y * functional.silu(gate.float())
-    return into(out, y.to(x.dtype))
+    return into(out, ACTIVATIONS[activation](y).to(x.dtype))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:

@@ -1,0 +1,143 @@
+"""Decoding latents beside diffusers, in turns: python benchmarks/vae.py [--dtype float32] [--size 512] [--profile]
+
+Flux's and Z-Image's autoencoder with random weights; diffusers as it is, and in torch's channels_last form. A round is
+one decode of each; of its ratios the median is told, and the least and greatest. `--profile` tells where our time goes.
+The machine is probed before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+from diffusers import AutoencoderKL
+
+from tilewright.bench.probe import between, probe
+from tilewright.layers.conv import Conv2d
+from tilewright.layers.group_norm import GroupNorm
+from tilewright.models.autoencoder_kl.blocks import AttentionBlock
+from tilewright.models.autoencoder_kl.model import AutoencoderKL as Ours
+from tilewright.models.autoencoder_kl.model import build
+from tilewright.weights.spec import iter_weights
+
+CONFIG = {
+    "latent_channels": 16,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    "scaling_factor": 1.0,
+}
+MAX_DIFFERENCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of the largest output
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Decode latents beside diffusers, in turns.")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--size", type=int, default=512, help="rows and columns of the picture")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="where our time goes, without diffusers")
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    torch.manual_seed(0)
+    theirs = AutoencoderKL(**CONFIG).to(dtype).eval()
+    ours = our_network(theirs, dtype)
+    z = torch.randn(1, 16, args.size // 8, args.size // 8).to(dtype)
+    latents = z.movedim(1, -1).unsqueeze(1).contiguous()
+    with torch.inference_mode():
+        if args.profile:
+            profile(ours, latents)
+        else:
+            compare(theirs, ours, z, latents, args.rounds)
+
+
+def our_network(theirs: AutoencoderKL, dtype: torch.dtype) -> Ours:
+    tensors = theirs.state_dict()
+    ours = build(CONFIG)
+    for weight in iter_weights(ours):
+        weight.build([tensors[source.name] for source in weight.sources], dtype)
+    return ours
+
+
+def compare(theirs: AutoencoderKL, ours: Ours, z: torch.Tensor, latents: torch.Tensor, rounds: int) -> None:
+    expected = theirs.decode(z).sample.movedim(1, -1).float()
+    difference = ((ours.decode(latents)[:, 0].float() - expected).abs().max() / expected.abs().max()).item()
+    assert difference < MAX_DIFFERENCE[z.dtype], f"off by {difference:.2g} of the largest output"
+    pixels_last = z.to(memory_format=torch.channels_last)
+
+    def channels_last() -> torch.Tensor:
+        return theirs.decode(pixels_last).sample
+
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "diffusers": lambda: theirs.decode(z).sample,
+        "diffusers, channels_last": channels_last,
+        "ours": lambda: ours.decode(latents),
+    }
+    before = probe()
+    times_s: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            theirs.to(memory_format=torch.channels_last if call is channels_last else torch.contiguous_format)
+            begin_s = perf_counter()
+            call()
+            if turn:  # the first round warms up
+                times_s[name].append(perf_counter() - begin_s)
+    limits = between(before, probe())
+    print(f"{z.dtype}: read {limits.read_gb_s:.1f} GB/s, bf16 peak {limits.peak_tflops:.2f} TFLOP/s")
+    for name, times in times_s.items():
+        ratios = sorted(their_s / our_s for their_s, our_s in zip(times, times_s["ours"], strict=True))
+        spread = f"{statistics.median(ratios):.2f} x ours ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+        print(f"  {name}: {statistics.median(times):.3f} s, {spread}")
+
+
+def profile(ours: Ours, latents: torch.Tensor) -> None:
+    ours.decode(latents)
+    with timed(Conv2d, GroupNorm, AttentionBlock) as spent:
+        begin_s = perf_counter()
+        ours.decode(latents)
+        whole_s = perf_counter() - begin_s
+    print(f"{latents.dtype}: {whole_s:.3f} s")
+    for name, (seconds, operations) in sorted(spent.items(), key=lambda item: -item[1][0]):
+        speed = f", {operations / seconds / 1e9:.0f} GFLOP/s" if operations else ""
+        print(f"  {seconds:.3f} s  {name}{speed}")
+
+
+@contextmanager
+def timed(*layers: type) -> Iterator[dict[str, list[float]]]:
+    """Seconds and operations of every layer of these classes, by class and shape."""
+    spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    calls = {layer: layer.__call__ for layer in layers}
+
+    def instrument(layer: type) -> None:
+        def call(self: object, x: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+            begin_s = perf_counter()
+            result = calls[layer](self, x, *args, **options)
+            name = f"{layer.__name__} {list(x.shape)} -> {list(result.shape)}"
+            entry = spent[name]
+            entry[0] += perf_counter() - begin_s
+            if isinstance(self, Conv2d):
+                taps = self.weight.sources[0].shape[2] ** 2
+                entry[1] += 2 * result.numel() * self.in_channels * taps
+            return result
+
+        layer.__call__ = call  # type: ignore[assignment]
+
+    for layer in layers:
+        instrument(layer)
+    try:
+        yield spent
+    finally:
+        for layer, call in calls.items():
+            layer.__call__ = call  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    main()
