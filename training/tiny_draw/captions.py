@@ -118,13 +118,17 @@ _Made = tuple[str, str, list[Shape], list[Ask]]  # words, what they say however 
 def _one(rng: Random, paper: _Paper) -> _Made | None:
     [name] = paper.names(1)
     shapes = paper.scattered([name], [USUAL])
-    return shapes and (_a(name), _a(name), shapes, [])
+    return None if shapes is None else (_a(name), _a(name), shapes, [])
 
 
 def _listed(rng: Random, paper: _Paper) -> _Made | None:
     names = paper.names(rng.choice((2, 2, 3, 3, 4)))
     shapes = paper.scattered(names, [FEW] * len(names))
-    return shapes and (joined([_a(name) for name in names]), joined([_a(name) for name in sorted(names)]), shapes, [])
+    return (
+        None
+        if shapes is None
+        else (joined([_a(name) for name in names]), joined([_a(name) for name in sorted(names)]), shapes, [])
+    )
 
 
 def _placed(rng: Random, paper: _Paper) -> _Made | None:
@@ -148,7 +152,7 @@ def _related(rng: Random, paper: _Paper) -> _Made | None:
     relation = rng.choice(tuple(RELATIONS))
     for _ in range(TRIES):
         shapes = paper.scattered(names, [FEW, FEW])
-        if shapes is not None and _is_so(relation, *shapes, paper):
+        if shapes is not None and _is_so(relation, shapes, paper):
             break
     else:
         return None
@@ -159,7 +163,8 @@ def _related(rng: Random, paper: _Paper) -> _Made | None:
     return words, f"{_a(first)} {axis} {_a(second)}", shapes, [Ask("relation", question, "Yes.")]
 
 
-def _is_so(relation: str, one: Shape, other: Shape, paper: _Paper) -> bool:
+def _is_so(relation: str, shapes: list[Shape], paper: _Paper) -> bool:
+    one, other = shapes
     across, down = (one.x - other.x) / paper.width, (one.y - other.y) / paper.height
     return {"left of": -across, "right of": across, "above": -down, "below": down}[relation] > APART
 
@@ -176,7 +181,7 @@ def _counted(rng: Random, paper: _Paper) -> _Made | None:
         number = str(count) if rng.random() < 0.25 else NUMBERS[count]
         groups.append(_a((colour, kind)) if count == 1 else f"{number} {colour} {PLURALS[kind]}")
     what = joined(sorted(f"{count} {_a(name)}" for name, count in zip(names, counts, strict=True)))
-    return shapes and (joined(groups), what, shapes, [])
+    return None if shapes is None else (joined(groups), what, shapes, [])
 
 
 def _sized(rng: Random, paper: _Paper) -> _Made | None:
@@ -189,7 +194,9 @@ def _sized(rng: Random, paper: _Paper) -> _Made | None:
     larger, smaller = names if large_first else names[::-1]
     question = f"Which is larger, the {' '.join(larger)} or the {' '.join(smaller)}?"
     what = f"large {' '.join(larger)}, small {' '.join(smaller)}"
-    return shapes and (words, what, shapes, [Ask("size", question, f"The {' '.join(larger)} is larger.")])
+    return (
+        None if shapes is None else (words, what, shapes, [Ask("size", question, f"The {' '.join(larger)} is larger.")])
+    )
 
 
 def _counts(shapes: list[Shape]) -> list[Ask]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ class Network(nn.Module):
 
     def __init__(self, text_config: dict) -> None:
         super().__init__()
-        self.text_encoder = Qwen3Model(Qwen3Config(**text_config, attn_implementation="sdpa"))
+        self.text_encoder = Qwen3Model(Qwen3Config(**text_config))
         for unused in (self.text_encoder.layers[-1], self.text_encoder.norm):
             unused.requires_grad_(False)
         self.transformer = Transformer(TRANSFORMER)
@@ -89,7 +90,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace, network: Network, vae: AutoencoderKL, folder: Path) -> None:
+def run(options: argparse.Namespace, network: Network, vae: Any, folder: Path) -> None:
     optimisers = make_optimisers(network, "muon", options.lr, options.weight_decay, options.device == "cuda")
     average = [parameter.detach().clone() for parameter in network.parameters()]
     began_s = told_s = time.monotonic()
@@ -122,9 +123,7 @@ def run(options: argparse.Namespace, network: Network, vae: AutoencoderKL, folde
     tell(f"{step} steps, {num_pictures:,} pictures")
 
 
-def latent_batches(
-    options: argparse.Namespace, vae: AutoencoderKL, folder: Path
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def latent_batches(options: argparse.Namespace, vae: Any, folder: Path) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Latents of mean 0 and deviation 1, ids and lengths of captions, on the device."""
     loader = DataLoader(
         Drawings(folder / "tokenizer" / "tokenizer.json", options.batch_size, options.seed),

@@ -62,7 +62,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace, vae: AutoencoderKL, batches: Any) -> None:
+def run(options: argparse.Namespace, vae: Any, batches: Any) -> None:
     optimiser = torch.optim.AdamW(vae.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     began_s = told_s = time.monotonic()
     total_s = options.minutes * 60
@@ -94,7 +94,7 @@ def loss_of(drawn: Tensor, pixels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def statistics(vae: AutoencoderKL, batches: Any, device: str) -> tuple[float, float]:
+def statistics(vae: Any, batches: Any, device: str) -> tuple[float, float]:
     """What is subtracted from latents, and what they are multiplied by, so that they have mean 0 and deviation 1."""
     latents = [
         vae.encode(as_pixels(next(batches).to(device).pictures)).latent_dist.mode().flatten()
