@@ -21,7 +21,9 @@ SIZES = {
     "axes_dims_rope": [4, 6, 6],
 }
 KINDS = {"schnell": False, "dev": True}
-TIMESTEP = 731.25
+TIMESTEP, GUIDANCE = 731.25, 3.6
+# These are exact in bf16, to which diffusers rounds them: its error is then that of its products, as ours is.
+ROUND_TIMESTEP, ROUND_GUIDANCE = 500.0, 4.0
 ROWS, COLUMNS, NUM_TEXT = 3, 5, 9
 
 
@@ -55,24 +57,22 @@ def inputs(batch_size, has_reference=False):
 
 
 @torch.no_grad()
-def expected(model, tokens, positions, text):
+def expected(model, tokens, positions, text, timestep=TIMESTEP, guidance=GUIDANCE):
     dtype, batch_size = model.dtype, len(tokens)
-    guidance = torch.full((batch_size,), 3.5) if model.config.guidance_embeds else None
     return model(
         tokens.to(dtype),
         encoder_hidden_states=text.states.to(dtype),
         pooled_projections=text.pooled.to(dtype),
-        timestep=torch.full((batch_size,), TIMESTEP / 1000),
+        timestep=torch.full((batch_size,), timestep / 1000),
         img_ids=positions.t(),
         txt_ids=torch.zeros(text.states.shape[1], 3),
-        guidance=guidance,
+        guidance=torch.full((batch_size,), guidance) if model.config.guidance_embeds else None,
     ).sample.float()
 
 
-def computed(network, tokens, positions, text):
-    guidance = 3.5 if network.config.is_told_guidance else None
+def computed(network, tokens, positions, text, timestep=TIMESTEP, guidance=GUIDANCE):
     layout = network.layout(text.states.shape[1], positions, len(tokens))
-    return network(tokens, TIMESTEP, text, layout, guidance)
+    return network(tokens, timestep, text, layout, guidance if network.config.is_told_guidance else None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,10 +93,12 @@ def test_the_torch_backend_gives_the_same(transformers):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_is_as_close_to_the_truth_as_diffusers(kind, transformers):
     model, folder = transformers(kind)
-    truth = expected(model, *inputs(2))
+    given = *inputs(2), ROUND_TIMESTEP, ROUND_GUIDANCE
+    truth = expected(model, *given)
     half = type(model).from_pretrained(folder, dtype=torch.bfloat16).eval()
-    ours = computed(loaded(flux.build, folder, torch.bfloat16), *inputs(2))
-    assert rms(ours - truth) <= 1.25 * rms(expected(half, *inputs(2)) - truth)
+    ours = computed(loaded(flux.build, folder, torch.bfloat16), *given)
+    ratio = rms(ours - truth) / rms(expected(half, *given) - truth)
+    assert ratio <= 1.25
 
 
 def test_two_ranks_give_what_one_does(transformers):
