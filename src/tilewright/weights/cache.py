@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright import host_memory
 from tilewright.model_files import CheckpointError
 from tilewright.ops.packed import weight_format
 from tilewright.weights.checksums import BLOCK_BYTES, ChecksummedData, ChecksummedWriter
@@ -237,7 +238,20 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _populate(file: MappedFile, on_bytes: Callable[[int], object]) -> None:
-    """Brings the file into memory, in huge pages where the file system has them, so that no token waits for a page."""
+    """Brings the file into memory, in huge pages where the file system has them, so that no token waits for a page.
+
+    A file larger than the free memory would push its own beginning out again: it is read as it is used, front to back,
+    ahead of where it is read and dropped behind it.
+    """
+    if file.size_bytes > host_memory.available_bytes():
+        file.memory.madvise(mmap.MADV_SEQUENTIAL)
+        _log.warning(
+            "%s has %.1f GB, more than the memory that is free: it is read from the disk again in every pass",
+            file.path,
+            file.size_bytes / 1e9,
+        )
+        on_bytes(file.size_bytes)
+        return
     advice = _POPULATE_READ
     try:
         file.memory.madvise(mmap.MADV_HUGEPAGE)
