@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from tilewright.bench.probe import between, probe
-from tilewright.layers.conv import Conv2d
+from tilewright.layers.conv import Conv2d, UpsampleConv2d
 from tilewright.layers.group_norm import GroupNorm
 from tilewright.models.autoencoder_kl.blocks import AttentionBlock
 from tilewright.models.autoencoder_kl.model import AutoencoderKL as Ours
@@ -100,7 +100,7 @@ def compare(theirs: AutoencoderKL, ours: Ours, z: torch.Tensor, latents: torch.T
 
 def profile(ours: Ours, latents: torch.Tensor) -> None:
     ours.decode(latents)
-    with timed(Conv2d, GroupNorm, AttentionBlock) as spent:
+    with timed(Conv2d, UpsampleConv2d, GroupNorm, AttentionBlock) as spent:
         begin_s = perf_counter()
         ours.decode(latents)
         whole_s = perf_counter() - begin_s
@@ -123,8 +123,8 @@ def timed(*layers: type) -> Iterator[dict[str, list[float]]]:
             name = f"{layer.__name__} {list(x.shape)} -> {list(result.shape)}"
             entry = spent[name]
             entry[0] += perf_counter() - begin_s
-            if isinstance(self, Conv2d):
-                taps = self.weight.sources[0].shape[2] ** 2
+            if isinstance(self, Conv2d | UpsampleConv2d):
+                taps = 4 if isinstance(self, UpsampleConv2d) else self.weight.sources[0].shape[2] ** 2
                 entry[1] += 2 * result.numel() * self.in_channels * taps
             return result
 

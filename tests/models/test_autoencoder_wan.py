@@ -233,3 +233,5 @@ def test_wrong_shapes(checkpoints):
         vae.encode(torch.zeros(1, 4, 8, 8, 3))
     with pytest.raises(RequestError, match="the clip to encode is 10 x 8 pixels, expected multiples of 4"):
         vae.encode(torch.zeros(1, 1, 8, 10, 3))
+    with pytest.raises(RequestError, match="tile is 0, expected 1 pixel or more"):
+        vae.decode(torch.zeros(1, 1, 4, 4, 4), tile=0)

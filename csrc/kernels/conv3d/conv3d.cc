@@ -35,24 +35,49 @@ bool is_linear(const Conv3dArgs& args) {
 // As many equal parts as a whole needs if none may be larger than `most`: 9 as 5 + 4, not 8 + 1.
 int64_t even_part(int64_t whole, int64_t most) { return ceil_div(whole, ceil_div(whole, std::max<int64_t>(most, 1))); }
 
-// The largest tile of kTileBytes: whole rows if they fit, as many as there is room for.
-ConvTile largest_tile(const Conv3dArgs& args, int64_t element_bytes) {
+// Products that take as long as the copy of an element through a norm with silu. That is some 1 ns, in which vectors do
+// 60 products of fp32, and tiles more. Between 50 and 500 the tile becomes narrower, but by this measure hardly better.
+constexpr double kProductsOfCopy = 100;
+
+// What an output pixel costs in a tile, in products per channel of x: those it needs, those at the end of each row that
+// nobody needs, and the copy of its part of the tile with the pixels around it.
+double cost_of(const Conv3dArgs& args, const ConvTile& tile, const TileShape& shape) {
+  const double products = static_cast<double>(args.kernel.count() * args.product.weight.n);
+  const double computed = static_cast<double>(tile.rows * shape.columns);
+  const double copied = static_cast<double>(args.folded() ? computed * static_cast<double>(args.kernel.count())
+                                                          : shape.rows * shape.row_phases * shape.columns *
+                                                                shape.column_phases * args.kernel.frames);
+  return (computed * products + copied * kProductsOfCopy) / static_cast<double>(tile.rows * tile.columns);
+}
+
+// The tile of at most kTileBytes in which a pixel costs least: neither whole rows, of which few fit and most of what is
+// copied lies around them, nor so narrow that many products are for nothing.
+ConvTile best_tile(const Conv3dArgs& args, int64_t element_bytes) {
   const auto fits = [&](const ConvTile& tile) {
     return TileShape(args, tile, element_bytes).elements(args) * element_bytes <= kTileBytes;
   };
-  const auto largest = [&](int64_t ConvTile::* axis, ConvTile tile, int64_t most) {
-    int64_t least = 1;
-    while (least < most) {
-      const int64_t middle = (least + most + 1) / 2;
-      tile.*axis = middle;
-      fits(tile) ? least = middle : most = middle - 1;
+  ConvTile best = {0, 0, 0, 0, 1, 1};
+  double least = -1;
+  for (int64_t parts = 1;; ++parts) {
+    ConvTile tile = {0, 0, 0, 0, 1, ceil_div(args.out.columns, parts)};
+    if (fits(tile)) {
+      int64_t most = args.out.rows;
+      while (tile.rows < most) {
+        ConvTile taller = tile;
+        taller.rows = (tile.rows + most + 1) / 2;
+        fits(taller) ? tile.rows = taller.rows : most = taller.rows - 1;
+      }
+      tile.rows = even_part(args.out.rows, tile.rows);
+      const double cost = cost_of(args, tile, TileShape(args, tile, element_bytes));
+      if (least < 0 || cost < least) {
+        least = cost;
+        best = tile;
+      }
+      if (tile.rows == args.out.rows) break;
     }
-    return least;
-  };
-  ConvTile tile = {0, 0, 0, 0, 1, 1};
-  tile.columns = even_part(args.out.columns, largest(&ConvTile::columns, tile, args.out.columns));
-  tile.rows = even_part(args.out.rows, largest(&ConvTile::rows, tile, args.out.rows));
-  return tile;
+    if (tile.columns == 1) break;
+  }
+  return best;
 }
 
 }  // namespace
@@ -67,7 +92,7 @@ void conv3d(const Conv3dArgs& args) {
     return linear(product);
   }
   const Conv3dKernels& kernels = select(kTable);
-  const ConvTile whole = largest_tile(args, kernels.element_bytes(args.product));
+  const ConvTile whole = best_tile(args, kernels.element_bytes(args.product));
   const int64_t down = ceil_div(args.out.rows, whole.rows), across = ceil_div(args.out.columns, whole.columns);
   const int64_t num_tiles = args.batch * args.out.frames * down * across;
   // Each thread gets several turns. Tasks with fewer strips copy x again, which a strip of 32 outputs outweighs: of 512

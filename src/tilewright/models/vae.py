@@ -57,6 +57,12 @@ def memory_budget() -> float:
     return host_memory.available_bytes() / 2 if backend.device().type == "cpu" else float("inf")
 
 
+def check_tile(tile: int | None) -> None:
+    """RequestError unless it is a number of pixels, or None."""
+    if tile is not None and tile < 1:
+        raise RequestError(f"tile is {tile}, expected 1 pixel or more")
+
+
 def check_shape(what: str, x: Tensor, channels: int, multiple: int = 1) -> None:
     """RequestError unless x is [B, T, H, W, channels] with sides that divide."""
     if x.dim() != 5 or x.shape[-1] != channels or x.numel() == 0:

@@ -13,7 +13,7 @@ from tilewright.layers.feature_memory import FeatureMemory
 from tilewright.layers.group_norm import GroupNorm
 from tilewright.models.autoencoder_kl.blocks import EPS, DownStage, MidBlock, UpStage, resnets_of
 from tilewright.models.autoencoder_kl.config import AutoencoderConfig
-from tilewright.models.vae import check_shape, memory_budget
+from tilewright.models.vae import check_shape, check_tile, memory_budget
 from tilewright.weights.unpacked import Unpacked
 
 # Names that early checkpoints have for the parts of attention.
@@ -125,6 +125,7 @@ class AutoencoderKL:
         `tile`: the largest maps are computed in bands of so many rows of the picture; None: if memory asks for it.
         """
         check_shape("latents", latents_BTHWC, self.latent_channels)
+        check_tile(tile)
         z = self.scale.restore(latents_BTHWC.flatten(0, 1))
         z = unpatchify(z, self.config.patch_size).to(self.decoder.conv_in.dtype).contiguous()
         if self.post_quant_conv is not None:

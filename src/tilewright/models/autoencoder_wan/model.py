@@ -27,7 +27,7 @@ from tilewright.models.autoencoder_wan.blocks import (
 )
 from tilewright.models.autoencoder_wan.config import WanConfig
 from tilewright.models.autoencoder_wan.pieces import chosen_side, in_tiles, pieces_of, taken_from
-from tilewright.models.vae import check_shape
+from tilewright.models.vae import check_shape, check_tile
 from tilewright.types import RequestError
 
 
@@ -225,6 +225,7 @@ class AutoencoderWan:
 
     def _side(self, tile: int | None, x: Tensor, network: Encoder | Decoder) -> int | None:
         """The side of tiles, in pixels of the network's largest maps; None for no tiles."""
+        check_tile(tile)
         if tile is not None:
             return max(tile // self.config.patch_size, 1)
         is_decoder = network is self.decoder
