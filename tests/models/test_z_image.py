@@ -271,15 +271,22 @@ def test_cancelling_frees_what_the_run_held(pair):
         assert torch.equal(again, diffusion.generate(PROMPTS[0], **RUN, seed=1, output="latents").latents)
 
 
+@torch.inference_mode()
 def test_the_step_cache(diffusion):
-    def latents(threshold):
-        settings = {**RUN, "num_steps": 20, "seed": 1, "guidance": 0.0, "output": "latents"}
-        return diffusion.generate(PROMPTS[0], **settings, step_cache=threshold).latents
-
-    exact = latents(0.0)
-    assert torch.equal(latents(1e-9), exact), "nothing is that close"
-    near, far = (latents(threshold) - exact for threshold in (0.3, 1.0))
-    assert 0 < near.square().mean() < far.square().mean()
+    """A step that is nearly the last one reuses its blocks; one that is not computes them."""
+    picture, cache = torch.randn(1, 1, 10, 14, 4), StepCache(0.5)
+    near = picture + 1e-3 * torch.randn_like(picture)
+    with diffusion.pipeline.components.use("transformer") as transformer:
+        prepared = transformer.prepare([torch.randn(5, 48)], [0], 10, 14)
+        exact, exact_near, exact_far = (
+            transformer(x, time, prepared) for x, time in ((picture, 0.3), (near, 0.3), (picture, 0.9))
+        )
+        assert torch.equal(transformer(picture, 0.3, prepared, cache), exact)
+        found = transformer(near, 0.3, prepared, cache)
+        assert not torch.equal(found, exact_near)
+        torch.testing.assert_close(found, exact_near, atol=0.05, rtol=0.05)
+        assert torch.equal(transformer(picture, 0.9, prepared, cache), exact_far)
+    assert (cache.num_computed, cache.num_reused) == (2, 1)
 
 
 def test_blocks_are_skipped_only_where_the_first_changes_little():

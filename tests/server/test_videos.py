@@ -15,7 +15,9 @@ from fake_pictures import NAME, Gate, fake_backend
 from page_browser import png
 from test_images import WAIT_S, metric, until
 
+from tilewright.diffusion.requests import PictureRequest
 from tilewright.server.pictures import videos
+from tilewright.server.pictures.results import ResultStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 
@@ -96,6 +98,16 @@ def test_deleting_cancels_what_is_under_way(serve, gate):
     gate.open(1)  # the step that it is in
     until(lambda: metric(running, "tilewright_pictures_running") == 0)
     assert client.videos.list().data == [] and metric(running, "tilewright_videos_total") == 0
+
+
+def test_deleting_gives_back_what_the_request_holds_once():
+    released = []
+    jobs = videos.VideoJobs(lambda request, listener: lambda: None, ResultStore())
+    job = videos.VideoJob(NAME, "turn", "auto", "auto", 16.0)
+    jobs.create(job, PictureRequest("turn"), lambda: released.append(job.id))
+    jobs.delete(job.id)
+    jobs.close()
+    assert released == [job.id]
 
 
 def test_a_killed_worker_fails_the_job(serve, gate):

@@ -40,6 +40,7 @@ class VideoJob:
     settings: dict[str, Any] = field(default_factory=dict)
     result: str | None = None  # its name in the ResultStore
     cancel: Cancel = lambda: None
+    release: Callable[[], None] = lambda: None  # gives back what the request holds, once
     expiry: asyncio.TimerHandle | None = None
 
     @property
@@ -60,10 +61,11 @@ class VideoJobs:
         self._results = results
         self._jobs: dict[str, VideoJob] = {}
 
-    def create(self, job: VideoJob, request: PictureRequest, on_done: Callable[[], None]) -> VideoJob:
-        """Puts a job into the queue, or raises what submitting it does; `on_done` is called once when it ends."""
+    def create(self, job: VideoJob, request: PictureRequest, release: Callable[[], None]) -> VideoJob:
+        """Puts a job into the queue, or raises what submitting it does; `release` is called once when it ends."""
         self._make_room()
-        job.cancel = self._submit(request, lambda event: self._see(job, event, on_done))
+        job.cancel = self._submit(request, lambda event: self._see(job, event))
+        job.release = release
         self._jobs[job.id] = job
         return job
 
@@ -105,7 +107,8 @@ class VideoJobs:
             self._forget(job)
 
     def _forget(self, job: VideoJob) -> None:
-        job.cancel()
+        job.cancel()  # after which no event comes
+        self._release(job)
         if job.expiry is not None:
             job.expiry.cancel()
         self._results.drop(job.result)
@@ -116,7 +119,7 @@ class VideoJobs:
         for job in done[: len(self._jobs) - MAX_VIDEOS + 1]:
             self._forget(job)
 
-    def _see(self, job: VideoJob, event: PictureEvent, on_done: Callable[[], None]) -> None:
+    def _see(self, job: VideoJob, event: PictureEvent) -> None:
         if isinstance(event, Began):
             job.status, job.size = "in_progress", f"{event.width}x{event.height}"
             job.seconds = f"{event.num_frames / job.fps:.3g}"
@@ -125,15 +128,19 @@ class VideoJobs:
         elif isinstance(event, Made):
             (file,) = event.files
             job.result, job.settings = self._results.put(file.data, "video/mp4"), dict(file.settings)
-            self._end(job, "completed", on_done)
+            self._end(job, "completed")
             job.progress = 100
         elif isinstance(event, NotMade):
             known = as_api_error(failure_of(event))
             job.error = {"code": known.code or "failed", "message": known.message}
-            self._end(job, "failed", on_done)
+            self._end(job, "failed")
 
-    def _end(self, job: VideoJob, status: Status, on_done: Callable[[], None]) -> None:
+    def _end(self, job: VideoJob, status: Status) -> None:
         job.status, job.completed_at = status, int(time.time())
         job.expires_at = job.completed_at + int(self._results.keep_s)
         job.expiry = asyncio.get_running_loop().call_later(self._results.keep_s, self._forget, job)
-        on_done()
+        self._release(job)
+
+    def _release(self, job: VideoJob) -> None:
+        release, job.release = job.release, lambda: None
+        release()
