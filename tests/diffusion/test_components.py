@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_pipelines import z_image_pipeline
 
-from tilewright import Diffusion, config
+from tilewright import Diffusion, config, host_memory
 from tilewright.diffusion.components import Components
 from tilewright.diffusion.registry import open_pipeline
 from tilewright.model_files import CheckpointError
@@ -74,6 +74,27 @@ def test_packed_weights_come_back_from_the_cache(folder, tmp_path, monkeypatch):
             made.append(diffusion.generate("a cat", **SMALL).latents)
             reports = diffusion.pipeline.components.reports
     assert all(report.from_cache for report in reports.values()) and torch.equal(*made)
+
+
+def test_packed_weights_larger_than_the_memory_are_read_as_they_are_used(folder, tmp_path, monkeypatch, caplog):
+    settings = replace(config.current(), cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(config, "current", lambda: settings)
+    with Diffusion(folder) as diffusion:
+        expected = diffusion.generate("a cat", **SMALL).latents
+    assert not caplog.text
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    with Diffusion(folder, low_memory=True) as diffusion:
+        assert torch.equal(diffusion.generate("a cat", **SMALL).latents, expected)
+        assert all(report.from_cache for report in diffusion.pipeline.components.reports.values())
+    assert caplog.text.count("more than the memory that is free: it is read from the disk again") == 2
+
+
+def test_networks_that_do_not_fit_all_at_once_are_told(folder, monkeypatch, caplog):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    with Diffusion(folder, pack_cache=False, low_memory=True):
+        assert not caplog.text
+    with Diffusion(folder, pack_cache=False):
+        assert "low_memory=True (--low-memory) holds one at a time" in caplog.text
 
 
 def test_the_dtype_is_as_stored_or_as_asked(folder, copy):

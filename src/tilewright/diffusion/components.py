@@ -119,6 +119,15 @@ class Components:
             return DTYPES[self._dtype]
         return stored_dtype(SafetensorsCheckpoint(self.path(name)))
 
+    def stored_bytes(self) -> int:
+        """Of all networks, as they are stored."""
+        return sum(
+            path.stat().st_size
+            for name in self.builders
+            if self.has(name)
+            for path in self.path(name).glob("*.safetensors")
+        )
+
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[Any]:
         """The network of a component, loaded if it is not; in low-memory mode it is released afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,12 @@ from tilewright.diffusion import platform
 from tilewright.diffusion.components import Components, pipeline_folder
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.pipeline import OnStep, Result, Timings, ignore_step
+from tilewright.diffusion.platform import Platform
 from tilewright.diffusion.ranks import Command, Ranks, check_size
 from tilewright.diffusion.registry import open_pipeline
 from tilewright.ops import backend as ops_backend
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Diffusion:
             with self._computing():
                 group = None if self._ranks is None else self._ranks.group
                 self.pipeline = open_pipeline(Components(path, progress=progress, group=group, **options))
+                _warn_of_size(self.pipeline.components, self.platform)
         except BaseException:
             self._close_ranks()
             raise
@@ -173,6 +178,18 @@ class Diffusion:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _warn_of_size(components: Components, platform: Platform) -> None:
+    """Of networks that do not fit into the memory all at once, where low memory would hold one at a time."""
+    needed, free = components.stored_bytes(), platform.available_bytes()
+    if needed > free and not components.low_memory:
+        _log.warning(
+            "%s has networks of %.1f GB, and %.1f GB are free: low_memory=True (--low-memory) holds one at a time",
+            components.folder,
+            needed / 1e9,
+            free / 1e9,
+        )
 
 
 def _images(result: Result, params: GenerationParams) -> list[Any]:

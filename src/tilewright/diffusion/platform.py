@@ -37,7 +37,7 @@ def resolve(device: str, backend: str) -> Platform:
     kind = device.partition(":")[0]
     if kind == "cpu" and device == "cpu":
         attention = "varlen_attention of our kernels" if backend == "native" else "torch"
-        return Platform("cpu", backend, attention, WORKER, False, host_memory.available_bytes)
+        return Platform("cpu", backend, attention, WORKER, False, lambda: host_memory.available_bytes())
     if kind == "cuda":
         return _cuda(device, backend)
     if kind in NOT_BUILT:

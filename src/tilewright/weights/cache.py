@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright import host_memory
 from tilewright.model_files import CheckpointError
 from tilewright.ops.packed import weight_format
 from tilewright.weights.checksums import BLOCK_BYTES, ChecksummedData, ChecksummedWriter
@@ -45,7 +46,7 @@ from tilewright.weights.values import Encoder, decode
 LAYOUT_VERSION = 4
 
 SUFFIX = ".packed"
-MAX_ENTRIES = 4  # the ones used last stay; each is as large as its model
+MAX_ENTRIES = 12  # the ones used last stay; each is as large as its model, or a component of a pipeline
 MIN_FREE_BYTES = 1 << 30  # left on the disk after an entry is written: a full home directory breaks other things
 SAMPLE_BLOCKS = 64  # compared at each start: 64 MiB, 40 ms
 ABANDONED_S = 3600.0  # a .partial file that nobody wrote to for so long was left by a process that died
@@ -237,7 +238,20 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _populate(file: MappedFile, on_bytes: Callable[[int], object]) -> None:
-    """Brings the file into memory, in huge pages where the file system has them, so that no token waits for a page."""
+    """Brings the file into memory, in huge pages where the file system has them, so that no token waits for a page.
+
+    A file larger than the free memory would push its own beginning out again: it is read as it is used, front to back,
+    ahead of where it is read and dropped behind it.
+    """
+    if file.size_bytes > host_memory.available_bytes():
+        file.memory.madvise(mmap.MADV_SEQUENTIAL)
+        _log.warning(
+            "%s has %.1f GB, more than the memory that is free: it is read from the disk again in every pass",
+            file.path,
+            file.size_bytes / 1e9,
+        )
+        on_bytes(file.size_bytes)
+        return
     advice = _POPULATE_READ
     try:
         file.memory.madvise(mmap.MADV_HUGEPAGE)
