@@ -337,7 +337,7 @@ def test_cancelled_requests_make_room_for_the_next(gate):
         cancel_second()
         backend.submit(PictureRequest("tile"), third)
         cancel_first()
-        gate.open(5)  # one ends the first
+        gate.open(60)  # one of them ends the first
         await third.until(Made)
         assert not [event for event in first.events if isinstance(event, Made | Stopped)]  # nobody listens any more
         cancel_first(), cancel_second()
