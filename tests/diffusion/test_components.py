@@ -13,6 +13,8 @@ from tilewright.diffusion.components import Components
 from tilewright.diffusion.registry import open_pipeline
 from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.weights import cache
+from tilewright.weights.entry_check import DamagedEntryError
 
 SMALL = {"width": 16, "height": 16, "num_steps": 2, "seed": 1, "output": "latents"}
 
@@ -74,6 +76,26 @@ def test_packed_weights_come_back_from_the_cache(folder, tmp_path, monkeypatch):
             made.append(diffusion.generate("a cat", **SMALL).latents)
             reports = diffusion.pipeline.components.reports
     assert all(report.from_cache for report in reports.values()) and torch.equal(*made)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it ends the server's process
+def test_a_damaged_cache_is_noticed_while_it_is_used(folder, tmp_path, monkeypatch):
+    settings = replace(config.current(), cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(config, "current", lambda: settings)
+    monkeypatch.setattr(cache, "SAMPLE_BLOCKS", 0)  # a start that looks at no block
+    with Diffusion(folder) as diffusion:
+        diffusion.generate("a cat", **SMALL)
+    for path in settings.cache_dir.iterdir():
+        with path.open("r+b") as file:
+            file.seek(4096)
+            file.write(b"\xff\x01\xff\x02")
+    with Diffusion(folder) as diffusion:
+        components = diffusion.pipeline.components
+        with components.use("transformer"):
+            components._checks["transformer"].join()
+        with pytest.raises(DamagedEntryError, match="was damaged after it was written"):
+            diffusion.generate("a cat", **SMALL)
+    assert len(list(settings.cache_dir.iterdir())) == 1
 
 
 def test_packed_weights_larger_than_the_memory_are_read_as_they_are_used(folder, tmp_path, monkeypatch, caplog):

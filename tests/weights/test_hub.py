@@ -10,7 +10,7 @@ from huggingface_hub import errors
 from safetensors.torch import save_file
 
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
-from tilewright.weights.hub import is_hub_id
+from tilewright.weights.hub import download_pipeline, is_hub_id
 
 
 @pytest.fixture
@@ -49,6 +49,19 @@ def test_only_what_is_read_is_asked_for(hub):
     ]  # fmt: skip
     taken = list(huggingface_hub.utils.filter_repo_objects(offered, **options))
     assert taken == offered[:6]
+
+
+def test_of_a_pipeline_the_components_folders_are_asked_for(hub):
+    assert download_pipeline("org/name") == hub.folder
+    offered = [
+        "model_index.json", "generation_config.json", "transformer/config.json",
+        "text_encoder/model.safetensors.index.json",
+        "transformer/diffusion_pytorch_model-00001-of-00002.safetensors", "tokenizer/tokenizer.json",
+        "tokenizer/merges.txt", "vae/diffusion_pytorch_model.fp16.safetensors", "unet/diffusion_pytorch_model.bin",
+        "whole-model.safetensors", "assets/picture.png", "original/transformer/model.safetensors", "README.md",
+    ]  # fmt: skip
+    taken = list(huggingface_hub.utils.filter_repo_objects(offered, **hub.calls[0][1]))
+    assert taken == offered[:7]
 
 
 def test_a_folder_of_that_name_comes_first(hub, tmp_path):

@@ -29,6 +29,7 @@ from tilewright.ops import backend
 from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights.checkpoint import Checkpoint
+from tilewright.weights.entry_check import DamagedEntryError, EntryCheck
 from tilewright.weights.hub import download_pipeline, is_hub_id
 from tilewright.weights.load import LoadReport, load
 from tilewright.weights.safetensors import SafetensorsCheckpoint
@@ -65,6 +66,8 @@ class Components:
         self._progress = progress
         self._networks: dict[str, Any] = {}
         self._num_users: Counter[str] = Counter()
+        self._checks: dict[str, EntryCheck] = {}  # of mapped weights, read through once while they are used
+        self._damage: DamagedEntryError | None = None
 
     @property
     def group(self) -> Group:
@@ -131,6 +134,8 @@ class Components:
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[Any]:
         """The network of a component, loaded if it is not; in low-memory mode it is released afterwards."""
+        if self._damage is not None:
+            raise self._damage
         network = self._networks.get(name)
         if network is None:
             network = self._networks[name] = self._load(name)
@@ -152,6 +157,11 @@ class Components:
         self._networks.clear()
         gc.collect()
 
+    def close(self) -> None:
+        self.release()
+        for check in self._checks.values():
+            check.close()
+
     def _load(self, name: str) -> Any:
         begin_s = time.perf_counter()
         folder = self.path(name)
@@ -171,8 +181,14 @@ class Components:
             cache_dir=settings.current().cache_dir if self._pack_cache and backend.active() == "native" else None,
             progress=self._progress,
         )
+        unchecked = self.reports[name].unchecked
+        if unchecked is not None and name not in self._checks:
+            self._checks[name] = EntryCheck(unchecked, self._note_damage)
         self.loading_s += time.perf_counter() - begin_s
         return network
+
+    def _note_damage(self, error: DamagedEntryError) -> None:
+        self._damage = error
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -169,7 +169,7 @@ class Diffusion:
 
     def close(self) -> None:
         self._close_ranks()
-        self.pipeline.components.release()
+        self.pipeline.components.close()
 
     def __enter__(self) -> Diffusion:
         return self

@@ -12,7 +12,7 @@ ALLOWED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.ti
 # Subfolders hold the same model in other formats; so do the consolidated files beside the shards.
 IGNORED_FILES = ["*/*", "consolidated*"]
 # Of a pipeline in diffusers' layout: the components' folders, not the same weights in one file, nor in fp16 beside.
-PIPELINE_FILES = ["model_index.json", *(f"*/{pattern}" for pattern in ALLOWED_FILES)]
+PIPELINE_FILES = ["model_index.json", "generation_config.json", *(f"*/{pattern}" for pattern in ALLOWED_FILES)]
 IGNORED_PIPELINE_FILES = ["*/*/*", "*.fp16.safetensors", "*.fp16-*.safetensors"]
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

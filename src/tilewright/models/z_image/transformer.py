@@ -99,7 +99,8 @@ class ZImageBlock:
         scale1 = gate1 = scale2 = gate2 = None
         if self.modulation is not None and condition is not None:
             scale1, gate1, scale2, gate2 = self.modulation(condition).chunk(4, dim=1)
-            gate1, gate2 = gate1.tanh(), gate2.tanh()
+            gate1.tanh_()
+            gate2.tanh_()
         eps = self.config.eps
         h = ada_rms_norm(x, scale1, None, eps, weight=self.attention_norm.weight.value)
         attended = self.attended_norm(self._attend(h[0], rows))
