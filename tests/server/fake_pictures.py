@@ -6,6 +6,7 @@ The worker's process opens it by `ENTRY`; it imports no torch, so that the proce
 import contextlib
 import os
 import signal
+import time
 import zlib
 from types import SimpleNamespace
 
@@ -99,6 +100,15 @@ class Gate:
 
     def open(self, num_steps=1):
         os.write(self._fd, b"." * num_steps)
+
+    def open_until(self, holds):
+        """Lets steps begin until `holds()`: a cancelled run ends with one of the next, when the worker knows of it."""
+        for _ in range(600):
+            self.open()
+            time.sleep(0.1)
+            if holds():
+                return
+        raise AssertionError("it does not hold")
 
     def close(self):
         with contextlib.suppress(OSError):

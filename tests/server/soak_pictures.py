@@ -28,7 +28,8 @@ MAX_BYTES = 1 << 24
 
 
 def picture_body(rng, **fields):
-    return {"prompt": f"a tile, number {rng.randrange(8)}", "seed": rng.randrange(8), "steps": 2, **fields}
+    prompt = f"a tile, number {rng.randrange(8)}"
+    return {"prompt": prompt, "seed": rng.randrange(8), "steps": 2, "size": "64x64", **fields}
 
 
 def chat_body(rng, **fields):

@@ -331,8 +331,7 @@ def test_a_client_that_leaves_cancels_its_picture(serve, gate):
     response.close()
     until(lambda: metric(running, "tilewright_pictures_cancelled_total") == 1)
     assert metric(running, "tilewright_pictures_running") == 1  # until the step that it is in ends
-    gate.open(1)
-    until(lambda: metric(running, "tilewright_pictures_running") == 0)
+    gate.open_until(lambda: metric(running, "tilewright_pictures_running") == 0)
     assert metric(running, "tilewright_pictures_total") == 0
     gate.open(4)
     assert running.client().images.generate(prompt="tile").data

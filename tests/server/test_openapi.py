@@ -4,7 +4,6 @@ import hypothesis
 import pytest
 import schemathesis
 from conftest import ScriptedBackend, serving
-from fake_pictures import fake_backend
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
@@ -22,7 +21,7 @@ schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.N
 def url(chat_folder):
     # A short context, so that an answer nobody bounds ends soon.
     with Engine(chat_folder, pack_cache=False, kv_memory="64MB", max_context=160) as engine:
-        with serving(lambda: LocalBackend(engine), make_pictures=fake_backend) as running:
+        with serving(lambda: LocalBackend(engine)) as running:
             yield running.url
         assert engine.stats().num_pages_used == 0
 

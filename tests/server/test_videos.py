@@ -95,8 +95,7 @@ def test_deleting_cancels_what_is_under_way(serve, gate):
     client.videos.delete(first.id)
     assert metric(running, "tilewright_pictures_cancelled_total") == 2
     assert metric(running, "tilewright_pictures_waiting") == 0
-    gate.open(1)  # the step that it is in
-    until(lambda: metric(running, "tilewright_pictures_running") == 0)
+    gate.open_until(lambda: metric(running, "tilewright_pictures_running") == 0)
     assert client.videos.list().data == [] and metric(running, "tilewright_videos_total") == 0
 
 

@@ -101,8 +101,8 @@ class Ranks:
         if self._lost:
             raise self._lost
         self._is_ended_by_caller = False
-        self.tell(Command.run, params)
         try:
+            self.tell(Command.run, params)  # one that died just now is noticed here
             yield
         except SHARED_ERRORS:
             raise
