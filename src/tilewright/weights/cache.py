@@ -42,7 +42,7 @@ from tilewright.weights.spec import Weight
 from tilewright.weights.values import Encoder, decode
 
 # Counted up when the bytes of a packed weight (csrc/base/tile.h), the fields of its classes or this format change.
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 
 SUFFIX = ".packed"
 MAX_ENTRIES = 4  # the ones used last stay; each is as large as its model

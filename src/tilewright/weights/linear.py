@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.linear import PackedWeight, pack_weight_rows
+from tilewright.ops.packed import weight_format
 from tilewright.ops.patch_embedding import pack_patch_embedding
 from tilewright.weights.shard import Shard
 from tilewright.weights.spec import Reader, Source, Weight
@@ -29,6 +30,7 @@ class LinearWeight(Weight[PackedWeight]):
     `column_shard` are the columns that this rank has, `bias_shard` what it has of the bias where that is not as of the
     rows. `gated`: two parts, gate then up. `tanh_scale` names a scalar [1]
     whose tanh multiplies the result; it is multiplied into weight and bias in fp32, which are rounded once.
+    `quantized_as` is a format and its group size (`ops.packed.weight_format`); None: the model's own type.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class LinearWeight(Weight[PackedWeight]):
         bias_shard: Shard | None = None,
         gated: bool = False,
         tanh_scale: str | None = None,
+        quantized_as: tuple[str, int] | None = None,
     ) -> None:
         named = [Part(*part) for part in parts]
         weights = [Source(f"{name}.weight", (rows, columns), (shard, column_shard)) for name, rows, shard in named]
@@ -52,6 +55,7 @@ class LinearWeight(Weight[PackedWeight]):
         self.gated = gated
         self.has_bias = bias
         self.is_scaled = tanh_scale is not None
+        self.quantized_as = quantized_as
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         scale = readers[-1].read().float().tanh() if self.is_scaled else None
@@ -64,7 +68,8 @@ class LinearWeight(Weight[PackedWeight]):
             weights[0].shape[1],
             None if bias is None else _scaled(bias, scale),
             gated=self.gated,
-            dtype=dtype,
+            dtype=dtype if self.quantized_as is None else weight_format(*self.quantized_as),
+            row_dtype=dtype,
         )
 
 

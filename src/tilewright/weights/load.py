@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tilewright.ops.packed import Packed
 from tilewright.weights.cache import PackedCache
 from tilewright.weights.checkpoint import Checkpoint, CheckpointError
 from tilewright.weights.checksums import ChecksummedData
@@ -39,6 +40,12 @@ class LoadReport:
     from_cache: bool
     unchecked: ChecksummedData | None  # weights of the cache of which a sample alone was compared yet
     seconds: float
+    bytes_by_format: Mapping[str, int]  # which the weights take in memory: "int4 in groups of 32", "bfloat16"
+
+    @property
+    def packed_as(self) -> str:
+        """What was packed in which format, in words: "int8 0.4 GB, bfloat16 0.1 GB"."""
+        return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in self.bytes_by_format.items())
 
 
 def _same_name(name: str) -> str | None:
@@ -88,7 +95,31 @@ def load(
         from_cache=from_cache,
         unchecked=cache.unchecked if cache and from_cache else None,
         seconds=time.perf_counter() - start_s,
+        bytes_by_format=_bytes_by_format(weights),
     )
+
+
+def _bytes_by_format(weights: Iterable[Weight]) -> dict[str, int]:
+    """What the tensors of all weights take, by the format they are packed in or else by their type; most first."""
+    sizes: dict[str, int] = {}
+
+    def add(value: object) -> None:
+        if isinstance(value, Packed):
+            name = str(value.form.format)
+            sizes[name] = sizes.get(name, 0) + value.size_bytes
+        elif isinstance(value, Tensor):
+            name = str(value.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + value.nbytes
+        elif isinstance(value, tuple):
+            for item in value:
+                add(item)
+        elif is_dataclass(value):
+            for field in fields(value):
+                add(getattr(value, field.name))
+
+    for weight in weights:
+        add(weight.value)
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def _stored_names(
