@@ -8,10 +8,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from core_answers import CoreAnswers
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
+from tilewright.engine.loading import load_network
 from tilewright.ops.quantized import concatenate, dequantize, quantize
+from tilewright.types import ModelInputs, SamplingParams
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
 from tilewright.weights.dequantize import FORMATS
 from tilewright.weights.gguf_numbers import SPLITS, common_format, in_format
@@ -256,6 +259,25 @@ def test_loading_keeps_numbers(tmp_path):
     assert torch.allclose(whole.value.unpack(), torch.cat(values), rtol=1e-6, atol=1e-6)
     own = torch.cat([torch.nn.functional.pad(part[len(part) // 2 :, 64:192], (0, 32, 0, 7)) for part in values])
     assert torch.allclose(split.value.unpack(), own, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_1], ids=lambda kind: kind.name)
+def test_logits_of_numbers_are_those_of_what_they_stand_for(tmp_path, kind):
+    """Up to the rounding of activations to 8 bits, through q and k rows in the file's order and a tied head."""
+    tensors = {name: tensor for name, tensor in model_tensors("llama").items() if not name.endswith(".bias")}
+    scaled = {name: tensor / 16 if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+    write(tmp_path / "m.gguf", "llama", scaled, kind)
+    inputs = ModelInputs(tuple(range(3, 40)), np.arange(37)[None], 37)
+    found = {}
+    for name in (None, "none"):
+        network = load_network(tmp_path / "m.gguf", dtype="float32", quantize=name, pack_cache=False)
+        core = CoreAnswers(network.model, torch.float32, page_size=32, replay=False)
+        run, kept = core.core.runner.run, []
+        core.core.runner.run = lambda step, run=run, kept=kept: kept.append(run(step).clone()) or kept[-1]
+        core.to([inputs], SamplingParams(max_tokens=1, temperature=0.0))
+        found[name] = kept[0]
+        assert (list(network.report.bytes_by_format) == ["float32"]) == (name == "none")
+    assert 0 < (found[None] - found["none"]).norm() < 0.03 * found["none"].norm()
 
 
 def test_parts_of_several_formats_are_kept_in_bytes():

@@ -14,6 +14,7 @@ namespace {
 struct IntVec {
   __m256i v;
   static IntVec set1(int32_t x) { return {_mm256_set1_epi32(x)}; }
+  void settle() { __asm__("" : "+x"(v)); }
   Vec to_float() const { return {_mm256_cvtepi32_ps(v)}; }
 };
 

@@ -15,6 +15,7 @@ namespace {
 struct IntVec {
   __m512i v;
   static IntVec set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+  void settle() { __asm__("" : "+v"(v)); }
   Vec to_float() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 

@@ -14,6 +14,7 @@ namespace {
 struct IntVec {
   int32x4_t v;
   static IntVec set1(int32_t x) { return {vdupq_n_s32(x)}; }
+  void settle() { __asm__("" : "+w"(v)); }
   Vec to_float() const { return {vcvtq_f32_s32(v)}; }
 };
 

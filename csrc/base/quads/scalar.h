@@ -13,6 +13,9 @@ namespace {
 struct IntVec {
   int32_t v[Vec::kLanes];
   static IntVec set1(int32_t x) { return {{x, x, x, x}}; }
+  // What follows is not computed ahead of a loop in case it has no rounds: gcc 12 does so, and then copies all sums in
+  // each round (int8 at 128 rows: 173 GOP/s instead of 295).
+  void settle() {}
   Vec to_float() const {
     return {{static_cast<float>(v[0]), static_cast<float>(v[1]), static_cast<float>(v[2]), static_cast<float>(v[3])}};
   }

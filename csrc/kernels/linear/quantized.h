@@ -119,82 +119,98 @@ TILEWRIGHT_INLINE Vec subtract_min(Vec mins, float x_scale, int32_t x_sum, Vec t
   return fma(mins, Vec::set1(-(x_scale * static_cast<float>(x_sum))), total);
 }
 
-template <int kRows, int kTiles>
-using IntSums = IntVec[kRows][kTiles][kTileColumns / Vec::kLanes];
+// fn(constant) for 0 to kCount - 1: constants from the start, since loops are unrolled too late for gcc to keep arrays
+// of sums in registers alone.
+template <int kCount, class Fn>
+TILEWRIGHT_INLINE void unrolled(Fn fn) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
+    (fn(std::integral_constant<int, kIndex>{}), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
+// Vecs of columns of kTiles tiles.
+template <int kTiles>
+inline constexpr int kColumnVecs = kTiles * kTileColumns / Vec::kLanes;
+
+// Where a Vec of columns begins, counted in columns.
+TILEWRIGHT_INLINE constexpr int column_of(int vec) { return vec * Vec::kLanes; }
 
 // sums += the products of four depths.
 template <class Weights, int kPart, int kRows, int kTiles>
 TILEWRIGHT_INLINE void multiply_quads(const RowPointers<int8_t, kRows>& rows, const uint8_t* line,
-                                      IntSums<kRows, kTiles>& sums) {
-  constexpr int kVecs = kTileColumns / Vec::kLanes;
-  decltype(Weights::template load<kPart>(line)) weights[kTiles][kVecs];
-#pragma GCC unroll 2
-  for (int t = 0; t < kTiles; ++t)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v)
-      weights[t][v] = Weights::template load<kPart>(line + t * Weights::kTileBytes + v * Vec::kLanes * 4);
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-    const RowQuad x = RowQuad::load(rows[r] + 4 * kPart);
-#pragma GCC unroll 2
-    for (int t = 0; t < kTiles; ++t)
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) sums[r][t][v] = dot(sums[r][t][v], weights[t][v], x);
-  }
+                                      IntVec (&sums)[kRows * kColumnVecs<kTiles>]) {
+  constexpr int kVecs = kColumnVecs<kTiles>;
+  decltype(Weights::template load<kPart>(line)) weights[kVecs];
+  unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
+    constexpr int kColumn = column_of(v.value);
+    weights[v.value] =
+        Weights::template load<kPart>(line + kColumn / kTileColumns * Weights::kTileBytes + kColumn % kTileColumns * 4);
+  });
+  unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+    const RowQuad x = RowQuad::load(rows[r.value] + 4 * kPart);
+    unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
+      constexpr int kSum = decltype(r)::value * kVecs + decltype(v)::value;
+      sums[kSum] = dot(sums[kSum], weights[v.value], x);
+    });
+  });
 }
 
-// fn(row, tile, vec) for all sums that registers hold. Unrolled, or they would lie in memory.
-template <int kRows, int kTiles, class Fn>
-TILEWRIGHT_INLINE void for_each_sum(Fn fn) {
-#pragma GCC unroll 2
-  for (int t = 0; t < kTiles; ++t)
-#pragma GCC unroll 4
-    for (int v = 0; v < kTileColumns / Vec::kLanes; ++v)
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) fn(r, t, v);
+// sums += the products of the depths [begin, end) of a strip, whose tiles begin at `data`.
+template <class Weights, int kRows, int kTiles>
+TILEWRIGHT_INLINE void multiply_depths_of(const uint8_t* data, const int8_t* x, int64_t row_bytes, int64_t begin,
+                                          int64_t end, IntVec (&sums)[kRows * kColumnVecs<kTiles>]) {
+  RowPointers<int8_t, kRows> rows(x + begin, row_bytes);
+  for (int64_t depth = begin; depth < end;) {
+    const int64_t in_tile = depth & (kQuadTileDepth - 1), left = kQuadTileDepth - in_tile;
+    const int64_t count = end - depth < left ? end - depth : left;
+    const uint8_t* line =
+        data + (depth - in_tile) / kQuadTileDepth * 2 * Weights::kTileBytes + in_tile / Weights::kDepths * 64;
+    for (int64_t d = 0; d < count; d += Weights::kDepths, line += 64, rows.advance(Weights::kDepths)) {
+      // Few rows: weights come from memory, at its speed if they are asked for 8 KB ahead.
+      if constexpr (kRows <= 4)
+        for (int t = 0; t < kTiles; ++t) __builtin_prefetch(line + t * Weights::kTileBytes + 8192);
+      multiply_quads<Weights, 0, kRows, kTiles>(rows, line, sums);
+      if constexpr (Weights::kParts == 2) multiply_quads<Weights, 1, kRows, kTiles>(rows, line, sums);
+    }
+    depth += count;
+  }
 }
 
 // c [kRows, 16 kTiles] of stride 32, from tile `tile` of a strip on.
 template <class Weights, int kRows, int kTiles>
 void multiply_rows(const PackedWeight& weight, int64_t strip, int tile, const char* x, int64_t row_bytes, float* c) {
+  constexpr int kVecs = kColumnVecs<kTiles>;
   const uint8_t* data = weight.strip<uint8_t>(strip) + tile * Weights::kTileBytes;
   const QuantizedRow first_row(weight, x);
   const bool is_half = weight.scale_dtype() == DType::f16, with_mins = has_mins(weight.format);
-  Vec totals[kRows][kTiles][kTileColumns / Vec::kLanes];
-  for_each_sum<kRows, kTiles>([&](int r, int t, int v)
-                                  __attribute__((always_inline)) { totals[r][t][v] = Vec::zero(); });
   for (int64_t g = 0; g < weight.num_groups(); ++g) {
     const auto in_row = [&](auto* of_first, int r) __attribute__((always_inline)) {
       return reinterpret_cast<decltype(of_first)>(reinterpret_cast<const char*>(of_first) + r * row_bytes)[g];
     };
-    IntSums<kRows, kTiles> sums;
-    for_each_sum<kRows, kTiles>([&](int r, int t, int v) __attribute__((always_inline)) {
-      sums[r][t][v] = IntVec::set1(-Weights::kOffset * in_row(first_row.sums, r));
+    IntVec sums[kRows * kVecs];
+    unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+      const IntVec start = IntVec::set1(-Weights::kOffset * in_row(first_row.sums, r.value));
+      unrolled<kVecs>([&](auto v)
+                          __attribute__((always_inline)) { sums[decltype(r)::value * kVecs + v.value] = start; });
     });
-    const int64_t begin = weight.group_begin(g), end = weight.group_end(g);
-    RowPointers<int8_t, kRows> rows(first_row.values + begin, row_bytes);
-    for (int64_t d = begin; d < end; d += Weights::kDepths, rows.advance(Weights::kDepths)) {
-      const int64_t in_tile = d % kQuadTileDepth;
-      const uint8_t* line = data + d / kQuadTileDepth * 2 * Weights::kTileBytes + in_tile / Weights::kDepths * 64;
-      // Few rows: weights come from memory, at its speed if they are asked for 8 KB ahead.
-      if constexpr (kRows <= 4)
-        for (int t = 0; t < kTiles; ++t) __builtin_prefetch(line + t * Weights::kTileBytes + 8192);
-      multiply_quads<Weights, 0>(rows, line, sums);
-      if constexpr (Weights::kParts == 2) multiply_quads<Weights, 1>(rows, line, sums);
-    }
+    multiply_depths_of<Weights, kRows, kTiles>(data, first_row.values, row_bytes, weight.group_begin(g),
+                                               weight.group_end(g), sums);
+    unrolled<kRows * kVecs>([&](auto i) __attribute__((always_inline)) { sums[i.value].settle(); });
     const char* scales = weight.scales_at(strip, g);
-    for_each_sum<kRows, kTiles>([&](int r, int t, int v) __attribute__((always_inline)) {
-      const int column = (tile + t) * kTileColumns + v * Vec::kLanes;
-      Vec& total = totals[r][t][v];
-      total = add_group(sums[r][t][v], in_row(first_row.scales, r), load_scales(scales, is_half, column), total);
-      if (with_mins)
-        total = subtract_min(load_scales(scales, is_half, kStripColumns + column), in_row(first_row.scales, r),
-                             in_row(first_row.sums, r), total);
+    unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
+      const int column = tile * kTileColumns + column_of(v.value);
+      const Vec weight_scales = load_scales(scales, is_half, column);
+      const Vec mins = with_mins ? load_scales(scales, is_half, kStripColumns + column) : Vec::zero();
+      unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+        constexpr int kSum = decltype(r)::value * kVecs + decltype(v)::value;
+        float* out = c + r.value * kStripColumns + column_of(v.value);
+        const float x_scale = in_row(first_row.scales, r.value);
+        Vec total = add_group(sums[kSum], x_scale, weight_scales, g == 0 ? Vec::zero() : Vec::load(out));
+        if (with_mins) total = subtract_min(mins, x_scale, in_row(first_row.sums, r.value), total);
+        total.store(out);
+      });
     });
   }
-  for_each_sum<kRows, kTiles>([&](int r, int t, int v) __attribute__((always_inline)) {
-    totals[r][t][v].store(c + r * kStripColumns + t * kTileColumns + v * Vec::kLanes);
-  });
 }
 
 // Rows of c [rows, 32], the sums of one strip.

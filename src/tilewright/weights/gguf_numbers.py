@@ -1,7 +1,7 @@
 """GGUF's blocks of quantised weights as the numbers, scales and mins that kernels multiply: nothing is widened.
 
 Numbers are the file's own. Scales and mins are fp16: of Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 the file's own too; those of
-Q4_K, Q5_K and Q6_K are the product of an fp16 and a small whole number, rounded to fp16 (a relative error of 2^-12 at
+Q4_K, Q5_K and Q6_K are the product of an fp16 and a small whole number, rounded to fp16 (a relative error of 2^-11 at
 most, where the numbers' own is 2^-6 and more).
 """
 
