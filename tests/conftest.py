@@ -6,10 +6,32 @@ import torch
 from tilewright import config
 from tilewright.ops.native import kernels
 
+# These differ from the level below in products of bytes alone: only tests of quantised weights go through them.
+BYTE_LEVELS = ("avx512_vnni", "neon_dotprod")
+MADE_OF = {"moe": ("moe", "linear")}  # ops whose kernels are also others'
 
-@pytest.fixture(params=kernels.isa_levels())
+
+def isa_levels(op: str | None = None, *, with_bytes: bool = False) -> list[str]:
+    """The levels this machine has, plainest first: of an op those at which it has a kernel of its own."""
+    levels = [level for level in kernels.isa_levels() if with_bytes or level not in BYTE_LEVELS]
+    if op is None:
+        return levels
+    own = {level for part in MADE_OF.get(op, (op,)) for level, _ in kernels.manifest()[part]}
+    return [level for level in levels if level in own]
+
+
+def pytest_generate_tests(metafunc):
+    """Runs a test that asks for `isa` once per level; one of tests/ops/test_<op>.py at those its op has kernels for."""
+    if "isa" in metafunc.fixturenames:
+        op = metafunc.module.__name__.rpartition(".")[2].removeprefix("test_")
+        is_known = op in kernels.manifest()
+        levels = isa_levels(op if is_known else None, with_bytes=getattr(metafunc.module, "MULTIPLIES_BYTES", False))
+        metafunc.parametrize("isa", levels, indirect=True)
+
+
+@pytest.fixture
 def isa(request):
-    """Runs the test once per ISA level this machine has."""
+    """The level that kernels are capped at."""
     kernels.set_max_isa(request.param)
     yield request.param
     kernels.set_max_isa(config.current().max_isa)

@@ -55,7 +55,10 @@ def test_as_many_threads_as_cpus_to_pin_to():
 @pytest.mark.parametrize(
     "variables,message",
     [
-        ({"MAX_ISA": "avx10"}, "TILEWRIGHT_MAX_ISA is 'avx10', expected one of scalar, avx2, avx512, avx512_bf16, amx"),
+        (
+            {"MAX_ISA": "avx10"},
+            "TILEWRIGHT_MAX_ISA is 'avx10', expected one of scalar, avx2, avx512, avx512_vnni, avx512_bf16, amx",
+        ),
         ({"NUM_THREADS": "0"}, "TILEWRIGHT_NUM_THREADS is '0', expected a whole number from 1 to 1024"),
         ({"NUM_THREADS": "-1"}, "TILEWRIGHT_NUM_THREADS is '-1', expected"),
         ({"NUM_THREADS": "two"}, "TILEWRIGHT_NUM_THREADS is 'two', expected"),

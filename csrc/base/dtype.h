@@ -9,13 +9,14 @@ namespace tilewright {
 
 struct bf16;  // base/bf16.h
 
-enum class DType : int { f32, bf16, u8, i32, i64, boolean, f64 };
+enum class DType : int { f32, bf16, u8, i32, i64, boolean, f64, f16 };
 
 inline constexpr size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::f32:
     case DType::i32: return 4;
-    case DType::bf16: return 2;
+    case DType::bf16:
+    case DType::f16: return 2;
     case DType::i64:
     case DType::f64: return 8;
     default: return 1;
@@ -31,6 +32,7 @@ inline constexpr const char* name_of(DType dtype) {
     case DType::i64: return "int64";
     case DType::boolean: return "bool";
     case DType::f64: return "float64";
+    case DType::f16: return "float16";
   }
   return "?";
 }

@@ -5,6 +5,10 @@
 //   fp32  [16 rows][2][16 columns]   one row is two vectors of columns
 // Narrower machines read the same bytes: the even and the odd depth of a bf16 pair come apart with a shift and a mask.
 //
+// Quantised weights have tiles of 64 of depth by 16 columns, as rows of quads: row r has depths 4r to 4r + 3.
+//   bytes    [16 rows][16 columns][4]   one row is 64 bytes
+//   nibbles  [8][16 columns][4]         the lower halves of 64 bytes are one row, the upper halves the next
+//
 // A packed linear weight W [N, K] is strips of 32 outputs: [ceil(N/32)][ceil(K/32)][2 tiles], zero where padded, so
 // that a strip is one contiguous stream. For gate|up weights a strip's first tile is 16 gate rows and its second the
 // 16 up rows that belong to them.
@@ -24,6 +28,7 @@ inline constexpr int kTileColumns = 16;
 inline constexpr int kTileDepth = 32;
 inline constexpr int kTileElements = kTileColumns * kTileDepth;
 inline constexpr int kStripColumns = 32;
+inline constexpr int kQuadTileDepth = 64;
 
 TILEWRIGHT_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 TILEWRIGHT_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -37,6 +42,12 @@ inline constexpr int tile_offset(int depth, int column) {
     return depth / 2 * 32 + column * 2 + depth % 2;
   else
     return depth / 2 * 32 + depth % 2 * 16 + column;
+}
+
+// Where (depth, column) of a tile of quads is, in bytes; of nibbles two depths share one.
+template <bool kNibbles>
+inline constexpr int quad_offset(int depth, int column) {
+  return depth / (kNibbles ? 8 : 4) * 64 + column * 4 + depth % 4;
 }
 
 // Where element (n, k) of a packed linear weight is.

@@ -37,6 +37,8 @@ void bind_conv3d(nb::module_& m) {
         const Tensor x = op.tensor(x_arg, "x", {"B", "T", "H", "W", "C"}, kFloats);
         const Tensor previous = op.optional(previous_arg, "previous", {"B", "_", "H", "W", "C"}, kFloats);
         const PackedWeight weight = packed_of(op, packed, "weight", {"_"});
+        OP_REQUIRE(op, !is_quantized(weight.format),
+                   std::string("the weight is ") + name_of(weight.format) + ", expected float32 or bfloat16");
         op.bind("O", weight.n);
         op.bind("padded", weight.num_strips() * kStripColumns);
         const Tensor bias = op.optional(bias_arg, "bias", {"padded"}, one_of({DType::f32}));

@@ -6,13 +6,29 @@
 namespace tilewright {
 namespace {
 
-// A weight [N, K] as it is, and packed.
-PackArgs pack_args(Op& op, nb::handle plain_arg, const char* name, const nb::tuple& packed_arg) {
-  const PackedWeight packed = packed_of(op, packed_arg, "weight", {"_"});
+// A weight [N, K] in one of `dtypes`, and packed.
+PackArgs pack_args(Op& op, nb::handle plain_arg, const char* name, const PackedWeight& packed, DTypes dtypes) {
   op.bind("N", packed.n);
   op.bind("K", packed.k);
-  const Tensor plain = op.tensor(plain_arg, name, {"N", "K"}, kFloats);
+  const Tensor plain = op.tensor(plain_arg, name, {"N", "K"}, dtypes);
   return {op.rows(plain), packed};
+}
+
+void pack_quantized(nb::handle values_arg, nb::handle scales_arg, nb::handle mins_arg, const nb::tuple& packed_arg) {
+  Op op("pack_quantized");
+  const PackedWeight packed = packed_of(op, packed_arg, "weight", {"_"});
+  OP_REQUIRE(op, is_quantized(packed.format), std::string(name_of(packed.format)) + " is not quantised");
+  PackArgs args = pack_args(op, values_arg, "values", packed, one_of({DType::u8}));
+  op.bind("groups", packed.num_groups());
+  const DTypes dtypes = one_of({packed.scale_dtype()});
+  const Tensor scales = op.tensor(scales_arg, "scales", {"N", "groups"}, dtypes);
+  const Tensor mins = op.optional(mins_arg, "mins", {"N", "groups"}, dtypes);
+  OP_REQUIRE(op, static_cast<bool>(mins) == has_mins(packed.format),
+             std::string("mins are ") + (mins ? "given, " : "missing, ") + name_of(packed.format) +
+                 (mins ? " has none" : " has them"));
+  args.scales = op.rows(scales);
+  args.mins = op.rows(mins);
+  launch(pack_weight, args);
 }
 
 }  // namespace
@@ -21,13 +37,17 @@ void bind_linear(nb::module_& m) {
   using namespace nb::literals;
   m.def("packed_elements", [](nb::handle form) { return described_by(Op("packed_elements"), form).elements(); });
   m.def("packed_layout", [] { return name_of(linear_kernels().layout); });
-  m.def("pack_weight", [](nb::handle source, const nb::tuple& packed) {
+  m.def("packed_scales", [](nb::handle form) { return described_by(Op("packed_scales"), form).num_scales(); });
+  m.def("pack_weight", [](nb::handle source, const nb::tuple& packed_arg) {
     Op op("pack_weight");
-    launch(pack_weight, pack_args(op, source, "source", packed));
+    const PackedWeight packed = packed_of(op, packed_arg, "weight", {"_"});
+    OP_REQUIRE(op, !is_quantized(packed.format), std::string(name_of(packed.format)) + " takes quantised values");
+    launch(pack_weight, pack_args(op, source, "source", packed, kFloats));
   });
+  m.def("pack_quantized", &pack_quantized, "values"_a, "scales"_a, "mins"_a.none(), "packed"_a);
   m.def("unpack_weight", [](const nb::tuple& packed, nb::handle out) {
     Op op("unpack_weight");
-    launch(unpack_weight, pack_args(op, out, "out", packed));
+    launch(unpack_weight, pack_args(op, out, "out", packed_of(op, packed, "weight", {"_"}), kFloats));
   });
 
   m.def(

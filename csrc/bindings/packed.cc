@@ -14,6 +14,43 @@ WeightFormat format_named(const Op& op, const std::string& name) {
   op.fail("the weight's format is '" + name + "', expected one of " + known);
 }
 
+void require_groups(const Op& op, const PackedWeight& weight) {
+  const std::string format = name_of(weight.format),
+                    has = std::string("the weight has groups of ") + std::to_string(weight.group_size) + " values, ";
+  if (!is_quantized(weight.format)) {
+    OP_REQUIRE(op, weight.group_size == 0, has + format + " has none");
+    return;
+  }
+  std::string known;
+  bool is_known = weight.group_size == 0 && weight.format == WeightFormat::int8;
+  for (const int64_t size : kGroupSizes) {
+    is_known |= weight.group_size == size;
+    known += (known.empty() ? "" : ", ") + std::to_string(size);
+  }
+  OP_REQUIRE(op, is_known,
+             has + format + " has those of " + known + (weight.format == WeightFormat::int8 ? " or whole rows" : ""));
+  OP_REQUIRE(op, weight.k <= kMaxQuantizedDepth,
+             "a row of the weight has " + std::to_string(weight.k) + " values, " + format + " takes up to " +
+                 std::to_string(kMaxQuantizedDepth));
+}
+
+// The scales of a weight whose sizes are those of its data.
+void* scales_of(Op& op, nb::handle arg, const PackedWeight& weight, const Tensor& data, const char* name) {
+  if (!is_quantized(weight.format)) {
+    OP_REQUIRE(op, arg.is_none(), std::string(name) + " has scales, " + name_of(weight.format) + " has none");
+    return nullptr;
+  }
+  OP_REQUIRE(op, !arg.is_none(), std::string(name) + " has no scales, which " + name_of(weight.format) + " needs");
+  const DTypes dtypes = one_of({weight.scale_dtype()});
+  const Tensor scales =
+      data.rank == 2 ? op.tensor(arg, "scales", {"E", "_"}, dtypes) : op.tensor(arg, "scales", {"_"}, dtypes);
+  OP_REQUIRE(op, scales.size(-1) == weight.num_scales(),
+             std::string(name) + " has " + std::to_string(scales.size(-1)) + " scales, expected " +
+                 std::to_string(weight.num_scales()));
+  op.contiguous(scales);
+  return scales.data;
+}
+
 }  // namespace
 
 std::string to_string(const PackedWeight& weight) {
@@ -33,9 +70,7 @@ PackedWeight described_by(const Op& op, nb::handle form) {
   const auto layout = nb::cast<std::string>(format.attr("layout"));
   OP_REQUIRE(op, layout == name_of(weight.layout),
              "the weight's layout is '" + layout + "', this level reads '" + name_of(weight.layout) + "'");
-  OP_REQUIRE(op, weight.group_size == 0,
-             std::string("the weight has groups of ") + std::to_string(weight.group_size) + " values, " +
-                 name_of(weight.format) + " has none");
+  require_groups(op, weight);
   OP_REQUIRE(op, weight.n > 0 && weight.k > 0,
              "a packed weight of " + std::to_string(weight.n) + " x " + std::to_string(weight.k) + " has no elements");
   OP_REQUIRE(op, !weight.gated || weight.n % 2 == 0,
@@ -45,7 +80,7 @@ PackedWeight described_by(const Op& op, nb::handle form) {
 
 PackedWeight packed_of(Op& op, const nb::tuple& packed, const char* name, std::initializer_list<const char*> sizes) {
   OP_REQUIRE(op, packed.size() == 3, std::string(name) + " must be a tensor, its form and its scales or None");
-  const Tensor data = op.tensor(packed[0], name, sizes, kFloats);
+  const Tensor data = op.tensor(packed[0], name, sizes, kFloats | one_of({DType::u8}));
   PackedWeight weight = described_by(op, packed[1]);
   OP_REQUIRE(op, data.dtype == storage_of(weight.format),
              std::string(name) + " is " + name_of(data.dtype) + ", its format " + name_of(weight.format));
@@ -53,9 +88,9 @@ PackedWeight packed_of(Op& op, const nb::tuple& packed, const char* name, std::i
              std::string(name) + " has " + std::to_string(data.size(-1)) + " elements" +
                  (data.rank == 2 ? " per expert" : "") + ", expected " + std::to_string(weight.elements()) +
                  " for a packed " + name + " of " + std::to_string(weight.n) + " by " + std::to_string(weight.k));
-  OP_REQUIRE(op, packed[2].is_none(), std::string(name) + " has scales, " + name_of(weight.format) + " has none");
   op.contiguous(data);
   weight.data = data.data;
+  weight.scales = scales_of(op, packed[2], weight, data, name);
   return weight;
 }
 

@@ -25,6 +25,7 @@ bool dtype_from(const DlTensor& t, DType* dtype) {
   const int code = t.dtype_code, bits = t.dtype_bits;
   enum { kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
   if (code == kFloat && bits == 32) return *dtype = DType::f32, true;
+  if (code == kFloat && bits == 16) return *dtype = DType::f16, true;
   if (code == kFloat && bits == 64) return *dtype = DType::f64, true;
   if (code == kBfloat && bits == 16) return *dtype = DType::bf16, true;
   if (code == kUint && bits == 8) return *dtype = DType::u8, true;
@@ -42,7 +43,7 @@ std::string list_of(const int64_t* values, int count) {
 
 std::string list_of(DTypes dtypes) {
   std::string text;
-  for (int i = 0; i <= static_cast<int>(DType::f64); ++i)
+  for (int i = 0; i <= static_cast<int>(DType::f16); ++i)
     if (dtypes >> i & 1) text += (text.empty() ? "" : " or ") + std::string(name_of(static_cast<DType>(i)));
   return text;
 }

@@ -3,6 +3,7 @@
 //
 //   TILEWRIGHT_LEVEL      its name
 //   TILEWRIGHT_VEC        the header of its Vec (base/vec)
+//   TILEWRIGHT_QUADS      the header of its products of bytes (base/quads)
 //   TILEWRIGHT_BYTES, TILEWRIGHT_COMPARE, TILEWRIGHT_LOOPS   headers of image, sample, probe for the same vectors
 //
 // All that such a file gives to the linker is its table of kernels: anything else would be a symbol that carries the

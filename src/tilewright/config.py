@@ -1,6 +1,7 @@
 """The settings that come from the environment: the only file that reads it.
 
-TILEWRIGHT_MAX_ISA       the highest ISA level the kernels may use: scalar, avx2, avx512, avx512_bf16 or amx on x86-64;
+TILEWRIGHT_MAX_ISA       the highest ISA level the kernels may use: scalar, avx2, avx512, avx512_vnni,
+                         avx512_bf16 or amx on x86-64;
                          scalar, neon, neon_dotprod or neon_bf16 on aarch64; unset: the best there is
 TILEWRIGHT_NUM_THREADS   threads the kernels use, counting the caller, on each rank where there are several; unset: one
                          per CPU of TILEWRIGHT_BIND, or of the process; with several ranks, one per core of the rank
@@ -26,7 +27,7 @@ from pathlib import Path
 
 # By architecture, as platform.machine() names it; from the plainest to the best.
 ISA_LEVELS = {
-    "x86_64": ("scalar", "avx2", "avx512", "avx512_bf16", "amx"),
+    "x86_64": ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"),
     "aarch64": ("scalar", "neon", "neon_dotprod", "neon_bf16"),
 }
 

@@ -111,7 +111,10 @@ def test_errors():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": "int8"}, "linear: the weight's format is 'int8', expected one of float32, bfloat16"),
+        (
+            {"name": "int3"},
+            "linear: the weight's format is 'int3', expected one of float32, bfloat16, int8, int8_min, int4",
+        ),
         ({"name": "bfloat16"}, "linear: weight is float32, its format bfloat16"),
         ({"group_size": 32}, "linear: the weight has groups of 32 values, float32 has none"),
         ({"layout": "rows"}, "linear: the weight's layout is 'rows', this level reads 'tiles of 32 x 16 in pairs"),

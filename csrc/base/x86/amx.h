@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "base/bf16.h"
 #include "base/tile.h"
@@ -19,6 +20,15 @@ namespace {
 #define TW_TILE_STORE(t, p, stride) \
   __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), TW_BYTES(stride) : "memory")
 #define TW_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
+#define TW_TILE_DOT_BYTES(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
+// Of pairs of bf16 into fp32, or of quads of signed bytes into 32-bit whole numbers.
+#define TW_TILE_DOT_OF(Element, c, a, b)         \
+  do {                                           \
+    if constexpr (std::is_same_v<Element, bf16>) \
+      TW_TILE_DOT(c, a, b);                      \
+    else                                         \
+      TW_TILE_DOT_BYTES(c, a, b);                \
+  } while (false)
 
 struct alignas(64) TileConfig {
   uint8_t palette;
@@ -70,24 +80,27 @@ class TileScope {
   int rows_ = 0;
 };
 
-// The left operand of a tile product: up to 32 rows by 32 * depth_tiles, in either of two layouts. Another layout is
-// another struct with the same members but for `data` and `depth_stride`.
-struct LeftTiles {
-  const bf16* data;
+// The left operand of a tile product: up to 32 rows by 64 bytes * depth_tiles, in either of two layouts. Another layout
+// is another struct with the same members but for `data` and `depth_stride`.
+template <class T>
+struct LeftTilesOf {
+  using Element = T;
+  const T* data;
   int64_t row_stride;       // elements from row to row within a tile
   int64_t depth_stride;     // elements from one depth tile to the next
   int64_t row_tile_stride;  // elements from rows 0-15 to rows 16-31
   bool prefetch;            // whether its tiles come from beyond L1
 
-  const bf16* at(int depth_tile) const { return data + depth_tile * depth_stride; }
-  static LeftTiles row_major(const bf16* data, int64_t stride) {
-    return {data, stride, kTileDepth, 16 * stride, false};
+  const T* at(int depth_tile) const { return data + depth_tile * depth_stride; }
+  static LeftTilesOf row_major(const T* data, int64_t stride, bool prefetch = false) {
+    return {data, stride, static_cast<int64_t>(64 / sizeof(T)), 16 * stride, prefetch};
   }
 };
+using LeftTiles = LeftTilesOf<bf16>;
 
 // Asks for a tile's 16 lines: into L1 (kLocality 3) or L2 (2). Never faults.
-template <int kLocality = 3>
-inline void prefetch_tile(const bf16* tile, int64_t row_stride = kTileDepth) {
+template <int kLocality = 3, class T>
+inline void prefetch_tile(const T* tile, int64_t row_stride = 64 / sizeof(T)) {
   for (int row = 0; row < 16; ++row) __builtin_prefetch(tile + row * row_stride, 0, kLocality);
 }
 
@@ -96,10 +109,12 @@ inline void prefetch_tile(const bf16* tile, int64_t row_stride = kTileDepth) {
 //
 // A tile load is 16 cache lines, more than the core looks ahead by itself: operands from L2 without prefetching cost 40
 // % of the speed when a neighbour shares the core. fetch(depth, column) prefetches what will be wanted two steps on.
-template <int kColumns, bool kAccumulate = false, class Left, class TileAt, class Fetch>
-inline void multiply_columns(const Left& a, int rows, int depth_tiles, TileAt tile_at, Fetch fetch, float* c,
+template <int kColumns, bool kAccumulate = false, class Left, class TileAt, class Fetch, class Sum>
+inline void multiply_columns(const Left& a, int rows, int depth_tiles, TileAt tile_at, Fetch fetch, Sum* c,
                              int64_t ldc) {
-  const int64_t a_bytes = a.row_stride * 2;
+  using Element = std::remove_cv_t<std::remove_pointer_t<decltype(a.at(0))>>;
+  static_assert(std::is_same_v<Sum, std::conditional_t<std::is_same_v<Element, bf16>, float, int32_t>>);
+  const int64_t a_bytes = a.row_stride * static_cast<int64_t>(sizeof(Element));
   if constexpr (kAccumulate) {
     TW_TILE_LOAD(0, c, ldc * 4);
     if constexpr (kColumns == 2) TW_TILE_LOAD(1, c + 16, ldc * 4);
@@ -116,20 +131,20 @@ inline void multiply_columns(const Left& a, int rows, int depth_tiles, TileAt ti
       if constexpr (kColumns == 2) TW_TILE_ZERO(3);
     }
     for (int d = 0; d < depth_tiles; ++d) {
-      const bf16* a0 = a.at(d);
+      const Element* a0 = a.at(d);
       TW_TILE_LOAD(6, tile_at(d, 0), 64);
       TW_TILE_LOAD(4, a0, a_bytes);
       if (a.prefetch) prefetch_tile(a.at(d + 2), a.row_stride);
-      TW_TILE_DOT(0, 4, 6);
+      TW_TILE_DOT_OF(Element, 0, 4, 6);
       TW_TILE_LOAD(5, a0 + a.row_tile_stride, a_bytes);
       if (a.prefetch) prefetch_tile(a.at(d + 2) + a.row_tile_stride, a.row_stride);
-      TW_TILE_DOT(2, 5, 6);
+      TW_TILE_DOT_OF(Element, 2, 5, 6);
       fetch(d, 0);
       if constexpr (kColumns == 2) {
         TW_TILE_LOAD(7, tile_at(d, 1), 64);
-        TW_TILE_DOT(1, 4, 7);
+        TW_TILE_DOT_OF(Element, 1, 4, 7);
         fetch(d, 1);
-        TW_TILE_DOT(3, 5, 7);
+        TW_TILE_DOT_OF(Element, 3, 5, 7);
       }
     }
     TW_TILE_STORE(2, c + 16 * ldc, ldc * 4);
@@ -139,11 +154,11 @@ inline void multiply_columns(const Left& a, int rows, int depth_tiles, TileAt ti
       TW_TILE_LOAD(4, a.at(d), a_bytes);
       TW_TILE_LOAD(6, tile_at(d, 0), 64);
       fetch(d, 0);
-      TW_TILE_DOT(0, 4, 6);
+      TW_TILE_DOT_OF(Element, 0, 4, 6);
       if constexpr (kColumns == 2) {
         TW_TILE_LOAD(7, tile_at(d, 1), 64);
         fetch(d, 1);
-        TW_TILE_DOT(1, 4, 7);
+        TW_TILE_DOT_OF(Element, 1, 4, 7);
       }
     }
   }

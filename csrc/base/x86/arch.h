@@ -10,8 +10,8 @@ namespace tilewright {
 inline constexpr const char* kArchName = "x86_64";
 
 // The ISA levels, best first.
-enum class Isa : int { amx, avx512_bf16, avx512, avx2, scalar };
-inline constexpr int kNumIsaLevels = 5;
+enum class Isa : int { amx, avx512_bf16, avx512_vnni, avx512, avx2, scalar };
+inline constexpr int kNumIsaLevels = 6;
 
 // The second-level cache of a core, as large as it gets on the machines we know.
 inline constexpr int64_t kCoreCacheBytes = int64_t{2} << 20;

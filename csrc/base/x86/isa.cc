@@ -12,8 +12,9 @@ namespace {
 enum : Features {
   kAvx2 = 1,    // with FMA, F16C, BMI1 and BMI2
   kAvx512 = 2,  // F, DQ, CD, BW, VL
-  kAvx512Bf16 = 4,
-  kAmx = 8,  // tile, bf16, int8; and VBMI, which every CPU with tiles has
+  kAvx512Vnni = 4,
+  kAvx512Bf16 = 8,
+  kAmx = 16,  // tile, bf16, int8; and VBMI, which every CPU with tiles has
 };
 
 uint64_t enabled_state_components() {
@@ -32,8 +33,9 @@ bool request_tile_permission() {
 }  // namespace
 
 const Level kLevels[kNumIsaLevels] = {
-    {Isa::amx, "amx", kAvx2 | kAvx512 | kAvx512Bf16 | kAmx},
-    {Isa::avx512_bf16, "avx512_bf16", kAvx2 | kAvx512 | kAvx512Bf16},
+    {Isa::amx, "amx", kAvx2 | kAvx512 | kAvx512Vnni | kAvx512Bf16 | kAmx},
+    {Isa::avx512_bf16, "avx512_bf16", kAvx2 | kAvx512 | kAvx512Vnni | kAvx512Bf16},
+    {Isa::avx512_vnni, "avx512_vnni", kAvx2 | kAvx512 | kAvx512Vnni},
     {Isa::avx512, "avx512", kAvx2 | kAvx512},
     {Isa::avx2, "avx2", kAvx2},
     {Isa::scalar, "scalar", 0},
@@ -57,6 +59,7 @@ Features detect_features() {
   constexpr uint32_t kAvx512Bits = (1u << 16) | (1u << 17) | (1u << 28) | (1u << 30) | (1u << 31);
   if ((b & kAvx512Bits) == kAvx512Bits && (state & kZmmState) == kZmmState) {
     features |= kAvx512;
+    if (c & (1u << 11)) features |= kAvx512Vnni;
     if (bf16) features |= kAvx512Bf16;
   }
   const bool amx = (d & (1u << 24)) && (d & (1u << 22)) && (d & (1u << 25)) && (c & (1u << 1));

@@ -38,7 +38,8 @@ void embedding(const EmbeddingArgs& args) {
   const EmbeddingKernels& kernels = select(kTable);
   const auto size = static_cast<int64_t>(size_of(args.out.dtype));
   // From a packed table each pair costs a cache line of its own.
-  over_rows(args, args.packed ? kernels.gather_packed : kernels.gather, args.packed ? 32 : 2 * size);
+  const bool is_packed = args.packed.data != nullptr;
+  over_rows(args, is_packed ? kernels.gather_packed : kernels.gather, is_packed ? 32 : 2 * size);
 }
 
 void scatter_rows(const ScatterArgs& args) {

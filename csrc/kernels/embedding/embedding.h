@@ -1,7 +1,7 @@
 // Rows by number: token embeddings out of a table, media embeddings into token rows.
 //
-//   embedding     out[t] = table[ids[t] - first]   table [V, D], or packed as a linear weight (base/tile.h); zeros
-//                                                  where it has no such row
+//   embedding     out[t] = table[ids[t] - first]   table [V, D], or packed as a linear weight (base/tile.h), quantised
+//                                                  or not; zeros where it has no such row
 //   scatter_rows  out[rows[m]] = values[m]         or += in fp32, rounded once
 //
 // Callers check the numbers first with first_out_of_range (and first_repeated for scatter_rows: its rows are written
@@ -10,17 +10,18 @@
 
 #include <cstdint>
 
+#include "base/packed_weight.h"
 #include "base/rows.h"
 
 namespace tilewright {
 
 struct EmbeddingArgs {
-  const void* ids = nullptr;  // [T]
-  DType id_dtype;             // int32 or int64
-  Rows table;                 // [V, D]; where it is packed its data alone count
-  bool packed = false;
+  const void* ids = nullptr;        // [T]
+  DType id_dtype;                   // int32 or int64
+  Rows table;                       // [V, D], or
+  PackedWeight packed;              // the same packed, where it has data
   int64_t first = 0, num_rows = 0;  // the ids [first, first + num_rows) are those of the table
-  Rows out;                         // [T, D], of the table's type
+  Rows out;                         // [T, D], of the table's type, or either type if it is quantised
   int64_t count = 0, width = 0;
 };
 

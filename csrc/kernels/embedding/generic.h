@@ -6,6 +6,7 @@
 #include "base/tile.h"
 #include "base/vec/row.h"
 #include "kernels/embedding/embedding.h"
+#include "kernels/linear/packed_value.h"
 
 namespace tilewright {
 namespace {
@@ -55,6 +56,13 @@ void gather_packed_row(const T* table, T* out, int64_t id, int64_t width) {
   }
 }
 
+template <class T>
+void gather_quantized_row(const PackedWeight& table, T* out, int64_t row, int64_t width) {
+  const int64_t strip = row / kStripColumns;
+  const int column = static_cast<int>(row % kStripColumns);
+  for (int64_t k = 0; k < width; ++k) assign(out[k], packed_value(table, strip, column, k));
+}
+
 void gather_packed_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
   const auto gather = [&](auto t) {
     using T = decltype(t);
@@ -62,8 +70,10 @@ void gather_packed_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
       const int64_t row = row_of(args, i);
       if (row < 0)
         clear_row(args.out, i, args.width);
+      else if (is_quantized(args.packed.format))
+        gather_quantized_row(args.packed, args.out.row<T>(i), row, args.width);
       else
-        gather_packed_row(static_cast<const T*>(args.table.data), args.out.row<T>(i), row, args.width);
+        gather_packed_row(static_cast<const T*>(args.packed.data), args.out.row<T>(i), row, args.width);
     }
   };
   args.out.dtype == DType::f32 ? gather(float{}) : gather(bf16{});

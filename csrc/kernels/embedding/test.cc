@@ -40,8 +40,9 @@ void check_embedding(int64_t width, Edge edge) {
   for (bool from_packed : {false, true})
     for (auto [first, num_rows] : {std::pair<int64_t, int64_t>{0, kVocabulary}, {23, 40}}) {  // all, or a rank's part
       out.poison();
-      args.packed = from_packed;
-      args.table = rows_of(from_packed ? packed : table, width);
+      args.table = rows_of(table, width);
+      args.packed = {
+          .data = from_packed ? packed.data() : nullptr, .format = kFormatOf<T>, .n = kVocabulary, .k = width};
       args.first = first;
       args.num_rows = num_rows;
       embedding(args);

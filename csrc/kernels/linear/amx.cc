@@ -1,5 +1,6 @@
 #include "base/x86/amx.h"
 
+#include "base/quads/avx512.h"
 #include "base/vec/avx512.h"
 #include "kernels/level.h"
 #include "kernels/linear/generic.h"
@@ -86,8 +87,89 @@ void run_batch(const LinearArgs& args, const bf16* packed_x, int64_t block_begin
   }
 }
 
+// From so many rows on tiles of bytes win over vectors, if groups are at least as deep as they are.
+constexpr int64_t kRowsToTiles = 16;
+
+bool by_byte_tiles(const LinearArgs& args) {
+  const PackedWeight& weight = args.weight;
+  return is_quantized(weight.format) && args.m >= kRowsToTiles &&
+         (weight.group_size == 0 || weight.group_size % kQuadTileDepth == 0);
+}
+
+// The nibbles of a strip as tiles of bytes.
+void widen_nibbles(const uint8_t* strip, int64_t num_tiles, int8_t* wide) {
+  const __m512i low_half = _mm512_set1_epi8(15);
+  for (int64_t line = 0; line < num_tiles * 8; ++line) {
+    const __m512i bytes = _mm512_loadu_si512(strip + line * 64);
+    _mm512_storeu_si512(wide + line * 128, _mm512_and_si512(bytes, low_half));
+    _mm512_storeu_si512(wide + line * 128 + 64, _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_half));
+  }
+}
+
+// c [rows, 32] += what the sums of a group are worth, or = for the first one: the arithmetic of quantized.h.
+void add_sums(const PackedWeight& weight, int64_t strip, int64_t group, const char* x, int rows, const int32_t* sums,
+              float* c) {
+  const char* scales = weight.scales_at(strip, group);
+  const bool is_half = weight.scale_dtype() == DType::f16;
+  const int offset = weight.format == WeightFormat::int4 ? 8 : 0;  // of the bytes that were multiplied
+  const int64_t row_bytes = quantized_row_bytes(weight);
+  for (int column = 0; column < kStripColumns; column += Vec::kLanes) {
+    const Vec weight_scales = load_scales(scales, is_half, column);
+    const Vec mins = has_mins(weight.format) ? load_scales(scales, is_half, kStripColumns + column) : Vec::zero();
+    for (int r = 0; r < rows; ++r) {
+      const QuantizedRow row(weight, x + r * row_bytes);
+      const IntVec exact = {_mm512_sub_epi32(_mm512_loadu_si512(sums + r * kStripColumns + column),
+                                             _mm512_set1_epi32(offset * row.sums[group]))};
+      float* out = c + r * kStripColumns + column;
+      const Vec before = group == 0 ? Vec::zero() : Vec::load(out);
+      Vec total = add_group(exact, row.scales[group], weight_scales, before);
+      if (has_mins(weight.format)) total = subtract_min(mins, row.scales[group], row.sums[group], total);
+      total.store(out);
+    }
+  }
+}
+
+// One block of rows against one strip, of which `tiles` are the bytes.
+void multiply_byte_tiles(const PackedWeight& weight, int64_t strip, const int8_t* tiles, const char* x, int rows,
+                         float* c) {
+  alignas(64) int32_t sums[kRowBlock * kStripColumns];
+  const int64_t row_bytes = quantized_row_bytes(weight);
+  for (int64_t g = 0; g < weight.num_groups(); ++g) {
+    const int begin = static_cast<int>(weight.group_begin(g) / kQuadTileDepth);
+    const int end = static_cast<int>(weight.group_end(g) / kQuadTileDepth);
+    const auto left = LeftTilesOf<int8_t>::row_major(
+        reinterpret_cast<const int8_t*>(x) + int64_t{begin} * kQuadTileDepth, row_bytes, true);
+    const auto tile_at = [&](int d, int j) { return tiles + (int64_t{begin} + d) * 2048 + j * 1024; };
+    const auto fetch = [&](int d, int j) { prefetch_tile(tile_at(d + 2, j)); };
+    multiply_columns<2>(left, rows, end - begin, tile_at, fetch, sums, kStripColumns);
+    add_sums(weight, strip, g, x, rows, sums, c);
+  }
+}
+
+void run_byte_tiles(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+                    int64_t strip_begin, int64_t strip_end) {
+  const PackedWeight& weight = args.weight;
+  const int64_t row_bytes = quantized_row_bytes(weight);
+  const bool nibbles = has_nibbles(weight.format);
+  int8_t* wide = nibbles ? static_cast<int8_t*>(thread_scratch(weight.depth() * kStripColumns)) : nullptr;
+  alignas(64) float c[kRowBlock * kStripColumns];
+  TileScope tiles(rows_in_block(args, block_begin));
+  for (int64_t s = strip_begin; s < strip_end; ++s) {
+    if (nibbles) widen_nibbles(weight.strip<uint8_t>(s), weight.num_depth_tiles() * 2, wide);
+    const int8_t* bytes = nibbles ? wide : weight.strip<int8_t>(s);
+    for (int64_t block = block_begin; block < block_end; ++block) {
+      const int rows = rows_in_block(args, block);
+      tiles.set_rows(rows);
+      multiply_byte_tiles(weight, s, bytes, static_cast<const char*>(packed_x) + block * kRowBlock * row_bytes, rows,
+                          c);
+      finish_block(args, c, block * kRowBlock, rows, s);
+    }
+  }
+}
+
 void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end, int64_t strip_begin,
          int64_t strip_end) {
+  if (by_byte_tiles(args)) return run_byte_tiles(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if (!bf16_products(args)) return linear_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   // One chunk needs no batch, and one block of rows no chunks: weights then pass once, in one stream.
   const bool one_pass = block_end - block_begin == 1 || args.weight.num_depth_tiles() <= kDepthChunk;

@@ -4,11 +4,13 @@
 #include "base/dot.h"
 #include "base/scratch.h"
 #include "kernels/linear/epilogue.h"
+#include "kernels/linear/quantized.h"
 
 namespace tilewright {
 namespace {
 
 int64_t linear_block_bytes(const LinearArgs& args) {
+  if (is_quantized(args.weight.format)) return quantized_block_bytes(args);
   return kRowBlock * args.weight.num_depth_tiles() * kTileDepth * (bf16_products(args) ? 2 : 4);
 }
 
@@ -26,7 +28,9 @@ void pack_rows(const LinearArgs& args, int64_t block, Left* packed) {
 }
 
 void linear_pack_block(const LinearArgs& args, int64_t block, void* packed) {
-  if (bf16_products(args))
+  if (is_quantized(args.weight.format))
+    quantized_pack_block(args, block, packed);
+  else if (bf16_products(args))
     pack_rows<bf16>(args, block, static_cast<bf16*>(packed));
   else if (args.x.dtype == DType::f32)
     pack_rows<float>(args, block, static_cast<float*>(packed));
@@ -97,6 +101,8 @@ void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block
 
 void linear_run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                 int64_t strip_begin, int64_t strip_end) {
+  if (is_quantized(args.weight.format))
+    return quantized_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if (args.weight.format == WeightFormat::f32)
     return linear_run_wide<float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if constexpr (Vec::kHasBf16Dot) {

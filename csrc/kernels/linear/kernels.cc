@@ -1,6 +1,7 @@
 #include "kernels/level.h"
 
 #include TILEWRIGHT_VEC
+#include TILEWRIGHT_QUADS
 
 #include "kernels/linear/generic.h"
 

@@ -1,9 +1,10 @@
 // Packed linear: y = epilogue(x W^T + b), fp32 accumulation, one rounding at the store.
 //
-//   x [M, K] bf16 or fp32, W [N, K] packed (base/tile.h) in bf16 or fp32, y [M, N], any M, N, K
+//   x [M, K] bf16 or fp32, W [N, K] packed (base/tile.h) in bf16, fp32 or quantised, y [M, N], any M, N, K
 //   epilogue: + bias, then an activation or, for gate|up weights, act(gate) * up (y is [M, N / 2]), then + residual
 //
-// With x and W in bf16 the products run on the machine's bf16 units; with fp32 x everything is fp32.
+// With x and W in bf16 the products run on the machine's bf16 units; with fp32 x everything is fp32. With a quantised W
+// x is rounded to bytes, and the products run on the machine's units for those (quantized.h).
 #pragma once
 
 #include <cstddef>
@@ -53,11 +54,13 @@ const LinearKernels& linear_kernels();
 int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks);
 
 struct PackArgs {
-  Rows weight;  // [N, K]
+  Rows weight;  // [N, K]; of a quantised format its whole numbers, a byte each
   PackedWeight packed;
+  Rows scales = {}, mins = {};  // [N, groups] of scale_dtype(), of a quantised format and of one with mins
 };
 
 void pack_weight(const PackArgs& args);
-void unpack_weight(const PackArgs& args);  // the way back: reads `packed`, writes `weight`
+// The way back: reads `packed`, writes `weight`. Of a quantised format what its numbers stand for, in fp32 or bf16.
+void unpack_weight(const PackArgs& args);
 
 }  // namespace tilewright

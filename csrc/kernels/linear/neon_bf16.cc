@@ -1,10 +1,11 @@
-// Linear on bfmmla: two rows of x by two columns, four depths at a time.
+// Linear on bfmmla: two rows of x by two columns, four depths at a time; and on smmla, eight bytes at a time.
 //
-// Its result is that of two bfdot, pair after pair of depths, so that a row has the same bits whether it is multiplied
-// by bfdot, alone, or here beside others.
+// The result of bfmmla is that of two bfdot, pair after pair of depths, so that a row has the same bits whether it is
+// multiplied by bfdot, alone, or here beside others. Sums of products of bytes are exact.
 #include "kernels/level.h"
 
 #include TILEWRIGHT_VEC
+#include TILEWRIGHT_QUADS
 
 #include "kernels/linear/generic.h"
 
@@ -100,8 +101,97 @@ void multiply_rows(const LinearArgs& args, const bf16* x, const bf16* slabs, int
     }
 }
 
+bool by_byte_matrix(const LinearArgs& args) { return is_quantized(args.weight.format) && args.m >= kRowsToMatrix; }
+
+// A strip of bytes or nibbles as [slabs of 8 columns][depth / 8][8 columns][8]: two rows of quads, zipped.
+template <bool kNibbles>
+void make_byte_slabs(const PackedWeight& weight, int64_t strip, uint8_t* slabs) {
+  const int64_t slab_bytes = weight.depth() * kSlabColumns;
+  const uint8_t* data = weight.strip<uint8_t>(strip);
+  for (int64_t d = 0; d < weight.depth(); d += 8)
+    for (int column = 0; column < kStripColumns; column += 4) {
+      const int64_t tile = d / kQuadTileDepth * 2 + column / kTileColumns;
+      const int within = quad_offset<kNibbles>(static_cast<int>(d % kQuadTileDepth), column % kTileColumns);
+      const uint8_t* from = data + tile * (kNibbles ? 512 : 1024) + within;
+      const uint8x16_t bytes = vld1q_u8(from);
+      const uint32x4_t first = vreinterpretq_u32_u8(kNibbles ? vandq_u8(bytes, vdupq_n_u8(15)) : bytes);
+      const uint32x4_t second = vreinterpretq_u32_u8(kNibbles ? vshrq_n_u8(bytes, 4) : vld1q_u8(from + 64));
+      uint8_t* to = slabs + column / kSlabColumns * slab_bytes + (d + column % kSlabColumns) * kSlabColumns;
+      vst1q_u8(to, vreinterpretq_u8_u32(vzip1q_u32(first, second)));
+      vst1q_u8(to + 16, vreinterpretq_u8_u32(vzip2q_u32(first, second)));
+    }
+}
+
+// c [2 kPairs, 8] of stride 32, the columns from `column` on of a strip. The last row stands in for one there is not.
+template <int kPairs>
+void multiply_byte_slab(const PackedWeight& weight, int64_t strip, int column, const int8_t* slab, const char* x,
+                        int rows, float* c) {
+  const int64_t row_bytes = quantized_row_bytes(weight);
+  const char* row_at[2 * kPairs];
+  for (int r = 0; r < 2 * kPairs; ++r) row_at[r] = x + (r < rows ? r : rows - 1) * row_bytes;
+  const bool is_half = weight.scale_dtype() == DType::f16;
+  const int offset = weight.format == WeightFormat::int4 ? 8 : 0;  // of the bytes that are multiplied
+  for (int64_t g = 0; g < weight.num_groups(); ++g) {
+    int32x4_t sums[kPairs][4];
+    for (auto& row : sums)
+      for (int32x4_t& sum : row) sum = vdupq_n_s32(0);
+    for (int64_t d = weight.group_begin(g); d < weight.group_end(g); d += 8) {
+      int8x16_t columns[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) columns[i] = vld1q_s8(slab + d * kSlabColumns + 16 * i);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPairs; ++p) {
+        const auto load = [&](int r) { return vld1_s8(reinterpret_cast<const int8_t*>(row_at[r]) + d); };
+        const int8x16_t both = vcombine_s8(load(2 * p), load(2 * p + 1));
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) sums[p][i] = vmmlaq_s32(sums[p][i], both, columns[i]);
+      }
+    }
+    const char* scales = weight.scales_at(strip, g);
+    for (int i = 0; i < 4; i += 2) {
+      const Vec weight_scales = load_scales(scales, is_half, column + 2 * i);
+      const Vec mins =
+          has_mins(weight.format) ? load_scales(scales, is_half, kStripColumns + column + 2 * i) : Vec::zero();
+      for (int r = 0; r < 2 * kPairs; ++r) {
+        const QuantizedRow row(weight, row_at[r]);
+        const int64x2_t left = vreinterpretq_s64_s32(sums[r / 2][i]), right = vreinterpretq_s64_s32(sums[r / 2][i + 1]);
+        const int32x4_t all = vreinterpretq_s32_s64(r % 2 ? vzip2q_s64(left, right) : vzip1q_s64(left, right));
+        float* out = c + r * kStripColumns + 2 * i;
+        const IntVec exact = {vsubq_s32(all, vdupq_n_s32(offset * row.sums[g]))};
+        Vec total = add_group(exact, row.scales[g], weight_scales, g == 0 ? Vec::zero() : Vec::load(out));
+        if (has_mins(weight.format)) total = subtract_min(mins, row.scales[g], row.sums[g], total);
+        total.store(out);
+      }
+    }
+  }
+}
+
+void run_bytes(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+               int64_t strip_begin, int64_t strip_end) {
+  const PackedWeight& weight = args.weight;
+  const int64_t row_bytes = quantized_row_bytes(weight), slab_bytes = weight.depth() * kSlabColumns;
+  uint8_t* slabs = static_cast<uint8_t*>(thread_scratch(weight.depth() * kStripColumns));
+  alignas(64) float c[kRowBlock * kStripColumns];
+  for (int64_t s = strip_begin; s < strip_end; ++s) {
+    has_nibbles(weight.format) ? make_byte_slabs<true>(weight, s, slabs) : make_byte_slabs<false>(weight, s, slabs);
+    for (int64_t block = block_begin; block < block_end; ++block) {
+      const int rows = rows_in_block(args, block);
+      const char* x = static_cast<const char*>(packed_x) + block * kRowBlock * row_bytes;
+      for (int column = 0; column < kStripColumns; column += kSlabColumns)
+        for (int row = 0; row < rows; row += 8)
+          with_rows<4>((rows - row + 1) / 2 < 4 ? (rows - row + 1) / 2 : 4, [&](auto num_pairs) {
+            multiply_byte_slab<num_pairs.value>(
+                weight, s, column, reinterpret_cast<const int8_t*>(slabs) + column / kSlabColumns * slab_bytes,
+                x + row * row_bytes, rows - row, c + row * kStripColumns + column);
+          });
+      finish_block(args, c, block * kRowBlock, rows, s);
+    }
+  }
+}
+
 void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end, int64_t strip_begin,
          int64_t strip_end) {
+  if (by_byte_matrix(args)) return run_bytes(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if (!by_matrix(args)) return linear_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   bf16* slabs = static_cast<bf16*>(thread_scratch(args.weight.strip_elements() * sizeof(bf16)));
   const int64_t end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;

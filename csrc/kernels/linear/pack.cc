@@ -2,6 +2,7 @@
 #include "base/bf16.h"
 #include "base/parallel.h"
 #include "kernels/linear/linear.h"
+#include "kernels/linear/packed_value.h"
 
 namespace tilewright {
 namespace {
@@ -48,6 +49,48 @@ void unpack_strip(const PackArgs& args, int64_t strip) {
   }
 }
 
+void pack_quantized_strip(const PackArgs& args, int64_t strip) {
+  const PackedWeight& packed = args.packed;
+  const int bias = packed.format == WeightFormat::int4 ? 8 : 0;
+  const int64_t num_groups = packed.num_groups(), scale_bytes = static_cast<int64_t>(size_of(packed.scale_dtype()));
+  uint8_t* data = packed.strip<uint8_t>(strip);
+  std::memset(data, has_nibbles(packed.format) ? bias * 17 : 0, static_cast<size_t>(packed.strip_elements()));
+  for (int column = 0; column < kStripColumns; ++column) {
+    const int64_t row = source_row(packed, strip, column);
+    const uint8_t* source = row < 0 ? nullptr : args.weight.row<uint8_t>(row);
+    for (int64_t k = 0; source && k < packed.k; ++k) {
+      const PackedPlace place(packed, column, k);
+      uint8_t& byte = data[place.offset];
+      if (!has_nibbles(packed.format)) {
+        byte = source[k];
+        continue;
+      }
+      const int nibble = (source[k] + bias) & 15;
+      byte = static_cast<uint8_t>(place.is_upper ? (byte & 15) | nibble << 4 : (byte & 0xf0) | nibble);
+    }
+    for (int64_t g = 0; g < num_groups; ++g)
+      for (int part = 0; part < (has_mins(packed.format) ? 2 : 1); ++part) {
+        const Rows& from = part ? args.mins : args.scales;
+        char* to = packed.scales_at(strip, g) + (part * kStripColumns + column) * scale_bytes;
+        if (row < 0)
+          std::memset(to, 0, static_cast<size_t>(scale_bytes));
+        else
+          std::memcpy(to, static_cast<const char*>(from.from(row).data) + g * scale_bytes,
+                      static_cast<size_t>(scale_bytes));
+      }
+  }
+}
+
+template <class T>
+void unpack_quantized_strip(const PackArgs& args, int64_t strip) {
+  for (int column = 0; column < kStripColumns; ++column) {
+    const int64_t row = source_row(args.packed, strip, column);
+    if (row < 0) continue;
+    T* target = args.weight.row<T>(row);
+    for (int64_t k = 0; k < args.packed.k; ++k) assign(target[k], packed_value(args.packed, strip, column, k));
+  }
+}
+
 template <class Fn>
 void with_types(const PackArgs& args, Fn fn) {
   const bool wide = args.packed.format == WeightFormat::f32;
@@ -58,12 +101,19 @@ void with_types(const PackArgs& args, Fn fn) {
 }  // namespace
 
 void pack_weight(const PackArgs& args) {
+  if (is_quantized(args.packed.format))
+    return parallel_for(args.packed.num_strips(), [&](int64_t strip) { pack_quantized_strip(args, strip); });
   with_types(args, [&](auto t, auto p) {
     parallel_for(args.packed.num_strips(), [&](int64_t strip) { pack_strip<decltype(t), decltype(p)>(args, strip); });
   });
 }
 
 void unpack_weight(const PackArgs& args) {
+  if (is_quantized(args.packed.format))
+    return parallel_for(args.packed.num_strips(), [&](int64_t strip) {
+      args.weight.dtype == DType::bf16 ? unpack_quantized_strip<bf16>(args, strip)
+                                       : unpack_quantized_strip<float>(args, strip);
+    });
   with_types(args, [&](auto t, auto p) {
     parallel_for(args.packed.num_strips(), [&](int64_t strip) { unpack_strip<decltype(t), decltype(p)>(args, strip); });
   });

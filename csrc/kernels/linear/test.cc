@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "base/half.h"
 #include "testing/testing.h"
 
 namespace tilewright::testing {
@@ -122,6 +123,199 @@ TEST(unpack_gives_back_the_weight) {
   pack_weight({rows_of(weight, 33), form});
   unpack_weight({rows_of(back, 33), form});
   CHECK(std::memcmp(weight.data(), back.data(), 70 * 33 * 2) == 0);
+}
+
+// A quantised weight [n, k] with all that it is made of.
+struct Quantized {
+  Quantized(WeightFormat format, int64_t group_size, int64_t n, int64_t k, bool gated, Edge edge, Random& random)
+      : form{.group_size = group_size, .format = format, .n = n, .k = k, .gated = gated},
+        values(n * k, edge),
+        data(form.elements(), edge),
+        scales(n * form.num_groups() * 4, edge),
+        mins(n * form.num_groups() * 4, edge),
+        packed_scales(form.num_scales() * static_cast<int64_t>(size_of(form.scale_dtype())), edge) {
+    const int least = !has_nibbles(format) ? -127 : format == WeightFormat::int4 ? -8 : 0;
+    const int count = has_nibbles(format) ? 16 : 255;
+    for (int64_t i = 0; i < n * k; ++i)
+      values[i] = static_cast<uint8_t>(least + static_cast<int>(random.bits() % static_cast<uint64_t>(count)));
+    fill_scales(scales, 0.001f, random);
+    fill_scales(mins, 0.01f, random);
+    form.data = data.data();
+    form.scales = packed_scales.data();
+    const int64_t groups = form.num_groups();
+    pack_weight({{values.data(), k, DType::u8},
+                 form,
+                 {scales.data(), groups, form.scale_dtype()},
+                 {has_mins(format) ? mins.data() : nullptr, groups, form.scale_dtype()}});
+  }
+
+  // fp16 as 1.m x 2^-7 to 2^-9, or fp32.
+  void fill_scales(const GuardedBuffer<uint8_t>& to, float size, Random& random) {
+    for (int64_t i = 0; i < form.n * form.num_groups(); ++i) {
+      const auto half = static_cast<uint16_t>((6 + random.bits() % 3) << 10 | random.bits() % 1024);
+      const float wide = size * (1.5f + random.value());
+      if (form.group_size)
+        std::memcpy(to.data() + 2 * i, &half, 2);
+      else
+        std::memcpy(to.data() + 4 * i, &wide, 4);
+    }
+  }
+  float scale(const GuardedBuffer<uint8_t>& from, int64_t row, int64_t group) const {
+    const int64_t i = row * form.num_groups() + group;
+    f16 half;
+    float wide;
+    if (form.group_size) {
+      std::memcpy(&half, from.data() + 2 * i, 2);
+      return to_float(half);
+    }
+    std::memcpy(&wide, from.data() + 4 * i, 4);
+    return wide;
+  }
+  int64_t group_of(int64_t i) const { return form.group_size ? i / form.group_size : 0; }
+  double value(int64_t row, int64_t i) const {
+    const int number = static_cast<int8_t>(values[row * form.k + i]);
+    const double whole = double{scale(scales, row, group_of(i))} * number;
+    return has_mins(form.format) ? whole - scale(mins, row, group_of(i)) : whole;
+  }
+
+  PackedWeight form;
+  GuardedBuffer<uint8_t> values, data, scales, mins, packed_scales;
+};
+
+// x as quantised products round it.
+template <class T>
+std::vector<double> rounded(const GuardedBuffer<T>& x, int64_t m, const PackedWeight& form) {
+  std::vector<double> result(static_cast<size_t>(m * form.k));
+  const int64_t group = form.group_size ? form.group_size : form.k;
+  for (int64_t row = 0; row < m; ++row)
+    for (int64_t begin = 0; begin < form.k; begin += group) {
+      const int64_t end = std::min(begin + group, form.k);
+      float most = 0.0f;
+      for (int64_t i = begin; i < end; ++i) most = std::max(most, std::abs(to_float(x[row * form.k + i])));
+      for (int64_t i = begin; most > 0.0f && i < end; ++i)
+        result[static_cast<size_t>(row * form.k + i)] =
+            double{std::nearbyintf(to_float(x[row * form.k + i]) * (127.0f / most))} * (most / 127.0f);
+    }
+  return result;
+}
+
+struct QuantizedCase {
+  WeightFormat format;
+  int64_t group_size;
+};
+
+constexpr QuantizedCase kQuantizedCases[] = {
+    {WeightFormat::int8, 0},       {WeightFormat::int8, 16},  {WeightFormat::int8, 128}, {WeightFormat::int8_min, 16},
+    {WeightFormat::int8_min, 128}, {WeightFormat::int4, 32},  {WeightFormat::int4, 64},  {WeightFormat::int4, 128},
+    {WeightFormat::uint4, 32},     {WeightFormat::uint4, 128}};
+
+template <class TX, class TY>
+void check_quantized(QuantizedCase which, Size size, Edge edge, bool gated) {
+  const auto [m, n, k] = size;
+  const int64_t columns = gated ? n / 2 : n;
+  Random random(static_cast<uint64_t>(m * n + k));
+  const Quantized weight(which.format, which.group_size, n, k, gated, edge, random);
+  GuardedBuffer<TX> x(m * k, edge);
+  GuardedBuffer<TY> residual(m * columns, edge), y(m * columns, edge);
+  x.fill(random);
+  residual.fill(random);
+  const std::vector<double> left = rounded(x, m, weight.form);
+  const auto sum = [&](int64_t row, int64_t out) {
+    double total = 0;
+    for (int64_t i = 0; i < k; ++i) total += left[static_cast<size_t>(row * k + i)] * weight.value(out, i);
+    return total;
+  };
+  std::vector<double> expected;
+  for (int64_t row = 0; row < m; ++row)
+    for (int64_t out = 0; out < columns; ++out)
+      expected.push_back((gated ? silu(sum(row, out)) * sum(row, n / 2 + out) : silu(sum(row, out))) +
+                         to_float(residual[row * columns + out]));
+  LinearArgs args = {};
+  args.x = rows_of(x, k);
+  args.weight = weight.form;
+  args.residual = rows_of(residual, columns);
+  args.y = rows_of(y, columns);
+  args.m = m;
+  args.activation = Activation::silu;
+  for_each_isa([&] {
+    y.poison();
+    linear(args);
+    check_close(y.data(), expected.data(), m * columns, 1e-4,
+                std::string(name_of(which.format)) + " in groups of " + std::to_string(which.group_size) + ", " +
+                    std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k));
+  });
+}
+
+TEST(quantized_linear) {
+  for (const QuantizedCase& which : kQuantizedCases)
+    for (const Size& size : kSizes)
+      for (Edge edge : {Edge::end, Edge::start}) {
+        check_quantized<float, float>(which, size, edge, false);
+        check_quantized<bf16, bf16>(which, size, edge, true);
+      }
+}
+
+// A row has the same bits alone, in any batch, and at each level that has fused multiply-adds.
+TEST(a_row_of_a_quantized_product_does_not_depend_on_the_rows_beside_it) {
+  constexpr int64_t m = 70, n = 40, k = 203;
+  for (const QuantizedCase& which : kQuantizedCases) {
+    Random random(3);
+    const Quantized weight(which.format, which.group_size, n, k, false, Edge::end, random);
+    GuardedBuffer<float> x(m * k), together(m * n), alone(m * n);
+    x.fill(random);
+    LinearArgs args = {};
+    args.weight = weight.form;
+    const auto multiply = [&](int64_t row, int64_t rows, const GuardedBuffer<float>& y) {
+      args.x = rows_of(x, k).from(row);
+      args.y = rows_of(y, n).from(row);
+      args.m = rows;
+      linear(args);
+    };
+    for_each_isa([&] {
+      multiply(0, m, together);
+      for (int64_t batch : {1, 2, 3, 5, 13, 33}) {
+        alone.poison();
+        for (int64_t row = 0; row < m; row += batch) multiply(row, std::min(batch, m - row), alone);
+        CHECK(std::memcmp(together.data(), alone.data(), m * n * sizeof(float)) == 0);
+      }
+    });
+  }
+}
+
+TEST(a_quantized_product_of_nan_is_nan) {
+  Random random(5);
+  const Quantized weight(WeightFormat::int4, 32, 8, 100, false, Edge::end, random);
+  GuardedBuffer<float> x(2 * 100), y(2 * 8);
+  LinearArgs args = {};
+  args.x = rows_of(x, 100);
+  args.weight = weight.form;
+  args.y = rows_of(y, 8);
+  args.m = 2;
+  for_each_isa([&] {
+    for (const float broken : {NAN, INFINITY}) {
+      x.fill(random);
+      x[70] = broken;
+      linear(args);
+      for (int i = 0; i < 8; ++i) CHECK(std::isnan(y[i]) && !std::isnan(y[8 + i]));
+    }
+    x.fill(random, 0.0f);
+    linear(args);
+    for (int i = 0; i < 16; ++i) CHECK(y[i] == 0.0f);
+  });
+}
+
+TEST(unpack_gives_what_quantized_numbers_stand_for) {
+  for (const QuantizedCase& which : kQuantizedCases)
+    for (bool gated : {false, true}) {
+      Random random(7);
+      const Quantized weight(which.format, which.group_size, 70, 133, gated, Edge::end, random);
+      GuardedBuffer<float> back(70 * 133);
+      unpack_weight({rows_of(back, 133), weight.form});
+      std::vector<double> expected;
+      for (int64_t row = 0; row < 70; ++row)
+        for (int64_t i = 0; i < 133; ++i) expected.push_back(weight.value(row, i));
+      check_close(back.data(), expected.data(), 70 * 133, 1e-6, name_of(which.format));
+    }
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ struct Product {
     else
       result.x = args.x.from(group.first_row);
     result.y = args.y.from(group.first_row);
-    result.weight.data = static_cast<char*>(args.weight.data) + group.expert * args.weight.size_bytes();
+    result.weight = args.weight.expert(group.expert);
     result.m = group.num_rows;
     return result;
   }

@@ -48,6 +48,8 @@ class Engine:
     Requests may come from any thread; they are computed together.
 
     dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
+    quantize        "int8" or "int4": what weights are rounded to while loading (docs/quantisation.md); "none": those of
+                    a quantised checkpoint are widened to `dtype`; None: all stay as the checkpoint has them
     tp              ranks that the model is split over, each a process with cores and memory of its own
                     (docs/parallel.md); "auto": one for each NUMA node, if that is measured to be faster
     cpu_binding     the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
@@ -95,13 +97,14 @@ class Engine:
         isolate_media: bool = False,
         allow_special_tokens: bool = False,
     ) -> None:
-        _require_supported(quantize=quantize, device=device, backend=backend)
+        _require_supported(device=device, backend=backend)
         self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
         self._cleanup = contextlib.ExitStack()  # when it is closed, or cannot be started
         self._cleanup.callback(self._opener.close)
         with self._cleaned_up_on_error(), ops_backend.use(backend):
             name = _embedded_path() if model is None else model
             loading: dict[str, Any] = {"dtype": dtype, "drafting": speculate > 0, "pack_cache": pack_cache}
+            loading["quantize"] = quantize
             ranks = self._cleanup.enter_context(start_ranks(tp, cpu_binding, name, backend=backend, **loading))
             self.loaded: LoadedModel = load_model(
                 name,
@@ -327,9 +330,7 @@ def _on_backend(backend: str, start: Callable[[], None]) -> Callable[[], None]:
     return begin
 
 
-def _require_supported(*, quantize: str | None, device: str, backend: str) -> None:
-    if quantize is not None:
-        raise RequestError(f"quantize is {quantize!r}, expected None: quantised weights are not built yet")
+def _require_supported(*, device: str, backend: str) -> None:
     if device != "cpu":
         raise RequestError(f"device is {device!r}, expected cpu")
     if backend not in ops_backend.NAMES:

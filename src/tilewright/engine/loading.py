@@ -17,7 +17,7 @@ from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.layers import partition
+from tilewright.layers import partition, precision
 from tilewright.layers.partition import Partition
 from tilewright.model_files import CheckpointError, read_optional_json
 from tilewright.models.protocol import Family, Model, Processor
@@ -65,19 +65,24 @@ def load_network(
     progress: bool = False,
     group: Group | None = None,
     block: int = 1,
+    quantize: str | None = None,
 ) -> Network:
     """The part that this rank of the group has of the model in a folder, a GGUF file or behind a hub id.
 
     Without `drafting`, a multi-token predictor is left in the checkpoint. `block`: entries that are not to be split,
-    because they share a scale.
+    because they share a scale. `quantize` names what products are packed in (`layers.precision`); None: what the
+    checkpoint has.
     """
+    formats = precision.named(quantize)
     checkpoint = open_checkpoint(name)
     config = config_as_stored(checkpoint)
     family = family_of(config)
     shapes = checkpoint.shapes
     if not drafting and (prefix := family.predictor_prefix) is not None:
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefix)}
-    with partition.use(Partition(group or SingleGroup(), block)) as parts:
+    if formats.keeps_numbers and any(checkpoint.quantized_as(name) for name in shapes):
+        block = max(block, 32)  # of GGUF's groups the longest
+    with partition.use(Partition(group or SingleGroup(), max(block, formats.block))) as parts, precision.use(formats):
         model = family.build(config, shapes)
     parts.warn()
     weight_dtype = _dtype(dtype, config)
@@ -90,7 +95,10 @@ def load_network(
         rename=model.checkpoint_name,
         cache_dir=settings.current().cache_dir if is_cached else None,
         progress=progress,
+        keep_numbers=formats.keeps_numbers,
     )
+    if len(report.bytes_by_format) > 1:
+        _log.info("%s: %s", checkpoint.path, report.packed_as)
     return Network(model, weight_dtype, checkpoint, config, family, report)
 
 
@@ -105,9 +113,18 @@ def load_model(
     opener: Opener | None = None,
     allow_special_tokens: bool = False,
     group: Group | None = None,
+    quantize: str | None = None,
 ) -> LoadedModel:
     """The model as `load_network` has it, with its processor and tokenizer."""
-    network = load_network(name, dtype=dtype, drafting=drafting, pack_cache=pack_cache, progress=progress, group=group)
+    network = load_network(
+        name,
+        dtype=dtype,
+        drafting=drafting,
+        pack_cache=pack_cache,
+        progress=progress,
+        group=group,
+        quantize=quantize,
+    )
     checkpoint, family = network.checkpoint, network.family
     own_name = embedded.name_of(name)
     tokenizer = _tokenizer(checkpoint)

@@ -56,11 +56,11 @@ def linear_cost(*parts: object) -> Cost:
 def expert_cost(experts: ExpertsWeight, num_chosen: int) -> Cost:
     """Of a weight of experts, of which each token is sent to `num_chosen`."""
     weights = experts.value
-    chosen_bytes = num_chosen * weights.data[0].nbytes
-    return Cost(chosen_bytes, num_chosen * weights.n * weights.k, chosen_bytes, weights.data.nbytes)
+    chosen_bytes = num_chosen * weights.size_bytes // experts.num_experts
+    return Cost(chosen_bytes, num_chosen * weights.n * weights.k, chosen_bytes, weights.size_bytes)
 
 
 def _linear_cost(linear: LinearWeight) -> Cost:
     weight = linear.value
     bias_bytes = 0 if weight.bias is None else weight.bias.nbytes
-    return Cost(weight.data.nbytes + bias_bytes, weight.n * weight.k)
+    return Cost(weight.size_bytes + bias_bytes, weight.n * weight.k)

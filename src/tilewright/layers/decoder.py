@@ -131,7 +131,7 @@ class Decoder:
         self.config = config
         table = f"{name}.embed_tokens"
         head_name = table if config.tied else "lm_head"
-        self.head = GatheredLinear.named(head_name, config.vocab_size, config.width, what="vocabulary")
+        self.head = GatheredLinear.named(head_name, config.vocab_size, config.width, what="vocabulary", is_head=True)
         self.embed_tokens = TokenEmbedding(
             table, config.num_embeddings, config.width, self.head if config.tied else None
         )

@@ -119,7 +119,12 @@ class GatedDeltaNet:
         heads = heads_of(config)
         channels, values = _channels(config, heads), heads.queries.times(config.value_width)
         parts = _interleaved_parts(config, heads) if config.interleaved else _parts(config, heads)
-        self.projections = Linear([(f"{name}.{part}", rows, shard) for part, rows, shard in parts], config.width)
+        # The decay and beta of every head, which follow from b and a, act over a whole answer: they are not quantised.
+        self.projections = Linear(
+            [(f"{name}.{part}", rows, shard) for part, rows, shard in parts],
+            config.width,
+            num_exact=1 if config.interleaved else 2,
+        )
         self.conv = ConvTaps(f"{name}.conv1d", config.num_channels, config.num_taps, channels)
         # The decay over a whole answer depends on these: fp32 as released, exact where a checkpoint has bf16.
         self.a_log = Unpacked(f"{name}.A_log", config.value_heads, in_fp32=True, shard=heads.queries)

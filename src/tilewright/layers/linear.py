@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewright.layers import partition
+from tilewright.layers import partition, precision
 from tilewright.layers.rms_norm import RmsNorm
 from tilewright.ops.linear import PackedWeight, linear
 from tilewright.ops.moe import moe
@@ -26,7 +26,8 @@ from tilewright.weights.spec import Weight, along
 class Linear:
     """x W^T + b. The parts of a fused projection (q, k and v; gate and up) are one product.
 
-    With `column_shard`, x is this rank's part of the inputs, and the products of all ranks are added up.
+    With `column_shard`, x is this rank's part of the inputs, and the products of all ranks are added up. The last
+    `num_exact` parts are never quantised: beside others that are, they are a product of their own.
     """
 
     def __init__(
@@ -38,23 +39,35 @@ class Linear:
         bias: bool = False,
         gated: bool = False,
         tanh_scale: str | None = None,
+        num_exact: int = 0,
     ) -> None:
         """As `LinearWeight`: parts are (name in the checkpoint, rows, and which of them this rank has)."""
-        own = partition.current()
+        own, quantized_as = partition.current(), precision.current().products
         self._group = own.group if own.is_split and column_shard is not None else None
-        self.weight: Weight[PackedWeight] = LinearWeight(
-            parts,
-            columns,
-            column_shard=column_shard,
-            bias=bias,
-            bias_shard=None if self._group is None else own.on_first_rank(parts[0][1]),
-            gated=gated,
-            tanh_scale=tanh_scale,
-        )
+        first_exact = len(parts) - num_exact if quantized_as is not None else len(parts)
+
+        def weight_of(some: Sequence[tuple[str, int] | tuple[str, int, Shard]], is_exact: bool) -> LinearWeight:
+            return LinearWeight(
+                some,
+                columns,
+                column_shard=column_shard,
+                bias=bias,
+                bias_shard=None if self._group is None else own.on_first_rank(parts[0][1]),
+                gated=gated,
+                tanh_scale=tanh_scale,
+                quantized_as=None if is_exact else quantized_as,
+            )
+
+        self.weight: Weight[PackedWeight] = weight_of(parts[:first_exact] or parts, first_exact == 0)
+        self.exact: Weight[PackedWeight] | None = None
+        if 0 < first_exact < len(parts):
+            assert self._group is None and not gated, "parts of a sum, or of gate and up, are in one format"
+            self.exact = weight_of(parts[first_exact:], True)
 
     @property
     def packed(self) -> PackedWeight:
         """The weight as the kernels read it, once it is loaded."""
+        assert self.exact is None, "the weight is two"
         return self.weight.value
 
     def __call__(
@@ -68,6 +81,13 @@ class Linear:
     ) -> Tensor:
         """activation(x W^T + b) + residual for x [..., K]; of a gated weight activation(gate) * up + residual."""
         weight = self.weight.value
+        if self.exact is not None:
+            assert residual is None and out is None, "a product in two parts is not added to anything"
+            rest, n = self.exact.value, weight.out_features
+            out = empty((*x.shape[:-1], n + rest.out_features), out_dtype or x.dtype)
+            linear(x, weight, activation=activation, out=out[..., :n])
+            linear(x, rest, activation=activation, out=out[..., n:])
+            return out
         if self._group is None:
             return linear(x, weight, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
         assert activation == "none", "an activation of a sum that is not complete"
@@ -105,10 +125,15 @@ class GatheredLinear:
         self._group = partition.current().group
 
     @classmethod
-    def named(cls, name: str, width: int, columns: int, *, what: str, bias: bool = False) -> GatheredLinear:
+    def named(
+        cls, name: str, width: int, columns: int, *, what: str, bias: bool = False, is_head: bool = False
+    ) -> GatheredLinear:
         """Of a weight [width, columns] of the checkpoint; `what` it is, for the note on padding."""
         shard = partition.current().width(what, width)
-        return cls(LinearWeight([Part(name, width, shard)], columns, bias=bias), width, shard)
+        formats = precision.current()
+        quantized_as = formats.head if is_head else formats.products
+        weight = LinearWeight([Part(name, width, shard)], columns, bias=bias, quantized_as=quantized_as)
+        return cls(weight, width, shard)
 
     @property
     def packed(self) -> PackedWeight:
@@ -173,11 +198,29 @@ class Experts:
         own = partition.current()
         self._group = own.group if own.is_split else None
         shard = own.width("expert width", inner_width)
-        gate_up, down = ("gate_proj", "up_proj"), ("down_proj",)
+        parts, quantized_as = ("gate_proj", "up_proj"), precision.current().products
         self.gate_up = ExpertsWeight(
-            name, gate_up, "gate_up_proj", num_experts, 2 * inner_width, width, stored, part_shard=shard
+            name,
+            parts,
+            "gate_up_proj",
+            num_experts,
+            2 * inner_width,
+            width,
+            stored,
+            part_shard=shard,
+            quantized_as=quantized_as,
         )
-        self.down = ExpertsWeight(name, down, "down_proj", num_experts, width, inner_width, stored, column_shard=shard)
+        self.down = ExpertsWeight(
+            name,
+            ("down_proj",),
+            "down_proj",
+            num_experts,
+            width,
+            inner_width,
+            stored,
+            column_shard=shard,
+            quantized_as=quantized_as,
+        )
 
     def __call__(
         self, x_TD: Tensor, ids: Tensor, weights: Tensor, *, activation: str, residual: Tensor, out: Tensor

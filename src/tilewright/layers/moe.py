@@ -41,7 +41,7 @@ class SparseMlp:
             self.shared = GatedMlp(
                 f"{name}.shared_expert", width, config.shared_width, activation=config.activation, bias=False
             )
-        self.router = Linear(routes, width)
+        self.router = Linear(routes, width, num_exact=len(routes))
         self.experts = Experts(f"{name}.experts", config.num_experts, width, config.expert_width, config.stored)
 
     def __call__(self, x_TD: Tensor, h_TD: Tensor) -> None:

@@ -23,18 +23,13 @@ def embedding(
     layout the head wants. It may be a part of `num_ids` rows, those from `first` on: the others are zeros.
     """
     if isinstance(table, PackedWeight):
-        return _embedding_packed(ids, table, first, num_ids, out)
+        if out is None:
+            out = empty((ids.shape[0], table.k), table.dtype)
+        kernels.embedding_packed(view(ids), table.native(), first, table.n if num_ids is None else num_ids, view(out))
+        return out
     if out is None:
         out = empty((ids.shape[0], table.shape[1]), table.dtype)
     kernels.embedding(view(ids), view(table), first, len(table) if num_ids is None else num_ids, view(out))
-    return out
-
-
-def _embedding_packed(ids: Tensor, table: PackedWeight, first: int, num_ids: int | None, out: Tensor | None) -> Tensor:
-    if out is None:
-        out = empty((ids.shape[0], table.k), table.dtype)
-    num_ids = table.n if num_ids is None else num_ids
-    kernels.embedding_packed(view(ids), table.native(), first, num_ids, view(out))
     return out
 
 

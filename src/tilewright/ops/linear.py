@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tilewright.ops.backend import op
-from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
-from tilewright.ops.packed import Packed, PackedForm, pack_into, unpacked, weight_format
+from tilewright.ops.packed import Packed, PackedForm, WeightFormat, pack_into, unpacked, weight_format
 from tilewright.ops.plan import empty
+from tilewright.ops.quantized import Quantized, concatenate
 
 # Rows are packed this much at a time when they come from a file: small beside a model, large enough for all threads.
 PACK_BLOCK_BYTES = 4 << 20
@@ -34,53 +34,81 @@ class PackedWeight(Packed):
 
 
 def pack_weight(
-    weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, dtype: torch.dtype | None = None
+    weight: Tensor | Quantized,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    dtype: torch.dtype | WeightFormat | None = None,
 ) -> PackedWeight:
-    """`weight` [N, K] as `linear` reads it. `gated`: its rows are gate then up, as many of each."""
-    if weight.dim() != 2:
+    """`weight` [N, K] as `linear` reads it. `gated`: its rows are gate then up, as many of each.
+
+    `dtype`: a type, or a format (`ops.packed.weight_format`) in which it is quantised; None: that of the weight.
+    """
+    if len(weight.shape) != 2:
         raise ValueError(f"pack_weight: weight has shape {list(weight.shape)}, expected [N, K]")
     n, k = weight.shape
-    packed = empty_weight(n, k, bias, gated, dtype or weight.dtype)
+    if dtype is None:
+        dtype = weight.dtype if isinstance(weight, Tensor) else weight_format(weight.name, weight.group_size)
+    packed = empty_weight(n, k, bias, gated, dtype)
     pack_into(weight, packed)
     return packed
 
 
 @op
 def pack_weight_rows(
-    read_rows: Callable[[int, int], Tensor],
+    read_rows: Callable[[int, int], Tensor | Quantized],
     n: int,
     k: int,
     bias: Tensor | None = None,
     *,
     gated: bool = False,
-    dtype: torch.dtype,
+    dtype: torch.dtype | WeightFormat,
+    row_dtype: torch.dtype = torch.float32,
 ) -> PackedWeight:
     """As `pack_weight`, for a weight [n, k] that `read_rows(begin, end)` gives a block at a time.
 
-    Strips lie one after another, so a block of whole strips is packed as a weight of its own.
+    Strips lie one after another, so a block of whole strips is packed as a weight of its own. `row_dtype`: what rows of
+    a quantised weight are unpacked as, where it is a table too.
     """
-    packed = empty_weight(n, k, bias, gated, dtype)
+    packed = empty_weight(n, k, bias, gated, dtype, row_dtype)
     num_parts, tile_rows = (2, 16) if gated else (1, 32)
     part_rows = n // num_parts
     block_rows = max(PACK_BLOCK_BYTES // (k * 4 * num_parts) // tile_rows, 1) * tile_rows
-    done = 0
+    done = done_scales = 0
     for begin in range(0, part_rows, block_rows):
         end = min(begin + block_rows, part_rows)
         parts = [read_rows(part * part_rows + begin, part * part_rows + end) for part in range(num_parts)]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        form = replace(packed.form, n=len(rows))
-        pack_into(rows, PackedWeight(packed.data[done : done + form.num_elements], form))
-        done += form.num_elements
+        rows = stacked(parts)
+        form = replace(packed.form, n=rows.shape[0])
+        elements, scales = form.num_elements, form.num_scales
+        own_scales = packed.scales[done_scales : done_scales + scales] if packed.scales is not None else None
+        pack_into(rows, PackedWeight(packed.data[done : done + elements], form, own_scales))
+        done, done_scales = done + elements, done_scales + scales
     return packed
 
 
-def empty_weight(n: int, k: int, bias: Tensor | None, gated: bool, dtype: torch.dtype) -> PackedWeight:
+def stacked(parts: Sequence[Tensor | Quantized]) -> Tensor | Quantized:
+    """Rows one after the other, all tensors or all of one quantised format."""
+    if len(parts) == 1:
+        return parts[0]
+    numbers = [part for part in parts if isinstance(part, Quantized)]
+    return concatenate(numbers) if numbers else torch.cat([part for part in parts if isinstance(part, Tensor)])
+
+
+def empty_weight(
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    gated: bool,
+    dtype: torch.dtype | WeightFormat,
+    row_dtype: torch.dtype = torch.float32,
+) -> PackedWeight:
     """Room for a weight [n, k], to be filled by `pack_into`, with its bias in place."""
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"pack_weight: bias has shape {list(bias.shape)}, expected [N={n}]")
-    form = PackedForm(weight_format(dtype), n, k, gated)
-    data = empty_in_huge_pages(form.num_elements, dtype)
-    return PackedWeight(data, form, bias=None if bias is None else pack_bias(bias, gated))
+    form = PackedForm(dtype if isinstance(dtype, WeightFormat) else weight_format(dtype), n, k, gated)
+    data, scales = form.room()
+    return PackedWeight(data, form, scales, row_dtype, None if bias is None else pack_bias(bias, gated))
 
 
 @op
@@ -106,7 +134,8 @@ def linear(
     """activation(x W^T + b) + residual for x [..., K]; for a gated weight activation(gate) * up + residual.
 
     `activation`: none, silu, gelu_tanh, gelu_erf, gelu_quick. `residual` has the shape and type of the result and may
-    be `out`. Sums are fp32; bf16 x with bf16 weights multiplies in bf16, fp32 x in fp32.
+    be `out`. Sums are fp32; bf16 x with bf16 weights multiplies in bf16, fp32 x in fp32. With quantised weights x is
+    rounded to bytes, row by row and group by group (`ops.quantized.quantize_rows`).
     """
     if out is None:
         out = empty((*x.shape[:-1], weight.out_features), out_dtype or x.dtype)

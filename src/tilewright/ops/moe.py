@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tilewright.ops.backend import op
 from tilewright.ops.linear import PackedWeight
-from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
-from tilewright.ops.packed import Packed, PackedForm, pack_into, weight_format
+from tilewright.ops.packed import Packed, PackedForm, WeightFormat, pack_into, weight_format
 from tilewright.ops.plan import empty
+from tilewright.ops.quantized import Quantized
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,20 @@ class PackedExperts(Packed):
     """The weights [n, k] of all experts, one row of `data` per expert, each as a PackedWeight has it."""
 
     @classmethod
-    def empty(cls, num_experts: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> PackedExperts:
+    def empty(cls, num_experts: int, n: int, k: int, gated: bool, dtype: torch.dtype | WeightFormat) -> PackedExperts:
         """Room for the experts, to be filled by `pack`; memory is taken up as they come."""
         if num_experts < 1 or n < 1 or k < 1 or (gated and n % 2):
             what = "gate|up experts of an even n" if gated else "experts"
             raise ValueError(f"PackedExperts: {num_experts} experts of {n} x {k}, expected 1 or more {what}")
-        form = PackedForm(weight_format(dtype), n, k, gated)
-        elements = form.num_elements
-        return cls(empty_in_huge_pages(num_experts * elements, dtype).view(num_experts, elements), form)
+        form = PackedForm(dtype if isinstance(dtype, WeightFormat) else weight_format(dtype), n, k, gated)
+        data, scales = form.room(num_experts)
+        return cls(data, form, scales)
 
     @property
     def num_experts(self) -> int:
         return self.data.shape[0]
 
-    def pack(self, expert: int, weight: Tensor) -> None:
+    def pack(self, expert: int, weight: Tensor | Quantized) -> None:
         """Puts `weight` [n, k] of one expert in its place."""
         if weight.shape != (self.n, self.k):
             raise ValueError(f"PackedExperts: weight has shape {list(weight.shape)}, expected [n={self.n}, k={self.k}]")
@@ -46,7 +46,8 @@ class PackedExperts(Packed):
         """One expert's weight, sharing memory: what `linear` takes."""
         if not 0 <= expert < self.num_experts:
             raise ValueError(f"PackedExperts: expert is {expert}, expected 0 to {self.num_experts - 1}")
-        return PackedWeight(self.data[expert], self.form, None if self.scales is None else self.scales[expert])
+        scales = None if self.scales is None else self.scales[expert]
+        return PackedWeight(self.data[expert], self.form, scales, self.row_dtype)
 
 
 @op

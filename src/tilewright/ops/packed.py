@@ -5,28 +5,60 @@ The same in C++ is csrc/base/packed_weight.h, which says what each name means to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilewright.ops.backend import op
+from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.quantized import GROUP_SIZES, NAMES, WITH_MINS, Quantized, quantize, scale_dtype
 
 
 @dataclass(frozen=True)
 class WeightFormat:
     """How the values of packed weights are stored and how they lie: what a kernel must know to read any of them."""
 
-    name: str  # of the values: bfloat16 or float32
+    name: str  # of the values: bfloat16, float32 or one of ops.quantized.NAMES
     layout: str
-    group_size: int = 0  # values of a row that share a scale; 0: the format has no scales
+    group_size: int = 0  # of quantised values: those of a row that share a scale; 0: all of them
+
+    def __str__(self) -> str:
+        return f"{self.name} in groups of {self.group_size}" if self.group_size else self.name
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.name in NAMES
+
+    @property
+    def has_mins(self) -> bool:
+        return self.name in WITH_MINS
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The type of the elements that hold the values."""
+        return torch.uint8 if self.is_quantized else getattr(torch, self.name)
+
+
+def weight_format(dtype: torch.dtype | str, group_size: int = 0) -> WeightFormat:
+    """The format in which weights in `dtype`, a type or a quantised format's name, are packed for the backend, and the
+    ISA level, in use."""
+    name = str(dtype).removeprefix("torch.")
+    if isinstance(dtype, str) and dtype not in NAMES:
+        raise ValueError(f"the weight's format is {dtype!r}, expected one of {', '.join(NAMES)}")
+    known = () if name not in NAMES else (0, *GROUP_SIZES) if name == "int8" else GROUP_SIZES
+    if group_size not in (known or (0,)):
+        expected = ", ".join(map(str, known)) or "none"
+        raise ValueError(f"{name} has no groups of {group_size} values, expected {expected}")
+    return WeightFormat(name, packed_layout(), group_size)
 
 
 @op
-def weight_format(dtype: torch.dtype) -> WeightFormat:
-    """The format in which weights of a model in `dtype` are packed for the backend, and the ISA level, in use."""
-    return WeightFormat(str(dtype).removeprefix("torch."), kernels.packed_layout())
+def packed_layout() -> str:
+    """How packed weights lie."""
+    return kernels.packed_layout()
 
 
 @dataclass(frozen=True)
@@ -42,11 +74,29 @@ class PackedForm:
     def num_elements(self) -> int:
         return packed_elements(self)
 
+    @property
+    def num_scales(self) -> int:
+        return packed_scales(self)
+
+    def room(self, *leading: int) -> tuple[Tensor, Tensor | None]:
+        """Memory for the data and the scales of a weight, or of as many as `leading` says."""
+        data = empty_in_huge_pages(math.prod(leading) * self.num_elements, self.format.storage)
+        if not self.format.is_quantized:
+            return data.view(*leading, -1), None
+        scales = empty_in_huge_pages(math.prod(leading) * self.num_scales, scale_dtype(self.format.group_size))
+        return data.view(*leading, -1), scales.view(*leading, -1)
+
 
 @op
 def packed_elements(form: PackedForm) -> int:
     """How many elements a weight of a form has, those that fill up its last tiles included."""
     return kernels.packed_elements(form)
+
+
+@op
+def packed_scales(form: PackedForm) -> int:
+    """How many scales, and mins where it has them, a weight of a form has; 0: it is not quantised."""
+    return kernels.packed_scales(form)
 
 
 @dataclass(frozen=True)
@@ -55,7 +105,8 @@ class Packed:
 
     data: Tensor  # [elements of the form], or a row of them for each expert
     form: PackedForm
-    scales: Tensor | None = None  # of formats with groups
+    scales: Tensor | None = None  # of quantised formats, with the mins where there are some
+    row_dtype: torch.dtype = torch.float32  # of quantised formats: what their values are unpacked as
 
     @property
     def n(self) -> int:
@@ -71,22 +122,52 @@ class Packed:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.data.dtype
+        """That of the values, or of what quantised ones are unpacked as."""
+        return self.row_dtype if self.form.format.is_quantized else self.data.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def native(self) -> tuple[object, PackedForm, object]:
         """The one argument as which kernels take it."""
         return view(self.data), self.form, view_or_none(self.scales)
 
 
+def pack_into(weight: Tensor | Quantized, packed: Packed) -> None:
+    """Writes `weight` [n, k], fp32, bf16 or quantised, to where `packed` has its data, as its form says.
+
+    A tensor is quantised if the form is; what is quantised must be so as the form is.
+    """
+    own = packed.form.format
+    if own.is_quantized and isinstance(weight, Tensor):
+        weight = quantize(weight, own.name, own.group_size)
+    if isinstance(weight, Tensor):
+        return pack_values(weight, packed)
+    if (weight.name, weight.group_size) != (own.name, own.group_size):
+        raise ValueError(
+            f"pack_weight: the weight is {weight.name} in groups of {weight.group_size}, "
+            f"expected {own.name} in groups of {own.group_size}"
+        )
+    pack_quantized(weight, packed)
+
+
 @op
-def pack_into(weight: Tensor, packed: Packed) -> None:
-    """Writes `weight` [n, k], fp32 or bf16, to where `packed` has its data, as its form says."""
+def pack_values(weight: Tensor, packed: Packed) -> None:
+    """The same of a tensor in a format that is not quantised."""
     kernels.pack_weight(view(weight), packed.native())
 
 
 @op
+def pack_quantized(weight: Quantized, packed: Packed) -> None:
+    """The same of what is quantised already."""
+    values = view(weight.values.view(torch.uint8))
+    kernels.pack_quantized(values, view(weight.scales), view_or_none(weight.mins), packed.native())
+
+
+@op
 def unpacked(packed: Packed) -> Tensor:
-    """The weight [n, k] as it came."""
+    """The weight [n, k] as it came, or as it was rounded."""
     weight = torch.empty(packed.n, packed.k, dtype=packed.dtype)
     kernels.unpack_weight(packed.native(), view(weight))
     return weight

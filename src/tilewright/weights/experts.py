@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.moe import PackedExperts
+from tilewright.ops.packed import weight_format
 from tilewright.weights.shard import Shard, stacked
 from tilewright.weights.spec import Reader, Source, Weight
 
@@ -26,6 +27,7 @@ class ExpertsWeight(Weight[PackedExperts]):
 
     `parts` name the projections of one expert where they are kept apart (gate then up, or one), `stacked_name` the
     tensor that holds all of them. Of each part this rank has the rows `part_shard`, of the columns `column_shard`.
+    `quantized_as` is as of a LinearWeight.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ExpertsWeight(Weight[PackedExperts]):
         *,
         part_shard: Shard | None = None,
         column_shard: Shard | None = None,
+        quantized_as: tuple[str, int] | None = None,
     ) -> None:
         part_rows = rows // len(parts)
         if stored is ExpertFormat.separate:
@@ -58,9 +61,16 @@ class ExpertsWeight(Weight[PackedExperts]):
         self.rows = rows if part_shard is None else part_shard.length * len(parts)
         self.columns = columns if column_shard is None else column_shard.length
         self.num_parts, self.stored = len(parts), stored
+        self.quantized_as = quantized_as
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
-        packed = PackedExperts.empty(self.num_experts, self.rows, self.columns, self.num_parts == 2, dtype)
+        packed = PackedExperts.empty(
+            self.num_experts,
+            self.rows,
+            self.columns,
+            self.num_parts == 2,
+            dtype if self.quantized_as is None else weight_format(*self.quantized_as),
+        )
         for expert in range(self.num_experts):
             packed.pack(expert, self._weight_of(expert, readers))
         self._value = packed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tilewright.ops.packed import Packed
+from tilewright.ops.quantized import Quantized
 from tilewright.weights.cache import PackedCache
 from tilewright.weights.checkpoint import Checkpoint, CheckpointError
 from tilewright.weights.checksums import ChecksummedData
@@ -39,6 +41,12 @@ class LoadReport:
     from_cache: bool
     unchecked: ChecksummedData | None  # weights of the cache of which a sample alone was compared yet
     seconds: float
+    bytes_by_format: Mapping[str, int]  # which the weights take in memory: "int4 in groups of 32", "bfloat16"
+
+    @property
+    def packed_as(self) -> str:
+        """What was packed in which format, in words: "int8 0.4 GB, bfloat16 0.1 GB"."""
+        return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in self.bytes_by_format.items())
 
 
 def _same_name(name: str) -> str | None:
@@ -53,13 +61,15 @@ def load(
     rename: Callable[[str], str | None] = _same_name,
     cache_dir: Path | None = None,
     progress: bool = False,
+    keep_numbers: bool = True,
 ) -> LoadReport:
     """Every weight of `model` filled from the checkpoint, in `dtype`, and a report.
 
     `rename` gives the model's name for a tensor of the checkpoint, None for one that is left out. All tensors that are
     missing, that nothing asks for, or that have another shape or type than asked for are one CheckpointError.
     `cache_dir`: where packed weights are looked for and kept (`weights.cache`); None for neither. `progress` shows a
-    bar on a terminal.
+    bar on a terminal. `keep_numbers`: products are with the numbers of quantised tensors, if kernels have their format;
+    else with what they stand for, in `dtype`.
     """
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
@@ -67,6 +77,9 @@ def load(
     weights = list(iter_weights(model))
     stored_names, ignored = _stored_names(checkpoint, rename)
     _check(weights, checkpoint, stored_names)
+    if keep_numbers:
+        for weight in weights:
+            weight.keep_numbers([checkpoint.quantized_as(stored_names[source.name]) for source in weight.sources])
     names = {stored_names[source.name] for weight in weights for source in weight.sources}
     source_bytes = sum(checkpoint.size_bytes(name) for name in names)
     cache, from_cache = None, False
@@ -88,7 +101,31 @@ def load(
         from_cache=from_cache,
         unchecked=cache.unchecked if cache and from_cache else None,
         seconds=time.perf_counter() - start_s,
+        bytes_by_format=_bytes_by_format(weights),
     )
+
+
+def _bytes_by_format(weights: Iterable[Weight]) -> dict[str, int]:
+    """What the tensors of all weights take, by the format they are packed in or else by their type; most first."""
+    sizes: dict[str, int] = {}
+
+    def add(value: object) -> None:
+        if isinstance(value, Packed):
+            name = str(value.form.format)
+            sizes[name] = sizes.get(name, 0) + value.size_bytes
+        elif isinstance(value, Tensor):
+            name = str(value.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + value.nbytes
+        elif isinstance(value, tuple):
+            for item in value:
+                add(item)
+        elif is_dataclass(value):
+            for field in fields(value):
+                add(getattr(value, field.name))
+
+    for weight in weights:
+        add(weight.value)
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def _stored_names(
@@ -166,6 +203,10 @@ class _TensorReader:
     def rows(self, begin: int, end: int) -> Tensor:
         self._checkpoint.release(self._name)
         return self._checked(_widened(self._checkpoint.rows(self._name, begin, end)))
+
+    def quantized_rows(self, begin: int, end: int) -> Quantized:
+        self._checkpoint.release(self._name)
+        return self._checkpoint.quantized_rows(self._name, begin, end)
 
     def _checked(self, tensor: Tensor) -> Tensor:
         if _is_finite(tensor):

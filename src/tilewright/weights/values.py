@@ -1,7 +1,7 @@
 """Weights' values as JSON and a file of tensors, and back.
 
-A value is a tensor, a frozen dataclass of this package, a tuple, or a plain number, string, bool or None, nested as it
-may be: what is packed later is kept without a word here.
+A value is a tensor, a frozen dataclass of this package, a tuple, a type of tensors, or a plain number, string, bool or
+None, nested as it may be: what is packed later is kept without a word here.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Encoder:
         if dataclasses.is_dataclass(value) and type(value).__module__.startswith(_PACKAGE):
             fields = {field.name: self.encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
             return {"class": type(value).__qualname__, "module": type(value).__module__, "fields": fields}
+        if isinstance(value, torch.dtype):
+            return {"dtype": _name_of(value)}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise TypeError(f"a weight's value has a {type(value).__name__}, which cannot be kept")
@@ -47,7 +49,11 @@ class Encoder:
         offset = -(-self.size_bytes // _BOUNDARY_BYTES) * _BOUNDARY_BYTES
         self.tensors.append((offset, tensor))
         self.size_bytes = offset + tensor.numel() * tensor.element_size()
-        return {"tensor": offset, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        return {"tensor": offset, "shape": list(tensor.shape), "dtype": _name_of(tensor.dtype)}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def decode(encoded: object, file: MappedFile) -> object:
@@ -61,6 +67,10 @@ def decode(encoded: object, file: MappedFile) -> object:
         end = encoded["tensor"] + math.prod(encoded["shape"]) * dtype.itemsize
         assert isinstance(dtype, torch.dtype) and 0 <= encoded["tensor"] <= end <= file.size_bytes
         return file.tensor_at(encoded["tensor"], tuple(encoded["shape"]), dtype)
+    if "dtype" in encoded:
+        named = getattr(torch, encoded["dtype"])
+        assert isinstance(named, torch.dtype)
+        return named
     assert encoded["module"].startswith(_PACKAGE), encoded["module"]
     value_class = getattr(importlib.import_module(encoded["module"]), encoded["class"])
     return value_class(**{name: decode(value, file) for name, value in encoded["fields"].items()})

@@ -1,6 +1,7 @@
 """Packed linears of a layer of the language model and of the vision tower, and the head."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -11,9 +12,13 @@ from tilewright.bench.row import Calls, Row, close, num_copies, random, rotation
 from tilewright.bench.shapes import MODELS, Vision
 from tilewright.bench.torch_dtype import fastest_dtype
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
+from tilewright.ops.packed import weight_format
+from tilewright.ops.quantized import Quantized, quantize
 from tilewright.ops.torch_backend import linear as reference
 
 ROWS = (1, 4, 16, 128, 512, 1024)
+QUANTIZED = (("int8", 0), ("int4", 32), ("int4", 128))
+QUANTIZED_ROWS = (1, 8, 512)
 HEAD_ROWS = (1, 16)
 VISION_ROWS = (1024, 4096)
 # The reference runs in fp32: this many rows and outputs are enough to show a wrong kernel.
@@ -29,6 +34,9 @@ def rows() -> Iterator[Row]:
         for m in ROWS:
             group = f"linear silu_and_mul M={m}"
             yield _row("linear silu_and_mul", f"{model.name} gate_up", m, n, k, group, gated=True)
+        for format in QUANTIZED:
+            for m in QUANTIZED_ROWS:
+                yield _quantized_row(f"{model.name} gate_up", m, n, k, format)
         for m in HEAD_ROWS:
             yield _row("linear", f"{model.name} lm_head", m, model.vocabulary, model.hidden, f"linear lm_head M={m}")
         for name, (n, k) in model.vision.linears.items():
@@ -45,6 +53,43 @@ def _row(name: str, label: str, m: int, n: int, k: int, group: str, *, gated: bo
     outputs = n // 2 if gated else n
     moved = 2 * (n * k + m * k + m * outputs)
     return Row(name, f"{label} M={m} N={n} K={k}", moved, 2 * m * n * k, partial(_calls, m, n, k, gated), group)
+
+
+def _quantized_row(label: str, m: int, n: int, k: int, format: tuple[str, int]) -> Row:
+    """Beside our own product of the same weight in bf16."""
+    name, group = format
+    bits = 4.0 + 16 / group if group else 8.0
+    moved = int(n * k * bits / 8) + 2 * m * (k + n)
+    title = f"linear {name}" + (f" in groups of {group}" if group else "")
+    shape = f"{label} M={m} N={n} K={k}, beside bf16"
+    return Row(title, shape, moved, 2 * m * n * k, partial(_quantized_calls, m, n, k, format), f"{title} M={m}")
+
+
+def _quantized_calls(m: int, n: int, k: int, format: tuple[str, int]) -> Calls:
+    x = random(m, k)
+    plain = _weights(n, k, False)[1]
+    weight, packed = _quantized_weights(n, k, format)
+    out = torch.empty(m, n, dtype=x.dtype)
+
+    def agrees() -> bool:
+        y = linear(x[-CHECKED_ROWS:], packed[0])[:, :CHECKED_OUTPUTS]
+        return close(y, reference.plain_linear(x[-CHECKED_ROWS:], weight))
+
+    return Calls(
+        lambda call: linear(x, packed[call % len(packed)], out=out),
+        lambda call: linear(x, plain[call % len(plain)], out=out),
+        agrees,
+    )
+
+
+@lru_cache(maxsize=1)
+def _quantized_weights(n: int, k: int, format: tuple[str, int]) -> tuple[Quantized, list[PackedWeight]]:
+    """The first rows of a weight rounded, and a rotation of all of it packed."""
+    weight = _weight(n, k)
+    packed = pack_weight(weight, dtype=weight_format(*format))
+    copies = -(-num_copies(weight) * weight.nbytes // packed.size_bytes)
+    rotated = [replace(packed, data=packed.data.clone()) for _ in range(copies)]
+    return quantize(weight[:CHECKED_OUTPUTS], *format), rotated
 
 
 def _calls(m: int, n: int, k: int, gated: bool) -> Calls:

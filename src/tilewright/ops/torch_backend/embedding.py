@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.torch_backend.common import into
-from tilewright.ops.torch_backend.packed import rows_of
+from tilewright.ops.torch_backend.packed import rows_of, unpacked
 
 
 def embedding(
@@ -16,7 +16,10 @@ def embedding(
     num_ids: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    rows = rows_of(table) if isinstance(table, PackedWeight) else table
+    if isinstance(table, PackedWeight) and table.form.format.is_quantized:
+        rows = unpacked(table)
+    else:
+        rows = rows_of(table) if isinstance(table, PackedWeight) else table
     if num_ids is None:
         return into(out, rows[ids.long()])
     own = ids.long() - first

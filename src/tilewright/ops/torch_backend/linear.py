@@ -10,26 +10,34 @@ from torch.nn import functional
 
 from tilewright.ops import backend
 from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, empty_weight
+from tilewright.ops.packed import WeightFormat, pack_into
+from tilewright.ops.quantized import Quantized, in_groups, quantize_rows
 from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into
-from tilewright.ops.torch_backend.packed import rows_of
+from tilewright.ops.torch_backend.packed import quantized_of, rows_of
 
 
 def pack_weight_rows(
-    read_rows: Callable[[int, int], Tensor],
+    read_rows: Callable[[int, int], Tensor | Quantized],
     n: int,
     k: int,
     bias: Tensor | None = None,
     *,
     gated: bool = False,
-    dtype: torch.dtype,
+    dtype: torch.dtype | WeightFormat,
+    row_dtype: torch.dtype = torch.float32,
 ) -> PackedWeight:
-    packed = empty_weight(n, k, bias, gated, dtype)
+    packed = empty_weight(n, k, bias, gated, dtype, row_dtype)
+    if packed.form.format.is_quantized:
+        pack_into(read_rows(0, n), packed)
+        return packed
     rows = rows_of(packed)
     block_rows = max(PACK_BLOCK_BYTES // (k * 4), 1)
     for begin in range(0, n, block_rows):
         end = min(begin + block_rows, n)
-        rows[begin:end] = read_rows(begin, end)
+        block = read_rows(begin, end)
+        assert isinstance(block, Tensor)
+        rows[begin:end] = block
     return packed
 
 
@@ -49,7 +57,7 @@ def linear(
     out_dtype = out_dtype if out is None else out.dtype
     y = plain_linear(
         x,
-        rows_of(weight),
+        quantized_of(weight) if weight.form.format.is_quantized else rows_of(weight),
         weight.bias,
         gated=weight.gated,
         activation=activation,
@@ -61,7 +69,7 @@ def linear(
 
 def plain_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Quantized,
     bias: Tensor | None = None,
     *,
     gated: bool = False,
@@ -69,12 +77,30 @@ def plain_linear(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same of a weight [N, K] that is no more than a tensor."""
-    y = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    """The same of a weight [N, K] that is no more than a tensor, or numbers and scales."""
+    y = product(x, weight)
+    if bias is not None:
+        y = y + bias.float()
     y = epilogue(y, gated, activation)
     if residual is not None:
         y = y + residual.float()
     return y.to(out_dtype or x.dtype)
+
+
+def product(x: Tensor, weight: Tensor | Quantized) -> Tensor:
+    """x W^T in fp32. With a quantised weight x is rounded to bytes, and products of bytes are added up by group."""
+    if isinstance(weight, Tensor):
+        return functional.linear(x.float(), weight.float())
+    numbers, x_scales = quantize_rows(x, weight.group_size)
+    values = in_groups(weight.values.float(), weight.group_size)
+    y = torch.zeros(*x.shape[:-1], len(values), device=x.device)
+    for group in range(values.shape[1]):
+        sums = functional.linear(numbers[..., group, :], values[:, group])
+        x_scale = x_scales[..., group, None]
+        y = y + sums * x_scale * weight.scales[:, group].float()
+        if weight.mins is not None:
+            y = y - numbers[..., group, :].sum(-1, keepdim=True) * x_scale * weight.mins[:, group].float()
+    return y
 
 
 def epilogue(product: Tensor, gated: bool, activation: str) -> Tensor:

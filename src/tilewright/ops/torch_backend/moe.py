@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.torch_backend.common import into
-from tilewright.ops.torch_backend.linear import epilogue
-from tilewright.ops.torch_backend.packed import rows_of
+from tilewright.ops.torch_backend.linear import epilogue, product
+from tilewright.ops.torch_backend.packed import quantized_of, rows_of
 
 
 def route(
@@ -40,9 +40,35 @@ def moe(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    if gate_up.form.format.is_quantized or down.form.format.is_quantized:
+        return into(out, quantized_moe(x, ids, weights, gate_up, down, activation=activation, residual=residual))
     return into(
         out, plain_moe(x, ids, weights, rows_of(gate_up), rows_of(down), activation=activation, residual=residual)
     )
+
+
+def quantized_moe(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    *,
+    activation: str,
+    residual: Tensor | None,
+) -> Tensor:
+    """The same of quantised experts: all tokens through all of them, of which most count for nothing."""
+    y = torch.zeros(x.shape, device=x.device) if residual is None else residual.float()
+    for expert in range(gate_up.num_experts):
+        is_chosen = ids == expert
+        inner, outer = (
+            quantized_of(own) if own.form.format.is_quantized else rows_of(own)
+            for own in (gate_up.expert(expert), down.expert(expert))
+        )
+        hidden = epilogue(product(x, inner), True, activation).to(x.dtype)
+        share = torch.where(is_chosen, weights, 0.0).sum(-1, keepdim=True)
+        y = torch.where(is_chosen.any(-1, keepdim=True), y + share * product(hidden, outer), y)
+    return y.to(x.dtype)
 
 
 def plain_moe(

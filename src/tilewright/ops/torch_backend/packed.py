@@ -3,25 +3,54 @@
 import torch
 from torch import Tensor
 
-from tilewright.ops.packed import Packed, PackedForm, WeightFormat
+from tilewright.ops.packed import Packed, PackedForm
+from tilewright.ops.quantized import Quantized, dequantize
 
 LAYOUT = "rows"
 
 
-def weight_format(dtype: torch.dtype) -> WeightFormat:
-    return WeightFormat(str(dtype).removeprefix("torch."), LAYOUT)
+def packed_layout() -> str:
+    return LAYOUT
 
 
 def packed_elements(form: PackedForm) -> int:
     return form.n * form.k
 
 
-def pack_into(weight: Tensor, packed: Packed) -> None:
+def packed_scales(form: PackedForm) -> int:
+    if not form.format.is_quantized:
+        return 0
+    num_groups = -(-form.k // (form.format.group_size or form.k))
+    return form.n * num_groups * (2 if form.format.has_mins else 1)
+
+
+def pack_values(weight: Tensor, packed: Packed) -> None:
     rows_of(packed).copy_(weight)
 
 
+def pack_quantized(weight: Quantized, packed: Packed) -> None:
+    own = quantized_of(packed)
+    own.values.copy_(weight.values)
+    own.scales.copy_(weight.scales)
+    if own.mins is not None and weight.mins is not None:
+        own.mins.copy_(weight.mins)
+
+
 def unpacked(packed: Packed) -> Tensor:
+    if packed.form.format.is_quantized:
+        return dequantize(quantized_of(packed)).to(packed.dtype)
     return rows_of(packed).clone()
+
+
+def quantized_of(packed: Packed) -> Quantized:
+    """The numbers, scales and mins of a quantised weight as they lie, without a copy."""
+    own = packed.form.format
+    assert packed.scales is not None
+    values = rows_of(packed) if own.name == "uint4" else rows_of(packed).view(torch.int8)
+    if not own.has_mins:
+        return Quantized(own.name, values, packed.scales.unflatten(-1, (packed.n, -1)), None, own.group_size)
+    scales, mins = packed.scales.unflatten(-1, (2, packed.n, -1)).unbind(-3)
+    return Quantized(own.name, values, scales, mins, own.group_size)
 
 
 def rows_of(packed: Packed) -> Tensor:

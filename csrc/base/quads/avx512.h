@@ -1,0 +1,91 @@
+// Products of quads of bytes for AVX-512. With -mavx512vnni four products and their sum are one instruction, of a byte
+// without and one with a sign.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "base/half.h"
+#include "base/vec/avx512.h"
+
+namespace tilewright {
+namespace {
+
+struct IntVec {
+  __m512i v;
+  static IntVec set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+  void settle() { __asm__("" : "+v"(v)); }
+  Vec to_float() const { return {_mm512_cvtepi32_ps(v)}; }
+};
+
+struct RowQuad {
+  __m512i v;
+  static RowQuad load(const int8_t* p) {
+    int32_t quad;
+    __builtin_memcpy(&quad, p, 4);
+    return {_mm512_set1_epi32(quad)};
+  }
+};
+
+struct NibbleQuads {
+  __m512i v;
+  template <bool kUpper>
+  static NibbleQuads load(const uint8_t* p) {
+    const __m512i bytes = _mm512_loadu_si512(p);
+    return {_mm512_and_si512(kUpper ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15))};
+  }
+};
+
+#ifdef __AVX512VNNI__
+struct SignedQuads {
+  static constexpr int kOffset = 128;
+  __m512i v;
+  static SignedQuads load(const uint8_t* p) {
+    return {_mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0x80)))};
+  }
+};
+
+template <class Quads>
+inline IntVec dot(IntVec sum, const Quads& weights, const RowQuad& x) {
+  return {_mm512_dpbusd_epi32(sum.v, weights.v, x.v)};
+}
+#else
+// The sign goes to x. Two products of at most 128 * 127 fit 16 bits, where products of bytes up to 255 would not.
+struct SignedQuads {
+  static constexpr int kOffset = 0;
+  __m512i magnitude;
+  __mmask64 is_negative;
+  static SignedQuads load(const uint8_t* p) {
+    const __m512i bytes = _mm512_loadu_si512(p);
+    return {_mm512_abs_epi8(bytes), _mm512_movepi8_mask(bytes)};
+  }
+};
+
+inline IntVec add_pairs(IntVec sum, __m512i weights, __m512i x) {
+  const __m512i pairs = _mm512_maddubs_epi16(weights, x);
+  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+}
+inline IntVec dot(IntVec sum, const NibbleQuads& weights, const RowQuad& x) { return add_pairs(sum, weights.v, x.v); }
+inline IntVec dot(IntVec sum, const SignedQuads& weights, const RowQuad& x) {
+  const __m512i zero = _mm512_setzero_si512();
+  return add_pairs(sum, weights.magnitude, _mm512_mask_sub_epi8(x.v, weights.is_negative, zero, x.v));
+}
+#endif
+
+inline Vec load_halves(const f16* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+inline void store_bytes(Vec a, int8_t* p) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+
+// 12 x 2 tiles are 24 sums of 32 registers.
+struct QuadTraits {
+  static constexpr int kRows = 12;
+  static constexpr int tiles(int) { return 2; }
+};
+
+}  // namespace
+}  // namespace tilewright

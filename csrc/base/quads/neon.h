@@ -1,0 +1,74 @@
+// Products of quads of bytes for NEON. With +dotprod four products and their sum are one instruction.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+
+#include "base/half.h"
+#include "base/vec/neon.h"
+
+namespace tilewright {
+namespace {
+
+struct IntVec {
+  int32x4_t v;
+  static IntVec set1(int32_t x) { return {vdupq_n_s32(x)}; }
+  void settle() { __asm__("" : "+w"(v)); }
+  Vec to_float() const { return {vcvtq_f32_s32(v)}; }
+};
+
+struct RowQuad {
+  int8x16_t v;
+  static RowQuad load(const int8_t* p) {
+    int32_t quad;
+    __builtin_memcpy(&quad, p, 4);
+    return {vreinterpretq_s8_s32(vdupq_n_s32(quad))};
+  }
+};
+
+struct SignedQuads {
+  static constexpr int kOffset = 0;
+  int8x16_t v;
+  static SignedQuads load(const uint8_t* p) { return {vreinterpretq_s8_u8(vld1q_u8(p))}; }
+};
+
+struct NibbleQuads {
+  int8x16_t v;
+  template <bool kUpper>
+  static NibbleQuads load(const uint8_t* p) {
+    const uint8x16_t bytes = vld1q_u8(p);
+    return {vreinterpretq_s8_u8(kUpper ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)))};
+  }
+};
+
+template <class Quads>
+inline IntVec dot(IntVec sum, const Quads& weights, const RowQuad& x) {
+#ifdef __ARM_FEATURE_DOTPROD
+  return {vdotq_s32(sum.v, weights.v, x.v)};
+#else
+  // Two products of at most 128 * 127 fit 16 bits.
+  const int16x8_t low = vmull_s8(vget_low_s8(weights.v), vget_low_s8(x.v));
+  const int16x8_t high = vmull_high_s8(weights.v, x.v);
+  return {vpadalq_s16(sum.v, vpaddq_s16(low, high))};
+#endif
+}
+
+inline Vec load_halves(const f16* p) {
+  return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))))};
+}
+
+inline void store_bytes(Vec a, int8_t* p) {
+  const int16x4_t words = vqmovn_s32(vcvtnq_s32_f32(a.v));
+  const int8x8_t bytes = vqmovn_s16(vcombine_s16(words, words));
+  vst1_lane_s32(reinterpret_cast<int32_t*>(p), vreinterpret_s32_s8(bytes), 0);
+}
+
+// 6 x 1 tile or 3 x 2 are 24 sums of 32 registers.
+struct QuadTraits {
+  static constexpr int kRows = 6;
+  static constexpr int tiles(int rows) { return rows <= 3 ? 2 : 1; }
+};
+
+}  // namespace
+}  // namespace tilewright

@@ -1,0 +1,44 @@
+// One value of a packed quantised weight: for what reads few of them, as the rows of an embedding table.
+#pragma once
+
+#include "base/half.h"
+#include "base/packed_weight.h"
+
+namespace tilewright {
+namespace {
+
+// Where the number of a column of a strip at depth k is, in bytes from the strip's begin.
+struct PackedPlace {
+  int64_t offset;
+  bool is_upper;  // of a nibble: in the upper half of the byte
+
+  PackedPlace(const PackedWeight& weight, int column, int64_t k) {
+    const bool nibbles = has_nibbles(weight.format);
+    const int depth = static_cast<int>(k % kQuadTileDepth);
+    const int64_t tile = k / kQuadTileDepth * 2 + column / kTileColumns;
+    offset = tile * (nibbles ? 512 : 1024) + (nibbles ? quad_offset<true>(depth, column % kTileColumns)
+                                                      : quad_offset<false>(depth, column % kTileColumns));
+    is_upper = nibbles && depth % 8 >= 4;
+  }
+};
+
+inline float scale_of(const PackedWeight& weight, int64_t strip, int64_t group, int index) {
+  const char* scales = weight.scales_at(strip, group);
+  return weight.scale_dtype() == DType::f16 ? to_float(reinterpret_cast<const f16*>(scales)[index])
+                                            : reinterpret_cast<const float*>(scales)[index];
+}
+
+// What the number at depth k of a column of a strip stands for.
+inline float packed_value(const PackedWeight& weight, int64_t strip, int column, int64_t k) {
+  const PackedPlace place(weight, column, k);
+  const uint8_t byte = weight.strip<uint8_t>(strip)[place.offset];
+  const int64_t group = weight.group_size ? k / weight.group_size : 0;
+  int number = static_cast<int8_t>(byte);
+  if (has_nibbles(weight.format))
+    number = (place.is_upper ? byte >> 4 : byte & 15) - (weight.format == WeightFormat::int4 ? 8 : 0);
+  const float value = scale_of(weight, strip, group, column) * static_cast<float>(number);
+  return has_mins(weight.format) ? value - scale_of(weight, strip, group, kStripColumns + column) : value;
+}
+
+}  // namespace
+}  // namespace tilewright

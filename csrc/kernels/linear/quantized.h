@@ -1,0 +1,260 @@
+// Products with quantised weights. Include after base/quads of the level.
+//
+// x is rounded to bytes, row by row and group by group: scale = max |x| / 127, q = round(x / scale). Products of bytes
+// are added in 32 bits, exactly, and a group's sum enters the output as fma(sum * x scale, weight scale, output), in
+// order of groups, then its min. So a row has the same bits whichever kernel multiplies it, beside whatever rows.
+#pragma once
+
+#include "base/dot.h"
+#include "base/vec/row.h"
+#include "kernels/linear/epilogue.h"
+
+namespace tilewright {
+namespace {
+
+// A row of x as it is packed: its bytes, padded with zeros to whole tiles, then a scale and the sum of the bytes for
+// each group. Rows are not a multiple of 4 KB apart, or their lines would share a set of the L1 cache.
+inline int64_t quantized_row_bytes(const PackedWeight& weight) {
+  const int64_t bytes = round_up(weight.depth() + weight.num_groups() * 8, 64);
+  return bytes % 4096 ? bytes : bytes + 64;
+}
+
+struct QuantizedRow {
+  const int8_t* values;
+  const float* scales;
+  const int32_t* sums;
+
+  QuantizedRow(const PackedWeight& weight, const void* row)
+      : values(static_cast<const int8_t*>(row)),
+        scales(reinterpret_cast<const float*>(values + weight.depth())),
+        sums(reinterpret_cast<const int32_t*>(scales + weight.num_groups())) {}
+};
+
+// Below, a group counts as zeros: 127 / max would overflow.
+inline constexpr float kLeastMax = 1e-30f;
+
+// Rounds `count` values of x to bytes and gives their scale and sum. A NaN or an infinity makes the scale a NaN, and
+// with it all outputs of the row.
+template <class TX>
+inline void quantize_group(const TX* x, int64_t count, int8_t* values, float* scale, int32_t* sum) {
+  Vec most = Vec::zero(), broken = Vec::zero();
+  for_each_vec(count, [&](int64_t i, auto some) {
+    const Vec v = load_some(x + i, some);
+    most = max(max(v, Vec::zero() - v), most);
+    broken = fma(v, Vec::zero(), broken);
+  });
+  const float largest = reduce_max(most);
+  const bool is_zero = !(largest > kLeastMax);
+  const Vec inverse = Vec::set1(is_zero ? 0.0f : 127.0f / largest);
+  Vec total = Vec::zero();
+  for (int64_t i = 0; i < count; i += Vec::kLanes) {
+    const Vec v = round((i + Vec::kLanes <= count ? Vec::load(x + i) : Vec::load(x + i, count - i)) * inverse);
+    total = total + v;
+    store_bytes(v, values + i);
+  }
+  *scale = (is_zero ? 0.0f : largest / 127.0f) + reduce_add(broken);
+  const float whole = reduce_add(total);  // exact: below 2^24
+  *sum = whole == whole ? static_cast<int32_t>(whole) : 0;
+}
+
+template <class TX>
+void quantize_rows(const LinearArgs& args, int64_t block, char* packed) {
+  const PackedWeight& weight = args.weight;
+  const int64_t row_bytes = quantized_row_bytes(weight), num_groups = weight.num_groups();
+  for (int r = 0; r < rows_in_block(args, block); ++r, packed += row_bytes) {
+    const TX* x = row_of_x<TX>(args, block * kRowBlock + r);
+    int8_t* values = reinterpret_cast<int8_t*>(packed);
+    float* scales = reinterpret_cast<float*>(values + weight.depth());
+    int32_t* sums = reinterpret_cast<int32_t*>(scales + num_groups);
+    std::memset(values + weight.k / Vec::kLanes * Vec::kLanes, 0,
+                weight.depth() - weight.k / Vec::kLanes * Vec::kLanes);
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const int64_t begin = weight.group_begin(g),
+                    end = weight.group_end(g) < weight.k ? weight.group_end(g) : weight.k;
+      quantize_group(x + begin, end - begin, values + begin, scales + g, sums + g);
+    }
+  }
+}
+
+void quantized_pack_block(const LinearArgs& args, int64_t block, void* packed) {
+  if (args.x.dtype == DType::bf16)
+    quantize_rows<bf16>(args, block, static_cast<char*>(packed));
+  else
+    quantize_rows<float>(args, block, static_cast<char*>(packed));
+}
+
+int64_t quantized_block_bytes(const LinearArgs& args) { return kRowBlock * quantized_row_bytes(args.weight); }
+
+// 64 bytes of a tile are kDepths of 16 columns, as kParts rows of quads. What is multiplied is the weight + kOffset.
+struct ByteWeights {
+  static constexpr int kDepths = 4, kParts = 1, kTileBytes = 1024;
+  template <int kPart>
+  static SignedQuads load(const uint8_t* p) {
+    return SignedQuads::load(p);
+  }
+  static constexpr int kOffset = SignedQuads::kOffset;
+};
+template <int kStoredOffset>
+struct NibbleWeights {
+  static constexpr int kDepths = 8, kParts = 2, kTileBytes = 512;
+  template <int kPart>
+  static NibbleQuads load(const uint8_t* p) {
+    return NibbleQuads::load<kPart == 1>(p);
+  }
+  static constexpr int kOffset = kStoredOffset;
+};
+
+// Scales or mins of Vec::kLanes columns.
+inline Vec load_scales(const char* scales, bool is_half, int64_t index) {
+  return is_half ? load_halves(reinterpret_cast<const f16*>(scales) + index)
+                 : Vec::load(reinterpret_cast<const float*>(scales) + index);
+}
+
+// total + what a group's sums of a row are worth.
+TILEWRIGHT_INLINE Vec add_group(IntVec sums, float x_scale, Vec weight_scales, Vec total) {
+  return fma(sums.to_float() * Vec::set1(x_scale), weight_scales, total);
+}
+// total - what its min is.
+TILEWRIGHT_INLINE Vec subtract_min(Vec mins, float x_scale, int32_t x_sum, Vec total) {
+  return fma(mins, Vec::set1(-(x_scale * static_cast<float>(x_sum))), total);
+}
+
+// fn(constant) for 0 to kCount - 1: constants from the start, since loops are unrolled too late for gcc to keep arrays
+// of sums in registers alone.
+template <int kCount, class Fn>
+TILEWRIGHT_INLINE void unrolled(Fn fn) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
+    (fn(std::integral_constant<int, kIndex>{}), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
+// Vecs of columns of kTiles tiles.
+template <int kTiles>
+inline constexpr int kColumnVecs = kTiles * kTileColumns / Vec::kLanes;
+
+// Where a Vec of columns begins, counted in columns.
+TILEWRIGHT_INLINE constexpr int column_of(int vec) { return vec * Vec::kLanes; }
+
+// sums += the products of four depths.
+template <class Weights, int kPart, int kRows, int kTiles>
+TILEWRIGHT_INLINE void multiply_quads(const RowPointers<int8_t, kRows>& rows, const uint8_t* line,
+                                      IntVec (&sums)[kRows * kColumnVecs<kTiles>]) {
+  constexpr int kVecs = kColumnVecs<kTiles>;
+  decltype(Weights::template load<kPart>(line)) weights[kVecs];
+  unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
+    constexpr int kColumn = column_of(v.value);
+    weights[v.value] =
+        Weights::template load<kPart>(line + kColumn / kTileColumns * Weights::kTileBytes + kColumn % kTileColumns * 4);
+  });
+  unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+    const RowQuad x = RowQuad::load(rows[r.value] + 4 * kPart);
+    unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
+      constexpr int kSum = decltype(r)::value * kVecs + decltype(v)::value;
+      sums[kSum] = dot(sums[kSum], weights[v.value], x);
+    });
+  });
+}
+
+// sums += the products of the depths [begin, end) of a strip, whose tiles begin at `data`.
+template <class Weights, int kRows, int kTiles>
+TILEWRIGHT_INLINE void multiply_depths_of(const uint8_t* data, const int8_t* x, int64_t row_bytes, int64_t begin,
+                                          int64_t end, IntVec (&sums)[kRows * kColumnVecs<kTiles>]) {
+  RowPointers<int8_t, kRows> rows(x + begin, row_bytes);
+  for (int64_t depth = begin; depth < end;) {
+    const int64_t in_tile = depth & (kQuadTileDepth - 1), left = kQuadTileDepth - in_tile;
+    const int64_t count = end - depth < left ? end - depth : left;
+    const uint8_t* line =
+        data + (depth - in_tile) / kQuadTileDepth * 2 * Weights::kTileBytes + in_tile / Weights::kDepths * 64;
+    for (int64_t d = 0; d < count; d += Weights::kDepths, line += 64, rows.advance(Weights::kDepths)) {
+      // Few rows: weights come from memory, at its speed if they are asked for 8 KB ahead.
+      if constexpr (kRows <= 4)
+        for (int t = 0; t < kTiles; ++t) __builtin_prefetch(line + t * Weights::kTileBytes + 8192);
+      multiply_quads<Weights, 0, kRows, kTiles>(rows, line, sums);
+      if constexpr (Weights::kParts == 2) multiply_quads<Weights, 1, kRows, kTiles>(rows, line, sums);
+    }
+    depth += count;
+  }
+}
+
+// c [kRows, 16 kTiles] of stride 32, from tile `tile` of a strip on.
+template <class Weights, int kRows, int kTiles>
+void multiply_rows(const PackedWeight& weight, int64_t strip, int tile, const char* x, int64_t row_bytes, float* c) {
+  constexpr int kVecs = kColumnVecs<kTiles>;
+  const uint8_t* data = weight.strip<uint8_t>(strip) + tile * Weights::kTileBytes;
+  const QuantizedRow first_row(weight, x);
+  const bool is_half = weight.scale_dtype() == DType::f16, with_mins = has_mins(weight.format);
+  for (int64_t g = 0; g < weight.num_groups(); ++g) {
+    const auto in_row = [&](auto* of_first, int r) __attribute__((always_inline)) {
+      return reinterpret_cast<decltype(of_first)>(reinterpret_cast<const char*>(of_first) + r * row_bytes)[g];
+    };
+    IntVec sums[kRows * kVecs];
+    unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+      const IntVec start = IntVec::set1(-Weights::kOffset * in_row(first_row.sums, r.value));
+      unrolled<kVecs>([&](auto v)
+                          __attribute__((always_inline)) { sums[decltype(r)::value * kVecs + v.value] = start; });
+    });
+    multiply_depths_of<Weights, kRows, kTiles>(data, first_row.values, row_bytes, weight.group_begin(g),
+                                               weight.group_end(g), sums);
+    unrolled<kRows * kVecs>([&](auto i) __attribute__((always_inline)) { sums[i.value].settle(); });
+    const char* scales = weight.scales_at(strip, g);
+    unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
+      const int column = tile * kTileColumns + column_of(v.value);
+      const Vec weight_scales = load_scales(scales, is_half, column);
+      const Vec mins = with_mins ? load_scales(scales, is_half, kStripColumns + column) : Vec::zero();
+      unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+        constexpr int kSum = decltype(r)::value * kVecs + decltype(v)::value;
+        float* out = c + r.value * kStripColumns + column_of(v.value);
+        const float x_scale = in_row(first_row.scales, r.value);
+        Vec total = add_group(sums[kSum], x_scale, weight_scales, g == 0 ? Vec::zero() : Vec::load(out));
+        if (with_mins) total = subtract_min(mins, x_scale, in_row(first_row.sums, r.value), total);
+        total.store(out);
+      });
+    });
+  }
+}
+
+// Rows of c [rows, 32], the sums of one strip.
+template <class Weights>
+void multiply_strip_of(const PackedWeight& weight, int64_t strip, const char* x, int rows, float* c) {
+  const int64_t row_bytes = quantized_row_bytes(weight);
+  int blocks = (rows + QuadTraits::kRows - 1) / QuadTraits::kRows;  // even ones, as in base/dot.h
+  for (int row = 0, count = 0; blocks > 0; row += count, --blocks) {
+    count = (rows - row + blocks - 1) / blocks;
+    with_rows<QuadTraits::kRows>(count, [&](auto num_rows) {
+      constexpr int kTiles = QuadTraits::tiles(num_rows.value);
+      for (int tile = 0; tile < 2; tile += kTiles)
+        multiply_rows<Weights, num_rows.value, kTiles>(weight, strip, tile, x + row * row_bytes, row_bytes,
+                                                       c + row * kStripColumns + tile * kTileColumns);
+    });
+  }
+}
+
+// fn(Weights{}) of a format.
+template <class Fn>
+inline void with_weights(WeightFormat format, Fn fn) {
+  switch (format) {
+    case WeightFormat::int8:
+    case WeightFormat::int8_min: return fn(ByteWeights{});
+    case WeightFormat::int4: return fn(NibbleWeights<8>{});
+    default: return fn(NibbleWeights<0>{});
+  }
+}
+
+void quantized_run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+                   int64_t strip_begin, int64_t strip_end) {
+  const int64_t row_bytes = quantized_row_bytes(args.weight);
+  const int64_t end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
+  alignas(64) float c[kRowBlock * kStripColumns];
+  with_weights(args.weight.format, [&](auto weights) {
+    for (int64_t s = strip_begin; s < strip_end; ++s)
+      for (int64_t row = block_begin * kRowBlock; row < end; row += kRowBlock) {
+        const int rows = static_cast<int>(end - row < kRowBlock ? end - row : kRowBlock);
+        multiply_strip_of<decltype(weights)>(args.weight, s, static_cast<const char*>(packed_x) + row * row_bytes, rows,
+                                             c);
+        finish_block(args, c, row, rows, s);
+      }
+  });
+}
+
+}  // namespace
+}  // namespace tilewright

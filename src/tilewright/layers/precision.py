@@ -1,0 +1,74 @@
+"""In which formats the weights of a model are packed, while it is built: each product asks.
+
+    with precision.use(precision.named("int4")):
+        model = family.build(config, shapes)
+
+What is small or steers much stays in the model's own type: norms, position tables, patch embeddings, the router of
+experts and its shared gate, the gates b and a of delta nets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilewright.types import RequestError
+
+# A quantised format and how many values of a row share a scale, 0 for all of them, as `ops.packed.weight_format` takes
+# them; None: the model's own type.
+Format = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`products` is the format of linears and experts, `head` that of the output head, also where it is the table of
+    token embeddings too."""
+
+    products: Format | None = None
+    head: Format | None = None
+    keeps_numbers: bool = True  # those of quantised tensors of a checkpoint, where `products` says nothing else
+
+    @property
+    def block(self) -> int:
+        """Columns that share a scale: ranks that split a model keep them together."""
+        return max(format[1] for format in (self.products, self.head, ("", 1)) if format is not None)
+
+
+# The head's rows are as many as the vocabulary's, and an error there chooses another token: 8 bits at least.
+_NAMED = {
+    "int8": Precision(("int8", 0), ("int8", 0)),
+    "int4": Precision(("int4", 32), ("int8", 0)),
+    "none": Precision(keeps_numbers=False),
+}
+
+
+def named(name: str | None) -> Precision:
+    """What `quantize` names; None: weights stay as the checkpoint has them, quantised or not."""
+    if name is not None and name not in _NAMED:
+        raise RequestError(f"quantize is {name!r}, expected {', '.join(_NAMED)}")
+    return Precision() if name is None else _NAMED[name]
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.precision = Precision()
+
+
+_current = _Current()
+
+
+def current() -> Precision:
+    """That of layers which this thread builds; nothing is quantised unless `use` says otherwise."""
+    return _current.precision
+
+
+@contextlib.contextmanager
+def use(precision: Precision) -> Iterator[None]:
+    before = _current.precision
+    _current.precision = precision
+    try:
+        yield
+    finally:
+        _current.precision = before

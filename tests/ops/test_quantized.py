@@ -1,0 +1,163 @@
+"""Products with quantised weights against the plain torch of ops.quantized, at every ISA level."""
+
+import pytest
+import torch
+from helpers import assert_close, poisoned, rand
+
+from tilewright.ops import backend
+from tilewright.ops.embedding import embedding
+from tilewright.ops.linear import PackedWeight, linear, pack_weight, pack_weight_rows
+from tilewright.ops.moe import PackedExperts, moe, route
+from tilewright.ops.packed import weight_format
+from tilewright.ops.quantized import Quantized, dequantize, quantize
+from tilewright.ops.torch_backend import linear as reference
+
+MULTIPLIES_BYTES = True  # conftest.py: at all levels
+FORMATS = [("int8", 0), ("int8", 32), ("int8_min", 16), ("int4", 32), ("int4", 128), ("uint4", 32), ("uint4", 64)]
+SHAPES = [(1, 1, 1), (2, 31, 65), (5, 100, 129), (17, 64, 96), (70, 33, 250)]
+
+
+@pytest.fixture(params=FORMATS, ids=lambda given: f"{given[0]}-{given[1]}")
+def format(request):
+    return request.param
+
+
+@pytest.mark.parametrize("m,n,k", SHAPES)
+def test_linear(isa, dtype, format, m, n, k):
+    x, weight, bias = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, seed=1), rand(n, seed=2)
+    packed = pack_weight(weight, bias, dtype=weight_format(*format))
+    expected = reference.plain_linear(x, quantize(weight, *format), bias)
+    assert_close(linear(x, packed, out=poisoned(m, n, dtype=dtype)), expected)
+
+
+@pytest.mark.parametrize("m,n,k", [(1, 2, 3), (20, 66, 130)])
+def test_gate_and_up_with_a_residual(isa, dtype, format, m, n, k):
+    x, weight = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, seed=1, scale=k**-0.5)
+    residual = rand(m, n // 2, dtype=dtype, seed=3)
+    packed = pack_weight(weight, gated=True, dtype=weight_format(*format))
+    given = {"activation": "silu", "residual": residual}
+    expected = reference.plain_linear(x, quantize(weight, *format), gated=True, **given)
+    assert_close(linear(x, packed, **given, out=poisoned(m, n // 2, dtype=dtype)), expected)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(isa, dtype, format):
+    weight, x = rand(96, 300, dtype=dtype), rand(70, 300, dtype=dtype, seed=1)
+    packed = pack_weight(weight, dtype=weight_format(*format))
+    together = linear(x, packed)
+    for rows in (1, 2, 16, 17, 40):
+        assert torch.equal(linear(x[:rows], packed), together[:rows])
+
+
+def test_experts(isa, dtype, format):
+    num_experts, width, inner = 5, 72, 40
+    gate_up = rand(num_experts, 2 * inner, width, scale=width**-0.5, dtype=dtype)
+    down = rand(num_experts, width, inner, scale=inner**-0.5, dtype=dtype, seed=1)
+
+    def pack(weights: torch.Tensor, gated: bool) -> PackedExperts:
+        packed = PackedExperts.empty(*weights.shape, gated, weight_format(*format))
+        for expert, weight in enumerate(weights):
+            packed.pack(expert, weight)
+        return packed
+
+    for num_tokens in (1, 23):
+        x, residual = rand(num_tokens, width, dtype=dtype, seed=2), rand(num_tokens, width, dtype=dtype, seed=3)
+        ids, weights = route(rand(num_tokens, num_experts, seed=4), 2, renormalize=True)
+        out = moe(x, ids, weights, pack(gate_up, True), pack(down, False), residual=residual)
+        with backend.use("torch"):
+            expected = moe(x, ids, weights, pack(gate_up, True), pack(down, False), residual=residual)
+        # A rounding step of act(gate) * up may round to another byte: one step of 127.
+        assert_close(out, expected, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_table(isa, format, row_dtype):
+    table = rand(70, 100)
+    packed = pack_weight_rows(
+        lambda begin, end: table[begin:end], 70, 100, dtype=weight_format(*format), row_dtype=row_dtype
+    )
+    ids = torch.tensor([0, 69, 31, 32, 33])
+    expected = dequantize(quantize(table, *format))[ids].to(row_dtype)
+    assert_close(embedding(ids, packed), expected)
+    assert torch.equal(embedding(ids, packed), packed.unpack()[ids])
+    own = embedding(ids, packed, first=30, num_ids=100)
+    assert not own[:1].any() and torch.equal(own[2:], packed.unpack()[ids[2:] - 30])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_blocks_of_rows_are_packed_as_the_whole(format, gated, monkeypatch):
+    monkeypatch.setattr("tilewright.ops.linear.PACK_BLOCK_BYTES", 8192)
+    weight = rand(140, 100)
+    whole = pack_weight(weight, gated=gated, dtype=weight_format(*format))
+    parts = pack_weight_rows(lambda begin, end: weight[begin:end], 140, 100, gated=gated, dtype=weight_format(*format))
+    assert torch.equal(whole.data, parts.data) and torch.equal(whole.scales, parts.scales)
+    assert torch.equal(whole.unpack(), dequantize(quantize(weight, *format)))
+
+
+def test_the_torch_backend_multiplies_as_the_kernels(dtype, format):
+    x, weight = rand(9, 130, dtype=dtype), rand(40, 130, dtype=dtype, seed=1)
+    expected = linear(x, pack_weight(weight, dtype=weight_format(*format)))
+    with backend.use("torch"):
+        packed = pack_weight(weight, dtype=weight_format(*format))
+        assert_close(linear(x, packed), expected)
+        assert torch.equal(packed.unpack(), dequantize(quantize(weight, *format)))
+
+
+@pytest.mark.parametrize(("format", "bound"), [(("int8", 0), 0.012), (("int8", 32), 0.007), (("int4", 32), 0.09)])
+def test_error_of_normal_weights(format, bound):
+    """Of the weights alone, relative to their norm: a step is 2 max / 255, and max some 3.5 deviations of a row."""
+    weight = rand(64, 512)
+    assert (dequantize(quantize(weight, *format)) - weight).norm() / weight.norm() < bound
+
+
+def test_the_largest_value_of_a_group_keeps_its_size():
+    weight = rand(16, 64)
+    for name, group in FORMATS:
+        rounded = dequantize(quantize(weight, name, group))
+        largest = weight.abs().argmax()
+        assert abs(rounded.flatten()[largest] / weight.flatten()[largest] - 1) < 0.18, name
+
+
+def test_zeros_and_constants_stay(format):
+    weight = torch.zeros(3, 40)
+    weight[1] = 0.5
+    rounded = dequantize(quantize(weight, *format))
+    assert not rounded[::2].any() and torch.allclose(rounded[1], weight[1], rtol=2e-3)
+
+
+def test_nan_and_infinity_are_not_rounded_away(isa, format):
+    packed = pack_weight(rand(8, 100), dtype=weight_format(*format))
+    for broken in (torch.nan, torch.inf):
+        x = rand(2, 100, seed=1)
+        x[0, 70] = broken
+        y = linear(x, packed)
+        assert y[0].isnan().all() and y[1].isfinite().all()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="the weight's format is 'int3', expected one of int8, int8_min, int4, uint4"):
+        weight_format("int3")
+    with pytest.raises(ValueError, match="int4 has no groups of 0 values"):
+        weight_format("int4")
+    with pytest.raises(ValueError, match="int8 has no groups of 33 values"):
+        weight_format("int8", 33)
+    with pytest.raises(ValueError, match="the weight is int8 in groups of 0, expected int4 in groups of 32"):
+        pack_weight(quantize(torch.zeros(4, 8), "int8"), dtype=weight_format("int4", 32))
+    with pytest.raises(ValueError, match=r"cannot be kept as torch\.float16"):
+        quantize(torch.full((1, 32), 8e5), "int4", 32)
+    packed = pack_weight(torch.zeros(4, 8), dtype=weight_format("int8"))
+    with pytest.raises(ValueError, match="linear: weight has no scales, which int8 needs"):
+        linear(torch.zeros(2, 8), PackedWeight(packed.data, packed.form))
+    with pytest.raises(ValueError, match="linear: weight has 3 scales, expected 32"):
+        linear(torch.zeros(2, 8), PackedWeight(packed.data, packed.form, torch.zeros(3)))
+    with pytest.raises(ValueError, match="a row of the weight has 131073 values, int8 takes up to 131072"):
+        pack_weight(torch.zeros(1, 131073), dtype=weight_format("int8"))
+
+
+def test_a_weight_quantised_elsewhere_is_packed_as_it_is(isa):
+    values = torch.randint(0, 16, (33, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    scales, mins = rand(33, 2).abs().half(), rand(33, 2, seed=1).half()
+    weight = Quantized("uint4", values, scales, mins, 32)
+    packed = pack_weight(weight)
+    assert torch.equal(packed.unpack(), dequantize(weight))
+    x = rand(3, 64, seed=2)
+    assert_close(linear(x, packed), reference.plain_linear(x, weight))
