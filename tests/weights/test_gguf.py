@@ -11,9 +11,13 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
+from tilewright.ops.quantized import concatenate, dequantize, quantize
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
+from tilewright.weights.dequantize import FORMATS
+from tilewright.weights.gguf_numbers import SPLITS, common_format, in_format
 from tilewright.weights.linear import LinearWeight
 from tilewright.weights.load import load
+from tilewright.weights.shard import PADDING, Shard
 from tilewright.weights.unpacked import Unpacked
 
 HEADS, KV_HEADS, HEAD_WIDTH, HIDDEN, INTERMEDIATE, VOCABULARY = 4, 2, 32, 256, 512, 96
@@ -102,6 +106,7 @@ def write(path, architecture: str, tensors: dict[str, np.ndarray], kind: Type = 
     return expected
 
 
+QUANTISED = [Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 KINDS = [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
 
 
@@ -205,14 +210,73 @@ def test_scaled_positions(tmp_path):
         open_checkpoint(path)
 
 
-def test_loading_packs_dequantised_rows(tmp_path):
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_numbers(tmp_path, architecture, kind):
+    """What they stand for is what the tensors are."""
+    tensors = {name: tensor for name, tensor in model_tensors(architecture).items() if tensor.ndim == 2}
+    expected = write(tmp_path / "m.gguf", architecture, tensors, kind)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    for name, values in expected.items():
+        rows = values.shape[0]
+        for begin, end in ((0, 1), (rows // 3, rows // 3 + 5), (0, rows)):
+            numbers = checkpoint.quantized_rows(name, begin, end)
+            assert (numbers.name, numbers.group_size) == checkpoint.quantized_as(name)
+            assert torch.allclose(dequantize(numbers), values[begin:end], rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K], ids=lambda kind: kind.name)
+def test_numbers_of_superblocks(kind):
+    """The library writes none of these: any bytes are blocks, once their scales are small. Rounded to fp16 here."""
+    format = next(format for format in FORMATS.values() if format.name == kind.name)
+    data = np.random.default_rng(1).integers(0, 256, (6, format.block_bytes), dtype=np.uint8)
+    for offset in (208,) if kind == Type.Q6_K else (0, 2):
+        data[:, offset : offset + 2] = np.array([0.01], dtype=np.float16).view(np.uint8)
+    expected = torch.from_numpy(quants.dequantize(data, kind)).view(3, 512)
+    numbers = SPLITS[kind.name].rows(torch.from_numpy(data).flatten(), 3)
+    assert (dequantize(numbers) - expected).abs().max() <= 2**-10 * expected.abs().max()
+
+
+def test_loading_keeps_numbers(tmp_path):
+    expected = write(tmp_path / "m.gguf", "llama", model_tensors("llama"), Type.Q4_1)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    attention = "model.layers.0.self_attn."
+    parts = [(f"{attention}{name}_proj", rows * HEAD_WIDTH) for name, rows in (("q", 4), ("k", 2), ("v", 2))]
+    whole = LinearWeight(parts, HIDDEN, bias=True)
+    split = LinearWeight(
+        [(name, rows, Shard(((rows // 2, rows // 2), (PADDING, 7)))) for name, rows in parts],
+        HIDDEN,
+        column_shard=Shard(((64, 128), (PADDING, 32))),
+    )
+    for weight in (whole, split):
+        rename = {source.name: source.name for source in weight.sources}.get
+        load([weight], checkpoint, dtype=torch.float32, rename=rename)
+        assert str(weight.value.form.format) == "uint4 in groups of 32"
+    values = [expected[f"{name}.weight"] for name, _ in parts]
+    assert torch.allclose(whole.value.unpack(), torch.cat(values), rtol=1e-6, atol=1e-6)
+    own = torch.cat([torch.nn.functional.pad(part[len(part) // 2 :, 64:192], (0, 32, 0, 7)) for part in values])
+    assert torch.allclose(split.value.unpack(), own, rtol=1e-6, atol=1e-6)
+
+
+def test_parts_of_several_formats_are_kept_in_bytes():
+    weight = torch.from_numpy(random(6, 256))
+    parts = [quantize(weight, *format) for format in (("uint4", 32), ("int8", 16), ("int4", 32))]
+    format = common_format([(part.name, part.group_size) for part in parts])
+    assert format == ("int8_min", 16) and common_format([("int4", 32), ("int8", 16)]) == ("int8", 16)
+    together = concatenate([in_format(part, format) for part in parts])
+    assert torch.equal(dequantize(together), torch.cat([dequantize(part) for part in parts]))
+
+
+def test_numbers_are_widened_on_demand(tmp_path):
     expected = write(tmp_path / "m.gguf", "llama", model_tensors("llama"), Type.Q4_1)
     attention = "model.layers.0.self_attn."
     parts = [(f"{attention}{name}_proj", rows * HEAD_WIDTH) for name, rows in (("q", 4), ("k", 2), ("v", 2))]
     qkv, norm = LinearWeight(parts, HIDDEN, bias=True), Unpacked("model.norm.weight", HIDDEN)
     used = {source.name for weight in (qkv, norm) for source in weight.sources}
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
-    load([qkv, norm], checkpoint, dtype=torch.float32, rename=lambda name: name if name in used else None)
+    rename = {name: name for name in used}.get
+    load([qkv, norm], checkpoint, dtype=torch.float32, rename=rename, keep_numbers=False)
+    assert str(qkv.value.form.format) == "float32"
     assert torch.equal(qkv.value.unpack(), torch.cat([expected[f"{name}.weight"] for name, _ in parts]))
     assert torch.equal(norm.value, expected["model.norm.weight"])
 

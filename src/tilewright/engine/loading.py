@@ -70,8 +70,8 @@ def load_network(
     """The part that this rank of the group has of the model in a folder, a GGUF file or behind a hub id.
 
     Without `drafting`, a multi-token predictor is left in the checkpoint. `block`: entries that are not to be split,
-    because they share a scale. `quantize` names what products are packed in (`layers.precision`); None: the model's own
-    type.
+    because they share a scale. `quantize` names what products are packed in (`layers.precision`); None: what the
+    checkpoint has.
     """
     formats = precision.named(quantize)
     checkpoint = open_checkpoint(name)
@@ -80,6 +80,8 @@ def load_network(
     shapes = checkpoint.shapes
     if not drafting and (prefix := family.predictor_prefix) is not None:
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefix)}
+    if formats.keeps_numbers and any(checkpoint.quantized_as(name) for name in shapes):
+        block = max(block, 32)  # of GGUF's groups the longest
     with partition.use(Partition(group or SingleGroup(), max(block, formats.block))) as parts, precision.use(formats):
         model = family.build(config, shapes)
     parts.warn()
@@ -93,8 +95,9 @@ def load_network(
         rename=model.checkpoint_name,
         cache_dir=settings.current().cache_dir if is_cached else None,
         progress=progress,
+        keep_numbers=formats.keeps_numbers,
     )
-    if quantize is not None:
+    if len(report.bytes_by_format) > 1:
         _log.info("%s: %s", checkpoint.path, report.packed_as)
     return Network(model, weight_dtype, checkpoint, config, family, report)
 

@@ -28,6 +28,7 @@ class Precision:
 
     products: Format | None = None
     head: Format | None = None
+    keeps_numbers: bool = True  # those of quantised tensors of a checkpoint, where `products` says nothing else
 
     @property
     def block(self) -> int:
@@ -39,14 +40,14 @@ class Precision:
 _NAMED = {
     "int8": Precision(("int8", 0), ("int8", 0)),
     "int4": Precision(("int4", 32), ("int8", 0)),
+    "none": Precision(keeps_numbers=False),
 }
-NAMES = tuple(_NAMED)
 
 
 def named(name: str | None) -> Precision:
-    """What `quantize` names; None: nothing is quantised."""
+    """What `quantize` names; None: weights stay as the checkpoint has them, quantised or not."""
     if name is not None and name not in _NAMED:
-        raise RequestError(f"quantize is {name!r}, expected {' or '.join(_NAMED)}")
+        raise RequestError(f"quantize is {name!r}, expected {', '.join(_NAMED)}")
     return Precision() if name is None else _NAMED[name]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from tilewright.ops.backend import op
 from tilewright.ops.native import kernels, view, view_or_none
 from tilewright.ops.packed import Packed, PackedForm, WeightFormat, pack_into, unpacked, weight_format
 from tilewright.ops.plan import empty
-from tilewright.ops.quantized import Quantized
+from tilewright.ops.quantized import Quantized, concatenate
 
 # Rows are packed this much at a time when they come from a file: small beside a model, large enough for all threads.
 PACK_BLOCK_BYTES = 4 << 20
@@ -56,7 +56,7 @@ def pack_weight(
 
 @op
 def pack_weight_rows(
-    read_rows: Callable[[int, int], Tensor],
+    read_rows: Callable[[int, int], Tensor | Quantized],
     n: int,
     k: int,
     bias: Tensor | None = None,
@@ -78,13 +78,21 @@ def pack_weight_rows(
     for begin in range(0, part_rows, block_rows):
         end = min(begin + block_rows, part_rows)
         parts = [read_rows(part * part_rows + begin, part * part_rows + end) for part in range(num_parts)]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        form = replace(packed.form, n=len(rows))
+        rows = stacked(parts)
+        form = replace(packed.form, n=rows.shape[0])
         elements, scales = form.num_elements, form.num_scales
         own_scales = packed.scales[done_scales : done_scales + scales] if packed.scales is not None else None
         pack_into(rows, PackedWeight(packed.data[done : done + elements], form, own_scales))
         done, done_scales = done + elements, done_scales + scales
     return packed
+
+
+def stacked(parts: Sequence[Tensor | Quantized]) -> Tensor | Quantized:
+    """Rows one after the other, all tensors or all of one quantised format."""
+    if len(parts) == 1:
+        return parts[0]
+    numbers = [part for part in parts if isinstance(part, Quantized)]
+    return concatenate(numbers) if numbers else torch.cat([part for part in parts if isinstance(part, Tensor)])
 
 
 def empty_weight(

@@ -7,6 +7,7 @@ has the same formats, csrc/kernels/linear/quantized.h the products, in which x i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,44 @@ def dequantize(weight: Quantized) -> Tensor:
     if weight.mins is not None:
         grouped = grouped - weight.mins.float()[..., None]
     return grouped.flatten(1)[:, :k]
+
+
+def concatenate(parts: Sequence[Quantized]) -> Quantized:
+    """Rows of one format one after the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    mins = None if first.mins is None else torch.cat([part.mins for part in parts if part.mins is not None])
+    values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
+    return Quantized(first.name, values, scales, mins, first.group_size)
+
+
+def zeros_like(weight: Quantized, num_rows: int) -> Quantized:
+    """Rows that stand for zeros, of the format and width of another weight."""
+
+    def zeros(part: Tensor) -> Tensor:
+        return part.new_zeros(num_rows, part.shape[1])
+
+    mins = None if weight.mins is None else zeros(weight.mins)
+    return Quantized(weight.name, zeros(weight.values), zeros(weight.scales), mins, weight.group_size)
+
+
+def columns_of(weight: Quantized, runs: Sequence[tuple[int, int]]) -> Quantized:
+    """Runs (first, length) of the columns, whole groups of them; those from a negative column on stand for zeros."""
+    size = weight.group_size
+
+    def cut(part: Tensor, unit: int) -> Tensor:
+        pieces = [
+            part.new_zeros(len(part), length // unit) if first < 0 else part.narrow(1, first // unit, length // unit)
+            for first, length in runs
+        ]
+        return torch.cat(pieces, 1)
+
+    for first, length in runs:
+        if length % size or (first >= 0 and first % size):
+            raise ValueError(f"columns {first} to {first + length} are no whole groups of {size}")
+    mins = None if weight.mins is None else cut(weight.mins, size)
+    return Quantized(weight.name, cut(weight.values, 1), cut(weight.scales, size), mins, size)
 
 
 def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.model_files import CheckpointError
+from tilewright.ops.quantized import Quantized
 from tilewright.weights.gguf import GgufCheckpoint
 from tilewright.weights.hub import download, is_hub_id
 from tilewright.weights.safetensors import SafetensorsCheckpoint
@@ -38,6 +39,12 @@ class Checkpoint(Protocol):
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
         """Rows [begin, end) of its first axis, in place where the format allows."""
+
+    def quantized_as(self, name: str) -> tuple[str, int] | None:
+        """The format that has a tensor's own numbers (`ops.packed.weight_format`); None: `rows` has all there is."""
+
+    def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
+        """Rows [begin, end) as those numbers."""
 
     def release(self, name: str) -> None:
         """Gives back the memory of what was read of it; what `read` and `rows` gave stays valid."""

@@ -55,7 +55,7 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(config.current().team_size, "dequantize")
 
 
-def _half(blocks: Tensor, offset: int) -> Tensor:
+def half(blocks: Tensor, offset: int) -> Tensor:
     """The fp16 at byte `offset` of each block, as fp32 [B, 1]."""
     return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
 
@@ -73,32 +73,32 @@ def _add_fifth_bits(blocks: Tensor, offset: int, out: Tensor) -> None:
 
 
 def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_half(blocks, 0))
+    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(half(blocks, 0))
 
 
 def _q4_0(blocks: Tensor, out: Tensor) -> None:
     _nibbles(blocks[:, 2:], out.view(-1, 2, 16))
-    out.sub_(8).mul_(_half(blocks, 0))
+    out.sub_(8).mul_(half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor, out: Tensor) -> None:
     _nibbles(blocks[:, 4:], out.view(-1, 2, 16))
-    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    out.mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q5_0(blocks: Tensor, out: Tensor) -> None:
     _nibbles(blocks[:, 6:], out.view(-1, 2, 16))
     _add_fifth_bits(blocks, 2, out)
-    out.sub_(16).mul_(_half(blocks, 0))
+    out.sub_(16).mul_(half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor, out: Tensor) -> None:
     _nibbles(blocks[:, 8:], out.view(-1, 2, 16))
     _add_fifth_bits(blocks, 4, out)
-    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    out.mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
-def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """d * scale and dmin * minimum [B, 8, 1] of Q4_K and Q5_K: eight pairs of 6 bits in the 12 bytes from byte 4 on.
 
     The first four pairs are the low 6 bits of bytes 0-3 and 4-7. The last four have their low 4 bits in bytes 8-11,
@@ -107,17 +107,17 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], 1)
     minima = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], 1)
-    return (_half(blocks, 0) * scales)[..., None], (_half(blocks, 2) * minima)[..., None]
+    return (half(blocks, 0) * scales)[..., None], (half(blocks, 2) * minima)[..., None]
 
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    scales, minima = _scales_and_minima(blocks)
+    scales, minima = scales_and_minima(blocks)
     _nibbles(blocks[:, 16:].reshape(-1, 32), out.view(-1, 2, 32))
     out.view(-1, 8, 32).mul_(scales).sub_(minima)
 
 
 def _q5_k(blocks: Tensor, out: Tensor) -> None:
-    scales, minima = _scales_and_minima(blocks)
+    scales, minima = scales_and_minima(blocks)
     _nibbles(blocks[:, 48:].reshape(-1, 32), out.view(-1, 2, 32))
     # Bit j of byte l is the fifth of element l of the j-th group of 32.
     bits = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
@@ -129,7 +129,7 @@ def _q6_k(blocks: Tensor, out: Tensor) -> None:
     _nibbles(blocks[:, :128].reshape(-1, 64), out.view(-1, 2, 64))
     upper = blocks[:, 128:192].reshape(-1, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     out.view(-1, 4, 32).add_(upper, alpha=16).sub_(32)
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    scales = half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
     out.view(-1, 16, 16).mul_(scales[..., None])
 
 

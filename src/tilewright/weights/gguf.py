@@ -1,7 +1,8 @@
 """GGUF files of language models as checkpoints: their config and tensor names in Hugging Face's words.
 
-Quantised tensors are decoded as they are read. The q and k rows of the llama architecture are stored in the order of
-the older rotary embedding, which turns neighbours instead of halves: reading puts them back.
+Quantised tensors are decoded as they are read, or taken apart into the numbers they have (`gguf_numbers`). The q and k
+rows of the llama architecture are stored in the order of the older rotary embedding, which turns neighbours instead of
+halves: reading puts them back.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from tilewright.model_files import CheckpointError
+from tilewright.ops.quantized import Quantized
 from tilewright.weights.dequantize import dequantize
 from tilewright.weights.gguf_file import GgufFile, StoredTensor
+from tilewright.weights.gguf_numbers import SPLITS
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -80,8 +83,32 @@ class GgufCheckpoint:
         head_rows = tensor.shape[0] // num_heads
         first, last = begin // head_rows, -(-end // head_rows)
         heads = self._stored_rows(tensor, first * head_rows, last * head_rows)
-        ordered = heads.view(last - first, head_rows // 2, 2, -1).transpose(1, 2).reshape(heads.shape)
-        return ordered[begin - first * head_rows : end - first * head_rows]
+        return _in_order(heads, head_rows)[begin - first * head_rows : end - first * head_rows]
+
+    def quantized_as(self, name: str) -> tuple[str, int] | None:
+        """The format that has the numbers of a matrix; None: it has none, or none that kernels multiply."""
+        tensor = self._tensors[name]
+        split = SPLITS.get(tensor.format.name)
+        return None if split is None or len(tensor.shape) != 2 else split.format
+
+    def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
+        """Rows [begin, end) of a matrix in that format."""
+        tensor = self._tensors[name]
+        num_heads = self._num_permuted_heads(name)
+        head_rows = 1 if num_heads is None else tensor.shape[0] // num_heads
+        first, last = begin // head_rows * head_rows, -(-end // head_rows) * head_rows
+        row_bytes = tensor.size_bytes // tensor.shape[0]
+        data = self._file.mapped.bytes_at(tensor.offset + first * row_bytes, (last - first) * row_bytes)
+        try:
+            whole = SPLITS[tensor.format.name].rows(_aligned(data), last - first)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {name}: {error}") from error
+
+        def cut(part: Tensor) -> Tensor:
+            return (part if num_heads is None else _in_order(part, head_rows))[begin - first : end - first]
+
+        mins = None if whole.mins is None else cut(whole.mins)
+        return Quantized(whole.name, cut(whole.values), cut(whole.scales), mins, whole.group_size)
 
     def release(self, name: str) -> None:
         """Releases the tensor's pages."""
@@ -105,6 +132,11 @@ class GgufCheckpoint:
         if ".self_attn.k_proj." in name:
             return self.config["num_key_value_heads"]
         return None
+
+
+def _in_order(rows: Tensor, head_rows: int) -> Tensor:
+    """Rows of whole heads, of which the file has the two halves in turn."""
+    return rows.view(-1, head_rows // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _aligned(data: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from torch import Tensor
 from tilewright.ops.linear import PackedWeight, pack_weight_rows
 from tilewright.ops.packed import weight_format
 from tilewright.ops.patch_embedding import pack_patch_embedding
+from tilewright.ops.quantized import Quantized, concatenate
+from tilewright.weights.gguf_numbers import common_format, in_format
 from tilewright.weights.shard import Shard
-from tilewright.weights.spec import Reader, Source, Weight
+from tilewright.weights.spec import QuantizedReader, Reader, Source, Weight
 
 
 class Part(NamedTuple):
@@ -56,14 +58,21 @@ class LinearWeight(Weight[PackedWeight]):
         self.has_bias = bias
         self.is_scaled = tanh_scale is not None
         self.quantized_as = quantized_as
+        self.keeps_numbers = False  # those of the file, instead of rounding what they stand for
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         scale = readers[-1].read().float().tanh() if self.is_scaled else None
         weights, others = readers[: self.num_parts], readers[self.num_parts :]
         biases = others[: self.num_parts] if self.has_bias else ()
         bias = torch.cat([item.read().float() for item in biases]) if biases else None
+
+        def rows(begin: int, end: int) -> Tensor | Quantized:
+            if self.keeps_numbers and self.quantized_as is not None:
+                return _stacked_numbers(weights, begin, end, self.quantized_as)
+            return _scaled(_stacked_rows(weights, begin, end), scale)
+
         self._value = pack_weight_rows(
-            lambda begin, end: _scaled(_stacked_rows(weights, begin, end), scale),
+            rows,
             sum(weight.shape[0] for weight in weights),
             weights[0].shape[1],
             None if bias is None else _scaled(bias, scale),
@@ -72,6 +81,11 @@ class LinearWeight(Weight[PackedWeight]):
             row_dtype=dtype,
         )
 
+    def keep_numbers(self, formats: Sequence[tuple[str, int] | None]) -> None:
+        own = [format for format in formats[: self.num_parts] if format is not None]
+        if len(own) == self.num_parts and self.quantized_as is None and not self.is_scaled:
+            self.quantized_as, self.keeps_numbers = common_format(own), True
+
 
 def _scaled(tensor: Tensor, scale: Tensor | None) -> Tensor:
     return tensor if scale is None else tensor.float() * scale
@@ -79,13 +93,25 @@ def _scaled(tensor: Tensor, scale: Tensor | None) -> Tensor:
 
 def _stacked_rows(parts: Sequence[Reader], begin: int, end: int) -> Tensor:
     """Rows [begin, end) of the parts stacked: one part's own where no boundary lies between."""
-    pieces = []
+    pieces = [part.rows(first, last) for part, first, last in _pieces(parts, begin, end)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _stacked_numbers(parts: Sequence[Reader], begin: int, end: int, format: tuple[str, int]) -> Quantized:
+    """The same as numbers, in a format that has those of all parts."""
+    pieces = [
+        cast(QuantizedReader, part).quantized_rows(first, last) for part, first, last in _pieces(parts, begin, end)
+    ]
+    return concatenate([in_format(piece, format) for piece in pieces])
+
+
+def _pieces(parts: Sequence[Reader], begin: int, end: int) -> Iterator[tuple[Reader, int, int]]:
+    """What of each part is among the rows [begin, end) of all."""
     for part in parts:
         num_rows = part.shape[0]
         if begin < num_rows and end > 0:
-            pieces.append(part.rows(max(begin, 0), min(end, num_rows)))
+            yield part, max(begin, 0), min(end, num_rows)
         begin, end = begin - num_rows, end - num_rows
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @dataclass(frozen=True)

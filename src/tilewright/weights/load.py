@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tilewright.ops.packed import Packed
+from tilewright.ops.quantized import Quantized
 from tilewright.weights.cache import PackedCache
 from tilewright.weights.checkpoint import Checkpoint, CheckpointError
 from tilewright.weights.checksums import ChecksummedData
@@ -60,13 +61,15 @@ def load(
     rename: Callable[[str], str | None] = _same_name,
     cache_dir: Path | None = None,
     progress: bool = False,
+    keep_numbers: bool = True,
 ) -> LoadReport:
     """Every weight of `model` filled from the checkpoint, in `dtype`, and a report.
 
     `rename` gives the model's name for a tensor of the checkpoint, None for one that is left out. All tensors that are
     missing, that nothing asks for, or that have another shape or type than asked for are one CheckpointError.
     `cache_dir`: where packed weights are looked for and kept (`weights.cache`); None for neither. `progress` shows a
-    bar on a terminal.
+    bar on a terminal. `keep_numbers`: products are with the numbers of quantised tensors, if kernels have their format;
+    else with what they stand for, in `dtype`.
     """
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
@@ -74,6 +77,9 @@ def load(
     weights = list(iter_weights(model))
     stored_names, ignored = _stored_names(checkpoint, rename)
     _check(weights, checkpoint, stored_names)
+    if keep_numbers:
+        for weight in weights:
+            weight.keep_numbers([checkpoint.quantized_as(stored_names[source.name]) for source in weight.sources])
     names = {stored_names[source.name] for weight in weights for source in weight.sources}
     source_bytes = sum(checkpoint.size_bytes(name) for name in names)
     cache, from_cache = None, False
@@ -197,6 +203,10 @@ class _TensorReader:
     def rows(self, begin: int, end: int) -> Tensor:
         self._checkpoint.release(self._name)
         return self._checked(_widened(self._checkpoint.rows(self._name, begin, end)))
+
+    def quantized_rows(self, begin: int, end: int) -> Quantized:
+        self._checkpoint.release(self._name)
+        return self._checkpoint.quantized_rows(self._name, begin, end)
 
     def _checked(self, tensor: Tensor) -> Tensor:
         if _is_finite(tensor):

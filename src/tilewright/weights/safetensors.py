@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewright.model_files import CheckpointError, foreign_kind, read_json
+from tilewright.ops.quantized import Quantized
 from tilewright.weights.mapped import MappedFile
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -98,6 +99,12 @@ class SafetensorsCheckpoint:
         entry.file.will_need(entry.offset + begin * row_bytes, ahead)
         shape = (end - begin, *entry.shape[1:])
         return entry.file.tensor_at(entry.offset + begin * row_bytes, shape, entry.dtype)
+
+    def quantized_as(self, name: str) -> None:
+        """No tensor that is read is quantised."""
+
+    def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
+        raise ValueError(f"{name} is not quantised")
 
     def release(self, name: str) -> None:
         """Releases the tensor's pages; views of it stay valid and read them again."""

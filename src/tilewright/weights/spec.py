@@ -12,11 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from tilewright.ops.quantized import Quantized, columns_of, concatenate, zeros_like
 from tilewright.weights.shard import PADDING, Shard
 
 Value = TypeVar("Value")
@@ -50,6 +51,13 @@ class Reader(Protocol):
         """Rows [begin, end) of its first axis. The memory of earlier rows may be given back: copy what is kept."""
 
 
+class QuantizedReader(Reader, Protocol):
+    """A source of which the file has whole numbers with scales."""
+
+    def quantized_rows(self, begin: int, end: int) -> Quantized:
+        """Rows [begin, end) as those."""
+
+
 class Weight(ABC, Generic[Value]):
     """A weight of the model: where it comes from, and its value once it is loaded.
 
@@ -77,6 +85,9 @@ class Weight(ABC, Generic[Value]):
     def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
         """The same from tensors in memory."""
         self.fill([_InMemory(tensor) for tensor in tensors], dtype)
+
+    def keep_numbers(self, formats: Sequence[tuple[str, int] | None]) -> None:
+        """Told before it is made in which formats the sources have numbers, in their order: it may keep those."""
 
     def restore(self, value: Value) -> None:
         """Takes a value that a weight of the same recipe had."""
@@ -138,6 +149,17 @@ class Sharded:
                 result[place : place + length] = found
             place += length
         return torch.zeros(end - begin, *self.shape[1:]) if result is None else result
+
+    def quantized_rows(self, begin: int, end: int) -> Quantized:
+        rows = Shard.whole(self.shape[0]) if self._shards[0] is None else self._shards[0]
+        columns = self._shards[1] if len(self._shards) > 1 else None
+        runs, reader = list(rows.between(begin, end)), cast(QuantizedReader, self._reader)
+        read = [reader.quantized_rows(first, first + length) for first, length in runs if first != PADDING]
+        some = read[0] if read else reader.quantized_rows(0, 1)
+        parts = iter(read)
+        pieces = [zeros_like(some, length) if first == PADDING else next(parts) for first, length in runs]
+        whole = concatenate(pieces)
+        return whole if columns is None else columns_of(whole, columns.runs)
 
     def _columns(self, tensor: Tensor) -> Tensor:
         """What the rank has of the axes after the first."""

@@ -18,7 +18,7 @@ from tilewright.ops.torch_backend.packed import quantized_of, rows_of
 
 
 def pack_weight_rows(
-    read_rows: Callable[[int, int], Tensor],
+    read_rows: Callable[[int, int], Tensor | Quantized],
     n: int,
     k: int,
     bias: Tensor | None = None,
@@ -35,7 +35,9 @@ def pack_weight_rows(
     block_rows = max(PACK_BLOCK_BYTES // (k * 4), 1)
     for begin in range(0, n, block_rows):
         end = min(begin + block_rows, n)
-        rows[begin:end] = read_rows(begin, end)
+        block = read_rows(begin, end)
+        assert isinstance(block, Tensor)
+        rows[begin:end] = block
     return packed
 
 
