@@ -1,6 +1,6 @@
 // The bf16 and tile instructions of x86 in plain AVX-512, for tests of the levels that have them on machines that have
-// not. Included before everything else in the kernels of those levels when TILEWRIGHT_SIMULATE is set. What instructions
-// do is simulated, not how they round sums or treat denormal numbers.
+// not. Included before everything else in the kernels of those levels when TILEWRIGHT_SIMULATE is set. What
+// instructions do is simulated, not how they round sums or treat denormal numbers.
 #pragma once
 
 #include <immintrin.h>
