@@ -13,6 +13,7 @@
 namespace tilewright {
 namespace {
 
+#ifndef TILEWRIGHT_SIMULATED_TILES  // testing/simulated_x86.h has them otherwise
 #define TW_BYTES(stride) "r"(static_cast<int64_t>(stride))
 #define TW_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t::)
 #define TW_TILE_LOAD(t, p, stride) \
@@ -21,6 +22,10 @@ namespace {
   __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), TW_BYTES(stride) : "memory")
 #define TW_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 #define TW_TILE_DOT_BYTES(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
+#define TW_TILE_SAVE(config) __asm__ volatile("sttilecfg %0" : "=m"(config))
+#define TW_TILE_CONFIGURE(config) __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory")
+#define TW_TILE_RELEASE() __asm__ volatile("tilerelease")
+#endif
 // Of pairs of bf16 into fp32, or of quads of signed bytes into 32-bit whole numbers.
 #define TW_TILE_DOT_OF(Element, c, a, b)         \
   do {                                           \
@@ -46,14 +51,14 @@ struct alignas(64) TileConfig {
 class TileScope {
  public:
   explicit TileScope(int rows) {
-    __asm__ volatile("sttilecfg %0" : "=m"(saved_));
+    TW_TILE_SAVE(saved_);
     set_rows(rows);
   }
   ~TileScope() {
     if (saved_.palette)
-      __asm__ volatile("ldtilecfg %0" ::"m"(saved_));
+      TW_TILE_CONFIGURE(saved_);
     else
-      __asm__ volatile("tilerelease");
+      TW_TILE_RELEASE();
   }
   TileScope(const TileScope&) = delete;
   TileScope& operator=(const TileScope&) = delete;
@@ -72,7 +77,7 @@ class TileScope {
                           : tile == 2 || tile == 3 || tile == 5 ? second
                                                                 : 16;
     }
-    __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory");
+    TW_TILE_CONFIGURE(config);
   }
 
  private:

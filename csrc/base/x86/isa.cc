@@ -63,6 +63,9 @@ Features detect_features() {
     if (bf16) features |= kAvx512Bf16;
   }
   const bool amx = (d & (1u << 24)) && (d & (1u << 22)) && (d & (1u << 25)) && (c & (1u << 1));
+#ifdef TILEWRIGHT_SIMULATE
+  if (features & kAvx512Vnni) return features | kAvx512Bf16 | kAmx;
+#endif
   if (amx && (state & kTileState) == kTileState && request_tile_permission()) features |= kAmx;
   return features;
 }
