@@ -153,7 +153,7 @@ def test_an_engine_keeps_rounded_weights(tmp_path, monkeypatch):
 
 def test_a_format_that_there_is_not(tmp_path):
     folder = tiny_checkpoint.write_text_model(tmp_path / "model")
-    with pytest.raises(RequestError, match="quantize is 'int3', expected int8 or int4"):
+    with pytest.raises(RequestError, match="quantize is 'int3', expected int8, int4, none"):
         Engine(folder, quantize="int3")
 
 
