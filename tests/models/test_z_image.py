@@ -271,15 +271,19 @@ def test_cancelling_frees_what_the_run_held(pair):
         assert torch.equal(again, diffusion.generate(PROMPTS[0], **RUN, seed=1, output="latents").latents)
 
 
-def test_the_step_cache(diffusion):
-    def latents(threshold):
-        settings = {**RUN, "num_steps": 20, "seed": 1, "guidance": 0.0, "output": "latents"}
-        return diffusion.generate(PROMPTS[0], **settings, step_cache=threshold).latents
+def test_the_step_cache(tmp_path):
+    """Of a network whose modulation is smooth in time, as that of a trained one is."""
+    z_image_pipeline(tmp_path / "smooth", t_scale=1.0)
+    with Diffusion(tmp_path / "smooth", pack_cache=False) as diffusion:
 
-    exact = latents(0.0)
-    assert torch.equal(latents(1e-9), exact), "nothing is that close"
-    near, far = (latents(threshold) - exact for threshold in (0.3, 1.0))
-    assert 0 < near.square().mean() < far.square().mean()
+        def latents(threshold):
+            settings = {**RUN, "num_steps": 12, "seed": 1, "guidance": 0.0, "output": "latents"}
+            return diffusion.generate(PROMPTS[0], **settings, step_cache=threshold).latents
+
+        exact = latents(0.0)
+        assert torch.equal(latents(1e-9), exact), "nothing is that close"
+        near, far = ((latents(threshold) - exact).square().mean() for threshold in (0.2, 1.0))
+    assert 0 < near < far < exact.square().mean()
 
 
 def test_blocks_are_skipped_only_where_the_first_changes_little():
