@@ -42,7 +42,9 @@ def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds -m and how the model is run."""
-    text = f"a folder in diffusers' layout or a hub id (default: the embedded {embedded.DRAWING_NAME})"
+    text = "a folder in diffusers' layout or a hub id"
+    if embedded.has("tiny_draw"):
+        text += f" (default: the embedded {embedded.DRAWING_NAME})"
     parser.add_argument("-m", "--model", metavar="MODEL", help=text)
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no times, no notices")
     group = parser.add_argument_group("model")

@@ -19,10 +19,9 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "image",
         help="make a picture from words",
-        description="Makes pictures of PROMPT and prints the names of their files. Without -m: the model that is part "
-        "of the package, which draws simple scenes. A file carries the settings that make its picture again.",
+        description="Makes pictures of PROMPT and prints the names of their files. A file carries the settings that "
+        "make its picture again.",
         epilog="""examples:
-  tilewright image "a red circle left of a blue square" -o circle.png
   tilewright image "a lighthouse at dusk" -m ./Z-Image-Turbo -o lighthouse.png --size 1024x768 --seed 7
   tilewright image "a cat, ink drawing" -m MODEL -n 4 -o cat.png          cat-1.png to cat-4.png
   tilewright image "a cat" -m MODEL --negative "blurry" --guidance 4 --steps 28
@@ -46,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     output = Path(options.output).expanduser()
     file_format = _format(output)
     diffusion_flags.read_prompt(options)
-    if options.model is None and not options.quiet:
+    if options.model is None and embedded.path("tiny_draw") and not options.quiet:
         text = f"no model named: using the embedded {embedded.DRAWING_NAME}. Another: -m ./Z-Image-Turbo"
         print(f"tilewright: {text}", file=sys.stderr)
     with diffusion_flags.open_diffusion(options) as diffusion:

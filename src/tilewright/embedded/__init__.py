@@ -15,6 +15,10 @@ DEMO_PICTURE = Path(__file__).with_name("tiny_vl_demo.png")
 
 _FOLDERS = {name: Path(__file__).with_name(name) for name in ("tiny_vl", "tiny_draw")}
 _NAMES = {"tiny_vl": MODEL_NAME, "tiny_draw": DRAWING_NAME}
+_EXPECTED = {
+    "tiny_vl": "a folder, a GGUF file or a hub id",
+    "tiny_draw": "a folder in diffusers' layout or a hub id",
+}
 _FILES = {"tiny_vl": "config.json", "tiny_draw": "model_index.json"}
 
 
@@ -24,7 +28,7 @@ def path(name: str = "tiny_vl") -> Path:
     if not (folder / file).is_file():
         raise RequestError(
             f"no model is named, and this package was built without the embedded one ({folder} has no {file}): "
-            "name a folder, a GGUF file or a hub id"
+            f"name {_EXPECTED[name]}"
         )
     return folder
 
