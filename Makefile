@@ -20,7 +20,7 @@ lint: .venv/.test
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
 # The C++ tests, with optimisation low enough that the sanitizers name lines. Where the CPU has no tiles, their
-# instructions and those of bf16 are simulated (csrc/testing/simulated_x86.h): every machine with AVX-512 tests all levels.
+# instructions and those of bf16 are simulated (csrc/base/x86/simulated.h): every machine with AVX-512 tests all levels.
 SIMULATE := $(if $(filter x86_64,$(shell uname -m)),$(if $(shell grep -m 1 -o amx_tile /proc/cpuinfo),OFF,ON),OFF)
 test-cpp: .venv/.test
 	@mkdir -p build

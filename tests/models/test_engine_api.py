@@ -227,7 +227,7 @@ def test_pinning_reaches_the_thread_that_computes(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"quantize": "int4"}, "quantize is 'int4'"),
+        ({"quantize": "int3"}, "quantize is 'int3'"),
         ({"device": "cuda"}, "device is 'cuda'"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"kv_memory": "lots"}, "'lots'"),

@@ -13,7 +13,7 @@
 namespace tilewright {
 namespace {
 
-#ifndef TILEWRIGHT_SIMULATED_TILES  // testing/simulated_x86.h has them otherwise
+#ifndef TILEWRIGHT_SIMULATED_TILES  // base/x86/simulated.h has them otherwise
 #define TW_BYTES(stride) "r"(static_cast<int64_t>(stride))
 #define TW_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t::)
 #define TW_TILE_LOAD(t, p, stride) \

@@ -67,8 +67,9 @@ class ApiHandler:
         """The model; 404 if `name` is another's."""
         model = self.model
         if name and not model.is_meant_by(name) and name != self._engine.model.name:
-            what = "makes pictures only, use" if self.pictures.is_meant_by(name) else "is not here, only"
-            message = f"the model {name[:200]!r} {what} {model.name!r}"
+            message = f"there is no model {name[:200]!r} here, only {model.name!r}"
+            if self.pictures.is_meant_by(name):
+                message = f"the model {name[:200]!r} makes pictures only, use {model.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
