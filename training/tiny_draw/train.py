@@ -29,6 +29,7 @@ from training.tiny_vl.optimiser import make_optimisers
 SHIFT = 2.0  # as the scheduler's: more steps, and more lessons, where there is much noise
 AVERAGED_STEPS = 1000  # the weights that are kept are an average over about as many steps
 MAX_GRADIENT = 1.0
+KEPT_EVERY_S = 180  # a run that is cut short loses no more
 NUM_COMPILING_STEPS = 30  # at a learning rate of 0, and not counted: shapes are met for the first time
 
 
@@ -93,7 +94,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace, network: Network, vae: Any, folder: Path) -> None:
     optimisers = make_optimisers(network, "muon", options.lr, options.weight_decay, options.device == "cuda")
     average = [parameter.detach().clone() for parameter in network.parameters()]
-    began_s = told_s = time.monotonic()
+    began_s = told_s = kept_s = time.monotonic()
     total_s = options.minutes * 60
     step = num_pictures = 0
     mean_loss = 0.0
@@ -114,10 +115,10 @@ def run(options: argparse.Namespace, network: Network, vae: Any, folder: Path) -
             told_s = time.monotonic()
             mean_loss = loss.item()
             tell(f"{elapsed_s:5.0f} s  step {step}  {num_pictures:,} pictures  loss {mean_loss:.4f}")
-    with torch.no_grad():
-        for parameter, mean in zip(network.parameters(), average, strict=True):
-            parameter.copy_(mean)
-    keep(folder, network)
+        if time.monotonic() - kept_s > KEPT_EVERY_S:
+            kept_s = time.monotonic()
+            keep(folder, network, average)
+    keep(folder, network, average)
     result = {"steps": step, "pictures": num_pictures, "loss": mean_loss}
     (folder / "training.json").write_text(json.dumps(result, indent=1) + "\n")
     tell(f"{step} steps, {num_pictures:,} pictures")
@@ -164,9 +165,13 @@ def train_step(
     return loss.detach()
 
 
-def keep(folder: Path, network: Network) -> None:
-    write_weights(folder / "text_encoder", network.text_encoder.state_dict())
-    write_weights(folder / "transformer", network.transformer.state_dict(), WEIGHTS)
+def keep(folder: Path, network: Network, average: list[Tensor]) -> None:
+    names = [name for name, _ in network.named_parameters()]
+    weights = {**network.state_dict(), **dict(zip(names, average, strict=True))}
+    for part, stem in (("text_encoder", "model"), ("transformer", WEIGHTS)):
+        prefix = f"{part}."
+        own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+        write_weights(folder / part, own, stem)
 
 
 if __name__ == "__main__":
