@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
-from tilewright import Engine, cli, config, demo, embedded
+from tilewright import Diffusion, Engine, cli, config, demo, embedded
 
 FLAGS = ["--max-context", "512", "--kv-memory", "32MB", "--max-tokens", "6"]
 
@@ -47,11 +47,12 @@ def shown_on(terminal, monkeypatch, **variables):
 
 
 def answered(engine, picture, question):
-    parts = [{"type": "image", "image": str(picture)}, {"type": "text", "text": question}]
+    parts = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
     return engine.chat([{"role": "user", "content": parts}], max_tokens=6, temperature=0.0).text
 
 
-def test_three_questions_about_the_bundled_picture(engine, capsys):
+def test_three_questions_about_the_bundled_picture(engine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(embedded._FOLDERS, "tiny_draw", tmp_path)  # as in a package without it
     assert cli.main(["demo", *FLAGS]) == 0
     captured = capsys.readouterr()
     head, *blocks = captured.out.split("\n\n")
@@ -67,6 +68,15 @@ def test_three_questions_about_the_bundled_picture(engine, capsys):
         )
     assert "\033" not in captured.out
     assert captured.err.count("\n") == 1 and "Another: -m" in captured.err
+
+
+def test_then_a_picture_is_made_and_looked_at(engine, capsys):
+    assert cli.main(["demo", *FLAGS]) == 0
+    made, asked = capsys.readouterr().out.split("\n\n")[4:]
+    assert made.startswith(f'tilewright image "{demo.DRAWN}"\n{embedded.DRAWING_NAME} 256x256, ')
+    with Diffusion() as diffusion:
+        [picture] = diffusion.generate(demo.DRAWN, seed=demo.SEED).images
+    assert asked.startswith(f"{demo.QUESTION_OF_DRAWN}\n{answered(engine, picture, demo.QUESTION_OF_DRAWN)}\n")
 
 
 def test_another_model_picture_and_question(engine, model, tmp_path, capsys):

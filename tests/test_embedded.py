@@ -170,8 +170,8 @@ def test_serve_as_users_start_it(stand_in, tmp_path):
     server = ServerProcess(None, "--max-context", "512", PYTHONPATH=str(path))
     try:
         with server.client() as client:
-            (model,) = client.models.list().data
-            assert model.id == embedded.MODEL_NAME
+            model, drawing = client.models.list().data
+            assert (model.id, drawing.id) == (embedded.MODEL_NAME, embedded.DRAWING_NAME)
             chat = client.chat.completions.create(
                 model=model.id, messages=[{"role": "user", "content": "Hello"}], max_tokens=4
             )
@@ -199,6 +199,8 @@ def test_wheel_and_sdist_carry_it(stand_in, tmp_path):
     (wheel,), (sdist,) = (list((project / "dist").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
     files = {path.relative_to(stand_in) for path in stand_in.rglob("*") if path.is_file()}
     expected = {Path("embedded", "tiny_vl", file) for file in files} | {Path("embedded", "tiny_vl_demo.png")}
+    drawing = embedded.path("tiny_draw")
+    expected |= {Path("embedded", "tiny_draw", path.relative_to(drawing)) for path in drawing.rglob("*.*")}
     packed = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     assert {Path("tilewright", file) for file in expected} <= packed
     with tarfile.open(sdist) as archive:

@@ -1,4 +1,4 @@
-"""`tilewright demo`: answers questions about a picture."""
+"""`tilewright demo`: answers questions about a picture, then makes a picture and looks at it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
 
 QUESTIONS = ("Describe the picture.", "How many shapes are there?", "What does it say?")
+DRAWN = "a red circle left of a blue square"
+QUESTION_OF_DRAWN = "Describe the picture."
+SEED = 1
 MAX_TOKENS = 64
 BOLD, DIM, RESET = "\033[1m", "\033[2m", "\033[0m"
 PREVIEW_SIZE = 36, 36  # pixels at most, width and height
@@ -33,7 +36,8 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="answer questions about a picture",
         description="Answers each QUESTION about a picture on standard output, with the time to the first token and "
         "the speed. Without arguments: three questions about a picture, for a model, which are both part of "
-        "the package. NO_COLOR or a pipe turns colours off.",
+        "the package; then the other model of the package makes a picture, and the first one tells what it sees. "
+        "NO_COLOR or a pipe turns colours off.",
         epilog="""examples:
   tilewright demo
   tilewright demo "How many circles are there?" "Where is the star?"
@@ -62,12 +66,13 @@ def run(options: argparse.Namespace) -> int:
             ready = f"ready in {time.perf_counter() - started_s:.1f} s"
             print(f"{style.bold(engine.loaded.name)} {style.dim(ready)}")
             print(f"{picture} {style.dim(f'{image.width}x{image.height}')}")
-            if style.is_colourful and sys.stdout.encoding.lower().startswith("utf"):
-                print("\n" + preview(image))
+            _show(image, style)
             for question in options.questions or QUESTIONS:
-                print(f"\n{style.bold(question)}", flush=True)
-                completion = answer(engine, picture, question, options.max_tokens)
-                print(f"\n{style.dim(chat.speeds(completion))}", flush=True)
+                _ask(engine, image, question, options.max_tokens, style)
+            if _is_bare(options) and embedded.has("tiny_draw"):
+                drawn = _draw(style)
+                _show(drawn, style)
+                _ask(engine, drawn, QUESTION_OF_DRAWN, options.max_tokens, style)
         except BrokenPipeError:
             chat.discard_output()
     return 0
@@ -85,9 +90,40 @@ def _opened(picture: Path) -> Image.Image:
         raise RequestError(f"image {picture}: {error}") from error
 
 
-def answer(engine: Engine, picture: Path, question: str, max_tokens: int) -> Completion:
+def _is_bare(options: argparse.Namespace) -> bool:
+    """Whether it is asked for nothing in particular."""
+    return not options.questions and options.image is None and options.model is None
+
+
+def _draw(style: Style) -> Image.Image:
+    """A picture from words, by the embedded model that makes them."""
+    from tilewright.diffusion.diffusion import Diffusion
+
+    command = f'tilewright image "{DRAWN}"'
+    print(f"\n{style.bold(command)}", flush=True)
+    with Diffusion() as diffusion:
+        made = diffusion.generate(DRAWN, seed=SEED)
+        [image] = made.images
+        took = f"{image.width}x{image.height}, {made.params.num_steps} steps, {made.timings.total_s:.1f} s"
+        print(f"{diffusion.name} {style.dim(took)}", flush=True)
+    return image
+
+
+def _show(image: Image.Image, style: Style) -> None:
+    """A preview, where standard output can show one."""
+    if style.is_colourful and sys.stdout.encoding.lower().startswith("utf"):
+        print("\n" + preview(image))
+
+
+def _ask(engine: Engine, image: Image.Image, question: str, max_tokens: int, style: Style) -> None:
+    print(f"\n{style.bold(question)}", flush=True)
+    completion = answer(engine, image, question, max_tokens)
+    print(f"\n{style.dim(chat.speeds(completion))}", flush=True)
+
+
+def answer(engine: Engine, image: Image.Image, question: str, max_tokens: int) -> Completion:
     """The answer, written to standard output as it comes."""
-    content = [{"type": "image", "image": str(picture)}, {"type": "text", "text": question}]
+    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
     handle = engine.submit_chat([{"role": "user", "content": content}], temperature=0.0, max_tokens=max_tokens)
     try:
         for delta in handle:

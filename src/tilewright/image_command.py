@@ -20,8 +20,9 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "image",
         help="make a picture from words",
         description="Makes pictures of PROMPT and prints the names of their files. A file carries the settings that "
-        "make its picture again.",
+        "make its picture again. Without a model: a small one that is part of the package and draws coloured shapes.",
         epilog="""examples:
+  tilewright image "a red circle left of a blue square"
   tilewright image "a lighthouse at dusk" -m ./Z-Image-Turbo -o lighthouse.png --size 1024x768 --seed 7
   tilewright image "a cat, ink drawing" -m MODEL -n 4 -o cat.png          cat-1.png to cat-4.png
   tilewright image "a cat" -m MODEL --negative "blurry" --guidance 4 --steps 28
@@ -46,8 +47,7 @@ def run(options: argparse.Namespace) -> int:
     file_format = _format(output)
     diffusion_flags.read_prompt(options)
     if options.model is None and embedded.path("tiny_draw") and not options.quiet:
-        text = f"no model named: using the embedded {embedded.DRAWING_NAME}. Another: -m ./Z-Image-Turbo"
-        print(f"tilewright: {text}", file=sys.stderr)
+        print(f"tilewright: {embedded.drawing_notice('-m ./Z-Image-Turbo')}", file=sys.stderr)
     with diffusion_flags.open_diffusion(options) as diffusion:
         params = diffusion_flags.request(diffusion, options, n=options.n, output="array")
         made = diffusion_flags.generate(diffusion, params, quiet=options.quiet)

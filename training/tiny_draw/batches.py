@@ -38,17 +38,19 @@ class Batch:
 class Drawings(IterableDataset[Batch]):
     """Batches of the training set, without end; each worker draws others."""
 
-    def __init__(self, tokenizer_file: Path, batch_size: int, seed: int) -> None:
-        self.tokenizer_file, self.batch_size, self.seed = tokenizer_file, batch_size, seed
+    def __init__(
+        self, tokenizer_file: Path, batch_size: int, seed: int, sizes: tuple[tuple[int, int], ...] = SIZES
+    ) -> None:
+        self.tokenizer_file, self.batch_size, self.seed, self.sizes = tokenizer_file, batch_size, seed, sizes
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         rng = Random(self.seed * 1000 + (worker.id if worker else 0))
         tokenizer = Tokenizer.from_file(str(self.tokenizer_file))
-        sources = {size: drawings(rng, *size) for size in SIZES}
+        sources = {size: drawings(rng, *size) for size in self.sizes}
         waiting: dict[tuple[tuple[int, int], int], list[tuple[Drawing, list[int]]]] = defaultdict(list)
         while True:
-            size = rng.choice(SIZES)
+            size = rng.choice(self.sizes)
             drawing = next(sources[size])
             ids = prompt_ids(tokenizer, "" if rng.random() < NO_CAPTION else drawing.caption)
             length = -(-len(ids) // CAPTION_MULTIPLE) * CAPTION_MULTIPLE

@@ -66,7 +66,8 @@ VAE = {
     "latent_channels": LATENT_CHANNELS,
     "layers_per_block": 1,
     "mid_block_add_attention": True,
-    "norm_num_groups": 12,
+    # One group: with few channels in each, flat areas would lose what colour they have to the norm.
+    "norm_num_groups": 1,
     "out_channels": 3,
     "sample_size": SIDE,
     "use_post_quant_conv": False,

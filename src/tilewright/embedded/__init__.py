@@ -11,6 +11,7 @@ from tilewright.types import RequestError
 MODEL_NAME = "tilewright-tiny-vl"
 DRAWING_NAME = "tilewright-tiny-draw"
 ABILITIES = "21M parameters; it knows drawn shapes, short words, bar charts"
+DRAWING_ABILITIES = "15M parameters; it draws coloured shapes"
 DEMO_PICTURE = Path(__file__).with_name("tiny_vl_demo.png")
 
 _FOLDERS = {name: Path(__file__).with_name(name) for name in ("tiny_vl", "tiny_draw")}
@@ -56,3 +57,8 @@ def _embedded_name(model: str | Path) -> str | None:
 def notice(how_to_name_another: str) -> str:
     """The notice for users who named no model."""
     return f"no model named: using the embedded {MODEL_NAME} ({ABILITIES}). Another: {how_to_name_another}"
+
+
+def drawing_notice(how_to_name_another: str) -> str:
+    """The same where a picture is made."""
+    return f"no model named: using the embedded {DRAWING_NAME} ({DRAWING_ABILITIES}). Another: {how_to_name_another}"

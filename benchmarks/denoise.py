@@ -1,0 +1,174 @@
+"""Steps of a diffusion transformer beside diffusers, in turns: python benchmarks/denoise.py [CONFIG.json] [--alone]
+
+Without a config: a Z-Image of 329M. With one (Z-Image's or Wan's transformer/config.json), that shape. Weights are
+random. A round is one step of each; of its ratios the median is told, and the least and greatest. `--alone` leaves
+diffusers out, for shapes whose weights would not fit twice, in bf16. Beside the
+seconds stands the share of the multiply peak, which is probed before and after.
+
+  python benchmarks/denoise.py
+  python benchmarks/denoise.py Z-Image-Turbo/transformer.json --size 1024 --alone
+  python benchmarks/denoise.py Wan2.1-T2V-1.3B/transformer.json --size 480 --frames 21
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from shapes import random_value
+from torch import Tensor
+
+from tilewright.bench.probe import between, probe
+from tilewright.models.wan import transformer as wan
+from tilewright.models.z_image import transformer as z_image
+from tilewright.weights.spec import iter_weights
+
+SMALL = {
+    "_class_name": "ZImageTransformer2DModel",
+    "all_f_patch_size": [1],
+    "all_patch_size": [2],
+    "axes_dims": [32, 48, 48],
+    "axes_lens": [1024, 512, 512],
+    "cap_feat_dim": 2560,
+    "dim": 1024,
+    "in_channels": 16,
+    "n_heads": 8,
+    "n_kv_heads": 8,
+    "n_layers": 20,
+    "n_refiner_layers": 2,
+    "norm_eps": 1e-5,
+    "qk_norm": True,
+    "rope_theta": 256.0,
+    "t_scale": 1000.0,
+}
+MAX_DIFFERENCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}  # of the largest output
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Steps of a diffusion transformer beside diffusers, in turns.")
+    parser.add_argument("config", nargs="?", type=Path, help="a transformer's config.json (default: a Z-Image of 329M)")
+    parser.add_argument("--size", type=int, default=512, help="rows and columns of the picture (default: %(default)s)")
+    parser.add_argument("--frames", type=int, default=1, help="of the latents, for videos (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="of the caption (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--alone", action="store_true", help="ours only")
+    args = parser.parse_args()
+    config = json.loads(args.config.read_text()) if args.config else SMALL
+    bench = {"ZImageTransformer2DModel": ZImage, "WanTransformer3DModel": Wan}[config["_class_name"]]
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        run(bench(config, args.size // 8, args.frames, args.tokens, getattr(torch, args.dtype)), args)
+
+
+class ZImage:
+    """One step of Z-Image, ours and diffusers'."""
+
+    def __init__(self, config: Mapping[str, Any], side: int, frames: int, num_tokens: int, dtype: torch.dtype) -> None:
+        self.config, self.dtype = config, dtype
+        self.latents = torch.randn(1, config["in_channels"], side, side)
+        self.caption = torch.randn(num_tokens, config["cap_feat_dim"]).to(dtype)
+        self.num_rows = (side // 2) ** 2 + num_tokens
+        self.attention_width, self.num_layers = config["dim"], config["n_layers"]
+
+    def theirs(self) -> torch.nn.Module:
+        from diffusers import ZImageTransformer2DModel
+
+        return ZImageTransformer2DModel.from_config(self.config).to(self.dtype).eval()
+
+    def their_step(self, network: Any) -> Tensor:
+        return network([self.latents.to(self.dtype)[0, :, None]], torch.tensor([0.5]), [self.caption])[0][0][:, 0]
+
+    def ours(self) -> z_image.ZImageTransformer:
+        return z_image.build(self.config)
+
+    def our_step(self, network: z_image.ZImageTransformer) -> Callable[[], Tensor]:
+        latents = self.latents.movedim(1, -1)[:, None].to(self.dtype).contiguous()
+        prepared = network.prepare([self.caption], [0], *self.latents.shape[2:])
+        return lambda: network(latents, 0.5, prepared)[0, 0].movedim(-1, 0)
+
+
+class Wan:
+    """One step of Wan, ours and diffusers'. The text's keys and values are made once for all steps: not counted."""
+
+    def __init__(self, config: Mapping[str, Any], side: int, frames: int, num_tokens: int, dtype: torch.dtype) -> None:
+        self.config, self.dtype = config, dtype
+        self.latents = torch.randn(1, config["in_channels"], frames, side, side)
+        self.text = torch.randn(512, config["text_dim"]).to(dtype)
+        self.num_rows = frames * (side // 2) ** 2
+        self.attention_width = config["num_attention_heads"] * config["attention_head_dim"]
+        self.num_layers = config["num_layers"]
+
+    def theirs(self) -> torch.nn.Module:
+        from diffusers import WanTransformer3DModel
+
+        return WanTransformer3DModel.from_config(self.config).to(self.dtype).eval()
+
+    def their_step(self, network: Any) -> Tensor:
+        return network(self.latents.to(self.dtype), torch.tensor([500.0]), self.text[None], return_dict=False)[0][0]
+
+    def ours(self) -> wan.WanTransformer:
+        return wan.build(self.config)
+
+    def our_step(self, network: wan.WanTransformer) -> Callable[[], Tensor]:
+        latents = self.latents.movedim(1, -1).contiguous()
+        text = network.embed_text([self.text])
+        return lambda: network(latents, torch.tensor([500.0]), text)[0].movedim(-1, 0)
+
+
+def run(bench: ZImage | Wan, args: argparse.Namespace) -> None:
+    ours = bench.ours()
+    calls: dict[str, Callable[[], Tensor]] = {}
+    if args.alone:
+        block = torch.randn(1 << 20) * 0.02
+        for weight in iter_weights(ours):
+            weight.restore(random_value(weight, block.to(torch.bfloat16)))
+    else:
+        theirs = bench.theirs()
+        tensors = theirs.state_dict()
+        for weight in iter_weights(ours):
+            weight.build([tensors[source.name] for source in weight.sources], bench.dtype)
+        calls["diffusers"] = lambda: bench.their_step(theirs)
+    calls["ours"] = bench.our_step(ours)
+    if not args.alone:
+        expected, found = (call().float() for call in calls.values())
+        difference = ((found - expected).abs().max() / expected.abs().max()).item()
+        assert difference < MAX_DIFFERENCE[bench.dtype], f"off by {difference:.2g} of the largest output"
+    before = probe()
+    times_s: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(args.rounds + 1):
+        for name, call in calls.items():
+            begin_s = perf_counter()
+            call()
+            if turn:  # the first round warms up
+                times_s[name].append(perf_counter() - begin_s)
+    limits = between(before, probe())
+    print(
+        f"{bench.dtype}, {bench.num_rows} rows: read {limits.read_gb_s:.0f} GB/s, torch's product "
+        f"{limits.gemm_tflops:.2f} and bf16 peak {limits.peak_tflops:.2f} TFLOP/s"
+    )
+    for name, times in times_s.items():
+        ratios = sorted(their_s / our_s for their_s, our_s in zip(times, times_s["ours"], strict=True))
+        tflops = operations(bench, ours) / statistics.median(times) / 1e12
+        print(
+            f"  {name}: {statistics.median(times):.3f} s a step, {statistics.median(ratios):.2f} x ours "
+            f"({ratios[0]:.2f}-{ratios[-1]:.2f}); {tflops:.2f} TFLOP/s, {tflops / limits.peak_tflops:.0%} of the peak"
+        )
+
+
+def operations(bench: ZImage | Wan, network: object) -> float:
+    """Of one step: a multiplication and an addition for each row and weight, and attention over all pairs of rows."""
+    num_weights = sum(math.prod(source.shape) for weight in iter_weights(network) for source in weight.sources)
+    attention = 4 * bench.num_rows**2 * bench.attention_width * bench.num_layers
+    return 2.0 * bench.num_rows * num_weights + attention
+
+
+if __name__ == "__main__":
+    main()
