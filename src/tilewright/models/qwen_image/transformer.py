@@ -6,7 +6,6 @@ size and timestep; texts are as long as they are. N: patches of a picture, T: pa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +14,18 @@ import torch
 from torch import Tensor
 
 from tilewright.layers import partition
+from tilewright.layers.batch import starts_of
 from tilewright.layers.linear import GatheredLinear, Linear
 from tilewright.layers.rms_norm import RmsNorm
+from tilewright.layers.rope import AxialRope
 from tilewright.layers.step_cache import StepCache
 from tilewright.layers.timestep_embedding import TimestepEmbedding
 from tilewright.models.qwen_image.config import QwenImageConfig
-from tilewright.ops import backend
 from tilewright.ops.activation import silu
 from tilewright.ops.ada_norm import ada_layer_norm, gated_add
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.plan import scope
-from tilewright.ops.rope import qk_norm_rope, rope_table
+from tilewright.ops.rope import qk_norm_rope
 from tilewright.types import RequestError
 from tilewright.weights.unpacked import Unpacked
 
@@ -112,7 +112,7 @@ class QwenImageBlock:
         pairs = zip(text_heads.split(text_places.lengths), image_heads.split(image_places.lengths), strict=True)
         joint = torch.cat([part for pair in pairs for part in pair])
         q, k, v = joint.chunk(3, dim=1)
-        starts = torch.tensor([0, *itertools.accumulate(lengths)][::2], dtype=torch.int32, device=joint.device)
+        starts = starts_of(text + image for text, image in zip(lengths[::2], lengths[1::2], strict=True))
         attended = varlen_attention(q, k, v, starts).flatten(1).split(lengths)
         self.image.finish(image_TD, torch.cat(attended[1::2]), of_image)
         self.text.finish(text_SD, torch.cat(attended[::2]), of_text)
@@ -129,10 +129,7 @@ class QwenImageTransformer:
         self.blocks = [QwenImageBlock(f"transformer_blocks.{i}", config) for i in range(config.num_layers)]
         self.modulation = GatheredLinear.named("norm_out.linear", 2 * width, width, what="modulation", bias=True)
         self.output = GatheredLinear.named("proj_out", config.patch_width, width, what="patches", bias=True)
-        inv_freq = [_frequencies(size) for size in config.rope_widths]
-        self.inv_freq = torch.cat(inv_freq).to(backend.device())
-        sizes = torch.tensor([len(of_axis) for of_axis in inv_freq])
-        self.rope_axes = torch.arange(3, dtype=torch.int32).repeat_interleave(sizes).to(backend.device())
+        self.rope = AxialRope(config.rope_widths, ROPE_THETA)
 
     @staticmethod
     def checkpoint_name(name: str) -> str | None:
@@ -188,17 +185,11 @@ class QwenImageTransformer:
         return image, self._turned(text_lengths, on_diagonal.expand(3, -1))
 
     def _turned(self, lengths: list[int], positions: Tensor) -> _Places:
-        device = backend.device()
-        return _Places(lengths, *rope_table(positions.float().contiguous().to(device), self.inv_freq, self.rope_axes))
+        return _Places(lengths, *self.rope.tables(positions.float().contiguous()))
 
 
 def _flat_grid(rows: Tensor, columns: Tensor) -> list[Tensor]:
     return [axis.flatten() for axis in torch.meshgrid(rows, columns, indexing="ij")]
-
-
-def _frequencies(width: int) -> Tensor:
-    """Of the pairs of values of a head that follow one axis."""
-    return (ROPE_THETA ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)).float()
 
 
 def build(config: Mapping[str, Any]) -> QwenImageTransformer:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.layers.batch import UncachedBatch
+from tilewright.layers.batch import UncachedBatch, starts_of
 from tilewright.layers.decoder import DecoderConfig, DecoderLayer, hidden_norm
 from tilewright.layers.rope import Rope
 from tilewright.layers.token_embedding import TokenEmbedding
@@ -108,7 +108,7 @@ def _counted(layer: int, num_layers: int) -> int:
 
 
 def _batch(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> UncachedBatch:
-    starts = _starts(counts, device)
+    starts = starts_of(counts)
     if list(counts) == list(lengths):
         return UncachedBatch(starts)
     is_text = torch.cat([torch.arange(count) < length for count, length in zip(counts, lengths, strict=True)])
@@ -116,11 +116,7 @@ def _batch(counts: Sequence[int], lengths: Sequence[int], device: torch.device) 
     return UncachedBatch(
         starts,
         text_rows=rows[is_text].to(device),
-        text_starts=_starts(lengths, device),
+        text_starts=starts_of(lengths),
         padding_rows=rows[~is_text].to(device),
-        padding_starts=_starts([c - n for c, n in zip(counts, lengths, strict=True)], device),
+        padding_starts=starts_of(c - n for c, n in zip(counts, lengths, strict=True)),
     )
-
-
-def _starts(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
