@@ -94,7 +94,8 @@ class PictureWriter:
         if isinstance(event, Waiting):
             return {"status": "queued", "num_before": event.num_before}
         if isinstance(event, Began):
-            return {"status": "in_progress", "step": 0, "num_steps": event.num_steps, "size": self._size}
+            begun = {"status": "in_progress", "step": 0, "num_steps": event.num_steps, "size": self._size}
+            return {**begun, "expected_s": event.expected_s, "expected_from": event.expected_from}
         return {"status": "in_progress", "step": event.step, "num_steps": event.num_steps}
 
     def _picture(self, file: MadeFile) -> dict[str, Any]:
@@ -176,7 +177,10 @@ class PictureResponse(EventResponse):
             if isinstance(event, KeepAliveDue):
                 if self._is_stream:
                     await self._comment(send, "drawing")
-            elif self._is_stream:
+                continue
+            if isinstance(event, Began) and event.expected_s is not None:
+                self._log.fields["expected_s"] = round(event.expected_s, 2)
+            if self._is_stream:
                 for chunk in self._writer.chunks(event):
                     await self._begin(send)
                     await send_event(send, chunk, chunk["type"])
