@@ -1,4 +1,4 @@
-"""What tests of kernels and of models share: each ISA level in turn, and both dtypes."""
+"""What tests of kernels, models and pictures share: each ISA level in turn, both dtypes, one thread, a gate."""
 
 import pytest
 import torch
@@ -40,3 +40,24 @@ def isa(request):
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def dtype(request):
     return request.param
+
+
+@pytest.fixture
+def one_thread():
+    """So little is computed that a second thread would only be waited for, ours or torch's."""
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    kernels.set_num_threads(1)
+    yield
+    kernels.set_num_threads(0)
+    torch.set_num_threads(torch_threads)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """What steps of FakePictures wait for."""
+    from fake_pictures import Gate  # imports the server, which most tests have nothing to do with
+
+    gate = Gate(tmp_path)
+    yield gate
+    gate.close()

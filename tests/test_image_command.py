@@ -24,7 +24,12 @@ def test_a_picture_that_carries_its_settings(model, tmp_path, capsys):
     assert cli.main(["image", "a cat", "-m", model, "-o", str(path), "--seed", "7", *FLAGS]) == 0
     said = capsys.readouterr()
     assert said.out == f"{path}\n"
-    assert "tiny-z: 24 x 20, 3 steps, seed 7" in said.err and "a step takes" in said.err and "decoding" in said.err
+    assert (
+        "tiny-z: 24 x 20, 3 steps, seed 7" in said.err
+        and "estimated" in said.err
+        and "a step takes" in said.err
+        and "decoding" in said.err
+    )
     picture = Image.open(path)
     settings = json.loads(picture.info["parameters"])
     assert settings.pop("model") == "tiny-z" and settings["seed"] == 7

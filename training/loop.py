@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 WARM_UP, DECAY_FROM = 0.02, 0.45  # parts of the run: up to the learning rate, from there in a straight line to 0
+
+
+def training_parser(
+    module: str, description: str, *, writes: str, draws: str, minutes: float, batch_size: int, lr: float
+) -> argparse.ArgumentParser:
+    """A parser with the options of every training: `writes` is what --out holds, `draws` what the seed is of."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        epilog=f"example: python -m {module} --minutes {minutes:g} --out candidate",
+    )
+    parser.add_argument("--out", default="candidate", help=f"folder of the {writes} (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=minutes, help="how long it trains (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="pictures a step (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=15, help="processes that draw (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help=f"of weights and {draws} (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the network uncompiled")
+    return parser
+
+
+def add_network_options(parser: argparse.ArgumentParser, weight_decay: float) -> None:
+    """Those of the networks that are trained with Muon, and may go on from earlier weights."""
+    parser.add_argument("--weight-decay", type=float, default=weight_decay, help="(default: %(default)s)")
+    parser.add_argument("--start-from", metavar="FOLDER", help="weights to go on from, instead of random ones")
 
 
 def learning_rate_at(part: float) -> float:

@@ -108,13 +108,15 @@ def request(diffusion: Diffusion, options: argparse.Namespace, **more: Any) -> G
 def generate(diffusion: Diffusion, params: GenerationParams, *, quiet: bool) -> Generated:
     """What the request makes. Unless `quiet`, standard error tells what it is, how long it takes, and how far it is.
 
-    The first step tells how long: it is known before the second begins.
+    How long is told before it begins, by earlier runs or by its operations, and again after the first step.
     """
     if quiet:
         return _run(diffusion, params, None)
     what = f"{params.width} x {params.height}" + (f" x {params.num_frames} frames" if params.num_frames > 1 else "")
     count = f"{params.n} of " if params.n > 1 else ""
     print(f"{diffusion.name}: {count}{what}, {params.num_steps} steps, seed {params.seed}", file=sys.stderr)
+    expected = diffusion.expected(params)
+    print(f"about {_duration(expected.seconds)}, {expected.basis}", file=sys.stderr)
     bar: tqdm | None = None
 
     def on_step(step: int, num_steps: int, latents: object) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 
+import huggingface_hub
 import pytest
 import torch
 from tiny_pipelines import z_image_pipeline
@@ -85,7 +86,7 @@ def test_a_damaged_cache_is_noticed_while_it_is_used(folder, tmp_path, monkeypat
     monkeypatch.setattr(cache, "SAMPLE_BLOCKS", 0)  # a start that looks at no block
     with Diffusion(folder) as diffusion:
         diffusion.generate("a cat", **SMALL)
-    for path in settings.cache_dir.iterdir():
+    for path in settings.cache_dir.glob(f"*{cache.SUFFIX}"):
         with path.open("r+b") as file:
             file.seek(4096)
             file.write(b"\xff\x01\xff\x02")
@@ -95,7 +96,7 @@ def test_a_damaged_cache_is_noticed_while_it_is_used(folder, tmp_path, monkeypat
             components._checks["transformer"].join()
         with pytest.raises(DamagedEntryError, match="was damaged after it was written"):
             diffusion.generate("a cat", **SMALL)
-    assert len(list(settings.cache_dir.iterdir())) == 1
+    assert len(list(settings.cache_dir.glob(f"*{cache.SUFFIX}"))) == 1
 
 
 def test_packed_weights_larger_than_the_memory_are_read_as_they_are_used(folder, tmp_path, monkeypatch, caplog):
@@ -178,3 +179,16 @@ def test_sharded_weights_under_diffusers_names(folder, copy):
     with Diffusion(folder, pack_cache=False) as whole, Diffusion(copy, pack_cache=False) as sharded:
         made = [diffusion.generate("a cat", **SMALL).latents for diffusion in (whole, sharded)]
     assert torch.equal(*made)
+
+
+def test_a_hub_id_is_found_in_the_hubs_cache(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="org/tiny-z is not on this machine, and the hub cannot be reached"):
+        Diffusion("org/tiny-z")
+    repository, commit = tmp_path / "models--org--tiny-z", "0123456789abcdef0123456789abcdef01234567"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    with Diffusion("org/tiny-z", pack_cache=False) as diffusion:
+        assert diffusion.generate("a cat", **SMALL).settings["model"] == "tiny-z"

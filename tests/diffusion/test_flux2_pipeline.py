@@ -1,6 +1,5 @@
 """FLUX.2 klein from prompt to picture against diffusers, from the same latents."""
 
-import functools
 import logging
 
 import numpy as np
@@ -11,13 +10,11 @@ from components import relative, rms
 from oracle import require
 from PIL import Image
 from pipeline_ranks import run_on_ranks
+from tiny_flux import HEIGHT, NUM_STEPS, PROMPT, WIDTH, opened, ours
 
 from tilewright import Diffusion
 from tilewright.diffusion.pipelines import flux2
 from tilewright.types import RequestError
-
-PROMPT = "a red cat, 3 cats"
-WIDTH, HEIGHT, NUM_STEPS = 24, 16, 4
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +29,6 @@ def pipelines(tmp_path_factory):
         return made[kind]
 
     return pipeline
-
-
-@functools.cache
-def opened(folder, dtype="float32"):
-    return Diffusion(folder, dtype=dtype, pack_cache=False)
-
-
-def ours(folder, dtype="float32", **settings):
-    settings = {"width": WIDTH, "height": HEIGHT, "num_steps": NUM_STEPS, "output": "array", **settings}
-    return opened(folder, dtype).generate(PROMPT, **settings)
 
 
 def theirs(pipeline, **settings):

@@ -39,13 +39,6 @@ from tilewright.server.link import wire
 WAIT_S = 60
 
 
-@pytest.fixture
-def gate(tmp_path):
-    gate = Gate(tmp_path)
-    yield gate
-    gate.close()
-
-
 class Events:
     """What a worker emitted, waited for."""
 
@@ -89,7 +82,9 @@ def test_a_picture_is_made_with_its_settings():
 def test_steps_and_previews_are_told_as_they_come(gate):
     worker, events = made_by(gate=gate.path)
     worker.submit("a", PictureRequest("tile", {"num_steps": 4}, num_previews=3))
-    assert events.next(Began)[1].num_steps == 4
+    began = events.next(Began)[1]
+    assert began.num_steps == 4
+    assert (began.expected_s, began.expected_from) == (2.0, "as FakePictures says")
     for step in (1, 2, 3):
         gate.open()
         assert events.next(Stepped)[1] == Stepped(step, 4)
@@ -190,14 +185,22 @@ def test_a_picture_that_comes_in_is_decoded_in_a_sandbox():
 
 
 def test_videos_have_the_frames_that_their_seconds_ask_for():
-    worker, events = made_by(max_frames=33)
+    worker, events = made_by(max_frames=33, fps=24.0)
     worker.submit("a", PictureRequest("tile", {"width": 48, "height": 32}, file_format="mp4", seconds=1, fps=8))
     (file,) = events.next(Made)[1].files
     with av.open(io.BytesIO(file.data)) as container:
         assert len(list(container.decode(video=0))) == 9 == file.settings["num_frames"]
         assert container.streams.video[0].average_rate == 8
+    worker.submit("c", PictureRequest("tile", {"width": 48, "height": 32, "num_frames": 5}, file_format="mp4"))
+    assert events.next(Began)[1].fps == 24
+    (file,) = events.next(Made)[1].files
+    with av.open(io.BytesIO(file.data)) as container:  # what the model was trained with
+        assert container.streams.video[0].average_rate == 24
     worker.submit("b", PictureRequest("tile", file_format="mp4", seconds=60))
-    assert "seconds is 60, 961 frames at 16 a second, expected at most 2: 33 frames" in events.next(NotMade)[1].message
+    assert (
+        "seconds is 60, 1441 frames at 24 a second, expected at most 1.33333: 33 frames"
+        in events.next(NotMade)[1].message
+    )
     worker.close()
 
 
@@ -220,7 +223,13 @@ def test_a_video_of_odd_sides_loses_a_row():
 def test_events_cross_the_wire():
     made = Made((MadeFile(b"data", {"seed": 1}),), 0.0, 0.1, 0.2, 0.3, [0.1])
     preview = Previewed(0, 1, 2, 4, b"\x00\xff")
-    for event in (Began(64, 48, 1, 4, 7), preview, Stopped(), NotMade("request", "m", "size"), made):
+    for event in (
+        Began(64, 48, 1, 4, 7, 16.0, 2.5, "as the last one"),
+        preview,
+        Stopped(),
+        NotMade("request", "m", "size"),
+        made,
+    ):
         head, *blobs = wire.encode({"event": event_to_json(event)})
         envelope = wire.decode(head[wire.HEAD.size :])
         assert event_from_json(envelope.fill(blobs)["event"]) == event

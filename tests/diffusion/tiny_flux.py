@@ -1,11 +1,17 @@
 """FLUX.1 and FLUX.2 klein with tiny random networks: folders, and the same pipelines as diffusers runs them."""
 
+import functools
+
 import tiny_pipelines
 import torch
 from components import randomized
 from oracle import require
 from tokenizers import pre_tokenizers
 
+from tilewright import Diffusion
+
+PROMPT = "a red cat, 3 cats"
+WIDTH, HEIGHT, NUM_STEPS = 24, 16, 4
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TEXT_WIDTH, POOLED_WIDTH = 24, 32
 VAE = {
@@ -133,3 +139,13 @@ def klein_pipeline(folder, *, is_distilled):
         is_distilled=is_distilled,
     )
     return saved(pipeline, folder)
+
+
+@functools.cache
+def opened(folder, dtype="float32"):
+    return Diffusion(folder, dtype=dtype, pack_cache=False)
+
+
+def ours(folder, dtype="float32", **settings):
+    settings = {"width": WIDTH, "height": HEIGHT, "num_steps": NUM_STEPS, "output": "array", **settings}
+    return opened(folder, dtype).generate(PROMPT, **settings)

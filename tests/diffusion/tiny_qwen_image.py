@@ -1,5 +1,7 @@
 """A tiny random pipeline of Qwen-Image, as diffusers runs it and as the folder it saves."""
 
+import json
+
 import torch
 from components import randomized
 from oracle import require
@@ -14,7 +16,8 @@ TRANSFORMER = {
     "joint_attention_dim": 32,
     "axes_dims_rope": (4, 6, 6),
 }
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+VISION_START, VISION_END, PICTURE = 259, 260, 261
 
 
 def make_tokenizer():
@@ -42,8 +45,24 @@ def make_text_encoder():
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
     }
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 8,
+        "window_size": 32,
+        "fullatt_block_indexes": [1],
+    }
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=PICTURE,
+        video_token_id=271,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+    )
     return randomized(transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
@@ -91,3 +110,54 @@ def save(folder):
     pipeline.save_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+class Processor:
+    """Qwen2VLProcessor without torchvision: Pillow resizes and the tokenizer counts a token for each feature."""
+
+    def __init__(self):
+        module = require("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+        self.pictures = module.Qwen2VLImageProcessorPil(patch_size=8, min_pixels=256, max_pixels=1 << 16)
+        self.tokenizer = make_tokenizer()
+
+    def __call__(self, text, images, padding, return_tensors):
+        found = self.pictures(images=images, return_tensors="pt")
+        counts = (found["image_grid_thw"].prod(dim=1) // 4).tolist()
+        pad, *rest = "<|image_pad|>", *text[0].split("<|image_pad|>")
+        expanded = rest[0] + "".join(pad * count + after for count, after in zip(counts, rest[1:], strict=True))
+        return require("transformers").BatchFeature(
+            {**self.tokenizer([expanded], return_tensors="pt"), **found}, tensor_type="pt"
+        )
+
+
+def save_edit(folder, class_name):
+    """diffusers' pipeline that edits, saved to the folder."""
+    diffusers = require("diffusers")
+    pipeline = getattr(diffusers, class_name)(
+        tokenizer=make_tokenizer(),
+        text_encoder=make_text_encoder(),
+        processor=Processor(),
+        vae=make_vae(),
+        scheduler=make_scheduler(),
+        transformer=randomized(diffusers.QwenImageTransformer2DModel(**TRANSFORMER)),
+    )
+    pipeline.save_pretrained(folder)
+    # diffusers saves no processor that is not transformers' own.
+    pipeline.processor.pictures.save_pretrained(folder / "processor")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["processor"] = ["transformers", "Qwen2VLProcessor"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    _say_where_pictures_are(pipeline.text_encoder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _say_where_pictures_are(encoder):
+    """transformers 5 gives pictures positions in rows and columns, as the model was trained, only if it is told which
+    tokens are theirs. transformers 4 looked, and diffusers 0.42 relies on that."""
+    forward = encoder.forward
+
+    def told(input_ids, **options):
+        return forward(input_ids=input_ids, mm_token_type_ids=(input_ids == PICTURE).int(), **options)
+
+    encoder.forward = told

@@ -14,20 +14,13 @@ from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.registry import family_of
 from tilewright.ops import backend
 from tilewright.ops.kv_cache import KvCache
-from tilewright.ops.native import kernels
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """So little is computed that a second thread would only be waited for, ours or torch's."""
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    kernels.set_num_threads(1)
-    yield
-    kernels.set_num_threads(0)
-    torch.set_num_threads(torch_threads)
+def computes_alone(one_thread):
+    """All tests of this folder compute on one thread."""
 
 
 @pytest.fixture(scope="session")

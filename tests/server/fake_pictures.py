@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from tilewright.diffusion.errors import DiffusionLostError
+from tilewright.diffusion.expected import Expected
 from tilewright.diffusion.params import Limits
 from tilewright.server.link.pictures import PictureBackend
 from tilewright.server.settings import ServerSettings
@@ -39,14 +40,17 @@ class FakePictures:
 
     name = NAME
 
-    def __init__(self, gate=None, ballast_bytes=0, max_frames=1, takes_image=False, refuses=None):
+    def __init__(self, gate=None, ballast_bytes=0, max_frames=1, takes_image=False, refuses=None, fps=16.0):
         """`gate` is a named pipe: a step begins with a byte of it. `ballast_bytes` are what each run holds."""
         if refuses:
             raise RequestError(refuses)
-        fields = {**vars(LIMITS), "max_frames": max_frames, "takes_image": takes_image}
+        fields = {**vars(LIMITS), "max_frames": max_frames, "takes_image": takes_image, "fps": fps}
         self.limits = Limits(**{**fields, "default_frames": max_frames, "frame_multiple": 4})
         self._gate = None if gate is None else os.open(gate, os.O_RDWR)
         self._ballast_bytes = ballast_bytes
+
+    def expected(self, params):
+        return Expected(0.5 * params.num_steps, "as FakePictures says")
 
     def run(self, params, on_step=None):
         ballast = np.ones(self._ballast_bytes, dtype=np.uint8)

@@ -19,7 +19,7 @@ import openai
 import pytest
 import soak_pictures
 from conftest import ScriptedBackend, serving
-from fake_pictures import NAME, Gate, fake_backend
+from fake_pictures import NAME, fake_backend
 from page_browser import png
 from PIL import Image
 from processes import family_of
@@ -33,13 +33,6 @@ from tilewright.server.multipart import parse_multipart
 from tilewright.server.settings import ServerSettings
 
 WAIT_S = 60
-
-
-@pytest.fixture
-def gate(tmp_path):
-    gate = Gate(tmp_path)
-    yield gate
-    gate.close()
 
 
 @pytest.fixture
@@ -134,6 +127,8 @@ def test_progress_is_told_on_request(ready):
     )
     told = [event for event in events if event.type == "image_generation.progress"]
     assert [event.step for event in told if event.status == "in_progress"] == [0, 1, 2]
+    began = next(event for event in told if event.status == "in_progress")
+    assert (began.expected_s, began.expected_from) == (1.0, "as FakePictures says")
     assert told[0].status == "queued"
     assert [event.image_index for event in events if event.type == "image_generation.completed"] == [0, 1]
 

@@ -4,18 +4,11 @@ import contextlib
 
 import pytest
 from conftest import ScriptedBackend, serving
-from fake_pictures import NAME, Gate, fake_backend
+from fake_pictures import NAME, fake_backend
 from page_browser import kept, send, until, until_kept, wait_until_done
 from test_page_access import check_contrast, check_names
 
 REFUSED = "Failed to load resource"
-
-
-@pytest.fixture
-def gate(tmp_path):
-    gate = Gate(tmp_path)
-    yield gate
-    gate.close()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import av
 import openai
 import pytest
 from conftest import ScriptedBackend, serving
-from fake_pictures import NAME, Gate, fake_backend
+from fake_pictures import NAME, fake_backend
 from page_browser import png
 from test_images import WAIT_S, metric, until
 
@@ -20,13 +20,6 @@ from tilewright.server.pictures import videos
 from tilewright.server.pictures.results import ResultStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
-
-
-@pytest.fixture
-def gate(tmp_path):
-    gate = Gate(tmp_path)
-    yield gate
-    gate.close()
 
 
 @pytest.fixture
@@ -57,6 +50,7 @@ def test_a_video_from_its_creation_to_its_deletion(serve, gate):
     until(lambda: client.videos.retrieve(job.id).status == "completed")
     done = client.videos.retrieve(job.id)
     assert (done.progress, done.size, done.seconds) == (100, "64x32", "1.12") and done.expires_at > done.completed_at
+    assert done.expected_s == 2.0
     assert done.settings["seed"] == 3 and done.settings["num_frames"] == 9 and done.error is None
     content = client.videos.download_content(job.id)
     assert content.response.headers["content-type"] == "video/mp4"
@@ -85,6 +79,16 @@ def test_a_video_begins_with_a_picture(serve):
         client.videos.download_content(bad.id)
 
 
+def test_a_video_has_the_frame_rate_of_the_model(serve):
+    client = serve(fps=24.0).client()
+    job = client.videos.create(prompt="a tile turns", seconds="1", size="64x32")
+    until(lambda: client.videos.retrieve(job.id).status == "completed")
+    done = client.videos.retrieve(job.id)
+    assert done.settings["num_frames"] == 25 and done.seconds == "1.04"
+    with av.open(io.BytesIO(client.videos.download_content(job.id).read())) as container:
+        assert container.streams.video[0].average_rate == 24
+
+
 def test_deleting_cancels_what_is_under_way(serve, gate):
     client = (running := serve(gate)).client()
     first = client.videos.create(prompt="one", extra_body={"steps": "50"})
@@ -102,7 +106,7 @@ def test_deleting_cancels_what_is_under_way(serve, gate):
 def test_deleting_gives_back_what_the_request_holds_once():
     released = []
     jobs = videos.VideoJobs(lambda request, listener: lambda: None, ResultStore())
-    job = videos.VideoJob(NAME, "turn", "auto", "auto", 16.0)
+    job = videos.VideoJob(NAME, "turn", "auto", "auto")
     jobs.create(job, PictureRequest("turn"), lambda: released.append(job.id))
     jobs.delete(job.id)
     jobs.close()

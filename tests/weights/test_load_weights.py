@@ -148,7 +148,7 @@ def test_long_lists_are_cut(make_checkpoint):
 
 
 def test_only_kernel_dtypes(make_checkpoint):
-    with pytest.raises(ValueError, match=r"dtype is torch\.float16, expected one of torch\.float32, torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.float16, expected one of torch\.bfloat16, torch\.float32"):
         load([], make_checkpoint({}), dtype=torch.float16)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Qwen3Config, Qwen3Model
 
-from training.loop import learning_rate_at, tell
+from training.loop import add_network_options, learning_rate_at, tell, training_parser
 from training.shards import read_weights, write_weights
 from training.tiny_draw.batches import Batch, Drawings, as_pixels
 from training.tiny_draw.checkpoint import TRANSFORMER, WEIGHTS
@@ -73,21 +73,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m training.tiny_draw.train",
-        description="Trains the text encoder and the transformer of the pipeline in --out, whose VAE is trained.",
-        epilog="example: python -m training.tiny_draw.train --minutes 15 --out candidate",
+    parser = training_parser(
+        "training.tiny_draw.train",
+        "Trains the text encoder and the transformer of the pipeline in --out, whose VAE is trained.",
+        writes="pipeline",
+        draws="drawings",
+        minutes=15.0,
+        batch_size=256,
+        lr=1e-3,
     )
-    parser.add_argument("--out", default="candidate", help="folder of the pipeline (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=15.0, help="how long it trains (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=256, help="pictures a step (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--weight-decay", type=float, default=0.05, help="(default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=15, help="processes that draw (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights and drawings (default: %(default)s)")
-    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
-    parser.add_argument("--start-from", metavar="FOLDER", help="weights to go on from, instead of random ones")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the layers uncompiled")
+    add_network_options(parser, weight_decay=0.05)
     return parser.parse_args(arguments)
 
 

@@ -14,7 +14,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from training.loop import learning_rate_at, tell
+from training.loop import learning_rate_at, tell, training_parser
 from training.shards import write_weights
 from training.tiny_draw.batches import Drawings, as_pixels
 from training.tiny_draw.checkpoint import SIDE, VAE, WEIGHTS, write_configs, write_tokenizer
@@ -52,19 +52,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m training.tiny_draw.train_vae",
-        description="Trains the VAE from scratch, for as long as it is told, and writes the pipeline's configs.",
-        epilog="example: python -m training.tiny_draw.train_vae --minutes 4 --out candidate",
+    parser = training_parser(
+        "training.tiny_draw.train_vae",
+        "Trains the VAE from scratch, for as long as it is told, and writes the pipeline's configs.",
+        writes="pipeline",
+        draws="drawings",
+        minutes=4.0,
+        batch_size=64,
+        lr=1e-3,
     )
-    parser.add_argument("--out", default="candidate", help="folder of the pipeline (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=4.0, help="how long it trains (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="pictures a step (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=15, help="processes that draw (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights and drawings (default: %(default)s)")
-    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the network uncompiled")
     return parser.parse_args(arguments)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from training.loop import learning_rate_at, tell
+from training.loop import add_network_options, learning_rate_at, tell, training_parser
 from training.shards import write_weights
 from training.tiny_vl.batches import NO_TARGET, Batch, Encoder, Lessons, as_pixels, attention_mask
 from training.tiny_vl.checkpoint import write_configs
@@ -49,24 +49,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m training.tiny_vl.train",
-        description="Trains the embedded model from scratch, for as long as it is told.",
-        epilog="example: python -m training.tiny_vl.train --minutes 20 --out candidate",
+    parser = training_parser(
+        "training.tiny_vl.train",
+        "Trains the embedded model from scratch, for as long as it is told.",
+        writes="checkpoint",
+        draws="lessons",
+        minutes=20.0,
+        batch_size=256,
+        lr=2e-3,
     )
-    parser.add_argument("--out", default="candidate", help="folder of the checkpoint (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=20.0, help="how long it trains (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=256, help="pictures a step (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
+    add_network_options(parser, weight_decay=0.1)
     parser.add_argument("--optimiser", choices=("muon", "adamw"), default="muon", help="(default: %(default)s)")
-    parser.add_argument("--weight-decay", type=float, default=0.1, help="(default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=15, help="processes that draw (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights and lessons (default: %(default)s)")
-    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
     parser.add_argument("--photos", type=Path, metavar="FOLDER", help="photographs, to learn what it cannot know")
-    parser.add_argument("--start-from", metavar="FOLDER", help="weights to go on from, instead of random ones")
     parser.add_argument("--score-every-s", type=float, default=60.0, help="for validation (default: %(default)s)")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the layers uncompiled")
     return parser.parse_args(arguments)
 
 

@@ -31,13 +31,12 @@ from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights.checkpoint import Checkpoint
 from tilewright.weights.entry_check import DamagedEntryError, EntryCheck
 from tilewright.weights.hub import download_pipeline, is_hub_id
-from tilewright.weights.load import LoadReport, load
+from tilewright.weights.load import DTYPES, LoadReport, load
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 
 _log = logging.getLogger(__name__)
 
 LARGE_BYTES = 2 << 30  # of a component: Wan's transformers are published in fp32, and were trained in bf16
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Components:

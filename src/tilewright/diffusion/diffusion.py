@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from dataclasses import dataclass
@@ -11,19 +12,26 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from tilewright import embedded
+from tilewright import config, embedded
+from tilewright.cpu_name import cpu_name
 from tilewright.diffusion import platform
 from tilewright.diffusion.components import Components, pipeline_folder
+from tilewright.diffusion.expected import Expected, PastTimes, Work, estimated
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.pipeline import OnStep, Result, Timings, ignore_step
 from tilewright.diffusion.platform import Platform
-from tilewright.diffusion.ranks import Command, Ranks, check_size
+from tilewright.diffusion.ranks import Ranks, check_size
 from tilewright.diffusion.registry import open_pipeline
 from tilewright.ops import backend as ops_backend
+from tilewright.ops.native import kernels
+from tilewright.parallel.topology import read_text
 
 _log = logging.getLogger(__name__)
+
+PROBE_S = 0.2  # to measure what this machine multiplies, where no run is known
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class Diffusion:
     device       "cpu", or "cuda" with the torch backend (docs/platforms.md)
     backend      "native": the kernels; "torch": the same ops in plain torch, to compare with (docs/backends.md)
     low_memory   text encoder, transformer and VAE are mapped and released in turn: the largest is what it takes
-    pack_cache   whether packed weights are kept on disk for the next start
+    pack_cache   whether packed weights, and what pictures took, are kept on disk for the next start
     progress     whether loading shows a bar
     """
 
@@ -81,6 +89,9 @@ class Diffusion:
         path = pipeline_folder(embedded.path("tiny_draw") if model is None else model)
         self.name = embedded.name_of(path if model is None else model)
         self._lock = threading.Lock()
+        folder = config.current().cache_dir if pack_cache else None
+        self._times = PastTimes(folder, f"{self.name}, {dtype}, tp {tp}, {low_memory=}, {backend}, {_machine()}")
+        self._operations_per_s: float | None = None  # measured when it is first asked for
         options: dict[str, Any] = {"dtype": dtype, "low_memory": low_memory, "pack_cache": pack_cache}
         self._ranks = (
             None if check_size(tp) == 1 else Ranks(tp, {"model": str(path), **options}, self.platform, cpu_binding)
@@ -101,6 +112,21 @@ class Diffusion:
     def params(self, prompt: str, **settings: Any) -> GenerationParams:
         """A request, checked, with this model's defaults."""
         return self.limits.params(prompt, **settings)
+
+    def expected(self, params: GenerationParams) -> Expected:
+        """How long a request of `params` takes, before it is begun, and where that is from (docs/diffusion.md)."""
+        work = self._work
+        known = self._times.expected(params, work, self.pipeline.components.is_loaded("transformer"))
+        if known is not None:
+            return known
+        if self._operations_per_s is None:
+            type = "fp32" if self.pipeline.components.dtype("transformer") == torch.float32 else "bf16"
+            self._operations_per_s = max(kernels.multiply_peak(type, kernels.num_threads(), PROBE_S))
+        return estimated(params, work, 1 + self.pipeline.is_guided(params), self._operations_per_s)
+
+    @functools.cached_property
+    def _work(self) -> Work:
+        return self.pipeline.work()
 
     def generate(
         self,
@@ -151,12 +177,11 @@ class Diffusion:
             else:
                 with self._ranks.running(params):
                     result = self.pipeline.generate(params, self._ranks.deciding(on_step))
+        self._times.note(params, result.timings)
         return Generated(_images(result, params), result.latents, result.timings, params, self.name)
 
     def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
         """The pictures that a step sees, small, uint8 [n, T, H, W, 3]: for an on_step, with the latents it gets."""
-        if self._ranks is not None:
-            self._ranks.tell(Command.preview)
         return self.pipeline.preview(latents, params)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
@@ -178,6 +203,11 @@ class Diffusion:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _machine() -> str:
+    """What times depend on of it."""
+    return f"{cpu_name(read_text(Path('/proc/cpuinfo')))}, {kernels.active_isa()}, {kernels.num_threads()} threads"
 
 
 def _warn_of_size(components: Components, platform: Platform) -> None:

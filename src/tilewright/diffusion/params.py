@@ -103,6 +103,7 @@ class Limits:
     takes_image: bool = False
     needs_image: bool = False
     image_pixels: int = 0  # what is made from an image has its size by default, made smaller to so many; 0: it has not
+    image_area: int = 0  # what is made from an image has its shape by default, and about so many pixels; 0: it has not
     takes_negative_prompt: bool = True
 
     def params(self, prompt: str, **given: Any) -> GenerationParams:
@@ -151,7 +152,14 @@ class Limits:
         return width, height
 
     def _default_size(self, image: Any) -> tuple[int, int]:
-        """Width and height where a request names none: for some models those of the first picture that it gives."""
+        """Width and height where a request names none: for some models those of a picture that it gives."""
+        if self.image_area:
+            last = image[-1] if isinstance(image, (list, tuple)) and image else image
+            size = getattr(last, "size", None)
+            if not isinstance(size, tuple) or min(size, default=0) < 1:
+                return self.default_width, self.default_height
+            width, height = (side // self.size_multiple for side in size_of_area(self.image_area, size))
+            return width * self.size_multiple, height * self.size_multiple
         first = image[0] if isinstance(image, (list, tuple)) and image else image
         size = getattr(first, "size", None)
         if not self.image_pixels or not isinstance(size, tuple) or min(size, default=0) < 1:
@@ -183,6 +191,13 @@ class Limits:
         if image is None and self.needs_image:
             raise RequestError("this model needs an image to start from", param="image")
         return image
+
+
+def size_of_area(area: int, size: tuple[int, int]) -> tuple[int, int]:
+    """Width and height of about `area` pixels in the shape of `size`, multiples of 32."""
+    width = math.sqrt(area * (size[0] / size[1]))
+    height = width / (size[0] / size[1])
+    return max(round(width / 32), 1) * 32, max(round(height / 32), 1) * 32
 
 
 def _text(name: str, value: Any) -> str:

@@ -9,6 +9,7 @@ channels last, t = 1 for stills; a user's own are in diffusers' layout and are c
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor
 
 from tilewright.diffusion.components import Components
+from tilewright.diffusion.expected import Work
 from tilewright.diffusion.params import Cancelled as Cancelled
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.schedule import Schedule, Step, estimate
 from tilewright.ops import backend
 from tilewright.ops.plan import Arena
 from tilewright.types import RequestError
+from tilewright.weights.safetensors import SafetensorsCheckpoint
 
 PREVIEW_PIXELS = 256  # of a preview's longer side, about
 
@@ -55,7 +58,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gives: the latents at its end, and the pictures unless the latents alone were asked for."""
+    """What a run gives: the latents at its end, and the pictures unless the latents alone were asked for.
+
+    Of several ranks the first makes the pictures: autoencoders are not split, and the others would make the same.
+    """
 
     latents: Tensor  # in diffusers' layout
     pixels: np.ndarray | None  # uint8 [n, T, H, W, 3]
@@ -78,6 +84,16 @@ class Pipeline(ABC):
     @abstractmethod
     def encode_prompt(self, params: GenerationParams) -> Any:
         """What the transformer reads of the prompts: a frozen dataclass of the pipeline's own."""
+
+    def is_guided(self, params: GenerationParams) -> bool:
+        """Whether the transformer reads a second prompt: its steps take twice the operations then."""
+        return params.guidance > 1
+
+    def work(self) -> Work:
+        """What the operations of a step grow with."""
+        shapes = SafetensorsCheckpoint(self.components.path("transformer")).shapes.values()
+        num_parameters = sum(math.prod(shape) for shape in shapes)
+        return Work.of(num_parameters, self.components.config("transformer"), self.limits)
 
     @abstractmethod
     def init_latents(self, params: GenerationParams) -> Tensor:
@@ -115,7 +131,7 @@ class Pipeline(ABC):
                 latents = self.init_latents(params)
                 latents = self.denoise(latents, conditioning, params, _StepTimer(self.components, timings, on_step))
             pixels = None
-            if params.output != "latents":
+            if params.output != "latents" and self.components.group.rank == 0:
                 with self._timed(timings, "decode_s"):
                     pixels = self.decode(latents, params)
             return Result(self.exported(latents).cpu(), pixels, timings)

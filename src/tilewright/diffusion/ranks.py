@@ -2,7 +2,7 @@
 
 The first rank is the process of the `Diffusion`. Every rank runs the whole pipeline on the same parameters, and the
 collectives of the layers keep them together. What differs is who decides: after each step the first rank tells the
-others to go on, to make the preview it was asked for, or to stop.
+others to go on or to stop. It alone decodes latents, for previews and at the end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Command(enum.IntEnum):
     run = 1
     go_on = 2
     cancel = 3
-    preview = 4
 
 
 def check_size(tp: int) -> int:
@@ -165,16 +164,14 @@ def follow(components: Components) -> None:
         if command is Command.stop:
             return
         try:
-            pipeline.generate(params, _following(pipeline.preview, group, params))
+            pipeline.generate(params, _following(group))
         except SHARED_ERRORS as error:
             _log.debug("rank %d ends a run: %r", group.rank, error)
 
 
-def _following(preview: Any, group: Group, params: GenerationParams) -> OnStep:
+def _following(group: Group) -> OnStep:
     def on_step(step: int, num_steps: int, latents: Tensor) -> None:
-        while (command := _listen(group)[0]) is Command.preview:
-            preview(latents, params)
-        if command is Command.cancel:
+        if _listen(group)[0] is Command.cancel:
             raise Cancelled
 
     return on_step

@@ -14,6 +14,8 @@ PIPELINES: Mapping[str, tuple[str, str]] = {
     "Flux2KleinPipeline": ("flux2", "Flux2Klein"),
     "FluxKontextPipeline": ("flux", "Flux"),
     "FluxPipeline": ("flux", "Flux"),
+    "QwenImageEditPipeline": ("qwen_image_edit", "QwenImageEdit"),
+    "QwenImageEditPlusPipeline": ("qwen_image_edit", "QwenImageEdit"),
     "QwenImagePipeline": ("qwen_image", "QwenImage"),
     "WanImageToVideoPipeline": ("wan", "Wan"),
     "WanPipeline": ("wan", "Wan"),
@@ -21,11 +23,8 @@ PIPELINES: Mapping[str, tuple[str, str]] = {
 }
 
 
-_EDITS = "its text encoder sees the picture to edit, through the vision tower of Qwen2.5-VL"
 NOT_BUILT: Mapping[str, str] = {
-    "QwenImageEditPipeline": _EDITS,
-    "QwenImageEditPlusPipeline": _EDITS,
-    "QwenImageEditInpaintPipeline": _EDITS,
+    "QwenImageEditInpaintPipeline": "it takes a mask; QwenImageEditPipeline edits whole pictures",
 }
 
 

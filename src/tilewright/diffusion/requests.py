@@ -11,7 +11,6 @@ from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.types import RequestError
 
 FileFormat = Literal["png", "jpeg", "webp", "mp4"]
-FPS = 16.0  # of a video whose request names none: what Wan was trained on
 MAX_FPS = 60.0
 
 
@@ -26,7 +25,7 @@ class PictureRequest:
     quality: int = 95  # of jpeg and webp, 0 to 100
     num_previews: int = 0
     seconds: float | None = None  # of a video, instead of num_frames
-    fps: float = FPS  # of a video
+    fps: float | None = None  # of a video; None: what the model was trained with
 
     @property
     def is_video(self) -> bool:
@@ -37,6 +36,10 @@ class PictureRequest:
         settings = {**self.settings, "num_frames": self._num_frames(limits)}
         return limits.params(self.prompt, **settings, image=picture, output="array")
 
+    def fps_of(self, limits: Limits) -> float:
+        """Frames a second of the video."""
+        return limits.fps if self.fps is None else self.fps
+
     def _num_frames(self, limits: Limits) -> int | None:
         if not self.is_video:
             return 1
@@ -44,11 +47,12 @@ class PictureRequest:
             raise RequestError("this model makes pictures, not videos", param="model")
         if self.settings.get("num_frames") is not None or self.seconds is None:
             return self.settings.get("num_frames")
-        num_frames = 1 + limits.frame_multiple * round(self.seconds * self.fps / limits.frame_multiple)
+        fps = self.fps_of(limits)
+        num_frames = 1 + limits.frame_multiple * round(self.seconds * fps / limits.frame_multiple)
         if num_frames > limits.max_frames:
-            most_s = (limits.max_frames - 1) / self.fps
+            most_s = (limits.max_frames - 1) / fps
             raise RequestError(
-                f"seconds is {self.seconds:g}, {num_frames} frames at {self.fps:g} a second, "
+                f"seconds is {self.seconds:g}, {num_frames} frames at {fps:g} a second, "
                 f"expected at most {most_s:g}: {limits.max_frames} frames",
                 param="seconds",
             )
@@ -71,6 +75,9 @@ class Began:
     num_frames: int
     num_steps: int
     seed: int
+    fps: float  # of a video
+    expected_s: float | None = None  # what it takes from here on
+    expected_from: str = ""  # where that is from, as a person reads it
 
 
 @dataclass(frozen=True)

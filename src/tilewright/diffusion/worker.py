@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tilewright.diffusion.errors import DiffusionLostError
+from tilewright.diffusion.expected import Expected
 from tilewright.diffusion.files import encode_picture
 from tilewright.diffusion.params import Cancelled, GenerationParams, Limits
 from tilewright.diffusion.requests import (
@@ -53,6 +54,9 @@ class PictureMaker(Protocol):
 
     @property
     def limits(self) -> Limits: ...
+
+    def expected(self, params: GenerationParams) -> Expected:
+        """How long `run` takes."""
 
     def run(self, params: GenerationParams, on_step: OnStep | None = None) -> Any:
         """A `Generated`: its images are arrays [T, H, W, 3], as `params` ask for."""
@@ -142,12 +146,14 @@ class Worker:
         request.params(self._maker.limits, request.picture)  # refused before a picture is decoded for it
         params = request.params(self._maker.limits, self._opened(request.picture))
         size = (params.width, params.height, params.num_frames)
-        self._emit(request_id, Began(*size, params.num_steps, params.seed))
+        fps, expected = request.fps_of(self._maker.limits), self._maker.expected(params)
+        self._emit(request_id, Began(*size, params.num_steps, params.seed, fps, expected.seconds, expected.basis))
+        _log.info("%d x %d, %d steps: about %.1f s, %s", *size[:2], params.num_steps, expected.seconds, expected.basis)
         generated = self._maker.run(params, self._on_step(request_id, request, params))
         self._check_cancelled(request_id)  # before time is spent on a file that nobody wants
         timings = generated.timings
         files = [
-            MadeFile(_encoded(request, frames, generated.settings_of(index)), generated.settings_of(index))
+            MadeFile(_encoded(request, fps, frames, generated.settings_of(index)), generated.settings_of(index))
             for index, frames in enumerate(generated.images)
         ]
         steps_s = timings.steps_s or [timings.denoise_s / params.num_steps]
@@ -194,10 +200,10 @@ def preview_steps(num_previews: int, num_steps: int) -> list[int]:
     return sorted({step for step in wanted if 1 <= step < num_steps})
 
 
-def _encoded(request: PictureRequest, frames: np.ndarray, settings: dict[str, Any]) -> bytes:
+def _encoded(request: PictureRequest, fps: float, frames: np.ndarray, settings: dict[str, Any]) -> bytes:
     """The file of [T, H, W, 3]."""
     if request.is_video:
-        return encode_video(frames, request.fps, settings=settings)
+        return encode_video(frames, fps, settings=settings)
     return encode_picture(frames[0], request.file_format, settings, request.quality)
 
 

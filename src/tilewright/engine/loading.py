@@ -26,11 +26,9 @@ from tilewright.models.tied_head import config_as_stored
 from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import RequestError, SamplingParams
 from tilewright.weights.checkpoint import Checkpoint, open_checkpoint
-from tilewright.weights.load import LoadReport, load
+from tilewright.weights.load import DTYPES, LoadReport, load
 
 _log = logging.getLogger(__name__)
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,22 @@ V vocabulary, A rope axes, M tokens that are media, R tokens that attend to enco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from tilewright.ops import backend
 from tilewright.ops.attention import paged_attention, varlen_attention
 from tilewright.ops.kv_cache import KvCache, kv_store
+
+
+def starts_of(lengths: Iterable[int]) -> Tensor:
+    """Where packed sequences of these lengths begin, and where the last one ends: int32 [B + 1], on the device."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=backend.device())
 
 
 @dataclass(frozen=True)

@@ -175,11 +175,11 @@ def gathered(
 class PatchEmbedding:
     """A Conv3d over patches, whose stride is its kernel, as a product; stills have a kernel summed over time."""
 
-    def __init__(self, name: str, shape: tuple[int, int, int, int, int]) -> None:
+    def __init__(self, name: str, shape: tuple[int, int, int, int, int], *, bias: bool = True) -> None:
         own = partition.current()
         self.width = shape[0]
         self._shard, self._group = own.width("patch embedding", self.width), own.group
-        self.weight = PatchWeight(name, shape, self._shard)
+        self.weight = PatchWeight(name, shape, self._shard, bias=bias)
 
     @property
     def dtype(self) -> torch.dtype:

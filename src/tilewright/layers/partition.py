@@ -11,11 +11,10 @@ tables of positions are whole on every rank: they are small, and all of them are
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
+from tilewright.layers.thread_setting import ThreadSetting
 from tilewright.parallel.group import Group, SingleGroup
 from tilewright.weights.shard import PADDING, HeadShard, Shard, heads_together, split_heads, split_width
 
@@ -72,24 +71,13 @@ def _note(noted: dict[tuple[str, int], int], what: str, count: int, total: int) 
         noted[what, count] = total
 
 
-class _Current(threading.local):
-    def __init__(self) -> None:
-        self.partition = Partition(SingleGroup())
-
-
-_current = _Current()
+_setting = ThreadSetting(lambda: Partition(SingleGroup()))
 
 
 def current() -> Partition:
     """What layers that this thread builds are split by; one rank alone unless `use` says otherwise."""
-    return _current.partition
+    return _setting.current()
 
 
-@contextlib.contextmanager
-def use(partition: Partition) -> Iterator[Partition]:
-    before = _current.partition
-    _current.partition = partition
-    try:
-        yield partition
-    finally:
-        _current.partition = before
+def use(partition: Partition) -> AbstractContextManager[Partition]:
+    return _setting.use(partition)

@@ -9,11 +9,10 @@ experts and its shared gate, the gates b and a of delta nets.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from tilewright.layers.thread_setting import ThreadSetting
 from tilewright.types import RequestError
 
 # A quantised format and how many values of a row share a scale, 0 for all of them, as `ops.packed.weight_format` takes
@@ -51,24 +50,13 @@ def named(name: str | None) -> Precision:
     return Precision() if name is None else _NAMED[name]
 
 
-class _Current(threading.local):
-    def __init__(self) -> None:
-        self.precision = Precision()
-
-
-_current = _Current()
+_setting = ThreadSetting(Precision)
 
 
 def current() -> Precision:
     """That of layers which this thread builds; nothing is quantised unless `use` says otherwise."""
-    return _current.precision
+    return _setting.current()
 
 
-@contextlib.contextmanager
-def use(precision: Precision) -> Iterator[None]:
-    before = _current.precision
-    _current.precision = precision
-    try:
-        yield
-    finally:
-        _current.precision = before
+def use(precision: Precision) -> AbstractContextManager[Precision]:
+    return _setting.use(precision)

@@ -1,9 +1,9 @@
-"""Rotary positions of a language model: frequencies from its config, tables for a batch."""
+"""Rotary positions: of a language model, by its config, and on the axes of pictures and videos."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -140,6 +140,21 @@ class Rope:
     def tables(self, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 [T, R/2] each, R of a head's elements being turned."""
         return ops.rope_table(positions_AT, self.inv_freq, self.axis_of_frequency, self.attention_scaling)
+
+
+class AxialRope:
+    """Tables for positions on several axes, each of which turns a part of a head, in pairs of neighbours 2j, 2j + 1."""
+
+    def __init__(self, widths: Sequence[int], theta: float) -> None:
+        # In fp64, as diffusers has them: rounded once.
+        frequencies = [theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width) for width in widths]
+        self.inv_freq = torch.cat(frequencies).float().to(backend.device())
+        counts = torch.tensor([len(of_axis) for of_axis in frequencies])
+        self.axes = torch.arange(len(widths), dtype=torch.int32).repeat_interleave(counts).to(backend.device())
+
+    def tables(self, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, fp32 [T, K/2] each."""
+        return ops.rope_table(positions_AT.to(backend.device()), self.inv_freq, self.axes)
 
 
 def _frequencies(config: RopeConfig, max_context: int) -> tuple[Tensor, float]:

@@ -26,6 +26,9 @@ STREAM_HEADERS = [
 ]
 
 
+Interruption = ClientLeft | TimedOut | ShuttingDown
+
+
 class Writer(Protocol):
     """Makes the objects of one interface from the engine's events."""
 
@@ -40,7 +43,100 @@ class Writer(Protocol):
     def result(self) -> Mapping[str, Any]: ...
 
 
-class AnswerResponse(Response):
+class GoneClient(Exception):
+    """Nobody waits for the rest of a response."""
+
+
+class EventResponse(Response):
+    """A response made of events of a computation, which ends with it: when the client leaves, or at the timeout.
+
+    Subclasses say how it is told of an event (`_notify`) and ended (`_abort`), what is sent (`_send`), and what of an
+    error in a stream that has begun (`_send_failure`).
+    """
+
+    def __init__(
+        self,
+        log: RequestLog,
+        *,
+        is_stream: bool,
+        timeout_s: float,
+        on_close: Callable[[], None],
+        began_s: float | None = None,
+    ) -> None:
+        """`began_s` is when the timeout begins, by the event loop's clock: now unless it is given."""
+        super().__init__()
+        self._log = log
+        self._is_stream = is_stream
+        self._timeout_s = timeout_s
+        self._on_close = on_close
+        self._began_s = began_s
+        self._has_head = False  # sent
+
+    def _notify(self, event: ClientLeft | TimedOut | KeepAliveDue) -> None:
+        raise NotImplementedError
+
+    def _abort(self) -> None:
+        raise NotImplementedError
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The whole response; `GoneClient` where nobody waits for it."""
+        raise NotImplementedError
+
+    async def _send_failure(self, send: Send, error: ApiError) -> None:
+        """The last events of a stream that ends with an error."""
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        leaving = loop.create_task(self._watch(receive))
+        began_s = loop.time() if self._began_s is None else self._began_s
+        timer = loop.call_at(began_s + self._timeout_s, self._notify, TimedOut())
+        try:
+            await asyncio.wait_for(self._respond(scope, receive, send), self._timeout_s + GRACE_S)
+        except asyncio.TimeoutError:
+            self._log.outcome = "the client did not read its answer"
+        finally:
+            timer.cancel()
+            leaving.cancel()
+            self._abort()
+            self._on_close()
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._send(scope, receive, send)
+        except GoneClient:
+            self._log.outcome = "the client left"
+        except Exception as error:
+            known = as_api_error(error)
+            self._log.fail(known, error)
+            if self._has_head:
+                await self._send_failure(send, known)
+                await send_end(send)
+            else:
+                await JsonResponse(known.body(), known.status, known.headers)(scope, receive, send)
+
+    async def _begin(self, send: Send) -> None:
+        if not self._has_head:
+            self._has_head = True
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+
+    async def _comment(self, send: Send, text: str) -> None:
+        """Keeps a silent stream alive."""
+        await self._begin(send)
+        await send({"type": "http.response.body", "body": f": {text}\n\n".encode(), "more_body": True})
+
+    def _interrupted(self, event: Interruption) -> Exception:
+        """What ends the response before it is complete."""
+        if isinstance(event, ClientLeft):
+            return GoneClient()
+        return timed_out(self._timeout_s) if isinstance(event, TimedOut) else shutting_down()
+
+    async def _watch(self, receive: Receive) -> None:
+        await disconnected(receive)
+        self._notify(ClientLeft())
+
+
+class AnswerResponse(EventResponse):
     """Sends what its Writer makes of an Answer's events. The Answer is always aborted at the end."""
 
     def __init__(
@@ -54,46 +150,24 @@ class AnswerResponse(Response):
         began_s: float,
         on_close: Callable[[], None],
     ) -> None:
-        super().__init__()
+        super().__init__(log, is_stream=is_stream, timeout_s=timeout_s, on_close=on_close, began_s=began_s)
         self._answer = answer
         self._make_writer = make_writer
         self._writer = make_writer()
-        self._log = log
-        self._is_stream = is_stream
-        self._timeout_s = timeout_s
-        self._began_s = began_s  # by the event loop's clock
-        self._on_close = on_close
-        self._has_head = False  # sent
         self._has_chunk = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        leaving = loop.create_task(self._watch(receive))
-        timer = loop.call_at(self._began_s + self._timeout_s, self._answer.notify, TimedOut())
-        try:
-            await asyncio.wait_for(self._respond(scope, receive, send), self._timeout_s + GRACE_S)
-        except asyncio.TimeoutError:
-            self._log.outcome = "the client did not read its answer"
-        finally:
-            timer.cancel()
-            leaving.cancel()
-            self._answer.abort()
-            self._on_close()
+    def _notify(self, event: ClientLeft | TimedOut | KeepAliveDue) -> None:
+        self._answer.notify(event)
 
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await (self._stream(send) if self._is_stream else self._send_whole(scope, receive, send))
-        except _ClientLeft:
-            self._log.outcome = "the client left"
-        except Exception as error:
-            known = as_api_error(error)
-            self._log.fail(known, error)
-            if self._has_head:
-                for chunk in self._writer.failure_chunks(known):
-                    await send_event(send, chunk, self._name(chunk))
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-            else:
-                await JsonResponse(known.body(), known.status, known.headers)(scope, receive, send)
+    def _abort(self) -> None:
+        self._answer.abort()
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._stream(send) if self._is_stream else self._send_whole(scope, receive, send))
+
+    async def _send_failure(self, send: Send, error: ApiError) -> None:
+        for chunk in self._writer.failure_chunks(error):
+            await send_event(send, chunk, self._name(chunk))
 
     async def _stream(self, send: Send) -> None:
         async for prompt_index, event in self._events(send):
@@ -110,7 +184,7 @@ class AnswerResponse(Response):
             await send_event(send, chunk, self._name(chunk))
         if not self._writer.names_events:
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send_end(send)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         events: list[tuple[int, Started | AnswerDelta | Ended]] = []  # for a writer that starts over
@@ -135,17 +209,12 @@ class AnswerResponse(Response):
         try:
             while num_left:
                 prompt_index, event = await self._answer.next()
-                if isinstance(event, ClientLeft):
-                    raise _ClientLeft
-                if isinstance(event, TimedOut):
-                    raise timed_out(self._timeout_s)
-                if isinstance(event, ShuttingDown):
-                    raise shutting_down()
+                if isinstance(event, Interruption):
+                    raise self._interrupted(event)
                 if isinstance(event, KeepAliveDue):
                     # Only before the first chunk: a long prompt is computed, or an echo waits for the whole answer.
                     if send and not self._has_chunk:
-                        await self._begin(send)
-                        await send({"type": "http.response.body", "body": b": reading\n\n", "more_body": True})
+                        await self._comment(send, "reading")
                         keep_alive = loop.call_later(KEEP_ALIVE_S, self._answer.notify, KeepAliveDue())
                     continue
                 if not isinstance(event, Restarted):
@@ -156,21 +225,8 @@ class AnswerResponse(Response):
             if keep_alive:
                 keep_alive.cancel()
 
-    async def _begin(self, send: Send) -> None:
-        if not self._has_head:
-            self._has_head = True
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-
     def _name(self, chunk: Mapping[str, Any]) -> str | None:
         return chunk["type"] if self._writer.names_events else None
-
-    async def _watch(self, receive: Receive) -> None:
-        await disconnected(receive)
-        self._answer.notify(ClientLeft())
-
-
-class _ClientLeft(Exception):
-    pass
 
 
 async def disconnected(receive: Receive) -> None:
@@ -193,3 +249,8 @@ async def send_event(send: Send, data: Mapping[str, Any], name: str | None) -> N
     """Sends an event of a stream."""
     head = f"event: {name}\ndata: ".encode() if name else b"data: "
     await send({"type": "http.response.body", "body": head + to_json(data) + b"\n\n", "more_body": True})
+
+
+async def send_end(send: Send) -> None:
+    """Ends a stream."""
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -123,13 +123,17 @@ class PatchWeights:
 
 
 class PatchWeight(Weight[PatchWeights]):
-    """A Conv3d [D, C, frames, P, P] with a bias [D], as packed linears; `shard` are the rows that this rank has."""
+    """A Conv3d [D, C, frames, P, P] with a bias [D] or none, as packed linears; `shard`: the rows of this rank."""
 
-    def __init__(self, name: str, shape: tuple[int, int, int, int, int], shard: Shard | None = None) -> None:
-        super().__init__([Source(f"{name}.weight", shape, (shard,)), Source(f"{name}.bias", shape[:1], (shard,))])
+    def __init__(
+        self, name: str, shape: tuple[int, int, int, int, int], shard: Shard | None = None, *, bias: bool = True
+    ) -> None:
+        biases = [Source(f"{name}.bias", shape[:1], (shard,))] if bias else []
+        super().__init__([Source(f"{name}.weight", shape, (shard,)), *biases])
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
-        weight, bias = (reader.read() for reader in readers)
+        weight, *biases = (reader.read() for reader in readers)
+        bias = biases[0] if biases else None
         self._value = PatchWeights(
             still=pack_patch_embedding(weight, bias, still=True, dtype=dtype),
             video=pack_patch_embedding(weight, bias, still=False, dtype=dtype),

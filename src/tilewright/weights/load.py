@@ -25,7 +25,7 @@ from tilewright.weights.spec import Weight, iter_weights
 _log = logging.getLogger(__name__)
 
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # that weights are computed with, by name
 
 MAX_LISTED = 20  # of each kind of mismatch: a wrong model misses hundreds, and the first say enough
 
@@ -71,8 +71,8 @@ def load(
     bar on a terminal. `keep_numbers`: products are with the numbers of quantised tensors, if kernels have their format;
     else with what they stand for, in `dtype`.
     """
-    if dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"dtype is {dtype}, expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
+    if dtype not in DTYPES.values():
+        raise ValueError(f"dtype is {dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
     start_s = time.perf_counter()
     weights = list(iter_weights(model))
     stored_names, ignored = _stored_names(checkpoint, rename)

@@ -77,6 +77,9 @@ class Flux(Pipeline):
             )
         )
 
+    def is_guided(self, params: GenerationParams) -> bool:
+        return False  # the transformer is told the guidance, and computes once
+
     def encode_prompt(self, params: GenerationParams) -> Conditioning:
         if params.guidance and not self.config.is_told_guidance:
             _log.warning("guidance %g is ignored: this model was distilled to need none", params.guidance)

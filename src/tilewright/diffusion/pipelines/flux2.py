@@ -74,12 +74,13 @@ class Flux2Klein(Pipeline):
             )
         )
 
+    def is_guided(self, params: GenerationParams) -> bool:
+        return params.guidance > 1 and not self.is_distilled
+
     def encode_prompt(self, params: GenerationParams) -> Conditioning:
-        texts = [params.prompt]
+        texts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         if params.guidance > 1 and self.is_distilled:
             _log.warning("guidance %g is ignored: this model was distilled to need none", params.guidance)
-        elif params.guidance > 1:
-            texts.append(params.negative_prompt or "")
         found = pictures(params.image, MAX_REFERENCES)
         references: list[Tensor] = []
         if found:

@@ -18,6 +18,7 @@ from tilewright.diffusion.text_cache import TextCache
 from tilewright.layers.step_cache import StepCache
 from tilewright.models import vae_registry
 from tilewright.models.qwen_image import transformer as qwen_image
+from tilewright.models.qwen_image.transformer import References
 from tilewright.models.text_encoders import decoder_encoder
 from tilewright.ops import backend
 
@@ -33,6 +34,7 @@ PATCH = 2  # latent pixels along a side of a patch
 @dataclass(frozen=True)
 class Conditioning:
     texts: list[Tensor]  # [M, D] of the prompt, then of the negative one where there is guidance
+    references: References | None = None  # pictures to edit
 
 
 class QwenImage(Pipeline):
@@ -48,7 +50,11 @@ class QwenImage(Pipeline):
         self.spatial = 2 ** len(vae.get("temperal_downsample", (False, True, True)))
         self.latent_channels = int(vae.get("z_dim", 16))
         self.scheduler = components.config("scheduler")
-        limits = Limits(
+        self.limits = components.with_defaults(self._limits())
+        self.texts = TextCache()
+
+    def _limits(self) -> Limits:
+        return Limits(
             size_multiple=self.spatial * PATCH,
             default_width=1328,
             default_height=1328,
@@ -56,13 +62,12 @@ class QwenImage(Pipeline):
             default_guidance=4.0,
             max_prompt_tokens=NUM_TEMPLATE_TOKENS + MAX_TEXT_TOKENS,
         )
-        self.limits = components.with_defaults(limits)
-        self.texts = TextCache()
+
+    def is_guided(self, params: GenerationParams) -> bool:
+        return params.negative_prompt is not None and params.guidance > 1
 
     def encode_prompt(self, params: GenerationParams) -> Conditioning:
-        prompts = [params.prompt]
-        if params.negative_prompt is not None and params.guidance > 1:
-            prompts.append(params.negative_prompt)
+        prompts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         return Conditioning(self.texts.encode(prompts, self._encode))
 
     def _encode(self, prompts: list[str]) -> list[Tensor]:
@@ -87,17 +92,18 @@ class QwenImage(Pipeline):
         mu = shift_for(grid[0] * grid[1], self.scheduler)
         sigmas = linear_sigmas(params.num_steps)
         schedule = flow_match_schedule(self.scheduler, params.num_steps, mu=mu, sigmas=sigmas)
-        texts, n = conditioning.texts, len(latents)
+        texts, references, n = conditioning.texts, conditioning.references, len(latents)
         caches = {True: StepCache(params.step_cache), False: StepCache(params.step_cache)}
         with self.components.use("transformer") as transformer:
 
             def predict(index: int, latents: Tensor) -> Tensor:
-                patches, timestep = _patches(latents), schedule.timesteps[index]
+                patches, timestep = patches_of(latents), schedule.timesteps[index]
                 is_guided = len(texts) == 2 and params.is_guided(schedule.sigmas[index])
                 if not is_guided:
-                    return _pictures(transformer(patches, timestep, texts[:1] * n, grid, caches[False]), grid)
+                    alone = transformer(patches, timestep, texts[:1] * n, grid, caches[False], references)
+                    return _pictures(alone, grid)
                 of_all = texts[:1] * n + texts[1:] * n
-                both = transformer(torch.cat([patches, patches]), timestep, of_all, grid, caches[True])
+                both = transformer(torch.cat([patches, patches]), timestep, of_all, grid, caches[True], references)
                 velocity, without = both.chunk(2)
                 return _pictures(_guided(velocity, without, params.guidance), grid)
 
@@ -108,7 +114,7 @@ class QwenImage(Pipeline):
             return np.concatenate([to_pixels(vae.decode(picture)) for picture in latents.split(1)])
 
     def exported(self, latents: Tensor) -> Tensor:
-        return _patches(latents)
+        return patches_of(latents)
 
 
 def _guided(velocity: Tensor, without: Tensor, guidance: float) -> Tensor:
@@ -117,7 +123,7 @@ def _guided(velocity: Tensor, without: Tensor, guidance: float) -> Tensor:
     return guided * (velocity.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
 
-def _patches(latents: Tensor) -> Tensor:
+def patches_of(latents: Tensor) -> Tensor:
     """[n, N, 4C] of latents [n, 1, h, w, C]: of each patch its channels, each 2 x 2. diffusers' layout."""
     n, _, height, width, channels = latents.shape
     blocks = latents.view(n, height // PATCH, PATCH, width // PATCH, PATCH, channels)

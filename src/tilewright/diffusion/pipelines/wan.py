@@ -88,7 +88,7 @@ class Wan(Pipeline):
         )
 
     def encode_prompt(self, params: GenerationParams) -> Conditioning:
-        prompts = [params.prompt] if params.guidance <= 1 else [params.prompt, params.negative_prompt or ""]
+        prompts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         texts = self.texts.encode(prompts, self._encode)
         return Conditioning(texts, None if params.image is None else self._picture(params))
 

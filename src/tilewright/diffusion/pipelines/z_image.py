@@ -50,8 +50,11 @@ class ZImage(Pipeline):
         self.prompts = ChatPrompts(components.tokenizer(), self.limits.max_prompt_tokens, enable_thinking=True)
         self.texts = TextCache()
 
+    def is_guided(self, params: GenerationParams) -> bool:
+        return params.guidance > 0
+
     def encode_prompt(self, params: GenerationParams) -> Conditioning:
-        texts = [params.prompt] + ([params.negative_prompt or ""] if params.guidance else [])
+        texts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         return Conditioning(tuple(self.texts.encode(texts, self._encode)))
 
     def _encode(self, texts: list[str]) -> list[Tensor]:

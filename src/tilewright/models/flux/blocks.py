@@ -18,11 +18,12 @@ from torch import Tensor
 
 from tilewright.layers import partition
 from tilewright.layers.linear import GatheredLinear, Linear
+from tilewright.layers.rope import AxialRope
 from tilewright.ops import backend
 from tilewright.ops.ada_norm import ada_layer_norm, gated_add
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.plan import empty
-from tilewright.ops.rope import qk_norm_rope, rope_table
+from tilewright.ops.rope import qk_norm_rope
 from tilewright.weights.shard import Shard
 from tilewright.weights.unpacked import Unpacked
 
@@ -66,22 +67,12 @@ class Layout:
         return slice(0, self.num_text), slice(self.num_text, self.num_rows)
 
 
-class AxialRope:
-    """Tables for positions on several axes, each of which turns a part of a head, in pairs of neighbours 2j, 2j + 1."""
-
-    def __init__(self, widths: Sequence[int], theta: float) -> None:
-        frequencies = [theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width) for width in widths]
-        self.inv_freq = torch.cat(frequencies).float().to(backend.device())
-        counts = torch.tensor([width // 2 for width in widths])
-        self.axes = torch.arange(len(widths), dtype=torch.int32).repeat_interleave(counts).to(backend.device())
-
-    def layout(self, text: Tensor, picture: Tensor, batch_size: int) -> Layout:
-        """Of the positions int64 [axes, tokens] of text and picture, the same for all of a batch."""
-        positions = torch.cat([text, picture], dim=1)
-        num_rows = positions.shape[1]
-        cos, sin = rope_table(positions.to(backend.device()), self.inv_freq, self.axes)
-        starts = torch.arange(batch_size + 1, dtype=torch.int32, device=backend.device()) * num_rows
-        return Layout(text.shape[1], starts, cos.repeat(batch_size, 1), sin.repeat(batch_size, 1))
+def layout_of(rope: AxialRope, text: Tensor, picture: Tensor, batch_size: int) -> Layout:
+    """Of the positions int64 [axes, tokens] of text and picture, the same for all of a batch."""
+    positions = torch.cat([text, picture], dim=1)
+    cos, sin = rope.tables(positions)
+    starts = torch.arange(batch_size + 1, dtype=torch.int32, device=backend.device()) * positions.shape[1]
+    return Layout(text.shape[1], starts, cos.repeat(batch_size, 1), sin.repeat(batch_size, 1))
 
 
 def grid_positions(picture: int, rows: int, columns: int) -> Tensor:

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from tilewright.layers import partition
 from tilewright.layers.linear import GatheredLinear, Linear
+from tilewright.layers.rope import AxialRope
 from tilewright.layers.step_cache import StepCache
 from tilewright.layers.timestep_embedding import TimestepEmbedding
 from tilewright.models.flux.blocks import (
-    AxialRope,
     BlockConfig,
     DoubleBlock,
     Layout,
     SingleBlock,
     double_stream_names,
     join,
+    layout_of,
     project_out,
 )
 from tilewright.models.flux.config import EPS, MLP_RATIO, FluxConfig
@@ -126,7 +127,7 @@ class FluxTransformer:
 
         Texts have no positions.
         """
-        return self.rope.layout(torch.zeros(3, num_text, dtype=torch.int64), positions, batch_size)
+        return layout_of(self.rope, torch.zeros(3, num_text, dtype=torch.int64), positions, batch_size)
 
     def __call__(
         self,

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from tilewright.layers.linear import GatheredLinear
+from tilewright.layers.rope import AxialRope
 from tilewright.layers.step_cache import StepCache
 from tilewright.layers.timestep_embedding import TimestepEmbedding
 from tilewright.models.flux.blocks import (
-    AxialRope,
     BlockConfig,
     DoubleBlock,
     Layout,
     SingleBlock,
     double_stream_names,
     join,
+    layout_of,
     project_out,
 )
 from tilewright.models.flux2.config import Flux2Config
@@ -73,7 +74,7 @@ class Flux2Transformer:
         text = torch.zeros(4, num_text, dtype=torch.int64)
         text[3] = torch.arange(num_text)
         picture = torch.cat([positions, torch.zeros_like(positions[:1])])
-        return self.rope.layout(text, picture, batch_size)
+        return layout_of(self.rope, text, picture, batch_size)
 
     def __call__(
         self, tokens: Tensor, timestep: float, text: Tensor, layout: Layout, cache: StepCache | None = None

@@ -2,11 +2,11 @@
 
 Two streams, each with its own weights, attend to one another in every block. All pictures of a batch have the same
 size and timestep; texts are as long as they are. N: patches of a picture, T: patches of all, S: tokens of all texts.
+Pictures to edit are further patches of each picture, R in all, that are read and not changed.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from tilewright.layers import partition
+from tilewright.layers.batch import starts_of
 from tilewright.layers.linear import GatheredLinear, Linear
 from tilewright.layers.rms_norm import RmsNorm
+from tilewright.layers.rope import AxialRope
 from tilewright.layers.step_cache import StepCache
 from tilewright.layers.timestep_embedding import TimestepEmbedding
 from tilewright.models.qwen_image.config import QwenImageConfig
-from tilewright.ops import backend
 from tilewright.ops.activation import silu
 from tilewright.ops.ada_norm import ada_layer_norm, gated_add
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.plan import scope
-from tilewright.ops.rope import qk_norm_rope, rope_table
+from tilewright.ops.rope import qk_norm_rope
 from tilewright.types import RequestError
 from tilewright.weights.unpacked import Unpacked
 
@@ -33,6 +34,14 @@ EPS = 1e-6
 ROPE_THETA = 10000.0
 MAX_POSITION = 4096
 NUM_WAVES = 256
+
+
+@dataclass(frozen=True)
+class References:
+    """Pictures to edit."""
+
+    patches: Tensor  # [R, channels], of one after the other
+    grids: list[tuple[int, int]]  # rows and columns of each
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ class QwenImageBlock:
         pairs = zip(text_heads.split(text_places.lengths), image_heads.split(image_places.lengths), strict=True)
         joint = torch.cat([part for pair in pairs for part in pair])
         q, k, v = joint.chunk(3, dim=1)
-        starts = torch.tensor([0, *itertools.accumulate(lengths)][::2], dtype=torch.int32, device=joint.device)
+        starts = starts_of(text + image for text, image in zip(lengths[::2], lengths[1::2], strict=True))
         attended = varlen_attention(q, k, v, starts).flatten(1).split(lengths)
         self.image.finish(image_TD, torch.cat(attended[1::2]), of_image)
         self.text.finish(text_SD, torch.cat(attended[::2]), of_text)
@@ -129,10 +138,7 @@ class QwenImageTransformer:
         self.blocks = [QwenImageBlock(f"transformer_blocks.{i}", config) for i in range(config.num_layers)]
         self.modulation = GatheredLinear.named("norm_out.linear", 2 * width, width, what="modulation", bias=True)
         self.output = GatheredLinear.named("proj_out", config.patch_width, width, what="patches", bias=True)
-        inv_freq = [_frequencies(size) for size in config.rope_widths]
-        self.inv_freq = torch.cat(inv_freq).to(backend.device())
-        sizes = torch.tensor([len(of_axis) for of_axis in inv_freq])
-        self.rope_axes = torch.arange(3, dtype=torch.int32).repeat_interleave(sizes).to(backend.device())
+        self.rope = AxialRope(config.rope_widths, ROPE_THETA)
 
     @staticmethod
     def checkpoint_name(name: str) -> str | None:
@@ -149,13 +155,19 @@ class QwenImageTransformer:
         texts: Sequence[Tensor],
         grid: tuple[int, int],
         cache: StepCache | None = None,
+        references: References | None = None,
     ) -> Tensor:
         """The velocity [B, N, patch width], fp32, of patches [B, N, channels] of pictures of rows x columns patches.
 
         `texts` [M, text width] are one for each picture; the timestep is in thousandths of the whole way. `cache` is
-        what earlier steps left.
+        what earlier steps left, `references` are the pictures to edit, the same for all of the batch.
         """
-        image_places, text_places = self._places([len(text) for text in texts], grid)
+        batch, num_patches, _ = patches.shape
+        grids = [grid]
+        if references is not None:
+            grids += references.grids
+            patches = torch.cat([patches, references.patches.to(patches.dtype).expand(batch, -1, -1)], dim=1)
+        image_places, text_places = self._places([len(text) for text in texts], grids)
         image_TD = self.image_in(patches.to(self.dtype).flatten(0, 1))
         text_rows = torch.cat([text.to(patches.device, self.dtype) for text in texts])
         text_SD = self.text_in(self.text_norm(text_rows))
@@ -169,36 +181,37 @@ class QwenImageTransformer:
         # Nothing reads the text after the last block, so that the pictures are all there is to remember.
         (cache or StepCache(0.0)).run(image_TD, lambda: run(self.blocks[:1]), lambda: run(self.blocks[1:]))
         scale, shift = self.modulation(embedded).chunk(2, dim=1)
+        if references is not None:
+            image_TD = image_TD.view(batch, -1, self.config.width)[:, :num_patches].flatten(0, 1)
         normed = ada_layer_norm(image_TD[None], scale, shift, EPS)[0]
-        return self.output(normed, out_dtype=torch.float32).unflatten(0, (len(patches), -1))
+        return self.output(normed, out_dtype=torch.float32).unflatten(0, (batch, -1))
 
-    def _places(self, text_lengths: list[int], grid: tuple[int, int]) -> tuple[_Places, _Places]:
-        """Pictures lie around the origin; texts follow on the diagonal, behind their longer half."""
-        rows, columns = grid
-        first = max(rows // 2, columns // 2)
+    def _places(self, text_lengths: list[int], grids: Sequence[tuple[int, int]]) -> tuple[_Places, _Places]:
+        """Pictures lie around the origin, one behind the other; texts follow on the diagonal, behind the longest half.
+
+        `grids` are rows and columns of the picture that is made, then of those to edit.
+        """
+        first = max(side // 2 for grid in grids for side in grid)
         if (last := first + max(text_lengths)) > MAX_POSITION:
+            rows, columns = max(grids)
             raise RequestError(
                 f"a text of {max(text_lengths)} tokens beside {rows} x {columns} patches has positions up to {last}, "
                 f"expected at most {MAX_POSITION}"
             )
-        centred = [torch.arange(size) - (size - size // 2) for size in (rows, columns)]
-        places = torch.stack([torch.zeros(rows * columns), *_flat_grid(*centred)])
-        image = self._turned([rows * columns] * len(text_lengths), places.repeat(1, len(text_lengths)))
+        places = torch.cat([_centred(number, *grid) for number, grid in enumerate(grids)], dim=1)
+        image = self._turned([places.shape[1]] * len(text_lengths), places.repeat(1, len(text_lengths)))
         on_diagonal = torch.cat([torch.arange(first, first + length) for length in text_lengths])
         return image, self._turned(text_lengths, on_diagonal.expand(3, -1))
 
     def _turned(self, lengths: list[int], positions: Tensor) -> _Places:
-        device = backend.device()
-        return _Places(lengths, *rope_table(positions.float().contiguous().to(device), self.inv_freq, self.rope_axes))
+        return _Places(lengths, *self.rope.tables(positions.float().contiguous()))
 
 
-def _flat_grid(rows: Tensor, columns: Tensor) -> list[Tensor]:
-    return [axis.flatten() for axis in torch.meshgrid(rows, columns, indexing="ij")]
-
-
-def _frequencies(width: int) -> Tensor:
-    """Of the pairs of values of a head that follow one axis."""
-    return (ROPE_THETA ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)).float()
+def _centred(number: int, rows: int, columns: int) -> Tensor:
+    """Number, row and column of each patch of a picture, fp32 [3, rows * columns]."""
+    around = [torch.arange(size) - (size - size // 2) for size in (rows, columns)]
+    grid = [axis.flatten() for axis in torch.meshgrid(*around, indexing="ij")]
+    return torch.stack([torch.full((rows * columns,), float(number)), *grid])
 
 
 def build(config: Mapping[str, Any]) -> QwenImageTransformer:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.layers.batch import UncachedBatch
+from tilewright.layers.batch import UncachedBatch, starts_of
 from tilewright.layers.decoder import DecoderConfig, DecoderLayer, hidden_norm
 from tilewright.layers.rope import Rope
 from tilewright.layers.token_embedding import TokenEmbedding
@@ -61,21 +61,27 @@ class DecoderEncoder:
         `lengths`: how many tokens of each prompt are text; those after it are padding, which attends to the text and
         is not attended to.
         """
-        device = backend.device()
         counts = [len(ids) for ids in token_ids]
-        ids_T = torch.tensor([token for ids in token_ids for token in ids], device=device)
-        batch = _batch(counts, counts if lengths is None else lengths, device)
-        positions_T = torch.cat([torch.arange(count) for count in counts]).to(device)
-        cos, sin = self.rope.tables(positions_T.expand(self.rope.num_axes, -1).contiguous())
-        x_TD = self.embed_tokens(ids_T)
-        states = empty((len(ids_T), len(self.hidden_layers) * self.width), x_TD.dtype)
+        batch = _batch(counts, counts if lengths is None else lengths, backend.device())
+        positions_T = torch.cat([torch.arange(count) for count in counts])
+        x_TD = self._embedded(token_ids)
+        return list(self._states(x_TD, positions_T.expand(self.rope.num_axes, -1), batch).split(counts))
+
+    def _embedded(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
+        """[T, D] of all prompts."""
+        return self.embed_tokens(torch.tensor([token for ids in token_ids for token in ids], device=backend.device()))
+
+    def _states(self, x_TD: Tensor, positions_AT: Tensor, batch: UncachedBatch) -> Tensor:
+        """[T, layers * D]; updates x."""
+        cos, sin = self.rope.tables(positions_AT.contiguous().to(backend.device()))
+        states = empty((len(x_TD), len(self.hidden_layers) * self.width), x_TD.dtype)
         self._keep(states, 0, x_TD)
         for i, layer in enumerate(self.layers, start=1):
             with scope():
                 layer(x_TD, batch, cos, sin)
                 is_last = i == self.config.num_layers
                 self._keep(states, i, self.norm(x_TD) if is_last and self.norm else x_TD)
-        return list(states.split(counts))
+        return states
 
     def _keep(self, states: Tensor, layer: int, x_TD: Tensor) -> None:
         for place, kept in enumerate(self.hidden_layers):
@@ -85,6 +91,11 @@ class DecoderEncoder:
 
 def build(config: Mapping[str, Any], hidden_layers: Sequence[int] = (-1,)) -> DecoderEncoder:
     """The encoder that a text encoder's config.json describes."""
+    return DecoderEncoder(text_side(config), hidden_layers)
+
+
+def text_side(config: Mapping[str, Any]) -> DecoderConfig:
+    """The language model of a text encoder's config.json."""
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         raise UnsupportedConfig(f"model_type is {model_type!r}, expected one of {', '.join(MODEL_TYPES)}")
@@ -92,10 +103,8 @@ def build(config: Mapping[str, Any], hidden_layers: Sequence[int] = (-1,)) -> De
     if isinstance(text, Mapping):
         config = {**config, **text}
     if model_type == "qwen3":
-        decoder = decoder_config(config, qk_norm=True, default_head_width=QWEN3_HEAD_WIDTH)
-    else:
-        decoder = decoder_config(config, qkv_bias=True, output_bias=False)
-    return DecoderEncoder(decoder, hidden_layers)
+        return decoder_config(config, qk_norm=True, default_head_width=QWEN3_HEAD_WIDTH)
+    return decoder_config(config, qkv_bias=True, output_bias=False)
 
 
 def _counted(layer: int, num_layers: int) -> int:
@@ -108,7 +117,7 @@ def _counted(layer: int, num_layers: int) -> int:
 
 
 def _batch(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> UncachedBatch:
-    starts = _starts(counts, device)
+    starts = starts_of(counts)
     if list(counts) == list(lengths):
         return UncachedBatch(starts)
     is_text = torch.cat([torch.arange(count) < length for count, length in zip(counts, lengths, strict=True)])
@@ -116,11 +125,7 @@ def _batch(counts: Sequence[int], lengths: Sequence[int], device: torch.device) 
     return UncachedBatch(
         starts,
         text_rows=rows[is_text].to(device),
-        text_starts=_starts(lengths, device),
+        text_starts=starts_of(lengths),
         padding_rows=rows[~is_text].to(device),
-        padding_starts=_starts([c - n for c, n in zip(counts, lengths, strict=True)], device),
+        padding_starts=starts_of(c - n for c, n in zip(counts, lengths, strict=True)),
     )
-
-
-def _starts(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)

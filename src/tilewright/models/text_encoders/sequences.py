@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.layers.batch import starts_of
 from tilewright.ops import backend
 
 
@@ -30,7 +31,7 @@ class PackedPrompts:
         return cls(
             torch.tensor(list(itertools.chain(*token_ids)), dtype=torch.int64, device=device),
             torch.cat([torch.arange(length) for length in lengths]).to(device),
-            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
+            starts_of(lengths),
             lengths,
         )
 

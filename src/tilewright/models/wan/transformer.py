@@ -5,7 +5,6 @@ B: videos, F, H, W: latent frames, rows and columns, C channels. N: patches of a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tilewright.layers import partition
+from tilewright.layers.batch import starts_of
 from tilewright.layers.linear import GatheredLinear, Linear, PatchEmbedding
 from tilewright.layers.rms_norm import SplitRmsNorm
+from tilewright.layers.rope import AxialRope
 from tilewright.layers.step_cache import StepCache
 from tilewright.layers.timestep_embedding import TimestepEmbedding
 from tilewright.models.wan.config import WanConfig
@@ -24,7 +25,7 @@ from tilewright.ops.activation import silu
 from tilewright.ops.ada_norm import ada_layer_norm, gated_add
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.plan import empty, scope
-from tilewright.ops.rope import rope_qk, rope_table
+from tilewright.ops.rope import rope_qk
 from tilewright.types import RequestError
 from tilewright.weights.unpacked import Unpacked
 
@@ -155,10 +156,7 @@ class WanTransformer:
         self.blocks = [WanBlock(f"blocks.{i}", config) for i in range(config.num_layers)]
         self.modulation = Unpacked("scale_shift_table", 1, 2, width, in_fp32=True)
         self.output = GatheredLinear.named("proj_out", config.patch_width, width, what="patches", bias=True)
-        inv_freq = [_frequencies(size) for size in config.rope_widths]
-        self.inv_freq = torch.cat(inv_freq).to(backend.device())
-        sizes = torch.tensor([len(of_axis) for of_axis in inv_freq])
-        self.rope_axes = torch.arange(3, dtype=torch.int32).repeat_interleave(sizes).to(backend.device())
+        self.rope = AxialRope(config.rope_widths, ROPE_THETA)
 
     @staticmethod
     def checkpoint_name(name: str) -> str | None:
@@ -238,14 +236,14 @@ class WanTransformer:
         device = backend.device()
         axes = torch.meshgrid(*(torch.arange(size, device=device) for size in grid), indexing="ij")
         positions = torch.stack([axis.flatten() for axis in axes])
-        cos, sin = rope_table(positions, self.inv_freq, self.rope_axes)
+        cos, sin = self.rope.tables(positions)
         num_patches, num_texts = positions.shape[1], len(text_lengths)
         return _Places(
-            starts=_starts([num_patches] * batch).to(device),
+            starts=starts_of([num_patches] * batch),
             cos=cos.repeat(batch, 1),
             sin=sin.repeat(batch, 1),
-            readers=_starts([num_patches * (batch // num_texts)] * num_texts).to(device),
-            texts=_starts(text_lengths).to(device),
+            readers=starts_of([num_patches * (batch // num_texts)] * num_texts),
+            texts=starts_of(text_lengths),
         )
 
 
@@ -253,15 +251,6 @@ def _split_axes(latents: Tensor, grid: Sequence[int], patch_size: Sequence[int])
     """[B, F, pf, H, ph, W, pw, C]"""
     sizes = [size for pair in zip(grid, patch_size, strict=True) for size in pair]
     return latents.reshape(latents.shape[0], *sizes, latents.shape[-1])
-
-
-def _frequencies(width: int) -> Tensor:
-    """Of the pairs of values of a head that follow one axis."""
-    return (ROPE_THETA ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)).float()
-
-
-def _starts(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
 
 
 def build(config: Mapping[str, Any]) -> WanTransformer:

@@ -89,7 +89,7 @@ class PictureHandler:
         reservation: MemoryReservation = request.state.reservation
         held = reservation.hand_over(len(picture or b""))
         seconds = "auto" if body.seconds is None else f"{body.seconds:g}"
-        job = VideoJob(backend.name, body.prompt, body.size or "auto", seconds, wanted.fps)
+        job = VideoJob(backend.name, body.prompt, body.size or "auto", seconds)
         try:
             self.videos.create(job, wanted, held.release)
         except BaseException:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import ValidationError
 
-from tilewright.diffusion.requests import FPS, PictureRequest
+from tilewright.diffusion.requests import PictureRequest
 from tilewright.inputs.media import MediaLimits, check_bytes
 from tilewright.server.endpoints import Gate
 from tilewright.server.errors import ApiError, validation_error
@@ -89,7 +89,7 @@ def video_request(body: VideoBody, picture: bytes | None = None) -> PictureReque
         picture,
         file_format="mp4",
         seconds=body.seconds,
-        fps=body.fps or FPS,
+        fps=body.fps,
     )
 
 

@@ -8,26 +8,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tilewright.diffusion.requests import Began, Made, MadeFile, NotMade, PictureEvent, Previewed, Stepped, Waiting
 from tilewright.server.answers import ClientLeft, KeepAliveDue, ShuttingDown, TimedOut
-from tilewright.server.errors import as_api_error
+from tilewright.server.errors import ApiError
 from tilewright.server.json_text import JsonResponse
 from tilewright.server.link.backend import Failed
 from tilewright.server.link.pictures import Cancel
 from tilewright.server.pictures.prepare import client_error
 from tilewright.server.request_log import RequestLog
-from tilewright.server.respond import (
-    GRACE_S,
-    KEEP_ALIVE_S,
-    STREAM_HEADERS,
-    disconnected,
-    send_event,
-    shutting_down,
-    timed_out,
-)
+from tilewright.server.respond import KEEP_ALIVE_S, EventResponse, Interruption, send_end, send_event
 from tilewright.types import RequestError
 
 Keep = Callable[[bytes], str]  # a picture's bytes -> the URL it is served at
@@ -103,7 +94,8 @@ class PictureWriter:
         if isinstance(event, Waiting):
             return {"status": "queued", "num_before": event.num_before}
         if isinstance(event, Began):
-            return {"status": "in_progress", "step": 0, "num_steps": event.num_steps, "size": self._size}
+            begun = {"status": "in_progress", "step": 0, "num_steps": event.num_steps, "size": self._size}
+            return {**begun, "expected_s": event.expected_s, "expected_from": event.expected_from}
         return {"status": "in_progress", "step": event.step, "num_steps": event.num_steps}
 
     def _picture(self, file: MadeFile) -> dict[str, Any]:
@@ -133,7 +125,7 @@ class PictureWriter:
         }
 
 
-class PictureResponse(Response):
+class PictureResponse(EventResponse):
     """Sends what its writer makes of a request's events. The request is always cancelled at the end."""
 
     def __init__(
@@ -147,71 +139,47 @@ class PictureResponse(Response):
         timeout_s: float,
         on_close: Callable[[], None],
     ) -> None:
-        super().__init__()
+        super().__init__(log, is_stream=is_stream, timeout_s=timeout_s, on_close=on_close)
         self._events = events
         self._cancel = cancel
         self._writer = writer
-        self._log = log
-        self._is_stream = is_stream
-        self._timeout_s = timeout_s
-        self._on_close = on_close
-        self._has_head = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        leaving = loop.create_task(self._watch(receive))
-        timer = loop.call_later(self._timeout_s, self._events.put_nowait, TimedOut())
-        try:
-            await asyncio.wait_for(self._respond(scope, receive, send), self._timeout_s + GRACE_S)
-        except asyncio.TimeoutError:
-            self._log.outcome = "the client did not read its answer"
-        finally:
-            timer.cancel()
-            leaving.cancel()
-            self._cancel()
-            self._on_close()
+    def _notify(self, event: ClientLeft | TimedOut | KeepAliveDue) -> None:
+        self._events.put_nowait(event)
 
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            made = await self._receive(send)
-            if made is None:
-                self._log.outcome = "the client left"
-            elif self._is_stream:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-            else:
-                await JsonResponse(self._writer.result(made))(scope, receive, send)
-        except Exception as error:
-            known = as_api_error(error)
-            self._log.fail(known, error)
-            if self._has_head:
-                await send_event(send, {"type": "error", **known.body()}, "error")
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-            else:
-                await JsonResponse(known.body(), known.status, known.headers)(scope, receive, send)
+    def _abort(self) -> None:
+        self._cancel()
 
-    async def _receive(self, send: Send) -> Made | None:
-        """The end of the request's events; None if the client left. A stream is sent as it comes."""
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        made = await self._receive(send)
+        if self._is_stream:
+            await send_end(send)
+        else:
+            await JsonResponse(self._writer.result(made))(scope, receive, send)
+
+    async def _send_failure(self, send: Send, error: ApiError) -> None:
+        await send_event(send, {"type": "error", **error.body()}, "error")
+
+    async def _receive(self, send: Send) -> Made:
+        """The end of the request's events. A stream is sent as it comes."""
         loop = asyncio.get_running_loop()
         while True:
             # A step of a large model takes minutes on a small machine; proxies give up on a silent connection.
-            keep_alive = loop.call_later(KEEP_ALIVE_S, self._events.put_nowait, KeepAliveDue())
+            keep_alive = loop.call_later(KEEP_ALIVE_S, self._notify, KeepAliveDue())
             try:
                 event = await self._events.get()
             finally:
                 keep_alive.cancel()
-            if isinstance(event, ClientLeft):
-                return None
-            if isinstance(event, TimedOut):
-                raise timed_out(self._timeout_s)
-            if isinstance(event, ShuttingDown):
-                raise shutting_down()
+            if isinstance(event, Interruption):
+                raise self._interrupted(event)
             if isinstance(event, NotMade):
                 raise failure_of(event)
             if isinstance(event, KeepAliveDue):
                 if self._is_stream:
-                    await self._begin(send)
-                    await send({"type": "http.response.body", "body": b": drawing\n\n", "more_body": True})
+                    await self._comment(send, "drawing")
                 continue
+            if isinstance(event, Began) and event.expected_s is not None:
+                self._log.fields["expected_s"] = round(event.expected_s, 2)
             if self._is_stream:
                 for chunk in self._writer.chunks(event):
                     await self._begin(send)
@@ -221,12 +189,3 @@ class PictureResponse(Response):
             if isinstance(event, Made):
                 self._log.add(pictures=len(event.files), steps=len(event.steps_s))
                 return event
-
-    async def _begin(self, send: Send) -> None:
-        if not self._has_head:
-            self._has_head = True
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-
-    async def _watch(self, receive: Receive) -> None:
-        await disconnected(receive)
-        self._events.put_nowait(ClientLeft())

@@ -29,11 +29,11 @@ class VideoJob:
     prompt: str
     size: str
     seconds: str
-    fps: float
     id: str = field(default_factory=lambda: f"video_{secrets.token_hex(16)}")
     created_at: int = field(default_factory=lambda: int(time.time()))
     status: Status = "queued"
     progress: int = 0  # percent
+    expected_s: float | None = None  # what it takes, from where it was begun
     completed_at: int | None = None
     expires_at: int | None = None
     error: dict[str, Any] | None = None
@@ -49,7 +49,7 @@ class VideoJob:
 
     def as_object(self) -> dict[str, Any]:
         names = ("id", "model", "prompt", "size", "seconds", "created_at", "status", "progress", "completed_at")
-        found = {name: getattr(self, name) for name in (*names, "expires_at", "error", "settings")}
+        found = {name: getattr(self, name) for name in (*names, "expected_s", "expires_at", "error", "settings")}
         return {"object": "video", **found, "remixed_from_video_id": None}
 
 
@@ -122,7 +122,8 @@ class VideoJobs:
     def _see(self, job: VideoJob, event: PictureEvent) -> None:
         if isinstance(event, Began):
             job.status, job.size = "in_progress", f"{event.width}x{event.height}"
-            job.seconds = f"{event.num_frames / job.fps:.3g}"
+            job.expected_s = event.expected_s
+            job.seconds = f"{event.num_frames / event.fps:.3g}"
         elif isinstance(event, Stepped):
             job.progress = min(99, 100 * event.step // event.num_steps)  # decoding and encoding follow
         elif isinstance(event, Made):

@@ -1,0 +1,130 @@
+"""Qwen-Image-Edit: Qwen2.5-VL reads the prompt and sees the pictures, whose latents are rows beside what is made.
+
+The later releases (Edit-Plus) take several pictures, and the text encoder sees smaller ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tilewright.diffusion.components import Components
+from tilewright.diffusion.params import GenerationParams, Limits, size_of_area
+from tilewright.diffusion.pipelines.qwen_image import MAX_TEXT_TOKENS, PATCH, Conditioning, QwenImage, patches_of
+from tilewright.diffusion.prompts import check_length
+from tilewright.diffusion.references import as_tensor, pictures
+from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.models.qwen3_vl.preprocessing import picture_size, read_preprocessing
+from tilewright.models.qwen_image.transformer import References
+from tilewright.models.text_encoders import seeing_encoder
+from tilewright.models.text_encoders.seeing_encoder import SeeingEncoder
+from tilewright.models.text_encoders.windowed_vision import WindowedVisionConfig
+from tilewright.ops import backend
+from tilewright.ops.image import patches
+from tilewright.types import RequestError
+
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
+    "that meets the user's requirements while maintaining consistency with the original input where appropriate."
+    "<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+NUM_TEMPLATE_TOKENS = 64  # before the first picture: the transformer does not see them
+AREA = 1024 * 1024  # of what is made, and of pictures as the VAE reads them
+SEEN_AREA = 384 * 384  # of pictures as the text encoder of Edit-Plus sees them; the first release sees AREA
+MAX_PICTURES = 3  # of Edit-Plus: what it was trained with
+
+
+class QwenImageEdit(QwenImage):
+    BUILDERS: ClassVar = {**QwenImage.BUILDERS, "text_encoder": seeing_encoder.build}
+
+    def __init__(self, components: Components) -> None:
+        self.takes_several = components.class_name == "QwenImageEditPlusPipeline"
+        super().__init__(components)
+        vision = WindowedVisionConfig.from_dict(components.config("text_encoder")["vision_config"])
+        sizes = {
+            "patch_size": vision.patch_size,
+            "spatial_merge_size": vision.merge_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+        }
+        self.preprocessing = read_preprocessing("image", {"vision_config": sizes}, components.path("processor"))
+
+    def _limits(self) -> Limits:
+        return dataclasses.replace(
+            super()._limits(),
+            default_width=1024,
+            default_height=1024,
+            takes_image=True,
+            needs_image=True,
+            image_area=AREA,
+            max_prompt_tokens=NUM_TEMPLATE_TOKENS + MAX_TEXT_TOKENS,
+        )
+
+    def encode_prompt(self, params: GenerationParams) -> Conditioning:
+        given = pictures(params.image, MAX_PICTURES if self.takes_several else 1)
+        prompts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
+        texts = self._encode_seeing(prompts, given)
+        with self.components.use("vae") as vae:
+            latents = [vae.encode(as_tensor(_resized(one, AREA)).to(backend.device())).float() for one in given]
+        grids = [(one.shape[2] // PATCH, one.shape[3] // PATCH) for one in latents]
+        return Conditioning(texts, References(torch.cat([patches_of(one)[0] for one in latents]), grids))
+
+    def _encode_seeing(self, prompts: Sequence[str], given: Sequence[Image.Image]) -> list[Tensor]:
+        """[M, D] of each prompt, with what is seen of the pictures."""
+        tokenizer = self.components.tokenizer()
+        seen = [_resized(picture, SEEN_AREA if self.takes_several else AREA) for picture in given]
+        sizes = [picture_size(one.height, one.width, self.preprocessing, "image") for one in seen]
+        rows = [self._patches(one, size) for one, size in zip(seen, sizes, strict=True)]
+        patch = self.preprocessing.patch_size
+        grids = [(height // patch, width // patch) for height, width in sizes]
+        with self.components.use("text_encoder") as encoder:
+            texts = []
+            for prompt in prompts:
+                ids = self._ids(prompt, grids, tokenizer, encoder)
+                states = encoder.encode_seeing(ids, torch.cat(rows).to(backend.device()), grids)
+                texts.append(states[NUM_TEMPLATE_TOKENS:].clone())
+            return texts
+
+    def _ids(
+        self, prompt: str, grids: Sequence[tuple[int, int]], tokenizer: Tokenizer, encoder: SeeingEncoder
+    ) -> list[int]:
+        """The prompt in its template, with as many tokens for each picture as it has features."""
+        shown = PICTURE
+        if self.takes_several:
+            shown = "".join(f"Picture {number}: {PICTURE}" for number in range(1, len(grids) + 1))
+        ids = tokenizer.encode(TEMPLATE.format(shown + prompt))
+        check_length(ids, self.limits.max_prompt_tokens)
+        if ids.count(encoder.picture_token) != len(grids):
+            raise RequestError("the prompt has <|image_pad|>, the token of a picture, expected text", param="prompt")
+        counts = iter(rows * columns // self.preprocessing.merge_size**2 for rows, columns in grids)
+        expanded: list[int] = []
+        for token in ids:
+            expanded += [token] * next(counts) if token == encoder.picture_token else [token]
+        return expanded
+
+    def _patches(self, picture: Image.Image, size: tuple[int, int]) -> Tensor:
+        """[N, 3 P P], fp32, of the picture in that height and width."""
+        settings = self.preprocessing
+        return patches(
+            torch.from_numpy(np.array(picture)),
+            *size,
+            patch_size=settings.patch_size,
+            merge_size=settings.merge_size,
+            mean=settings.mean,
+            std=settings.std,
+            rescale=settings.rescale,
+            filter=settings.filter,
+            dtype=torch.float32,
+        )
+
+
+def _resized(picture: Image.Image, area: int) -> Image.Image:
+    return picture.resize(size_of_area(area, picture.size), Image.Resampling.LANCZOS)
