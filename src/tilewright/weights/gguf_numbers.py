@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.ops.quantized import WITH_MINS, Quantized, stored_scale
+from tilewright.ops.quantized import WIDENED, WITH_MINS, WITH_ZEROS, Quantized, numbers_of, stored_scale
 from tilewright.weights.dequantize import half, scales_and_minima
 
 Format = tuple[str, int]  # as ops.packed.weight_format takes it
@@ -38,8 +38,8 @@ class Split:
         return Quantized(
             name,
             values.to(dtype).reshape(num_rows, -1),
-            stored_scale(scales, group_size).reshape(num_rows, -1),
-            None if mins is None else stored_scale(mins, group_size).reshape(num_rows, -1),
+            stored_scale(scales, name, group_size).reshape(num_rows, -1),
+            None if mins is None else stored_scale(mins, name, group_size).reshape(num_rows, -1),
             group_size,
         )
 
@@ -108,10 +108,15 @@ SPLITS = {
 }
 
 
-def common_format(formats: Sequence[Format]) -> Format:
-    """A format that has the numbers of all: their own, or bytes in the smallest of their groups."""
+def common_format(formats: Sequence[Format]) -> Format | None:
+    """A format that has the numbers of all: their own, or bytes in the smallest of their groups; None: there is none.
+
+    Those whose products do not round x are not mixed, nor are zeros or whole rows with groups of another kind.
+    """
     if len(set(formats)) == 1:
         return formats[0]
+    if any(name in (*WIDENED, *WITH_ZEROS) or group_size == 0 for name, group_size in formats):
+        return None
     name = "int8_min" if any(name in WITH_MINS for name, _ in formats) else "int8"
     return name, min(group_size for _, group_size in formats)
 
@@ -126,4 +131,4 @@ def in_format(weight: Quantized, format: Format) -> Quantized:
     mins = None
     if name in WITH_MINS:
         mins = torch.zeros_like(scales) if weight.mins is None else weight.mins.repeat_interleave(times, 1)
-    return Quantized(name, weight.values.to(torch.int8), scales, mins, group_size)
+    return Quantized(name, numbers_of(weight).to(torch.int8), scales, mins, group_size, weight.columns)
