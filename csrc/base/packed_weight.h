@@ -10,20 +10,42 @@
 
 namespace tilewright {
 
-// How a value is stored. Quantised ones are whole numbers q, which stand for scale * q, or scale * q - min:
-//   int8      -127 to 127, a byte
-//   int8_min  -127 to 127, a byte, with mins
-//   int4      -8 to 7, half a byte, stored as q + 8
-//   uint4     0 to 15, half a byte, with mins
-enum class WeightFormat : int { f32, bf16, int8, int8_min, int4, uint4 };
+// How a value is stored. Quantised ones are numbers q, which stand for scale * q, scale * q - min or scale * (q -
+// zero).
+//   fp8         e4m3, a byte; x is not rounded
+//   int8_exact  -127 to 127, a byte; x is not rounded
+//   int8        -127 to 127, a byte
+//   int8_min    -127 to 127, a byte, with mins
+//   int4        -8 to 7, half a byte, stored as q + 8
+//   uint4       0 to 15, half a byte, with mins
+//   uint4_zero  0 to 15, half a byte, with zeros
+//   mxfp4       one of kMxfp4Values, half a byte
+//   iq4_nl      one of kIq4NlValues, half a byte
+enum class WeightFormat : int { f32, bf16, fp8, int8_exact, int8, int8_min, int4, uint4, uint4_zero, mxfp4, iq4_nl };
 
-inline constexpr WeightFormat kWeightFormats[] = {WeightFormat::f32,      WeightFormat::bf16, WeightFormat::int8,
-                                                  WeightFormat::int8_min, WeightFormat::int4, WeightFormat::uint4};
+inline constexpr WeightFormat kWeightFormats[] = {
+    WeightFormat::f32,        WeightFormat::bf16,     WeightFormat::fp8,   WeightFormat::int8_exact,
+    WeightFormat::int8,       WeightFormat::int8_min, WeightFormat::int4,  WeightFormat::uint4,
+    WeightFormat::uint4_zero, WeightFormat::mxfp4,    WeightFormat::iq4_nl};
 
-inline constexpr bool is_quantized(WeightFormat format) { return format >= WeightFormat::int8; }
+inline constexpr bool is_quantized(WeightFormat format) { return format >= WeightFormat::fp8; }
+// Whether products are with x as it is: each byte becomes a bf16, which has all their values.
+inline constexpr bool is_widened(WeightFormat format) {
+  return format == WeightFormat::fp8 || format == WeightFormat::int8_exact;
+}
+// Whether products are of bytes, with x rounded to them.
+inline constexpr bool rounds_x(WeightFormat format) { return format >= WeightFormat::int8; }
 inline constexpr bool has_nibbles(WeightFormat format) { return format >= WeightFormat::int4; }
-inline constexpr bool has_mins(WeightFormat format) {
-  return format == WeightFormat::int8_min || format == WeightFormat::uint4;
+inline constexpr bool has_zeros(WeightFormat format) { return format == WeightFormat::uint4_zero; }
+inline constexpr bool has_mins(WeightFormat format) {  // or zeros in their place
+  return format == WeightFormat::int8_min || format == WeightFormat::uint4 || has_zeros(format);
+}
+
+// What the codes of a nibble stand for: those of mxfp4 are twice e2m1, so that all are whole.
+inline constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+inline constexpr int8_t kIq4NlValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+inline constexpr const int8_t* table_of(WeightFormat format) {  // null: a code is the number itself
+  return format == WeightFormat::mxfp4 ? kMxfp4Values : format == WeightFormat::iq4_nl ? kIq4NlValues : nullptr;
 }
 
 // The type of the elements that hold a format's values.
@@ -34,10 +56,15 @@ inline constexpr DType storage_of(WeightFormat format) {
 
 inline constexpr const char* name_of(WeightFormat format) {
   switch (format) {
+    case WeightFormat::fp8: return "fp8";
+    case WeightFormat::int8_exact: return "int8_exact";
     case WeightFormat::int8: return "int8";
     case WeightFormat::int8_min: return "int8_min";
     case WeightFormat::int4: return "int4";
     case WeightFormat::uint4: return "uint4";
+    case WeightFormat::uint4_zero: return "uint4_zero";
+    case WeightFormat::mxfp4: return "mxfp4";
+    case WeightFormat::iq4_nl: return "iq4_nl";
     default: return name_of(storage_of(format));
   }
 }
@@ -53,13 +80,21 @@ inline constexpr const char* name_of(WeightLayout) { return "tiles of 32 x 16 in
 // Groups are whole lines of nibbles, and either whole tiles of quads or whole parts of one.
 inline constexpr int64_t kGroupSizes[] = {16, 32, 64, 128, 256};
 
+// Whether a row may have one scale for all its values, and whether there are groups of a size.
+inline constexpr bool has_whole_rows(WeightFormat format) { return format == WeightFormat::int8 || is_widened(format); }
+inline constexpr bool has_groups_of(WeightFormat format, int64_t size) {
+  for (const int64_t known : kGroupSizes)
+    if (size == known) return !is_widened(format) || size % kTileDepth == 0;
+  return size == 0 && has_whole_rows(format);
+}
+
 // A sum of so many products of two bytes still fits 32 bits.
 inline constexpr int64_t kMaxQuantizedDepth = 131072;
 
 struct PackedWeight {
   void* data = nullptr;  // elements() of storage_of(format); of several experts one after the other
   // Of quantised formats, for each strip and group 32 scales, one for each of its columns, and then as many mins where
-  // the format has them. In fp16; in fp32 where all values of a row are one group.
+  // the format has them. In fp16; in fp32 where all values of a row are one group, or x is not rounded.
   void* scales = nullptr;
   int64_t group_size = 0;  // values of a row that share a scale; 0: all of them
   WeightFormat format = WeightFormat::f32;
@@ -71,7 +106,7 @@ struct PackedWeight {
   TILEWRIGHT_INLINE int64_t num_strips() const {
     return ceil_div(out_features(), gated ? kTileColumns : kStripColumns);
   }
-  TILEWRIGHT_INLINE int64_t tile_depth() const { return is_quantized(format) ? kQuadTileDepth : kTileDepth; }
+  TILEWRIGHT_INLINE int64_t tile_depth() const { return rounds_x(format) ? kQuadTileDepth : kTileDepth; }
   TILEWRIGHT_INLINE int64_t num_depth_tiles() const { return ceil_div(k, tile_depth()); }
   TILEWRIGHT_INLINE int64_t depth() const { return num_depth_tiles() * tile_depth(); }  // k, padded to whole tiles
   TILEWRIGHT_INLINE int64_t strip_elements() const { return depth() * kStripColumns / (has_nibbles(format) ? 2 : 1); }
@@ -91,7 +126,7 @@ struct PackedWeight {
     const int64_t end = group_begin(group + 1);
     return group_size && end < depth() ? end : depth();
   }
-  TILEWRIGHT_INLINE DType scale_dtype() const { return group_size ? DType::f16 : DType::f32; }
+  TILEWRIGHT_INLINE DType scale_dtype() const { return group_size && rounds_x(format) ? DType::f16 : DType::f32; }
   TILEWRIGHT_INLINE int64_t group_scales() const { return kStripColumns * (has_mins(format) ? 2 : 1); }
   TILEWRIGHT_INLINE int64_t num_scales() const {
     return is_quantized(format) ? num_strips() * num_groups() * group_scales() : 0;

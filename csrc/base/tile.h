@@ -8,6 +8,7 @@
 // Quantised weights have tiles of 64 of depth by 16 columns, as rows of quads: row r has depths 4r to 4r + 3.
 //   bytes    [16 rows][16 columns][4]   one row is 64 bytes
 //   nibbles  [8][16 columns][4]         the lower halves of 64 bytes are one row, the upper halves the next
+// Bytes that become bf16 before they are multiplied lie as those do.
 //
 // A packed linear weight W [N, K] is strips of 32 outputs: [ceil(N/32)][ceil(K/32)][2 tiles], zero where padded, so
 // that a strip is one contiguous stream. For gate|up weights a strip's first tile is 16 gate rows and its second the

@@ -53,7 +53,7 @@ void bind_linear(nb::module_& m) {
   m.def(
       "linear",
       [](nb::handle x_arg, const nb::tuple& packed, nb::handle bias_arg, nb::handle residual_arg, nb::handle y_arg,
-         const std::string& activation) {
+         const std::string& activation, nb::handle columns_arg) {
         Op op("linear");
         const PackedWeight weight = packed_of(op, packed, "weight", {"_"});
         op.bind("K", weight.k);
@@ -63,6 +63,9 @@ void bind_linear(nb::module_& m) {
         const Tensor bias = op.optional(bias_arg, "bias", {"padded"}, one_of({DType::f32}));
         const Tensor residual = op.optional(residual_arg, "residual", {"...", "N"}, kFloats);
         const Tensor y = op.tensor(y_arg, "out", {"...", "N"}, kFloats);
+        const Tensor columns = op.optional(columns_arg, "columns", {"K"}, one_of({DType::i32}));
+        OP_REQUIRE(op, !columns || rounds_x(weight.format),
+                   std::string("columns are in another order, which ") + name_of(weight.format) + " does not take");
         const int64_t rows = op.num_rows(x);
         OP_REQUIRE(op, op.num_rows(y) == rows, "out is " + to_string(y) + ", expected the rows of x, " + to_string(x));
         if (residual) {
@@ -78,9 +81,10 @@ void bind_linear(nb::module_& m) {
         args.y = op.rows(y);
         args.m = rows;
         args.activation = activation_named(op, activation);
+        args.x_columns = columns.as<int32_t>();
         launch(linear, args);
       },
-      "x"_a, "packed"_a, "bias"_a.none(), "residual"_a.none(), "out"_a, "activation"_a);
+      "x"_a, "packed"_a, "bias"_a.none(), "residual"_a.none(), "out"_a, "activation"_a, "columns"_a.none());
 }
 
 }  // namespace tilewright

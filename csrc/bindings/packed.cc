@@ -22,13 +22,10 @@ void require_groups(const Op& op, const PackedWeight& weight) {
     return;
   }
   std::string known;
-  bool is_known = weight.group_size == 0 && weight.format == WeightFormat::int8;
-  for (const int64_t size : kGroupSizes) {
-    is_known |= weight.group_size == size;
-    known += (known.empty() ? "" : ", ") + std::to_string(size);
-  }
-  OP_REQUIRE(op, is_known,
-             has + format + " has those of " + known + (weight.format == WeightFormat::int8 ? " or whole rows" : ""));
+  for (const int64_t size : kGroupSizes)
+    if (has_groups_of(weight.format, size)) known += (known.empty() ? "" : ", ") + std::to_string(size);
+  OP_REQUIRE(op, has_groups_of(weight.format, weight.group_size),
+             has + format + " has those of " + known + (has_whole_rows(weight.format) ? " or whole rows" : ""));
   OP_REQUIRE(op, weight.k <= kMaxQuantizedDepth,
              "a row of the weight has " + std::to_string(weight.k) + " values, " + format + " takes up to " +
                  std::to_string(kMaxQuantizedDepth));

@@ -44,9 +44,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the engine's options, for a command that has its own way of naming the model."""
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: that of the checkpoint")
-    text = "round weights while loading: int8 halves what bf16 takes, int4 is a quarter; none: widen those of a "
-    text += "quantised checkpoint (default: as they are)"
-    group.add_argument("--quantize", choices=("int8", "int4", "none"), help=text)
+    text = "round weights while loading: int8 and fp8 halve what bf16 takes, int4 is a quarter, auto chooses; none: "
+    text += "widen those of a quantised checkpoint (default: as they are)"
+    group.add_argument("--quantize", choices=("int8", "int4", "fp8", "auto", "none"), help=text)
     text = "what computes: our kernels (default), or plain torch, slowly, to compare with"
     group.add_argument("--backend", choices=("native", "torch"), help=text)
     text = "processes that the model is split over, one per NUMA node; auto: as many as are faster (default 1)"

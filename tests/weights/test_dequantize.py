@@ -20,9 +20,9 @@ def quantized_rows(number: int) -> np.ndarray:
         return quants.quantize(values, kind).view(np.uint8).reshape(37, -1)
     except NotImplementedError:
         stored = FORMATS[number]
-        blocks = generator.integers(0, 256, (37 * COLUMNS // 256, stored.block_bytes), dtype=np.uint8)
+        blocks = generator.integers(0, 256, (37 * COLUMNS // stored.block_elements, stored.block_bytes), dtype=np.uint8)
         # Random bytes as fp16 would be infinite now and then: the scales are made, all other bytes are random.
-        at = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[stored.name]
+        at = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}[stored.name]
         for offset in at:
             scale = generator.uniform(-2, 2, len(blocks)).astype(np.float16)
             blocks[:, offset : offset + 2] = scale.view(np.uint8).reshape(-1, 2)

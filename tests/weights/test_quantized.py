@@ -23,20 +23,16 @@ def method(name: str) -> dict:
 @pytest.mark.parametrize(
     "config, tensors, name",
     [
-        (method("awq"), AWQ, "AWQ"),
         ({}, AWQ, "AWQ"),
-        (method("gptq"), AWQ | {"q.g_idx": INTS}, "GPTQ"),
         ({}, AWQ | {"q.g_idx": INTS}, "GPTQ"),
-        (method("compressed-tensors"), PACKED, "compressed-tensors"),
         ({}, PACKED, "compressed-tensors"),
-        (method("fp8"), FP8, "FP8"),
         ({}, FP8, "FP8"),
         (method("bitsandbytes"), NF4, "bitsandbytes"),
         ({"quantization_config": {"load_in_4bit": True}}, NF4, "bitsandbytes"),
         ({}, NF4, "bitsandbytes"),
         ({"quantization": {"group_size": 64, "bits": 4}}, MLX, "MLX"),
         ({}, MLX, "MLX"),
-        ({"text_config": method("awq")}, AWQ, "AWQ"),
+        ({"text_config": method("aqlm")}, {"q.codes": INTS}, "aqlm"),
         (method("hqq"), {"q.W_q": INTS}, "hqq"),
     ],
 )

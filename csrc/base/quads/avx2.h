@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "base/half.h"
+#include "base/quads/widen.h"
 #include "base/vec/avx2.h"
 
 namespace tilewright {
@@ -42,6 +43,10 @@ struct SignedQuads {
   static constexpr int kOffset = 0;
   __m256i v;
   static SignedQuads load(const uint8_t* p) { return {load_bytes(p)}; }
+  static SignedQuads look_up(const int8_t* table, const NibbleQuads& codes) {
+    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), codes.v)};
+  }
 };
 
 inline IntVec add_pairs(IntVec sum, __m256i weights, __m256i x) {

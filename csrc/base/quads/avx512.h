@@ -37,10 +37,20 @@ struct NibbleQuads {
   }
 };
 
+// The numbers that codes stand for: a table's, each with some of its bits turned around.
+inline __m512i look_up(const int8_t* table, uint8_t turned, const NibbleQuads& codes) {
+  const __m128i numbers =
+      _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)), _mm_set1_epi8(static_cast<char>(turned)));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), codes.v);
+}
+
 #ifdef __AVX512VNNI__
 struct SignedQuads {
   static constexpr int kOffset = 128;
   __m512i v;
+  static SignedQuads look_up(const int8_t* table, const NibbleQuads& codes) {
+    return {tilewright::look_up(table, 0x80, codes)};
+  }
   static SignedQuads load(const uint8_t* p) {
     return {_mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0x80)))};
   }
@@ -56,9 +66,10 @@ struct SignedQuads {
   static constexpr int kOffset = 0;
   __m512i magnitude;
   __mmask64 is_negative;
-  static SignedQuads load(const uint8_t* p) {
-    const __m512i bytes = _mm512_loadu_si512(p);
-    return {_mm512_abs_epi8(bytes), _mm512_movepi8_mask(bytes)};
+  static SignedQuads of(__m512i bytes) { return {_mm512_abs_epi8(bytes), _mm512_movepi8_mask(bytes)}; }
+  static SignedQuads load(const uint8_t* p) { return of(_mm512_loadu_si512(p)); }
+  static SignedQuads look_up(const int8_t* table, const NibbleQuads& codes) {
+    return of(tilewright::look_up(table, 0, codes));
   }
 };
 
@@ -72,6 +83,25 @@ inline IntVec dot(IntVec sum, const SignedQuads& weights, const RowQuad& x) {
   return add_pairs(sum, weights.magnitude, _mm512_mask_sub_epi8(x.v, weights.is_negative, zero, x.v));
 }
 #endif
+
+// 32 bytes as bf16. Of fp8 the exponent gets bf16's bias; those of zero are looked up, as they are no normal numbers.
+inline void widen_fp8(const uint8_t* bytes, bf16* wide) {
+  alignas(64) static constexpr uint16_t kSmall[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)));
+  const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x7f)), 4),
+                                          _mm512_set1_epi16(120 << 7));
+  const __mmask32 is_small = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+  const __m512i magnitude = _mm512_mask_permutexvar_epi16(normal, is_small, codes, _mm512_load_si512(kSmall));
+  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
+  _mm512_storeu_si512(wide, _mm512_or_si512(magnitude, sign));
+}
+inline void widen_int8(const int8_t* bytes, bf16* wide) {
+  for (int i = 0; i < 32; i += 16) {
+    const __m512i whole = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i)));
+    const __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(whole)), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide + i), _mm512_cvtepi32_epi16(bits));
+  }
+}
 
 inline Vec load_halves(const f16* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};

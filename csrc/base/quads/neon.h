@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "base/half.h"
+#include "base/quads/widen.h"
 #include "base/vec/neon.h"
 
 namespace tilewright {
@@ -27,18 +28,21 @@ struct RowQuad {
   }
 };
 
-struct SignedQuads {
-  static constexpr int kOffset = 0;
-  int8x16_t v;
-  static SignedQuads load(const uint8_t* p) { return {vreinterpretq_s8_u8(vld1q_u8(p))}; }
-};
-
 struct NibbleQuads {
   int8x16_t v;
   template <bool kUpper>
   static NibbleQuads load(const uint8_t* p) {
     const uint8x16_t bytes = vld1q_u8(p);
     return {vreinterpretq_s8_u8(kUpper ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)))};
+  }
+};
+
+struct SignedQuads {
+  static constexpr int kOffset = 0;
+  int8x16_t v;
+  static SignedQuads load(const uint8_t* p) { return {vreinterpretq_s8_u8(vld1q_u8(p))}; }
+  static SignedQuads look_up(const int8_t* table, const NibbleQuads& codes) {
+    return {vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s8(codes.v))};
   }
 };
 

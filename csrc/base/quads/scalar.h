@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/half.h"
+#include "base/quads/widen.h"
 #include "base/vec/scalar.h"
 
 namespace tilewright {
@@ -27,6 +28,17 @@ struct RowQuad {
   static RowQuad load(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
 };
 
+// Weights from 0 to 15, the lower or the upper halves of bytes.
+struct NibbleQuads {
+  int8_t v[4 * Vec::kLanes];
+  template <bool kUpper>
+  static NibbleQuads load(const uint8_t* p) {
+    NibbleQuads quads;
+    for (int i = 0; i < 4 * Vec::kLanes; ++i) quads.v[i] = static_cast<int8_t>(kUpper ? p[i] >> 4 : p[i] & 15);
+    return quads;
+  }
+};
+
 // Weights from -128 to 127. Their products are as if kOffset were added to each.
 struct SignedQuads {
   static constexpr int kOffset = 0;
@@ -36,15 +48,9 @@ struct SignedQuads {
     for (int i = 0; i < 4 * Vec::kLanes; ++i) quads.v[i] = static_cast<int8_t>(p[i]);
     return quads;
   }
-};
-
-// Weights from 0 to 15, the lower or the upper halves of bytes.
-struct NibbleQuads {
-  int8_t v[4 * Vec::kLanes];
-  template <bool kUpper>
-  static NibbleQuads load(const uint8_t* p) {
-    NibbleQuads quads;
-    for (int i = 0; i < 4 * Vec::kLanes; ++i) quads.v[i] = static_cast<int8_t>(kUpper ? p[i] >> 4 : p[i] & 15);
+  static SignedQuads look_up(const int8_t* table, const NibbleQuads& codes) {
+    SignedQuads quads;
+    for (int i = 0; i < 4 * Vec::kLanes; ++i) quads.v[i] = table[codes.v[i]];
     return quads;
   }
 };

@@ -92,17 +92,21 @@ constexpr int64_t kRowsToTiles = 16;
 
 bool by_byte_tiles(const LinearArgs& args) {
   const PackedWeight& weight = args.weight;
-  return is_quantized(weight.format) && args.m >= kRowsToTiles &&
+  return rounds_x(weight.format) && args.m >= kRowsToTiles &&
          (weight.group_size == 0 || weight.group_size % kQuadTileDepth == 0);
 }
 
-// The nibbles of a strip as tiles of bytes.
-void widen_nibbles(const uint8_t* strip, int64_t num_tiles, int8_t* wide) {
+// The nibbles of a strip as tiles of bytes: the codes, or what a table has for them.
+void widen_nibbles(const uint8_t* strip, int64_t num_tiles, const int8_t* table, int8_t* wide) {
   const __m512i low_half = _mm512_set1_epi8(15);
+  const __m512i numbers =
+      _mm512_broadcast_i32x4(table ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(table))
+                                   : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
   for (int64_t line = 0; line < num_tiles * 8; ++line) {
     const __m512i bytes = _mm512_loadu_si512(strip + line * 64);
-    _mm512_storeu_si512(wide + line * 128, _mm512_and_si512(bytes, low_half));
-    _mm512_storeu_si512(wide + line * 128 + 64, _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_half));
+    const __m512i upper = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_half);
+    _mm512_storeu_si512(wide + line * 128, _mm512_shuffle_epi8(numbers, _mm512_and_si512(bytes, low_half)));
+    _mm512_storeu_si512(wide + line * 128 + 64, _mm512_shuffle_epi8(numbers, upper));
   }
 }
 
@@ -115,7 +119,7 @@ void add_sums(const PackedWeight& weight, int64_t strip, int64_t group, const ch
   const int64_t row_bytes = quantized_row_bytes(weight);
   for (int column = 0; column < kStripColumns; column += Vec::kLanes) {
     const Vec weight_scales = load_scales(scales, is_half, column);
-    const Vec mins = has_mins(weight.format) ? load_scales(scales, is_half, kStripColumns + column) : Vec::zero();
+    const Vec mins = load_mins(weight, scales, is_half, column, weight_scales);
     for (int r = 0; r < rows; ++r) {
       const QuantizedRow row(weight, x + r * row_bytes);
       const IntVec exact = {_mm512_sub_epi32(_mm512_loadu_si512(sums + r * kStripColumns + column),
@@ -155,7 +159,7 @@ void run_byte_tiles(const LinearArgs& args, const void* packed_x, int64_t block_
   alignas(64) float c[kRowBlock * kStripColumns];
   TileScope tiles(rows_in_block(args, block_begin));
   for (int64_t s = strip_begin; s < strip_end; ++s) {
-    if (nibbles) widen_nibbles(weight.strip<uint8_t>(s), weight.num_depth_tiles() * 2, wide);
+    if (nibbles) widen_nibbles(weight.strip<uint8_t>(s), weight.num_depth_tiles() * 2, table_of(weight.format), wide);
     const int8_t* bytes = nibbles ? wide : weight.strip<int8_t>(s);
     for (int64_t block = block_begin; block < block_end; ++block) {
       const int rows = rows_in_block(args, block);
@@ -167,10 +171,40 @@ void run_byte_tiles(const LinearArgs& args, const void* packed_x, int64_t block_
   }
 }
 
+// Bytes that become bf16, a strip at a time, for all blocks of rows that pass by.
+void run_widened(const LinearArgs& args, const bf16* packed_x, int64_t block_begin, int64_t block_end,
+                 int64_t strip_begin, int64_t strip_end) {
+  const PackedWeight& weight = args.weight;
+  const int64_t depth_tiles = weight.num_depth_tiles(), block_elements = depth_tiles * 2 * kTileElements;
+  bf16* wide = static_cast<bf16*>(thread_scratch(static_cast<size_t>(block_elements) * sizeof(bf16)));
+  alignas(64) float c[kRowBlock * kStripColumns], sums[kRowBlock * kStripColumns];
+  TileScope tiles(rows_in_block(args, block_begin));
+  for (int64_t s = strip_begin; s < strip_end; ++s) {
+    widen_bytes(weight.format, weight.strip<uint8_t>(s), weight.strip_elements(), wide);
+    for (int64_t block = block_begin; block < block_end; ++block) {
+      const int rows = rows_in_block(args, block);
+      tiles.set_rows(rows);
+      for (int64_t g = 0; g < weight.num_groups(); ++g) {
+        const int64_t first = weight.group_begin(g) / kTileDepth;
+        const int count = static_cast<int>(weight.group_end(g) / kTileDepth - first);
+        const LeftTiles left = {packed_x + block * block_elements + first * kTileElements, kTileDepth, kTileElements,
+                                depth_tiles * kTileElements, true};
+        const auto tile_at = [&](int d, int j) { return wide + ((first + d) * 2 + j) * kTileElements; };
+        const auto fetch = [&](int d, int j) { prefetch_tile(tile_at(d + 2, j)); };
+        multiply_columns<2>(left, rows, count, tile_at, fetch, sums, kStripColumns);
+        add_scaled(weight, s, g, sums, rows, c);
+      }
+      finish_block(args, c, block * kRowBlock, rows, s);
+    }
+  }
+}
+
 void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end, int64_t strip_begin,
          int64_t strip_end) {
   if (by_byte_tiles(args)) return run_byte_tiles(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if (!bf16_products(args)) return linear_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+  if (is_widened(args.weight.format))
+    return run_widened(args, static_cast<const bf16*>(packed_x), block_begin, block_end, strip_begin, strip_end);
   // One chunk needs no batch, and one block of rows no chunks: weights then pass once, in one stream.
   const bool one_pass = block_end - block_begin == 1 || args.weight.num_depth_tiles() <= kDepthChunk;
   const int64_t batch = one_pass ? 1 : kStripBatch;

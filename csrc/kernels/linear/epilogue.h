@@ -10,7 +10,8 @@ namespace {
 
 // Whether x stays bf16 for the bf16 dot product, or becomes fp32.
 inline bool bf16_products(const LinearArgs& args) {
-  return Vec::kHasBf16Dot && args.x.dtype == DType::bf16 && args.weight.format == WeightFormat::bf16;
+  const WeightFormat format = args.weight.format;
+  return Vec::kHasBf16Dot && args.x.dtype == DType::bf16 && (format == WeightFormat::bf16 || is_widened(format));
 }
 
 template <class T>

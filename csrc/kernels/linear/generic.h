@@ -5,12 +5,13 @@
 #include "base/scratch.h"
 #include "kernels/linear/epilogue.h"
 #include "kernels/linear/quantized.h"
+#include "kernels/linear/widened.h"
 
 namespace tilewright {
 namespace {
 
 int64_t linear_block_bytes(const LinearArgs& args) {
-  if (is_quantized(args.weight.format)) return quantized_block_bytes(args);
+  if (rounds_x(args.weight.format)) return quantized_block_bytes(args);
   return kRowBlock * args.weight.num_depth_tiles() * kTileDepth * (bf16_products(args) ? 2 : 4);
 }
 
@@ -28,7 +29,7 @@ void pack_rows(const LinearArgs& args, int64_t block, Left* packed) {
 }
 
 void linear_pack_block(const LinearArgs& args, int64_t block, void* packed) {
-  if (is_quantized(args.weight.format))
+  if (rounds_x(args.weight.format))
     quantized_pack_block(args, block, packed);
   else if (bf16_products(args))
     pack_rows<bf16>(args, block, static_cast<bf16*>(packed));
@@ -37,9 +38,6 @@ void linear_pack_block(const LinearArgs& args, int64_t block, void* packed) {
   else
     pack_rows<bf16>(args, block, static_cast<float*>(packed));
 }
-
-// Rows whose sums are held at a time: a multiple of those that registers hold, whatever the level.
-inline constexpr int kRowsAtOnce = 96;
 
 // multiply(accumulate, begin, count) for as many tiles of depth at a time as the L1 cache keeps from one kDotRows to
 // the next.
@@ -101,8 +99,10 @@ void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block
 
 void linear_run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                 int64_t strip_begin, int64_t strip_end) {
-  if (is_quantized(args.weight.format))
+  if (rounds_x(args.weight.format))
     return quantized_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+  if (is_widened(args.weight.format))
+    return widened_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if (args.weight.format == WeightFormat::f32)
     return linear_run_wide<float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if constexpr (Vec::kHasBf16Dot) {

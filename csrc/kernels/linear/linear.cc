@@ -16,7 +16,7 @@ const LinearKernels& linear_kernels() { return select(kTable); }
 // Half of the second-level cache, a chunk of depth at a time; quantised products take all of it at once.
 int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks) {
   const int64_t depth_tiles = args.weight.num_depth_tiles();
-  const int64_t chunk = is_quantized(args.weight.format) ? depth_tiles : std::min<int64_t>(depth_tiles, kDepthChunk);
+  const int64_t chunk = rounds_x(args.weight.format) ? depth_tiles : std::min<int64_t>(depth_tiles, kDepthChunk);
   int64_t group = kCoreCacheBytes / 2 * depth_tiles / (block_bytes * chunk);
   if (group < 1) group = 1;
   // Even groups: 9 blocks as 5 + 4, not 8 + 1.

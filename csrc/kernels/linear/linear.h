@@ -4,7 +4,8 @@
 //   epilogue: + bias, then an activation or, for gate|up weights, act(gate) * up (y is [M, N / 2]), then + residual
 //
 // With x and W in bf16 the products run on the machine's bf16 units; with fp32 x everything is fp32. With a quantised W
-// x is rounded to bytes, and the products run on the machine's units for those (quantized.h).
+// x is rounded to bytes, and the products run on the machine's units for those (quantized.h); but W in fp8 or
+// int8_exact is turned into bf16, tile by tile, and multiplied as that (widened.h).
 #pragma once
 
 #include <cstddef>
@@ -24,7 +25,8 @@ struct LinearArgs {
   Rows y;
   int64_t m = 0;
   Activation activation = Activation::none;
-  const int32_t* x_rows = nullptr;  // [m]: row i of the product is this row of x; null: row i
+  const int32_t* x_rows = nullptr;     // [m]: row i of the product is this row of x; null: row i
+  const int32_t* x_columns = nullptr;  // [K]: column i of W is multiplied by this one of x; of formats that round x
 };
 
 void linear(const LinearArgs& args);

@@ -15,7 +15,9 @@ namespace {
 // From here on the work of laying the operands out in fours is less than what bfmmla saves.
 constexpr int64_t kRowsToMatrix = 8;
 
-bool by_matrix(const LinearArgs& args) { return bf16_products(args) && args.m >= kRowsToMatrix; }
+bool by_matrix(const LinearArgs& args) {
+  return bf16_products(args) && !is_quantized(args.weight.format) && args.m >= kRowsToMatrix;
+}
 
 // A block of x as [pairs of rows][depth / 4][2 rows][4]: 16 bytes are an operand. A last odd row is paired with zeros.
 void pack_block(const LinearArgs& args, int64_t block, void* packed) {
@@ -101,21 +103,25 @@ void multiply_rows(const LinearArgs& args, const bf16* x, const bf16* slabs, int
     }
 }
 
-bool by_byte_matrix(const LinearArgs& args) { return is_quantized(args.weight.format) && args.m >= kRowsToMatrix; }
+bool by_byte_matrix(const LinearArgs& args) { return rounds_x(args.weight.format) && args.m >= kRowsToMatrix; }
 
-// A strip of bytes or nibbles as [slabs of 8 columns][depth / 8][8 columns][8]: two rows of quads, zipped.
+// A strip of bytes or nibbles as [slabs of 8 columns][depth / 8][8 columns][8]: two rows of quads, zipped; of nibbles
+// what a table has for them, where there is one.
 template <bool kNibbles>
 void make_byte_slabs(const PackedWeight& weight, int64_t strip, uint8_t* slabs) {
   const int64_t slab_bytes = weight.depth() * kSlabColumns;
   const uint8_t* data = weight.strip<uint8_t>(strip);
+  const int8_t* table = table_of(weight.format);
+  const uint8x16_t numbers = vreinterpretq_u8_s8(vld1q_s8(table ? table : kMxfp4Values));
+  const auto number_of = [&](uint8x16_t codes) { return table ? vqtbl1q_u8(numbers, codes) : codes; };
   for (int64_t d = 0; d < weight.depth(); d += 8)
     for (int column = 0; column < kStripColumns; column += 4) {
       const int64_t tile = d / kQuadTileDepth * 2 + column / kTileColumns;
       const int within = quad_offset<kNibbles>(static_cast<int>(d % kQuadTileDepth), column % kTileColumns);
       const uint8_t* from = data + tile * (kNibbles ? 512 : 1024) + within;
       const uint8x16_t bytes = vld1q_u8(from);
-      const uint32x4_t first = vreinterpretq_u32_u8(kNibbles ? vandq_u8(bytes, vdupq_n_u8(15)) : bytes);
-      const uint32x4_t second = vreinterpretq_u32_u8(kNibbles ? vshrq_n_u8(bytes, 4) : vld1q_u8(from + 64));
+      const uint32x4_t first = vreinterpretq_u32_u8(kNibbles ? number_of(vandq_u8(bytes, vdupq_n_u8(15))) : bytes);
+      const uint32x4_t second = vreinterpretq_u32_u8(kNibbles ? number_of(vshrq_n_u8(bytes, 4)) : vld1q_u8(from + 64));
       uint8_t* to = slabs + column / kSlabColumns * slab_bytes + (d + column % kSlabColumns) * kSlabColumns;
       vst1q_u8(to, vreinterpretq_u8_u32(vzip1q_u32(first, second)));
       vst1q_u8(to + 16, vreinterpretq_u8_u32(vzip2q_u32(first, second)));
@@ -150,8 +156,7 @@ void multiply_byte_slab(const PackedWeight& weight, int64_t strip, int column, c
     const char* scales = weight.scales_at(strip, g);
     for (int i = 0; i < 4; i += 2) {
       const Vec weight_scales = load_scales(scales, is_half, column + 2 * i);
-      const Vec mins =
-          has_mins(weight.format) ? load_scales(scales, is_half, kStripColumns + column + 2 * i) : Vec::zero();
+      const Vec mins = load_mins(weight, scales, is_half, column + 2 * i, weight_scales);
       for (int r = 0; r < 2 * kPairs; ++r) {
         const QuantizedRow row(weight, row_at[r]);
         const int64x2_t left = vreinterpretq_s64_s32(sums[r / 2][i]), right = vreinterpretq_s64_s32(sums[r / 2][i + 1]);

@@ -1,6 +1,7 @@
 // One value of a packed quantised weight: for what reads few of them, as the rows of an embedding table.
 #pragma once
 
+#include "base/fp8.h"
 #include "base/half.h"
 #include "base/packed_weight.h"
 
@@ -13,6 +14,12 @@ struct PackedPlace {
   bool is_upper;  // of a nibble: in the upper half of the byte
 
   PackedPlace(const PackedWeight& weight, int column, int64_t k) {
+    if (is_widened(weight.format)) {
+      const int64_t tile = k / kTileDepth * 2 + column / kTileColumns;
+      offset = tile * kTileElements + tile_offset<bf16>(static_cast<int>(k % kTileDepth), column % kTileColumns);
+      is_upper = false;
+      return;
+    }
     const bool nibbles = has_nibbles(weight.format);
     const int depth = static_cast<int>(k % kQuadTileDepth);
     const int64_t tile = k / kQuadTileDepth * 2 + column / kTileColumns;
@@ -33,11 +40,16 @@ inline float packed_value(const PackedWeight& weight, int64_t strip, int column,
   const PackedPlace place(weight, column, k);
   const uint8_t byte = weight.strip<uint8_t>(strip)[place.offset];
   const int64_t group = weight.group_size ? k / weight.group_size : 0;
+  const float scale = scale_of(weight, strip, group, column);
+  if (weight.format == WeightFormat::fp8) return scale * to_float(fp8_to_bf16(byte));
   int number = static_cast<int8_t>(byte);
   if (has_nibbles(weight.format))
     number = (place.is_upper ? byte >> 4 : byte & 15) - (weight.format == WeightFormat::int4 ? 8 : 0);
-  const float value = scale_of(weight, strip, group, column) * static_cast<float>(number);
-  return has_mins(weight.format) ? value - scale_of(weight, strip, group, kStripColumns + column) : value;
+  if (const int8_t* table = table_of(weight.format)) number = table[number];
+  const float value = scale * static_cast<float>(number);
+  if (!has_mins(weight.format)) return value;
+  const float min = scale_of(weight, strip, group, kStripColumns + column);
+  return value - (has_zeros(weight.format) ? scale * min : min);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "base/dot.h"
+#include "base/scratch.h"
 #include "base/vec/row.h"
 #include "kernels/linear/epilogue.h"
 
@@ -57,22 +58,37 @@ inline void quantize_group(const TX* x, int64_t count, int8_t* values, float* sc
   *sum = whole == whole ? static_cast<int32_t>(whole) : 0;
 }
 
+// Columns of a row of x in the order of those of the weight.
+template <class TX>
+inline const float* in_order(const LinearArgs& args, const TX* x, float* row) {
+  for (int64_t i = 0; i < args.weight.k; ++i) row[i] = to_float(x[args.x_columns[i]]);
+  return row;
+}
+
+// fn(row of x): as it lies, or with its columns in order.
+template <class TX, class Fn>
+inline void with_columns(const LinearArgs& args, const TX* x, Fn fn) {
+  if (!args.x_columns) return fn(x);
+  fn(in_order(args, x, static_cast<float*>(thread_scratch(static_cast<size_t>(args.weight.k) * sizeof(float)))));
+}
+
 template <class TX>
 void quantize_rows(const LinearArgs& args, int64_t block, char* packed) {
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = quantized_row_bytes(weight), num_groups = weight.num_groups();
   for (int r = 0; r < rows_in_block(args, block); ++r, packed += row_bytes) {
-    const TX* x = row_of_x<TX>(args, block * kRowBlock + r);
     int8_t* values = reinterpret_cast<int8_t*>(packed);
     float* scales = reinterpret_cast<float*>(values + weight.depth());
     int32_t* sums = reinterpret_cast<int32_t*>(scales + num_groups);
     std::memset(values + weight.k / Vec::kLanes * Vec::kLanes, 0,
                 weight.depth() - weight.k / Vec::kLanes * Vec::kLanes);
-    for (int64_t g = 0; g < num_groups; ++g) {
-      const int64_t begin = weight.group_begin(g),
-                    end = weight.group_end(g) < weight.k ? weight.group_end(g) : weight.k;
-      quantize_group(x + begin, end - begin, values + begin, scales + g, sums + g);
-    }
+    with_columns(args, row_of_x<TX>(args, block * kRowBlock + r), [&](const auto* x) {
+      for (int64_t g = 0; g < num_groups; ++g) {
+        const int64_t begin = weight.group_begin(g),
+                      end = weight.group_end(g) < weight.k ? weight.group_end(g) : weight.k;
+        quantize_group(x + begin, end - begin, values + begin, scales + g, sums + g);
+      }
+    });
   }
 }
 
@@ -103,11 +119,28 @@ struct NibbleWeights {
   }
   static constexpr int kOffset = kStoredOffset;
 };
+// Nibbles that say which of 16 numbers is meant.
+template <const int8_t (&kTable)[16]>
+struct TableWeights {
+  static constexpr int kDepths = 8, kParts = 2, kTileBytes = 512;
+  template <int kPart>
+  static SignedQuads load(const uint8_t* p) {
+    return SignedQuads::look_up(kTable, NibbleQuads::load<kPart == 1>(p));
+  }
+  static constexpr int kOffset = SignedQuads::kOffset;
+};
 
 // Scales or mins of Vec::kLanes columns.
 inline Vec load_scales(const char* scales, bool is_half, int64_t index) {
   return is_half ? load_halves(reinterpret_cast<const f16*>(scales) + index)
                  : Vec::load(reinterpret_cast<const float*>(scales) + index);
+}
+
+// The mins of Vec::kLanes columns, from `column` of a strip on; zeros where the format has none.
+inline Vec load_mins(const PackedWeight& weight, const char* scales, bool is_half, int64_t column, Vec weight_scales) {
+  if (!has_mins(weight.format)) return Vec::zero();
+  const Vec mins = load_scales(scales, is_half, kStripColumns + column);
+  return has_zeros(weight.format) ? mins * weight_scales : mins;
 }
 
 // total + what a group's sums of a row are worth.
@@ -200,7 +233,7 @@ void multiply_rows(const PackedWeight& weight, int64_t strip, int tile, const ch
     unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
       const int column = tile * kTileColumns + column_of(v.value);
       const Vec weight_scales = load_scales(scales, is_half, column);
-      const Vec mins = with_mins ? load_scales(scales, is_half, kStripColumns + column) : Vec::zero();
+      const Vec mins = load_mins(weight, scales, is_half, column, weight_scales);
       unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
         constexpr int kSum = decltype(r)::value * kVecs + decltype(v)::value;
         float* out = c + r.value * kStripColumns + column_of(v.value);
@@ -236,6 +269,8 @@ inline void with_weights(WeightFormat format, Fn fn) {
     case WeightFormat::int8:
     case WeightFormat::int8_min: return fn(ByteWeights{});
     case WeightFormat::int4: return fn(NibbleWeights<8>{});
+    case WeightFormat::mxfp4: return fn(TableWeights<kMxfp4Values>{});
+    case WeightFormat::iq4_nl: return fn(TableWeights<kIq4NlValues>{});
     default: return fn(NibbleWeights<0>{});
   }
 }

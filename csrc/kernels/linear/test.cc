@@ -136,8 +136,10 @@ struct Quantized {
         packed_scales(form.num_scales() * static_cast<int64_t>(size_of(form.scale_dtype())), edge) {
     const int least = !has_nibbles(format) ? -127 : format == WeightFormat::int4 ? -8 : 0;
     const int count = has_nibbles(format) ? 16 : 255;
-    for (int64_t i = 0; i < n * k; ++i)
+    for (int64_t i = 0; i < n * k; ++i) {
       values[i] = static_cast<uint8_t>(least + static_cast<int>(random.bits() % static_cast<uint64_t>(count)));
+      if (format == WeightFormat::fp8 && (values[i] & 0x7f) == 0x7f) values[i] = 3;  // NaN
+    }
     fill_scales(scales, 0.001f, random);
     fill_scales(mins, 0.01f, random);
     form.data = data.data();
@@ -154,7 +156,7 @@ struct Quantized {
     for (int64_t i = 0; i < form.n * form.num_groups(); ++i) {
       const auto half = static_cast<uint16_t>((6 + random.bits() % 3) << 10 | random.bits() % 1024);
       const float wide = size * (1.5f + random.value());
-      if (form.group_size)
+      if (form.scale_dtype() == DType::f16)
         std::memcpy(to.data() + 2 * i, &half, 2);
       else
         std::memcpy(to.data() + 4 * i, &wide, 4);
@@ -164,7 +166,7 @@ struct Quantized {
     const int64_t i = row * form.num_groups() + group;
     f16 half;
     float wide;
-    if (form.group_size) {
+    if (form.scale_dtype() == DType::f16) {
       std::memcpy(&half, from.data() + 2 * i, 2);
       return to_float(half);
     }
@@ -173,9 +175,20 @@ struct Quantized {
   }
   int64_t group_of(int64_t i) const { return form.group_size ? i / form.group_size : 0; }
   double value(int64_t row, int64_t i) const {
-    const int number = static_cast<int8_t>(values[row * form.k + i]);
-    const double whole = double{scale(scales, row, group_of(i))} * number;
-    return has_mins(form.format) ? whole - scale(mins, row, group_of(i)) : whole;
+    const uint8_t code = values[row * form.k + i];
+    const double own_scale = scale(scales, row, group_of(i));
+    if (form.format == WeightFormat::fp8) return own_scale * fp8(code);
+    const int8_t* table = table_of(form.format);
+    const double whole = own_scale * (table ? table[code] : static_cast<int8_t>(code));
+    if (!has_mins(form.format)) return whole;
+    const double min = scale(mins, row, group_of(i));
+    return whole - (has_zeros(form.format) ? own_scale * min : min);
+  }
+  // e4m3 by its definition.
+  static double fp8(uint8_t code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const double magnitude = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+    return code & 0x80 ? -magnitude : magnitude;
   }
 
   PackedWeight form;
@@ -186,6 +199,10 @@ struct Quantized {
 template <class T>
 std::vector<double> rounded(const GuardedBuffer<T>& x, int64_t m, const PackedWeight& form) {
   std::vector<double> result(static_cast<size_t>(m * form.k));
+  if (!rounds_x(form.format)) {
+    for (size_t i = 0; i < result.size(); ++i) result[i] = to_float(x[static_cast<int64_t>(i)]);
+    return result;
+  }
   const int64_t group = form.group_size ? form.group_size : form.k;
   for (int64_t row = 0; row < m; ++row)
     for (int64_t begin = 0; begin < form.k; begin += group) {
@@ -205,9 +222,13 @@ struct QuantizedCase {
 };
 
 constexpr QuantizedCase kQuantizedCases[] = {
-    {WeightFormat::int8, 0},       {WeightFormat::int8, 16},  {WeightFormat::int8, 128}, {WeightFormat::int8_min, 16},
-    {WeightFormat::int8_min, 128}, {WeightFormat::int4, 32},  {WeightFormat::int4, 64},  {WeightFormat::int4, 128},
-    {WeightFormat::uint4, 32},     {WeightFormat::uint4, 128}};
+    {WeightFormat::int8, 0},      {WeightFormat::int8, 16},       {WeightFormat::int8, 128},
+    {WeightFormat::int8_min, 16}, {WeightFormat::int8_min, 128},  {WeightFormat::int4, 32},
+    {WeightFormat::int4, 64},     {WeightFormat::int4, 128},      {WeightFormat::uint4, 32},
+    {WeightFormat::uint4, 128},   {WeightFormat::uint4_zero, 32}, {WeightFormat::uint4_zero, 128},
+    {WeightFormat::mxfp4, 32},    {WeightFormat::mxfp4, 64},      {WeightFormat::iq4_nl, 32},
+    {WeightFormat::iq4_nl, 128},  {WeightFormat::fp8, 0},         {WeightFormat::fp8, 128},
+    {WeightFormat::fp8, 32},      {WeightFormat::int8_exact, 0},  {WeightFormat::int8_exact, 64}};
 
 template <class TX, class TY>
 void check_quantized(QuantizedCase which, Size size, Edge edge, bool gated) {
@@ -280,6 +301,34 @@ TEST(a_row_of_a_quantized_product_does_not_depend_on_the_rows_beside_it) {
       }
     });
   }
+}
+
+// Columns of x in another order, as those of the weight are.
+TEST(columns_of_x_in_the_order_of_the_weight) {
+  constexpr int64_t m = 18, n = 40, k = 133;
+  Random random(4);
+  const Quantized weight(WeightFormat::int4, 32, n, k, false, Edge::end, random);
+  GuardedBuffer<bf16> x(m * k), moved(m * k);
+  GuardedBuffer<int32_t> columns(k);
+  GuardedBuffer<float> expected(m * n), y(m * n);
+  x.fill(random);
+  for (int64_t i = 0; i < k; ++i) columns[i] = static_cast<int32_t>(i * 50 % k);
+  for (int64_t row = 0; row < m; ++row)
+    for (int64_t i = 0; i < k; ++i) moved[row * k + columns[i]] = x[row * k + i];
+  LinearArgs args = {};
+  args.weight = weight.form;
+  args.m = m;
+  for_each_isa([&] {
+    args.x = rows_of(x, k);
+    args.y = rows_of(expected, n);
+    args.x_columns = nullptr;
+    linear(args);
+    args.x = rows_of(moved, k);
+    args.y = rows_of(y, n);
+    args.x_columns = columns.data();
+    linear(args);
+    CHECK(std::memcmp(expected.data(), y.data(), m * n * sizeof(float)) == 0);
+  });
 }
 
 TEST(a_quantized_product_of_nan_is_nan) {

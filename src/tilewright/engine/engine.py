@@ -48,8 +48,9 @@ class Engine:
     Requests may come from any thread; they are computed together.
 
     dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
-    quantize        "int8" or "int4": what weights are rounded to while loading (docs/quantisation.md); "none": those of
-                    a quantised checkpoint are widened to `dtype`; None: all stay as the checkpoint has them
+    quantize        "int8", "int4" or "fp8": what weights are rounded to while loading (docs/quantisation.md); "auto":
+                    one of them, by memory and measured speed; "none": those of a quantised checkpoint are widened to
+                    `dtype`; None: all stay as the checkpoint has them
     tp              ranks that the model is split over, each a process with cores and memory of its own
                     (docs/parallel.md); "auto": one for each NUMA node, if that is measured to be faster
     cpu_binding     the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each

@@ -78,8 +78,9 @@ def load_network(
     shapes = checkpoint.shapes
     if not drafting and (prefix := family.predictor_prefix) is not None:
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefix)}
-    if formats.keeps_numbers and any(checkpoint.quantized_as(name) for name in shapes):
-        block = max(block, 32)  # of GGUF's groups the longest
+    if formats.keeps_numbers:
+        stored = [format for name in shapes if (format := checkpoint.quantized_as(name)) is not None]
+        block = max([block, *(group_size for _, group_size in stored)])
     with partition.use(Partition(group or SingleGroup(), max(block, formats.block))) as parts, precision.use(formats):
         model = family.build(config, shapes)
     parts.warn()

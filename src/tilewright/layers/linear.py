@@ -89,7 +89,7 @@ class Linear:
             linear(x, rest, activation=activation, out=out[..., n:])
             return out
         if self._group is None:
-            return linear(x, weight, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
+            return _multiply(x, weight, activation, residual, out, out_dtype)
         assert activation == "none", "an activation of a sum that is not complete"
         partial = linear(x, weight, out_dtype=torch.float32)
         return add_up(self._group, partial, residual, out, out_dtype or x.dtype)
@@ -102,6 +102,31 @@ class Linear:
         return self._group.all_reduce_norm(
             partial, residual, norm.weight.value, norm.eps, weight_plus_one=norm.plus_one
         )
+
+
+def _multiply(
+    x: Tensor,
+    weight: PackedWeight,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """As `ops.linear.linear`, for a weight that may be several, each in a format of its own."""
+    if weight.next is None:
+        return linear(x, weight, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
+    pieces = [weight]
+    while (following := pieces[-1].next) is not None:
+        pieces.append(following)
+    if out is None:
+        out = empty((*x.shape[:-1], sum(piece.out_features for piece in pieces)), out_dtype or x.dtype)
+    begin = 0
+    for piece in pieces:
+        end = begin + piece.out_features
+        own_residual = None if residual is None else residual[..., begin:end]
+        linear(x, piece, activation=activation, residual=own_residual, out=out[..., begin:end])
+        begin = end
+    return out
 
 
 def add_up(group: Group, partial: Tensor, residual: Tensor | None, out: Tensor | None, dtype: torch.dtype) -> Tensor:

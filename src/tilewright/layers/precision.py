@@ -39,6 +39,7 @@ class Precision:
 _NAMED = {
     "int8": Precision(("int8", 0), ("int8", 0)),
     "int4": Precision(("int4", 32), ("int8", 0)),
+    "fp8": Precision(("fp8", 128), ("fp8", 128)),
     "none": Precision(keeps_numbers=False),
 }
 

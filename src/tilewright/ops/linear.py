@@ -23,14 +23,18 @@ class PackedWeight(Packed):
     """A weight [n, k] and its bias, packed for the backend that was active."""
 
     bias: Tensor | None = None  # fp32; in tiles, in packed order and padded to whole strips
+    columns: Tensor | None = None  # int32 [k]: which of x each column is multiplied by, where they are not in order
+    next: PackedWeight | None = None  # the outputs after these, in another format: a product of its own
 
     @property
     def out_features(self) -> int:
+        """Those of `next` not included."""
         return self.n // 2 if self.gated else self.n
 
     def unpack(self) -> Tensor:
         """The weight [n, k] as it came."""
-        return unpacked(self)
+        found = unpacked(self)
+        return found if self.columns is None else torch.empty_like(found).index_copy_(1, self.columns.long(), found)
 
 
 def pack_weight(
@@ -51,7 +55,17 @@ def pack_weight(
         dtype = weight.dtype if isinstance(weight, Tensor) else weight_format(weight.name, weight.group_size)
     packed = empty_weight(n, k, bias, gated, dtype)
     pack_into(weight, packed)
-    return packed
+    return with_columns(packed, weight)
+
+
+def with_columns(packed: PackedWeight, weight: Tensor | Quantized) -> PackedWeight:
+    """The packed weight with its columns in the order of those it was packed from. ValueError if it has another."""
+    columns = weight.columns if isinstance(weight, Quantized) else None
+    if columns is None and packed.columns is None:
+        return packed
+    if columns is None or (packed.columns is not None and not torch.equal(columns, packed.columns)):
+        raise ValueError("rows of one product have their columns in different orders")
+    return replace(packed, columns=columns.to(torch.int32).contiguous())
 
 
 @op
@@ -83,6 +97,7 @@ def pack_weight_rows(
         elements, scales = form.num_elements, form.num_scales
         own_scales = packed.scales[done_scales : done_scales + scales] if packed.scales is not None else None
         pack_into(rows, PackedWeight(packed.data[done : done + elements], form, own_scales))
+        packed = with_columns(packed, rows)
         done, done_scales = done + elements, done_scales + scales
     return packed
 
@@ -135,7 +150,8 @@ def linear(
 
     `activation`: none, silu, gelu_tanh, gelu_erf, gelu_quick. `residual` has the shape and type of the result and may
     be `out`. Sums are fp32; bf16 x with bf16 weights multiplies in bf16, fp32 x in fp32. With quantised weights x is
-    rounded to bytes, row by row and group by group (`ops.quantized.quantize_rows`).
+    rounded to bytes, row by row and group by group (`ops.quantized.quantize_rows`), but not with those in
+    `ops.quantized.WIDENED`.
     """
     if out is None:
         out = empty((*x.shape[:-1], weight.out_features), out_dtype or x.dtype)
@@ -146,5 +162,6 @@ def linear(
         view_or_none(residual),
         view(out),
         activation,
+        view_or_none(weight.columns),
     )
     return out

@@ -40,6 +40,8 @@ class PackedExperts(Packed):
         """Puts `weight` [n, k] of one expert in its place."""
         if weight.shape != (self.n, self.k):
             raise ValueError(f"PackedExperts: weight has shape {list(weight.shape)}, expected [n={self.n}, k={self.k}]")
+        if isinstance(weight, Quantized) and weight.columns is not None:
+            raise ValueError("PackedExperts: the weight's columns are not in order")
         pack_into(weight, self.expert(expert))
 
     def expert(self, expert: int) -> PackedWeight:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewright.ops.backend import op
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
-from tilewright.ops.quantized import GROUP_SIZES, NAMES, WITH_MINS, Quantized, quantize, scale_dtype
+from tilewright.ops.quantized import NAMES, WITH_MINS, Quantized, group_sizes, quantize, scale_dtype
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def weight_format(dtype: torch.dtype | str, group_size: int = 0) -> WeightFormat
     name = str(dtype).removeprefix("torch.")
     if isinstance(dtype, str) and dtype not in NAMES:
         raise ValueError(f"the weight's format is {dtype!r}, expected one of {', '.join(NAMES)}")
-    known = () if name not in NAMES else (0, *GROUP_SIZES) if name == "int8" else GROUP_SIZES
+    known = group_sizes(name) if name in NAMES else ()
     if group_size not in (known or (0,)):
         expected = ", ".join(map(str, known)) or "none"
         raise ValueError(f"{name} has no groups of {group_size} values, expected {expected}")
@@ -78,12 +78,16 @@ class PackedForm:
     def num_scales(self) -> int:
         return packed_scales(self)
 
+    @property
+    def _scale_dtype(self) -> torch.dtype:
+        return scale_dtype(self.format.name, self.format.group_size)
+
     def room(self, *leading: int) -> tuple[Tensor, Tensor | None]:
         """Memory for the data and the scales of a weight, or of as many as `leading` says."""
         data = empty_in_huge_pages(math.prod(leading) * self.num_elements, self.format.storage)
         if not self.format.is_quantized:
             return data.view(*leading, -1), None
-        scales = empty_in_huge_pages(math.prod(leading) * self.num_scales, scale_dtype(self.format.group_size))
+        scales = empty_in_huge_pages(math.prod(leading) * self.num_scales, self._scale_dtype)
         return data.view(*leading, -1), scales.view(*leading, -1)
 
 

@@ -1,8 +1,9 @@
-"""Weights as small whole numbers, in plain torch: how they are rounded, and what they stand for.
+"""Weights as numbers of 4 or 8 bits, in plain torch: how they are rounded, and what they stand for.
 
-A number q of a group of a row stands for scale * q or, in formats with mins, for scale * q - min. Scales and mins of
-groups are fp16, those of whole rows fp32: numbers are chosen for the scale as it is stored. csrc/base/packed_weight.h
-has the same formats, csrc/kernels/linear/quantized.h the products, in which x is rounded by `quantize_rows`.
+A number q of a group of a row stands for scale * q, in formats with mins for scale * q - min, in those with zeros for
+scale * (q - zero). Scales and mins of groups are fp16, those of whole rows and of fp8 and int8_exact fp32: numbers are
+chosen for the scale as it is stored. csrc/base/packed_weight.h has the same formats. Products round x by
+`quantize_rows` (csrc/kernels/linear/quantized.h), but not those of `WIDENED` formats (widened.h beside it).
 """
 
 from __future__ import annotations
@@ -13,8 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NAMES = ("int8", "int8_min", "int4", "uint4")
-WITH_MINS = ("int8_min", "uint4")
+NAMES = ("fp8", "int8_exact", "int8", "int8_min", "int4", "uint4", "uint4_zero", "mxfp4", "iq4_nl")
+WITH_ZEROS = ("uint4_zero",)
+WITH_MINS = ("int8_min", "uint4", *WITH_ZEROS)  # zeros are where others have mins
+WIDENED = ("fp8", "int8_exact")  # x is multiplied as it is
+# What the codes 0 to 15 stand for; those of mxfp4 are twice e2m1, so that all are whole.
+TABLES = {
+    "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
+_UNSIGNED = ("fp8", "uint4", "uint4_zero", *TABLES)
+_FP8_MAX = 448.0
 GROUP_SIZES = (16, 32, 64, 128, 256)
 
 # Below, a group counts as zeros: 127 / max would overflow.
@@ -26,13 +36,14 @@ _INT4_PLACES = (8.0, 7.6, 7.2, 6.8, 9.0)
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight [n, k] as whole numbers. `group_size`: values of a row that share a scale; 0: all of them."""
+    """A weight [n, k] as numbers. `group_size`: values of a row that share a scale; 0: all of them."""
 
     name: str
-    values: Tensor  # [n, k], int8; of uint4 uint8
+    values: Tensor  # [n, k], int8; uint8 of numbers without a sign, codes of tables and bits of fp8
     scales: Tensor  # [n, groups]
-    mins: Tensor | None = None
+    mins: Tensor | None = None  # or zeros
     group_size: int = 0
+    columns: Tensor | None = None  # int32 [k]: which column of the weight each is, where they are not in order
 
     @property
     def shape(self) -> torch.Size:
@@ -43,30 +54,73 @@ def quantize(weight: Tensor, name: str, group_size: int = 0) -> Quantized:
     """`weight` [n, k], fp32 or bf16, in the format of that name."""
     k = weight.shape[1]
     grouped = in_groups(weight.float(), group_size)
-    if name == "int8":
-        scales = stored_scale(grouped.abs().amax(-1) / 127, group_size)
-        numbers, mins = (grouped * _inverse(scales)).round().clamp(-127, 127), None
+    mins: Tensor | None = None
+
+    def stored(scales: Tensor) -> Tensor:
+        return stored_scale(scales, name, group_size)
+
+    if name in ("int8", "int8_exact"):
+        scales = stored(grouped.abs().amax(-1) / 127)
+        numbers = (grouped * _inverse(scales)).round().clamp(-127, 127)
+    elif name == "fp8":
+        scales = stored(grouped.abs().amax(-1) / _FP8_MAX)
+        numbers = (grouped * _inverse(scales)).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     elif name == "int4":
         scales, numbers = _int4(grouped, group_size)
-        mins = None
+    elif name in TABLES:
+        scales = stored(_table_scales(grouped, name))
+        numbers = _nearest(grouped * _inverse(scales), name)
+    elif name in WITH_ZEROS:
+        least, most = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scales = stored((most - least) / 15)
+        mins = stored((-least[..., None] * _inverse(scales)).round()[..., 0])
+        numbers = ((grouped * _inverse(scales)).round() + mins.float()[..., None]).clamp(0, 15)
     elif name in WITH_MINS:
         first, last = (0, 15) if name == "uint4" else (-127, 127)
         least, most = grouped.amin(-1), grouped.amax(-1)
-        scales = stored_scale((most - least) / (last - first), group_size)
-        mins = stored_scale(first * scales.float() - least, group_size)
+        scales = stored((most - least) / (last - first))
+        mins = stored(first * scales.float() - least)
         numbers = ((grouped + mins.float()[..., None]) * _inverse(scales)).round().clamp(first, last)
     else:
         raise ValueError(f"the format is {name!r}, expected one of {', '.join(NAMES)}")
-    dtype = torch.uint8 if name == "uint4" else torch.int8
-    return Quantized(name, numbers.to(dtype).flatten(1)[:, :k].contiguous(), scales, mins, group_size)
+    values = numbers.to(values_dtype(name)).flatten(1)[:, :k].contiguous()
+    return Quantized(name, values, scales, mins, group_size)
+
+
+def values_dtype(name: str) -> torch.dtype:
+    """Of `Quantized.values`."""
+    return torch.uint8 if name in _UNSIGNED else torch.int8
+
+
+def _table_scales(grouped: Tensor, name: str) -> Tensor:
+    """Scales that put the value farthest from zero at the end of a table: of mxfp4 powers of two, as its own are."""
+    farthest = _farthest(grouped)
+    if name == "iq4_nl":
+        return farthest / TABLES[name][0]
+    # The exponent of the largest value less that of 12, the largest of the table.
+    exponents = torch.frexp(farthest.abs())[1] - 4
+    return torch.where(farthest == 0, 0.0, torch.exp2(exponents.float()))
+
+
+def _nearest(values: Tensor, name: str) -> Tensor:
+    """The codes of the numbers of a table that are nearest to values."""
+    ordered = sorted((number, code) for code, number in enumerate(TABLES[name]))
+    numbers = torch.tensor([number for number, _ in ordered], dtype=torch.float32, device=values.device)
+    codes = torch.tensor([code for _, code in ordered], dtype=torch.uint8, device=values.device)
+    return codes[torch.bucketize(values, (numbers[1:] + numbers[:-1]) / 2)]
+
+
+def _farthest(grouped: Tensor) -> Tensor:
+    """The value of each group that is farthest from zero."""
+    return grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))[..., 0]
 
 
 def _int4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Scales and numbers of the least squared error among some places for the value farthest from zero."""
-    farthest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))[..., 0]
+    farthest = _farthest(grouped)
     best: tuple[Tensor, Tensor, Tensor] | None = None
     for place in _INT4_PLACES:
-        scales = stored_scale(farthest / -place, group_size)
+        scales = stored_scale(farthest / -place, "int4", group_size)
         numbers = (grouped * _inverse(scales)).round_().clamp_(-8, 7)
         error = torch.addcmul(grouped, numbers, scales.float()[..., None], value=-1).square_().sum(-1)
         if best is None:
@@ -83,12 +137,30 @@ def _int4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight: Quantized) -> Tensor:
-    """What the numbers stand for, fp32 [n, k]."""
+    """What the numbers stand for, fp32 [n, k], columns in order."""
     k = weight.values.shape[1]
-    grouped = in_groups(weight.values.float(), weight.group_size) * weight.scales.float()[..., None]
-    if weight.mins is not None:
-        grouped = grouped - weight.mins.float()[..., None]
-    return grouped.flatten(1)[:, :k]
+    grouped = in_groups(numbers_of(weight), weight.group_size) * weight.scales.float()[..., None]
+    if (mins := mins_of(weight)) is not None:
+        grouped = grouped - mins[..., None]
+    found = grouped.flatten(1)[:, :k]
+    return found if weight.columns is None else torch.empty_like(found).index_copy_(1, weight.columns.long(), found)
+
+
+def numbers_of(weight: Quantized) -> Tensor:
+    """The numbers, fp32 [n, k]: what values are, or the codes of a table or the bits of fp8 stand for."""
+    if weight.name == "fp8":
+        return weight.values.view(torch.float8_e4m3fn).float()
+    if weight.name in TABLES:
+        table = torch.tensor(TABLES[weight.name], dtype=torch.float32, device=weight.values.device)
+        return table[weight.values.int()]
+    return weight.values.float()
+
+
+def mins_of(weight: Quantized) -> Tensor | None:
+    """What is taken off scale * q, fp32 [n, groups]; None: nothing."""
+    if weight.mins is None:
+        return None
+    return weight.mins.float() * (weight.scales.float() if weight.name in WITH_ZEROS else 1.0)
 
 
 def concatenate(parts: Sequence[Quantized]) -> Quantized:
@@ -96,9 +168,18 @@ def concatenate(parts: Sequence[Quantized]) -> Quantized:
     first = parts[0]
     if len(parts) == 1:
         return first
+    if not all(same_columns(first, part) for part in parts):
+        raise ValueError("rows of one product have their columns in different orders")
     mins = None if first.mins is None else torch.cat([part.mins for part in parts if part.mins is not None])
     values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
-    return Quantized(first.name, values, scales, mins, first.group_size)
+    return Quantized(first.name, values, scales, mins, first.group_size, first.columns)
+
+
+def same_columns(one: Quantized, other: Quantized) -> bool:
+    """Whether two weights have their columns in the same order."""
+    if one.columns is None or other.columns is None:
+        return one.columns is other.columns
+    return torch.equal(one.columns, other.columns)
 
 
 def zeros_like(weight: Quantized, num_rows: int) -> Quantized:
@@ -108,12 +189,16 @@ def zeros_like(weight: Quantized, num_rows: int) -> Quantized:
         return part.new_zeros(num_rows, part.shape[1])
 
     mins = None if weight.mins is None else zeros(weight.mins)
-    return Quantized(weight.name, zeros(weight.values), zeros(weight.scales), mins, weight.group_size)
+    return Quantized(weight.name, zeros(weight.values), zeros(weight.scales), mins, weight.group_size, weight.columns)
 
 
 def columns_of(weight: Quantized, runs: Sequence[tuple[int, int]]) -> Quantized:
     """Runs (first, length) of the columns, whole groups of them; those from a negative column on stand for zeros."""
     size = weight.group_size
+    if list(runs) == [(0, weight.shape[1])]:
+        return weight
+    if weight.columns is not None:
+        raise ValueError("its columns are in the order of its groups, which ranks cannot split: run it on one rank")
 
     def cut(part: Tensor, unit: int) -> Tensor:
         pieces = [
@@ -122,6 +207,8 @@ def columns_of(weight: Quantized, runs: Sequence[tuple[int, int]]) -> Quantized:
         ]
         return torch.cat(pieces, 1)
 
+    if size == 0:
+        return Quantized(weight.name, cut(weight.values, 1), weight.scales, weight.mins)
     for first, length in runs:
         if length % size or (first >= 0 and first % size):
             raise ValueError(f"columns {first} to {first + length} are no whole groups of {size}")
@@ -150,13 +237,20 @@ def in_groups(x: Tensor, group_size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
 
-def scale_dtype(group_size: int) -> torch.dtype:
-    return torch.float16 if group_size else torch.float32
+def group_sizes(name: str) -> tuple[int, ...]:
+    """The groups that a format has; 0: a row is one."""
+    if name in WIDENED:
+        return (0, *(size for size in GROUP_SIZES if size % 32 == 0))
+    return (0, *GROUP_SIZES) if name == "int8" else GROUP_SIZES
 
 
-def stored_scale(scales: Tensor, group_size: int) -> Tensor:
+def scale_dtype(name: str, group_size: int) -> torch.dtype:
+    return torch.float16 if group_size and name not in WIDENED else torch.float32
+
+
+def stored_scale(scales: Tensor, name: str, group_size: int) -> Tensor:
     """Scales or mins as they are kept. ValueError where one is too large for that, or not a number."""
-    kept = scales.to(scale_dtype(group_size))
+    kept = scales.to(scale_dtype(name, group_size))
     if not kept.is_meta and not bool(kept.isfinite().all()):
         raise ValueError(f"a scale of {scales.abs().max().item():.3g} cannot be kept as {kept.dtype}")
     return kept

@@ -43,7 +43,7 @@ from tilewright.weights.spec import Weight
 from tilewright.weights.values import Encoder, decode
 
 # Counted up when the bytes of a packed weight (csrc/base/tile.h), the fields of its classes or this format change.
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 
 SUFFIX = ".packed"
 MAX_ENTRIES = 12  # the ones used last stay; each is as large as its model, or a component of a pipeline

@@ -13,6 +13,7 @@ from tilewright.model_files import CheckpointError
 from tilewright.ops.quantized import Quantized
 from tilewright.weights.gguf import GgufCheckpoint
 from tilewright.weights.hub import download, is_hub_id
+from tilewright.weights.quantized_checkpoint import with_linears
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
@@ -53,7 +54,7 @@ class Checkpoint(Protocol):
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """The checkpoint in a folder or a .gguf file, or what a hub id such as "org/name" downloads to."""
     path = local_path(model)
-    return SafetensorsCheckpoint(path) if path.is_dir() else GgufCheckpoint(path)
+    return with_linears(SafetensorsCheckpoint(path)) if path.is_dir() else GgufCheckpoint(path)
 
 
 def local_path(model: str | Path) -> Path:

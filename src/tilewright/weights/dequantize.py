@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewright import config
+from tilewright.ops.quantized import TABLES
 
 # What torch works on without its own threads, and what stays in L2: each chunk is one thread's. A barrier per torch
 # operation over whole rows took 20 times as long on a machine that others used too.
@@ -133,6 +134,26 @@ def _q6_k(blocks: Tensor, out: Tensor) -> None:
     out.view(-1, 16, 16).mul_(scales[..., None])
 
 
+def power_of_two(blocks: Tensor) -> Tensor:
+    """The scale of MXFP4's doubled numbers, fp32 [B, 1]: its first byte e says 2^(e - 127), and half of that is it."""
+    return torch.exp2(blocks[:, :1].float() - 128)
+
+
+def _of_table(name: str, offset: int, scale: Callable[[Tensor], Tensor], blocks: Tensor, out: Tensor) -> None:
+    codes = torch.empty_like(out, dtype=torch.uint8)
+    _nibbles(blocks[:, offset:], codes.view(-1, 2, 16))
+    table = torch.tensor(TABLES[name], dtype=torch.float32)
+    torch.mul(table[codes.int()], scale(blocks), out=out)
+
+
+def _iq4_nl(blocks: Tensor, out: Tensor) -> None:
+    _of_table("iq4_nl", 2, lambda some: half(some, 0), blocks, out)
+
+
+def _mxfp4(blocks: Tensor, out: Tensor) -> None:
+    _of_table("mxfp4", 1, power_of_two, blocks, out)
+
+
 # By GGUF's number of the type.
 FORMATS = {
     0: Format("F32", 1, 4, torch.float32),
@@ -146,4 +167,6 @@ FORMATS = {
     12: Format("Q4_K", 256, 144, torch.float32, _q4_k),
     13: Format("Q5_K", 256, 176, torch.float32, _q5_k),
     14: Format("Q6_K", 256, 210, torch.float32, _q6_k),
+    20: Format("IQ4_NL", 32, 18, torch.float32, _iq4_nl),
+    39: Format("MXFP4", 32, 17, torch.float32, _mxfp4),
 }

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.packed import weight_format
+from tilewright.ops.quantized import Quantized, concatenate
+from tilewright.weights.gguf_numbers import common_format, in_format
 from tilewright.weights.shard import Shard, stacked
-from tilewright.weights.spec import Reader, Source, Weight
+from tilewright.weights.spec import QuantizedReader, Reader, Source, Weight
 
 
 class ExpertFormat(str, enum.Enum):
@@ -62,6 +65,7 @@ class ExpertsWeight(Weight[PackedExperts]):
         self.columns = columns if column_shard is None else column_shard.length
         self.num_parts, self.stored = len(parts), stored
         self.quantized_as = quantized_as
+        self.keeps_numbers = False  # as of a LinearWeight
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         packed = PackedExperts.empty(
@@ -72,8 +76,24 @@ class ExpertsWeight(Weight[PackedExperts]):
             dtype if self.quantized_as is None else weight_format(*self.quantized_as),
         )
         for expert in range(self.num_experts):
-            packed.pack(expert, self._weight_of(expert, readers))
+            packed.pack(expert, self._numbers_of(expert, readers) or self._weight_of(expert, readers))
         self._value = packed
+
+    def keep_numbers(self, formats: Sequence[tuple[str, int] | None]) -> None:
+        own = {format for format in formats if format is not None}
+        if self.quantized_as is None and self.stored is ExpertFormat.separate and own and None not in formats:
+            self.quantized_as = common_format(list(own))
+            self.keeps_numbers = self.quantized_as is not None
+
+    def _numbers_of(self, expert: int, readers: Sequence[Reader]) -> Quantized | None:
+        """An expert's weight as the checkpoint's own numbers, where those are kept."""
+        if not self.keeps_numbers or self.quantized_as is None:
+            return None
+        first, parts = expert * self.num_parts, []
+        for reader in readers[first : first + self.num_parts]:
+            numbers = cast(QuantizedReader, reader).quantized_rows(0, reader.shape[0])
+            parts.append(in_format(numbers, self.quantized_as))
+        return concatenate(parts)
 
     def _weight_of(self, expert: int, readers: Sequence[Reader]) -> Tensor:
         if self.stored is ExpertFormat.separate:

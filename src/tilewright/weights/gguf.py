@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,8 +21,15 @@ from tilewright.ops.quantized import Quantized
 from tilewright.weights.dequantize import dequantize
 from tilewright.weights.gguf_file import GgufFile, StoredTensor
 from tilewright.weights.gguf_numbers import SPLITS
+from tilewright.weights.mapped import MappedFile
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# The class and model_type of Hugging Face's config by GGUF's name of the architecture.
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
 
 ROPE_FREQUENCIES = "rope_freqs.weight"  # Llama 3's scaling, worked out: the config has the rule instead
 
@@ -38,29 +46,38 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GgufCheckpoint:
-    """A GGUF file: a `weights.checkpoint.Checkpoint`."""
+    """A GGUF file, or the parts of one, any of which names them all: a `weights.checkpoint.Checkpoint`.
+
+    The experts of a layer, one tensor in the file, are tensors of their own here.
+    """
 
     files: Path | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = GgufFile(path)
-        metadata = self._file.metadata
-        mapped = self._file.mapped
-        self.config: dict = _config(self._file)
+        files = _parts(path)
+        tensors = _all_tensors(files)
+        self.config: dict = _config(files[0], tensors)
         self.tokenizer_metadata: Mapping[str, object] | None = {
-            key: value for key, value in metadata.items() if key.startswith("tokenizer.")
+            key: value for key, value in files[0].metadata.items() if key.startswith("tokenizer.")
         }
-        self._tensors = {
-            huggingface_name(name): tensor for name, tensor in self._file.tensors.items() if name != ROPE_FREQUENCIES
-        }
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._tensors.items()}
-        digest = hashlib.sha256(f"{path.name} {mapped.size_bytes} {mapped.modified_ns} ".encode())
-        digest.update(mapped.memory[: self._file.header_bytes])
+        self._tensors: dict[str, _Placed] = {}
+        for name, placed in tensors.items():
+            if name != ROPE_FREQUENCIES:
+                self._tensors |= _named(name, placed)
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: placed.shape for name, placed in self._tensors.items()}
+        digest = hashlib.sha256()
+        for file in files:
+            mapped = file.mapped
+            digest.update(f"{mapped.path.name} {mapped.size_bytes} {mapped.modified_ns} ".encode())
+            digest.update(mapped.memory[: file.header_bytes])
         self.fingerprint = digest.hexdigest()
 
     def dtype(self, name: str) -> torch.dtype:
@@ -98,7 +115,7 @@ class GgufCheckpoint:
         head_rows = 1 if num_heads is None else tensor.shape[0] // num_heads
         first, last = begin // head_rows * head_rows, -(-end // head_rows) * head_rows
         row_bytes = tensor.size_bytes // tensor.shape[0]
-        data = self._file.mapped.bytes_at(tensor.offset + first * row_bytes, (last - first) * row_bytes)
+        data = tensor.file.bytes_at(tensor.offset + first * row_bytes, (last - first) * row_bytes)
         try:
             whole = SPLITS[tensor.format.name].rows(_aligned(data), last - first)
         except ValueError as error:
@@ -113,15 +130,15 @@ class GgufCheckpoint:
     def release(self, name: str) -> None:
         """Releases the tensor's pages."""
         tensor = self._tensors[name]
-        self._file.mapped.release(tensor.offset, tensor.size_bytes)
+        tensor.file.release(tensor.offset, tensor.size_bytes)
 
-    def _stored_rows(self, tensor: StoredTensor, begin: int, end: int) -> Tensor:
+    def _stored_rows(self, tensor: _Placed, begin: int, end: int) -> Tensor:
         if len(tensor.shape) == 1:
             # One row of the format holds all of a vector.
-            data = self._file.mapped.bytes_at(tensor.offset, tensor.size_bytes)
+            data = tensor.file.bytes_at(tensor.offset, tensor.size_bytes)
             return dequantize(_aligned(data), tensor.format, tensor.shape[0])[0, begin:end]
         row_bytes = tensor.size_bytes // max(tensor.shape[0], 1)
-        data = self._file.mapped.bytes_at(tensor.offset + begin * row_bytes, (end - begin) * row_bytes)
+        data = tensor.file.bytes_at(tensor.offset + begin * row_bytes, (end - begin) * row_bytes)
         return dequantize(_aligned(data), tensor.format, tensor.shape[-1]).view(end - begin, *tensor.shape[1:])
 
     def _num_permuted_heads(self, name: str) -> int | None:
@@ -132,6 +149,63 @@ class GgufCheckpoint:
         if ".self_attn.k_proj." in name:
             return self.config["num_key_value_heads"]
         return None
+
+
+@dataclass(frozen=True)
+class _Placed(StoredTensor):
+    """A tensor and the file it lies in."""
+
+    file: MappedFile
+
+
+def _parts(path: Path) -> list[GgufFile]:
+    """The file, or all of those that it is a part of, in order."""
+    file = GgufFile(path)
+    count = file.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return [file]
+    name = _PART.fullmatch(path.name)
+    if type(count) is not int or name is None or int(name[3]) != count:
+        raise CheckpointError(
+            f"{path} is one of {count} parts, but is not named so: expected a name that ends in "
+            f"-00001-of-{count:0>5}.gguf"
+        )
+    paths = [path.with_name(f"{name[1]}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        raise CheckpointError(f"{path} is one of {count} parts, and {', '.join(missing[:5])} is missing: download it")
+    files = [file if part == path else GgufFile(part) for part in paths]
+    for number, part in enumerate(files):
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+            raise CheckpointError(f"{part.mapped.path} does not say that it is part {number + 1} of {count}")
+    return files
+
+
+def _all_tensors(files: Sequence[GgufFile]) -> dict[str, _Placed]:
+    found: dict[str, _Placed] = {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            if name in found:
+                raise CheckpointError(f"{file.mapped.path} has the tensor {name}, as an earlier part has")
+            found[name] = _Placed(tensor.offset, tensor.size_bytes, tensor.shape, tensor.format, file.mapped)
+    stated = files[0].metadata.get("split.tensors.count", len(found))
+    if stated != len(found):
+        raise CheckpointError(f"{files[0].mapped.path} and its parts have {len(found)} tensors, expected {stated}")
+    return found
+
+
+def _named(name: str, placed: _Placed) -> dict[str, _Placed]:
+    """A tensor under Hugging Face's name; one of all experts as a tensor for each."""
+    experts = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if experts is None or experts[2] not in _EXPERT_NAMES or len(placed.shape) != 3:
+        return {huggingface_name(name): placed}
+    stem, size_bytes = f"model.layers.{experts[1]}.mlp.experts", placed.size_bytes // placed.shape[0]
+    return {
+        f"{stem}.{expert}.{_EXPERT_NAMES[experts[2]]}.weight": replace(
+            placed, offset=placed.offset + expert * size_bytes, size_bytes=size_bytes, shape=placed.shape[1:]
+        )
+        for expert in range(placed.shape[0])
+    }
 
 
 def _in_order(rows: Tensor, head_rows: int) -> Tensor:
@@ -176,25 +250,24 @@ class _Keys:
         return value
 
 
-def _config(file: GgufFile) -> dict:
-    """What config.json of the model would say."""
+def _config(file: GgufFile, tensors: Mapping[str, _Placed]) -> dict:
+    """What config.json of the model would say. `file` has the metadata."""
     path, metadata = file.mapped.path, file.metadata
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{path} has the architecture {architecture!r}; those supported are {supported}")
+    class_name, model_type = ARCHITECTURES[architecture]
     keys = _Keys(file, architecture)
-    if metadata.get("split.count", 1) not in (0, 1):
-        raise CheckpointError(f"{path} is one of {metadata['split.count']} parts: merge them into one file first")
-    if keys.get("expert_count", int, 0):
-        raise CheckpointError(f"{path} is a mixture of experts, which is read from safetensors only")
-    embedding = file.tensors.get("token_embd.weight")
+    if keys.get("expert_count", int, 0) and architecture != "qwen3moe":
+        raise CheckpointError(f"{path} is a mixture of experts of {architecture}; of these qwen3moe is supported")
+    embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path} has no token_embd.weight: it is not a whole language model")
     hidden_size, num_heads = keys.size("embedding_length"), keys.size("attention.head_count")
     config: dict = {
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [class_name],
+        "model_type": model_type,
         "hidden_size": hidden_size,
         "intermediate_size": keys.size("feed_forward_length"),
         "num_hidden_layers": keys.size("block_count"),
@@ -205,25 +278,34 @@ def _config(file: GgufFile) -> dict:
         "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon", float, 1e-6),
         "max_position_embeddings": keys.size("context_length"),
         "rope_theta": keys.get("rope.freq_base", float, 10000.0),
-        "rope_scaling": _rope_scaling(file, keys),
+        "rope_scaling": _rope_scaling(file, tensors, keys),
         "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(metadata),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
-    _check_head_rows(file, config)
+    if architecture == "qwen3moe":
+        config |= {
+            "num_experts": keys.size("expert_count"),
+            "num_experts_per_tok": keys.size("expert_used_count"),
+            "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+            "norm_topk_prob": True,  # of all Qwen3; files do not say it
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    _check_head_rows(path, tensors, config)
     return config
 
 
-def _check_head_rows(file: GgufFile, config: dict) -> None:
+def _check_head_rows(path: Path, tensors: Mapping[str, _Placed], config: dict) -> None:
     """Rows that are put in order come in whole heads of an even width; a file that lies about it is refused."""
     for name, heads in (("attn_q", config["num_attention_heads"]), ("attn_k", config["num_key_value_heads"])):
-        for stored_name, tensor in file.tensors.items():
+        for stored_name, tensor in tensors.items():
             if stored_name.endswith((f".{name}.weight", f".{name}.bias")) and tensor.shape[0] % (2 * heads):
-                raise CheckpointError(f"{file.mapped.path}: {stored_name} has {tensor.shape[0]} rows for {heads} heads")
+                raise CheckpointError(f"{path}: {stored_name} has {tensor.shape[0]} rows for {heads} heads")
 
 
 def _end_tokens(metadata: Mapping[str, object]) -> int | list[int] | None:
@@ -232,10 +314,10 @@ def _end_tokens(metadata: Mapping[str, object]) -> int | list[int] | None:
     return found if len(found) > 1 else found[0] if found else None
 
 
-def _rope_scaling(file: GgufFile, keys: _Keys) -> dict | None:
+def _rope_scaling(file: GgufFile, tensors: Mapping[str, _Placed], keys: _Keys) -> dict | None:
     kind = file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.type", "none")
-    if ROPE_FREQUENCIES in file.tensors:
-        return _llama3_scaling(file, keys)
+    if ROPE_FREQUENCIES in tensors:
+        return _llama3_scaling(tensors[ROPE_FREQUENCIES], keys)
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
@@ -246,10 +328,9 @@ def _rope_scaling(file: GgufFile, keys: _Keys) -> dict | None:
     return scaling
 
 
-def _llama3_scaling(file: GgufFile, keys: _Keys) -> dict:
+def _llama3_scaling(tensor: _Placed, keys: _Keys) -> dict:
     """The rule that gives the factors the file lists: Llama 3's constants, checked against every factor."""
-    tensor = file.tensors[ROPE_FREQUENCIES]
-    data = file.mapped.bytes_at(tensor.offset, tensor.size_bytes)
+    data = tensor.file.bytes_at(tensor.offset, tensor.size_bytes)
     factors = dequantize(_aligned(data), tensor.format, tensor.shape[-1]).double().flatten()
     theta = keys.get("rope.freq_base", float, 10000.0)
     assert isinstance(theta, (int, float))
@@ -258,7 +339,7 @@ def _llama3_scaling(file: GgufFile, keys: _Keys) -> dict:
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if not torch.allclose(factors, expected, rtol=1e-3):
-        raise CheckpointError(f"{file.mapped.path}: {ROPE_FREQUENCIES} follows no rule that is known (Llama 3's)")
+        raise CheckpointError(f"{tensor.file.path}: {ROPE_FREQUENCIES} follows no rule that is known (Llama 3's)")
     return {
         "rope_type": "llama3",
         "factor": factor,

@@ -1,6 +1,7 @@
 """GGUF's blocks of quantised weights as the numbers, scales and mins that kernels multiply: nothing is widened.
 
-Numbers are the file's own. Scales and mins are fp16: of Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 the file's own too; those of
+Numbers are the file's own. Scales and mins are fp16: of Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL the file's own too;
+those of MXFP4 are powers of two, of which the ones below 2^-24 count as nothing; those of
 Q4_K, Q5_K and Q6_K are the product of an fp16 and a small whole number, rounded to fp16 (a relative error of 2^-11 at
 most, where the numbers' own is 2^-6 and more).
 """
@@ -13,8 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.ops.quantized import WITH_MINS, Quantized, stored_scale
-from tilewright.weights.dequantize import half, scales_and_minima
+from tilewright.ops.quantized import (
+    WIDENED,
+    WITH_MINS,
+    WITH_ZEROS,
+    Quantized,
+    numbers_of,
+    stored_scale,
+    values_dtype,
+)
+from tilewright.weights.dequantize import half, power_of_two, scales_and_minima
 
 Format = tuple[str, int]  # as ops.packed.weight_format takes it
 
@@ -34,12 +43,11 @@ class Split:
         """Whole rows of uint8 [rows * row bytes]."""
         name, group_size = self.format
         values, scales, mins = self.parts(data.view(-1, self.block_bytes))
-        dtype = torch.uint8 if name == "uint4" else torch.int8
         return Quantized(
             name,
-            values.to(dtype).reshape(num_rows, -1),
-            stored_scale(scales, group_size).reshape(num_rows, -1),
-            None if mins is None else stored_scale(mins, group_size).reshape(num_rows, -1),
+            values.to(values_dtype(name)).reshape(num_rows, -1),
+            stored_scale(scales, name, group_size).reshape(num_rows, -1),
+            None if mins is None else stored_scale(mins, name, group_size).reshape(num_rows, -1),
             group_size,
         )
 
@@ -95,6 +103,14 @@ def _q6_k(blocks: Tensor) -> _Parts:
     return values, half(blocks, 208) * blocks[:, 192:208].view(torch.int8), None
 
 
+def _iq4_nl(blocks: Tensor) -> _Parts:
+    return _nibbles(blocks[:, 2:]), half(blocks, 0), None
+
+
+def _mxfp4(blocks: Tensor) -> _Parts:
+    return _nibbles(blocks[:, 1:]), power_of_two(blocks), None
+
+
 # By the name of GGUF's type.
 SPLITS = {
     "Q8_0": Split(("int8", 32), 34, _q8_0),
@@ -105,13 +121,20 @@ SPLITS = {
     "Q4_K": Split(("uint4", 32), 144, _q4_k),
     "Q5_K": Split(("int8_min", 32), 176, _q5_k),
     "Q6_K": Split(("int8", 16), 210, _q6_k),
+    "IQ4_NL": Split(("iq4_nl", 32), 18, _iq4_nl),
+    "MXFP4": Split(("mxfp4", 32), 17, _mxfp4),
 }
 
 
-def common_format(formats: Sequence[Format]) -> Format:
-    """A format that has the numbers of all: their own, or bytes in the smallest of their groups."""
+def common_format(formats: Sequence[Format]) -> Format | None:
+    """A format that has the numbers of all: their own, or bytes in the smallest of their groups; None: there is none.
+
+    Those whose products do not round x are not mixed, nor are zeros or whole rows with groups of another kind.
+    """
     if len(set(formats)) == 1:
         return formats[0]
+    if any(name in (*WIDENED, *WITH_ZEROS) or group_size == 0 for name, group_size in formats):
+        return None
     name = "int8_min" if any(name in WITH_MINS for name, _ in formats) else "int8"
     return name, min(group_size for _, group_size in formats)
 
@@ -126,4 +149,4 @@ def in_format(weight: Quantized, format: Format) -> Quantized:
     mins = None
     if name in WITH_MINS:
         mins = torch.zeros_like(scales) if weight.mins is None else weight.mins.repeat_interleave(times, 1)
-    return Quantized(name, weight.values.to(torch.int8), scales, mins, group_size)
+    return Quantized(name, numbers_of(weight).to(torch.int8), scales, mins, group_size, weight.columns)

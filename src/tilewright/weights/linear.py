@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from tilewright.model_files import CheckpointError
 from tilewright.ops.linear import PackedWeight, pack_weight_rows
 from tilewright.ops.packed import weight_format
 from tilewright.ops.patch_embedding import pack_patch_embedding
@@ -16,6 +18,8 @@ from tilewright.ops.quantized import Quantized, concatenate
 from tilewright.weights.gguf_numbers import common_format, in_format
 from tilewright.weights.shard import Shard
 from tilewright.weights.spec import QuantizedReader, Reader, Source, Weight
+
+_log = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
@@ -59,32 +63,72 @@ class LinearWeight(Weight[PackedWeight]):
         self.is_scaled = tanh_scale is not None
         self.quantized_as = quantized_as
         self.keeps_numbers = False  # those of the file, instead of rounding what they stand for
+        self.pieces: tuple[tuple[int, tuple[str, int] | None], ...] = ()  # runs of parts that differ in format
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         scale = readers[-1].read().float().tanh() if self.is_scaled else None
         weights, others = readers[: self.num_parts], readers[self.num_parts :]
         biases = others[: self.num_parts] if self.has_bias else ()
+        value: PackedWeight | None = None
+        end = self.num_parts
+        for count, quantized_as in reversed(self.pieces or ((end, self.quantized_as),)):
+            own, own_biases = weights[end - count : end], biases[end - count : end]
+            packed = self._packed(own, own_biases, quantized_as, scale, dtype)
+            value, end = replace(packed, next=value), end - count
+        self._value = value
+
+    def _packed(
+        self,
+        weights: Sequence[Reader],
+        biases: Sequence[Reader],
+        quantized_as: tuple[str, int] | None,
+        scale: Tensor | None,
+        dtype: torch.dtype,
+    ) -> PackedWeight:
+        """Parts in one format."""
         bias = torch.cat([item.read().float() for item in biases]) if biases else None
 
         def rows(begin: int, end: int) -> Tensor | Quantized:
-            if self.keeps_numbers and self.quantized_as is not None:
-                return _stacked_numbers(weights, begin, end, self.quantized_as)
+            if self.keeps_numbers and quantized_as is not None:
+                return _stacked_numbers(weights, begin, end, quantized_as)
             return _scaled(_stacked_rows(weights, begin, end), scale)
 
-        self._value = pack_weight_rows(
+        return pack_weight_rows(
             rows,
             sum(weight.shape[0] for weight in weights),
             weights[0].shape[1],
             None if bias is None else _scaled(bias, scale),
             gated=self.gated,
-            dtype=dtype if self.quantized_as is None else weight_format(*self.quantized_as),
+            dtype=dtype if quantized_as is None else weight_format(*quantized_as),
             row_dtype=dtype,
         )
 
     def keep_numbers(self, formats: Sequence[tuple[str, int] | None]) -> None:
-        own = [format for format in formats[: self.num_parts] if format is not None]
-        if len(own) == self.num_parts and self.quantized_as is None and not self.is_scaled:
-            self.quantized_as, self.keeps_numbers = common_format(own), True
+        own = list(formats[: self.num_parts])
+        if self.quantized_as is not None or self.is_scaled or not any(own):
+            return
+        pieces = _runs(own)
+        if len(pieces) == 1:
+            self.quantized_as, self.keeps_numbers = pieces[0][1], True
+        elif self.gated:
+            names = ", ".join(source.name for source in self.sources[: self.num_parts])
+            _log.warning("%s are one product but not in one format: widened", names)
+        else:
+            self.pieces, self.keeps_numbers = pieces, True
+
+
+def _runs(formats: Sequence[tuple[str, int] | None]) -> tuple[tuple[int, tuple[str, int] | None], ...]:
+    """How many neighbours are one product, and in which format: as many as one has the numbers of."""
+    runs: list[tuple[int, tuple[str, int] | None]] = []
+    for format in formats:
+        if runs:
+            count, before = runs[-1]
+            both = None if format is None or before is None else common_format([before, format])
+            if both is not None or format is before is None:
+                runs[-1] = count + 1, both
+                continue
+        runs.append((1, format))
+    return tuple(runs)
 
 
 def _scaled(tensor: Tensor, scale: Tensor | None) -> Tensor:
@@ -102,7 +146,10 @@ def _stacked_numbers(parts: Sequence[Reader], begin: int, end: int, format: tupl
     pieces = [
         cast(QuantizedReader, part).quantized_rows(first, last) for part, first, last in _pieces(parts, begin, end)
     ]
-    return concatenate([in_format(piece, format) for piece in pieces])
+    try:
+        return concatenate([in_format(piece, format) for piece in pieces])
+    except ValueError as error:
+        raise CheckpointError(f"a weight of {format[0]} cannot be packed: {error}") from error
 
 
 def _pieces(parts: Sequence[Reader], begin: int, end: int) -> Iterator[tuple[Reader, int, int]]:

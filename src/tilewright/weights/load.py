@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tilewright.ops.linear import PackedWeight
 from tilewright.ops.packed import Packed
 from tilewright.ops.quantized import Quantized
 from tilewright.weights.cache import PackedCache
@@ -113,6 +114,8 @@ def _bytes_by_format(weights: Iterable[Weight]) -> dict[str, int]:
         if isinstance(value, Packed):
             name = str(value.form.format)
             sizes[name] = sizes.get(name, 0) + value.size_bytes
+            if isinstance(value, PackedWeight) and value.next is not None:
+                add(value.next)
         elif isinstance(value, Tensor):
             name = str(value.dtype).removeprefix("torch.")
             sizes[name] = sizes.get(name, 0) + value.nbytes

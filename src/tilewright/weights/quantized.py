@@ -1,11 +1,11 @@
-"""The names of quantised formats that are not read, so that such a checkpoint is refused by its format's name."""
+"""The names of quantised formats of safetensors, so that a checkpoint that is not read is refused by its own."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
 # quantization_config.quant_method -> the format's own name.
-_METHODS = {
+METHODS = {
     "awq": "AWQ",
     "gptq": "GPTQ",
     "compressed-tensors": "compressed-tensors",
@@ -25,33 +25,37 @@ _MARKS = (
     ("MLX", (".scales",)),
 )
 WHAT_TO_DO = (
-    "weights are read as float32, float16 or bfloat16: take the model's checkpoint that is not quantised, or, of "
-    "Llama, Qwen2 and Qwen3, a GGUF file"
+    "weights are read as float32, float16 and bfloat16 or, where config.json has their quantization_config, as "
+    "compressed-tensors, FP8, GPTQ and AWQ: take such a checkpoint of the model or one that is not quantised"
 )
 
 
 def quantized_format(config: Mapping[str, object], tensor_names: Collection[str]) -> str | None:
     """The name of the quantised format of a checkpoint, by its config or by the tensors it has; None: there is none."""
     if (method := _method(config)) is not None:
-        return _METHODS.get(method, method)
+        return METHODS.get(method, method)
     for name, endings in _MARKS:
         if any(tensor.endswith(endings) for tensor in tensor_names):
             return name
     return None
 
 
-def _method(config: Mapping[str, object]) -> str | None:
-    tables = [config, config.get("text_config")]
-    for table in tables:
-        if not isinstance(table, Mapping):
-            continue
-        stated = table.get("quantization_config") or table.get("compression_config")
-        if isinstance(stated, Mapping):
-            # Older bitsandbytes configs have no method, but say how they load.
-            return str(stated.get("quant_method") or ("bitsandbytes" if _loads_bits(stated) else "unnamed"))
-        if isinstance(table.get("quantization"), Mapping):
-            return "MLX"
+def quantization_of(config: Mapping[str, object]) -> Mapping[str, object] | None:
+    """What a config says of the quantisation, of the whole model or of its text part; None: nothing."""
+    for table in (config, config.get("text_config")):
+        if isinstance(table, Mapping):
+            stated = table.get("quantization_config") or table.get("compression_config")
+            if isinstance(stated, Mapping):
+                return stated
     return None
+
+
+def _method(config: Mapping[str, object]) -> str | None:
+    if (stated := quantization_of(config)) is not None:
+        # Older bitsandbytes configs have no method, but say how they load.
+        return str(stated.get("quant_method") or ("bitsandbytes" if _loads_bits(stated) else "unnamed"))
+    tables = [config, config.get("text_config")]
+    return "MLX" if any(isinstance(table, Mapping) and "quantization" in table for table in tables) else None
 
 
 def _loads_bits(stated: Mapping[str, object]) -> bool:

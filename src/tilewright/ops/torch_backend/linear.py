@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tilewright.ops import backend
-from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, empty_weight
+from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, empty_weight, with_columns
 from tilewright.ops.packed import WeightFormat, pack_into
-from tilewright.ops.quantized import Quantized, in_groups, quantize_rows
+from tilewright.ops.quantized import WIDENED, Quantized, in_groups, mins_of, numbers_of, quantize_rows
 from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into
 from tilewright.ops.torch_backend.packed import quantized_of, rows_of
@@ -29,8 +30,9 @@ def pack_weight_rows(
 ) -> PackedWeight:
     packed = empty_weight(n, k, bias, gated, dtype, row_dtype)
     if packed.form.format.is_quantized:
-        pack_into(read_rows(0, n), packed)
-        return packed
+        whole = read_rows(0, n)
+        pack_into(whole, packed)
+        return with_columns(packed, whole)
     rows = rows_of(packed)
     block_rows = max(PACK_BLOCK_BYTES // (k * 4), 1)
     for begin in range(0, n, block_rows):
@@ -57,7 +59,7 @@ def linear(
     out_dtype = out_dtype if out is None else out.dtype
     y = plain_linear(
         x,
-        quantized_of(weight) if weight.form.format.is_quantized else rows_of(weight),
+        replace(quantized_of(weight), columns=weight.columns) if weight.form.format.is_quantized else rows_of(weight),
         weight.bias,
         gated=weight.gated,
         activation=activation,
@@ -88,18 +90,23 @@ def plain_linear(
 
 
 def product(x: Tensor, weight: Tensor | Quantized) -> Tensor:
-    """x W^T in fp32. With a quantised weight x is rounded to bytes, and products of bytes are added up by group."""
+    """x W^T in fp32. With a quantised weight products are added up by group; x is rounded to bytes, where it is."""
     if isinstance(weight, Tensor):
         return functional.linear(x.float(), weight.float())
-    numbers, x_scales = quantize_rows(x, weight.group_size)
-    values = in_groups(weight.values.float(), weight.group_size)
+    if weight.columns is not None:
+        x = x[..., weight.columns.long()]
+    if weight.name in WIDENED:
+        numbers, x_scales = in_groups(x.float(), weight.group_size), None
+    else:
+        numbers, x_scales = quantize_rows(x, weight.group_size)
+    values, mins = in_groups(numbers_of(weight), weight.group_size), mins_of(weight)
     y = torch.zeros(*x.shape[:-1], len(values), device=x.device)
     for group in range(values.shape[1]):
         sums = functional.linear(numbers[..., group, :], values[:, group])
-        x_scale = x_scales[..., group, None]
+        x_scale = 1.0 if x_scales is None else x_scales[..., group, None]
         y = y + sums * x_scale * weight.scales[:, group].float()
-        if weight.mins is not None:
-            y = y - numbers[..., group, :].sum(-1, keepdim=True) * x_scale * weight.mins[:, group].float()
+        if mins is not None:
+            y = y - numbers[..., group, :].sum(-1, keepdim=True) * x_scale * mins[:, group]
     return y
 
 

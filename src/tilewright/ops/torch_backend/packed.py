@@ -1,10 +1,9 @@
 """Weights as they came: row after row."""
 
-import torch
 from torch import Tensor
 
 from tilewright.ops.packed import Packed, PackedForm
-from tilewright.ops.quantized import Quantized, dequantize
+from tilewright.ops.quantized import Quantized, dequantize, values_dtype
 
 LAYOUT = "rows"
 
@@ -46,7 +45,7 @@ def quantized_of(packed: Packed) -> Quantized:
     """The numbers, scales and mins of a quantised weight as they lie, without a copy."""
     own = packed.form.format
     assert packed.scales is not None
-    values = rows_of(packed) if own.name == "uint4" else rows_of(packed).view(torch.int8)
+    values = rows_of(packed).view(values_dtype(own.name))
     if not own.has_mins:
         return Quantized(own.name, values, packed.scales.unflatten(-1, (packed.n, -1)), None, own.group_size)
     scales, mins = packed.scales.unflatten(-1, (2, packed.n, -1)).unbind(-3)

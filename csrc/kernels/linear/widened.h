@@ -1,0 +1,104 @@
+// Products with weights of a byte and x as it is. Include after base/quads of the level.
+//
+// A byte, fp8 or a whole number, becomes the bf16 that has its value, in the cache, a few tiles before it is
+// multiplied: memory is read at 8 bits. The sum of a group, in fp32, enters the output as fma(sum, scale, output), in
+// order of groups: nothing is rounded but x, and that only to the model's type.
+#pragma once
+
+#include "base/dot.h"
+#include "base/scratch.h"
+#include "kernels/linear/epilogue.h"
+
+namespace tilewright {
+namespace {
+
+// Rows whose sums are held at a time: a multiple of those that registers hold, whatever the level.
+inline constexpr int kRowsAtOnce = 96;
+// Tiles of depth that are turned into bf16 at a time where few rows use them: 8 KB, which stay in the L1 cache.
+inline constexpr int kWidenedTiles = 4;
+
+// `count` bytes, whole rows of tiles, as bf16.
+inline void widen_bytes(WeightFormat format, const uint8_t* bytes, int64_t count, bf16* wide) {
+  if (format == WeightFormat::fp8)
+    for (int64_t i = 0; i < count; i += 32) widen_fp8(bytes + i, wide + i);
+  else
+    for (int64_t i = 0; i < count; i += 32) widen_int8(reinterpret_cast<const int8_t*>(bytes + i), wide + i);
+}
+inline void widen_bytes(WeightFormat format, const uint8_t* bytes, int64_t count, float* wide) {
+  alignas(64) bf16 tile[kTileElements];
+  for (int64_t i = 0; i < count; i += kTileElements) {
+    widen_bytes(format, bytes + i, kTileElements, tile);
+    widen_tile(tile, wide + i);
+  }
+}
+
+// c [rows, 32] = or += the sums of a group, times the scales of its columns.
+inline void add_scaled(const PackedWeight& weight, int64_t strip, int64_t group, const float* sums, int rows,
+                       float* c) {
+  const float* scales = reinterpret_cast<const float*>(weight.scales_at(strip, group));
+  for (int column = 0; column < kStripColumns; column += Vec::kLanes) {
+    const Vec scale = Vec::load(scales + column);
+    for (int i = column; i < rows * kStripColumns; i += kStripColumns)
+      fma(Vec::load(sums + i), scale, group == 0 ? Vec::zero() : Vec::load(c + i)).store(c + i);
+  }
+}
+
+// A strip whose bytes become TB: all of it at once where its tiles are used again and again, else a few at a time.
+template <class TB, class Left>
+void multiply_widened(const LinearArgs& args, const Left* x, int64_t row_begin, int64_t row_end, bool at_once,
+                      int64_t strip, TB* wide) {
+  const PackedWeight& weight = args.weight;
+  const uint8_t* bytes = weight.strip<uint8_t>(strip);
+  const int64_t width = weight.depth();
+  constexpr int64_t kStep = 2 * kTileElements;  // of a tile of depth
+  alignas(64) float c[kRowsAtOnce * kStripColumns], sums[kRowsAtOnce * kStripColumns];
+  if (at_once) widen_bytes(weight.format, bytes, weight.strip_elements(), wide);
+  for (int64_t row = row_begin; row < row_end; row += kRowsAtOnce) {
+    const int rows = static_cast<int>(row_end - row < kRowsAtOnce ? row_end - row : kRowsAtOnce);
+    for (int64_t g = 0; g < weight.num_groups(); ++g) {
+      const int64_t first = weight.group_begin(g) / kTileDepth, end = weight.group_end(g) / kTileDepth;
+      for (int64_t tile = first; tile < end; tile += kWidenedTiles) {
+        const int count = static_cast<int>(end - tile < kWidenedTiles ? end - tile : kWidenedTiles);
+        const TB* tiles = at_once ? wide + tile * kStep : wide;
+        if (!at_once) {
+          for (int64_t line = 0; line < count * kStep; line += 64)
+            __builtin_prefetch(bytes + tile * kStep + line + 8192);
+          widen_bytes(weight.format, bytes + tile * kStep, count * kStep, wide);
+        }
+        const auto tile_at = [&](int d, int j) { return tiles + d * kStep + j * kTileElements; };
+        const Left* left = x + row * width + tile * kTileDepth;
+        tile == first ? multiply_tiles<TB, false>(left, width, rows, tile_at, 2, count, sums, kStripColumns)
+                      : multiply_tiles<TB, true>(left, width, rows, tile_at, 2, count, sums, kStripColumns);
+      }
+      add_scaled(weight, strip, g, sums, rows, c);
+    }
+    finish_block(args, c, row, rows, strip);
+  }
+}
+
+template <class TB, class Left>
+void widened_run_as(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+                    int64_t strip_begin, int64_t strip_end) {
+  const int64_t begin = block_begin * kRowBlock, end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
+  const bool at_once = end - begin > kRowsAtOnce;
+  const int64_t tiles = at_once ? args.weight.num_depth_tiles() : kWidenedTiles;
+  TB* wide = static_cast<TB*>(thread_scratch(static_cast<size_t>(tiles * 2 * kTileElements) * sizeof(TB)));
+  for (int64_t s = strip_begin; s < strip_end; ++s)
+    multiply_widened(args, static_cast<const Left*>(packed_x), begin, end, at_once, s, wide);
+}
+
+void widened_run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+                 int64_t strip_begin, int64_t strip_end) {
+  if constexpr (Vec::kHasBf16Dot) {
+    if (bf16_products(args))
+      return widened_run_as<bf16, bf16>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+  }
+  // fp32 products: as in generic.h, tiles of fp32 pay where enough rows use them.
+  if ((block_end - block_begin) * kRowBlock >= kRowsToWiden && args.m >= kRowsToWiden)
+    widened_run_as<float, float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+  else
+    widened_run_as<bf16, float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+}
+
+}  // namespace
+}  // namespace tilewright
