@@ -13,6 +13,7 @@ LEVELS = [
     ["__main__"],
     ["cli"],
     ["demo"],
+    ["evaluate"],
     ["batch", "bench", "terminal_chat", "image_command", "video_command", "pack_cache", "serve"],
     ["cluster"],
     ["server"],

@@ -10,13 +10,23 @@ namespace tilewright {
 namespace {
 
 constexpr DTypes kInt32 = one_of({DType::i32});
+constexpr DTypes kBytes = one_of({DType::u8});
 constexpr int kMaxHeadWidth = 1024;  // autoencoders attend with one head of all their channels
 
 std::string text(int64_t value) { return std::to_string(value); }
 
+KvFormat format_of(int64_t format) {
+  if (format < 0 || format > static_cast<int64_t>(KvFormat::fp8))
+    throw nb::value_error(("format is " + text(format) + ", expected 0, 1 (int8) or 2 (fp8)").c_str());
+  return static_cast<KvFormat>(format);
+}
+
 // A cache is [pages, G, elements of one head] with the page size and head width it was made for.
-KvLayout layout_of(Op& op, const Tensor& pages, int64_t page_size, int64_t head_width) {
-  KvLayout layout = {page_size, op["G"], head_width};
+KvLayout layout_of(Op& op, const Tensor& pages, int64_t page_size, int64_t head_width, int64_t format) {
+  KvLayout layout = {page_size, op["G"], head_width, format_of(format)};
+  const DTypes expected = layout.format == KvFormat::same ? kFloats : kBytes;
+  OP_REQUIRE(op, one_of({pages.dtype}) & expected,
+             "cache is " + std::string(name_of(pages.dtype)) + ", which is not the type of its format");
   OP_REQUIRE(op, page_size > 0 && page_size % kTileDepth == 0,
              "page_size is " + text(page_size) + ", expected a multiple of 32");
   OP_REQUIRE(op, head_width >= 1 && head_width <= kMaxHeadWidth,
@@ -56,18 +66,19 @@ void bind_paged(nb::module_& m) {
   using namespace nb::literals;
   m.def(
       "paged_attention",
-      [](nb::handle q_arg, nb::handle cache_arg, int64_t page_size, nb::handle table_arg, nb::handle starts_arg,
-         nb::handle lengths_arg, nb::handle out_arg, float scale, bool causal, int64_t window, float soft_cap) {
+      [](nb::handle q_arg, nb::handle cache_arg, int64_t page_size, int64_t format, nb::handle table_arg,
+         nb::handle starts_arg, nb::handle lengths_arg, nb::handle out_arg, float scale, bool causal, int64_t window,
+         float soft_cap) {
         Op op("paged_attention");
         const Tensor q = op.tensor(q_arg, "q", {"T", "H", "K"}, kFloats);
         const Tensor out = op.tensor(out_arg, "out", {"T", "H", "K"}, kFloats);
-        const Tensor cache = op.tensor(cache_arg, "cache", {"_", "G", "_"}, kFloats);
+        const Tensor cache = op.tensor(cache_arg, "cache", {"_", "G", "_"}, kFloats | kBytes);
         const Tensor table = op.tensor(table_arg, "block_table", {"B", "_"}, kInt32);
         const Tensor lengths = op.tensor(lengths_arg, "kv_lengths", {"B"}, kInt32);
         const Tensor starts = op.tensor(starts_arg, "query_starts", {"_"}, kInt32);
         OP_REQUIRE(op, starts.size(0) == op["B"] + 1,
                    "query_starts has " + text(starts.size(0)) + " entries, expected " + text(op["B"] + 1));
-        const KvLayout layout = layout_of(op, cache, page_size, op["K"]);
+        const KvLayout layout = layout_of(op, cache, page_size, op["K"], format);
         AttentionArgs args = query_args(op, q, out, layout.num_heads, starts, scale, causal, window, soft_cap);
         args.pages = cache.data;
         args.kv_dtype = cache.dtype;
@@ -79,32 +90,33 @@ void bind_paged(nb::module_& m) {
                                 args.block_table_stride, table.size(1), cache.size(0), page_size, window, causal});
         launch(paged_attention, args);
       },
-      "q"_a, "cache"_a, "page_size"_a, "block_table"_a, "query_starts"_a, "kv_lengths"_a, "out"_a, "scale"_a,
-      "causal"_a, "window"_a, "soft_cap"_a);
+      "q"_a, "cache"_a, "page_size"_a, "format"_a, "block_table"_a, "query_starts"_a, "kv_lengths"_a, "out"_a,
+      "scale"_a, "causal"_a, "window"_a, "soft_cap"_a);
 
-  m.def("kv_head_elements",
-        [](int64_t page_size, int64_t head_width) { return KvLayout{page_size, 1, head_width}.head_elements(); });
+  m.def("kv_head_elements", [](int64_t page_size, int64_t head_width, int64_t format) {
+    return KvLayout{page_size, 1, head_width, format_of(format)}.head_elements();
+  });
 
-  m.def("kv_store",
-        [](nb::handle k_arg, nb::handle v_arg, nb::handle cache_arg, int64_t page_size, nb::handle slots_arg) {
-          Op op("kv_store");
-          const Tensor k = op.tensor(k_arg, "k", {"T", "G", "K"}, kFloats);
-          const Tensor v = op.tensor(v_arg, "v", {"T", "G", "K"}, kFloats);
-          const Tensor cache = op.tensor(cache_arg, "cache", {"_", "G", "_"}, kFloats);
-          const Tensor slots = op.tensor(slots_arg, "slots", {"T"}, one_of({DType::i64}));
-          op.same_dtype(k, v);
-          KvStoreArgs args = {};
-          args.layout = layout_of(op, cache, page_size, op["K"]);
-          args.k = op.heads(k);
-          args.v = op.heads(v);
-          args.pages = cache.data;
-          args.kv_dtype = cache.dtype;
-          args.slots = slots.as<int64_t>();
-          args.num_tokens = op["T"];
-          require_of_inputs(Slots{op.name(), slots.name, "cache", slots.data, slots.dtype, args.num_tokens,
-                                  cache.size(0) * page_size});
-          launch(kv_store, args);
-        });
+  m.def("kv_store", [](nb::handle k_arg, nb::handle v_arg, nb::handle cache_arg, int64_t page_size, int64_t format,
+                       nb::handle slots_arg) {
+    Op op("kv_store");
+    const Tensor k = op.tensor(k_arg, "k", {"T", "G", "K"}, kFloats);
+    const Tensor v = op.tensor(v_arg, "v", {"T", "G", "K"}, kFloats);
+    const Tensor cache = op.tensor(cache_arg, "cache", {"_", "G", "_"}, kFloats | kBytes);
+    const Tensor slots = op.tensor(slots_arg, "slots", {"T"}, one_of({DType::i64}));
+    op.same_dtype(k, v);
+    KvStoreArgs args = {};
+    args.layout = layout_of(op, cache, page_size, op["K"], format);
+    args.k = op.heads(k);
+    args.v = op.heads(v);
+    args.pages = cache.data;
+    args.kv_dtype = cache.dtype;
+    args.slots = slots.as<int64_t>();
+    args.num_tokens = op["T"];
+    require_of_inputs(
+        Slots{op.name(), slots.name, "cache", slots.data, slots.dtype, args.num_tokens, cache.size(0) * page_size});
+    launch(kv_store, args);
+  });
 }
 
 void bind_varlen(nb::module_& m) {

@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_cache(commands)
     _add_info(commands)
     _add_bench(commands)
+    _add_eval(commands)
     return parser
 
 
@@ -101,6 +102,12 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     pictures.add_arguments(what)
     serve.add_arguments(what)
     kernels.add_arguments(what)
+
+
+def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright.evaluate import command
+
+    command.add_arguments(commands)
 
 
 def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -22,6 +22,7 @@ _NAMES = (
     "cpu_binding",
     "backend",
     "kv_memory",
+    "kv_cache_dtype",
     "max_context",
     "max_sequences",
     "max_tokens_per_step",
@@ -55,6 +56,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cpu-binding", metavar="LISTS", help=text)
     text = "for the KV cache, such as 4GB or 25%% of the free memory (default: half of it)"
     group.add_argument("--kv-memory", metavar="SIZE", help=text)
+    text = "keys and values in the model's type (auto), or in 8 bits: twice as many tokens fit (default auto)"
+    group.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8"), help=text)
     group.add_argument("--max-context", type=positive, metavar="N", help="tokens of a prompt and its answer together")
     group.add_argument("--max-sequences", type=positive, metavar="N", help="answers computed together")
     group.add_argument("--max-tokens-per-step", type=positive, metavar="N", help="tokens computed in one step")

@@ -127,10 +127,10 @@ def test_large_scores_do_not_overflow(isa, dtype):
 class Pool:
     """A cache of shuffled pages around NaN: whatever a kernel reads outside its sequence shows."""
 
-    def __init__(self, lengths, page_size, kv_heads, width, dtype):
+    def __init__(self, lengths, page_size, kv_heads, width, dtype, values_dtype=None):
         pages = [-(-n // page_size) for n in lengths]
         self.cache = KvCache.empty(sum(pages) + 3, page_size, kv_heads, width, dtype)
-        self.cache.data.fill_(float("nan"))
+        self.cache.data.fill_(float("nan") if self.cache.data.is_floating_point() else 255)  # bytes: scales of NaN
         order = torch.randperm(sum(pages) + 3, generator=torch.Generator().manual_seed(0)).int()
         self.table = torch.full((len(lengths), max([*pages, 1])), -1, dtype=torch.int32)
         used = 0
@@ -139,7 +139,7 @@ class Pool:
             used += count
         self.keys, self.values = [], []
         for b, n in enumerate(lengths):
-            k, v = (rand(n, kv_heads, width, dtype=dtype, seed=10 * b + s) for s in (1, 2))
+            k, v = (rand(n, kv_heads, width, dtype=values_dtype or dtype, seed=10 * b + s) for s in (1, 2))
             kv_store(k, v, self.cache, self.slots(b, torch.arange(n)))
             self.keys.append(k)
             self.values.append(v)

@@ -12,6 +12,9 @@
 //
 // Keys are taken in blocks of kKeyBlock at fixed places. A block gives a partial (maximum, sum, output), and partials
 // are merged in order: a decode step split over threads gives the same bits as one thread, and as the prefill would.
+//
+// Keys and values in 8 bits (base/kv_bytes.h) become tiles of bf16 in the cache, a few at a time, right before they are
+// multiplied: the result has the bits of a bf16 cache that holds what they stand for.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +37,7 @@ struct AttentionMask {
 struct AttentionArgs {
   Heads q, out;  // [T, H, K], of one type
   const void* pages;
-  DType kv_dtype;
+  DType kv_dtype;  // of pages whose layout has no format of its own
   KvLayout layout;
   const int32_t* block_table;  // [B, pages per sequence]
   int64_t block_table_stride;

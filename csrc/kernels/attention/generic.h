@@ -12,6 +12,7 @@
 #include <optional>
 #include <type_traits>
 
+#include "base/kv_bytes.h"
 #include "base/kv_tiles.h"
 #include "base/scratch.h"
 #include "kernels/attention/softmax.h"
@@ -30,6 +31,7 @@ struct Workspace {
   float* scores[2];                // [kQueryRows, kScoreStride] of this block and the next; weights take their place
   float* block_output;             // [kQueryRows, value_width]
   T* last_values;                  // one row of value tiles, for the tokens that do not fill a tile
+  T* decoded;                      // tiles of keys or values that were bytes
   Left* queries;                   // [kQueryRows, key_depth]
   float* output;                   // [kQueryRows, value_width]
 
@@ -41,6 +43,7 @@ struct Workspace {
     for (float*& block : scores) block = reinterpret_cast<float*>(take(kQueryRows * kScoreStride * 4));
     block_output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
     last_values = reinterpret_cast<T*>(take(kTileDepth * value_width * 4));
+    decoded = reinterpret_cast<T*>(take(decoded_bytes(layout)));
     take(item * own_bytes(layout));
     queries = reinterpret_cast<Left*>(take(kQueryRows * key_depth * 4));
     output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
@@ -49,7 +52,15 @@ struct Workspace {
   // What `num_items` items need together.
   static int64_t bytes(const KvLayout& layout, int num_items) {
     const int64_t width = layout.value_column_tiles() * kTileColumns;
-    return kQueryRows * (kScoreStride * 8 + width * 4) + kTileDepth * width * 4 + num_items * own_bytes(layout);
+    return kQueryRows * (kScoreStride * 8 + width * 4) + kTileDepth * width * 4 + decoded_bytes(layout) +
+           num_items * own_bytes(layout);
+  }
+
+  // Keys of 32 tokens, or two columns of value tiles of a whole block.
+  static int64_t decoded_bytes(const KvLayout& layout) {
+    if (layout.format == KvFormat::same) return 0;
+    const int64_t key_tiles = 2 * layout.key_depth_tiles(), value_tiles = 2 * kKeyBlock / kTileDepth;
+    return (key_tiles > value_tiles ? key_tiles : value_tiles) * kTileElements * 2;
   }
 
   static int64_t own_bytes(const KvLayout& layout) {
@@ -137,13 +148,15 @@ inline KeyRange keys_seen(const AttentionArgs& args, int64_t sequence, int64_t t
   return range;
 }
 
-// The tiles of a block of keys, found through the block table once per block.
+// The tiles of a block of keys, found through the block table once per block. T: the type of the pages.
 template <class T>
 struct BlockTiles {
+  static constexpr bool kBytes = std::is_same_v<T, KvByte>;
   const T* keys[kKeyBlock / kTileColumns];
   const T* values[kKeyBlock / kTileDepth];
-  int keys_present;  // tokens of the block that exist
-  int num_columns;   // those that some row sees, up to whole value tiles
+  const T* scales[kBytes ? kKeyBlock / kTileDepth : 1];  // of the keys of 32 tokens
+  int keys_present;                                      // tokens of the block that exist
+  int num_columns;                                       // those that some row sees, up to whole value tiles
 
   BlockTiles() = default;
   // No row sees keys from `seen_end` on: under a causal mask that spares half of the last block.
@@ -163,10 +176,22 @@ struct BlockTiles {
       keys[i / kTileColumns] = page + layout.key_tile(in_page);
       keys[i / kTileColumns + 1] = page + layout.key_tile(in_page + kTileColumns);
       values[i / kTileDepth] = page + layout.value_tile(in_page);
+      if constexpr (kBytes) scales[i / kTileDepth] = page + layout.key_scale(in_page);
       in_page += kTileDepth;
       if (in_page == layout.page_size) in_page = 0, ++page_of;
     }
-    if (keys_present < num_columns) clear_missing(layout, last_values);
+    if constexpr (!kBytes)
+      if (keys_present < num_columns) clear_missing(layout, last_values);
+  }
+
+  // The scales of 32 tokens of the block, from `token` on.
+  void key_scales(int token, float* to) const { __builtin_memcpy(to, scales[token / kTileDepth], 4 * kTileDepth); }
+
+  // The same of values; tokens that do not exist yet have a scale of 0 and finite bytes.
+  void value_scales(int token, int64_t page_size, float* to) const {
+    __builtin_memcpy(to, scales[token / kTileDepth] + 4 * page_size, 4 * kTileDepth);
+    for (int i = 0; i < kTileDepth; ++i)
+      if (token + i >= keys_present) to[i] = 0.0f;
   }
 
   // Values of tokens that do not exist yet may be anything, NaN too, and 0 * NaN is NaN: the last, partly filled row of
@@ -183,8 +208,9 @@ struct BlockTiles {
   }
 };
 
-// Attention of one item: up to kQueryRows rows against its blocks of keys, one after the other.
-template <class T>
+// Attention of one item: up to kQueryRows rows against its blocks of keys, one after the other. T: the type of tiles
+// that are multiplied, Stored: that of the pages, which is another one if they are bytes.
+template <class T, class Stored = T>
 class ItemRun {
  public:
   ItemRun(const AttentionArgs& args, const AttentionItem& item, const Workspace<T>& work)
@@ -202,17 +228,17 @@ class ItemRun {
   // core that has both at hand does both at once.
   template <class Target, class Done>
   void run(Target target, Done done) {
-    BlockTiles<T> tiles[2];
+    BlockTiles<Stored> tiles[2];
     int now = 0;
     if (item_.block_begin < item_.block_end) {
-      tiles[now] = BlockTiles<T>(args_, item_, item_.block_begin, seen_end_, work_.last_values);
+      tiles[now] = BlockTiles<Stored>(args_, item_, item_.block_begin, seen_end_, last_values());
       score(tiles[now], 0, tiles[now].num_columns, work_.scores[now]);
     }
     for (int64_t block = item_.block_begin; block < item_.block_end; ++block, now = 1 - now) {
-      const BlockTiles<T>& current = tiles[now];
-      BlockTiles<T>& next = tiles[1 - now];
+      const BlockTiles<Stored>& current = tiles[now];
+      BlockTiles<Stored>& next = tiles[1 - now];
       next.num_columns = 0;
-      if (block + 1 < item_.block_end) next = BlockTiles<T>(args_, item_, block + 1, seen_end_, work_.last_values);
+      if (block + 1 < item_.block_end) next = BlockTiles<Stored>(args_, item_, block + 1, seen_end_, last_values());
       const Partial partial = target(block);
       constexpr int kStepKeys = kTileDepth, kSteps = kKeyBlock / kStepKeys, kRowsPerStep = kQueryRows / kSteps;
       for (int step = 0; step < kSteps; ++step) {
@@ -227,7 +253,7 @@ class ItemRun {
 
   // One block by itself.
   void run_block(int64_t block, const Partial& partial) {
-    const BlockTiles<T> tiles(args_, item_, block, seen_end_, work_.last_values);
+    const BlockTiles<Stored> tiles(args_, item_, block, seen_end_, last_values());
     float* scores = work_.scores[0];
     if (sees_all(tiles, block)) {
       softmax_of_all(tiles, scores, partial);
@@ -240,9 +266,18 @@ class ItemRun {
 
  private:
   // Raw products of all rows with keys [begin, end) of a block, those that are there.
-  void score(const BlockTiles<T>& tiles, int begin, int end, float* scores) {
+  void score(const BlockTiles<Stored>& tiles, int begin, int end, float* scores) {
     if (end > tiles.num_columns) end = tiles.num_columns;
     if (begin >= end) return;
+    if constexpr (std::is_same_v<Stored, KvByte>) {
+      for (int key = begin; key < end; key += kTileDepth) score_bytes(tiles, key, scores);
+      return;
+    } else {
+      score_tiles(tiles, begin, end, scores);
+    }
+  }
+
+  void score_tiles(const BlockTiles<T>& tiles, int begin, int end, float* scores) {
     const int first = begin / kTileColumns;
     products_.multiply(
         work_.queries, work_.key_depth, item_.rows,
@@ -250,8 +285,27 @@ class ItemRun {
         static_cast<int>(work_.key_depth / kTileDepth), scores + begin, kScoreStride);
   }
 
+  // Of 32 keys that are bytes.
+  void score_bytes(const BlockTiles<Stored>& tiles, int key, float* scores) {
+    const int64_t depth_tiles = work_.key_depth / kTileDepth;
+    float scales[kTileDepth];
+    tiles.key_scales(key, scales);
+    for (int half = 0; half < 2; ++half) {
+      const KvByte* from = tiles.keys[key / kTileColumns + half];
+      T* to = work_.decoded + half * depth_tiles * kTileElements;
+      is_fp8() ? decode_key_tiles<KvFormat::fp8>(from, depth_tiles, scales + half * kTileColumns, to)
+               : decode_key_tiles<KvFormat::int8>(from, depth_tiles, scales + half * kTileColumns, to);
+    }
+    products_.multiply(
+        work_.queries, work_.key_depth, item_.rows,
+        [&](int d, int j) { return work_.decoded + (j * depth_tiles + d) * kTileElements; }, 2,
+        static_cast<int>(depth_tiles), scores + key, kScoreStride);
+  }
+
+  bool is_fp8() const { return args_.layout.format == KvFormat::fp8; }
+
   // Whether every row sees all keys of a block, and nothing but the scale happens to its scores.
-  bool sees_all(const BlockTiles<T>& tiles, int64_t block) const {
+  bool sees_all(const BlockTiles<Stored>& tiles, int64_t block) const {
     if (args_.mask.data || args_.soft_cap > 0 || tiles.num_columns > tiles.keys_present) return false;
     const int64_t begin = block * kKeyBlock;
     for (int row = 0; row < item_.rows; ++row)
@@ -261,7 +315,7 @@ class ItemRun {
 
   // The scores of such a block as weights. Maxima are taken while a part of the scores is in the L1 cache, and those of
   // all rows are known before the first is weighed: no row waits for its own.
-  void softmax_of_all(const BlockTiles<T>& tiles, float* scores, const Partial& partial) {
+  void softmax_of_all(const BlockTiles<Stored>& tiles, float* scores, const Partial& partial) {
     constexpr int kPart = 128;
     Vec highest[kQueryRows];
     for (Vec& row : highest) row = Vec::set1(kMinusInfinity);
@@ -280,10 +334,46 @@ class ItemRun {
     }
   }
 
+  Stored* last_values() const {
+    if constexpr (std::is_same_v<Stored, T>)
+      return work_.last_values;
+    else
+      return nullptr;  // scales of 0 stand for what is not there
+  }
+
   float row_scale() const { return (args_.scale < 0 ? -args_.scale : args_.scale) * kLog2E; }
 
   // Values times the weights that lie in `scores`.
-  void weigh_values(const BlockTiles<T>& tiles, const float* scores, const Partial& partial) {
+  void weigh_values(const BlockTiles<Stored>& tiles, const float* scores, const Partial& partial) {
+    if constexpr (std::is_same_v<Stored, KvByte>)
+      weigh_bytes(tiles, scores, partial);
+    else
+      weigh_tiles(tiles, scores, partial);
+  }
+
+  void weigh_bytes(const BlockTiles<Stored>& tiles, const float* scores, const Partial& partial) {
+    const int depth_tiles = tiles.num_columns / kTileDepth;
+    const int column_tiles = static_cast<int>(work_.value_width / kTileColumns);
+    float scales[kKeyBlock];
+    for (int token = 0; token < tiles.num_columns; token += kTileDepth)
+      tiles.value_scales(token, args_.layout.page_size, scales + token);
+    for (int column = 0; column < column_tiles; column += 2) {
+      const int count = column_tiles - column < 2 ? 1 : 2;
+      for (int d = 0; d < depth_tiles; ++d)
+        for (int j = 0; j < count; ++j) {
+          const KvByte* from = tiles.values[d] + (column + j) * kTileElements;
+          T* to = work_.decoded + (d * 2 + j) * kTileElements;
+          is_fp8() ? decode_value_tile<KvFormat::fp8>(from, scales + d * kTileDepth, to)
+                   : decode_value_tile<KvFormat::int8>(from, scales + d * kTileDepth, to);
+        }
+      products_.multiply(
+          reinterpret_cast<const typename Workspace<T>::Left*>(scores), Workspace<T>::kWeightStride, item_.rows,
+          [&](int d, int j) { return work_.decoded + (d * 2 + j) * kTileElements; }, count, depth_tiles,
+          partial.output + column * kTileColumns, work_.value_width);
+    }
+  }
+
+  void weigh_tiles(const BlockTiles<T>& tiles, const float* scores, const Partial& partial) {
     products_.multiply(
         reinterpret_cast<const typename Workspace<T>::Left*>(scores), Workspace<T>::kWeightStride, item_.rows,
         [&](int d, int j) { return tiles.values[d] + j * kTileElements; },
@@ -291,7 +381,7 @@ class ItemRun {
         work_.value_width);
   }
 
-  void softmax(const BlockTiles<T>& tiles, int64_t block, int row, float* block_scores, const Partial& partial) {
+  void softmax(const BlockTiles<Stored>& tiles, int64_t block, int row, float* block_scores, const Partial& partial) {
     const int64_t begin = block * kKeyBlock;
     const KeyRange& seen = seen_[row];
     RowRules rules;
@@ -327,10 +417,10 @@ class ItemRun {
   int64_t seen_end_ = 0;
 };
 
-template <class T>
+template <class T, class Stored = T>
 void run_item_as(const AttentionArgs& args, const AttentionItem& item) {
   const Workspace<T> work(args.layout);
-  ItemRun<T> run(args, item, work);
+  ItemRun<T, Stored> run(args, item, work);
   if (item.partials) {
     const int64_t slot = partial_floats(item.rows, args.layout);
     run.run(
@@ -350,10 +440,10 @@ void run_item_as(const AttentionArgs& args, const AttentionItem& item) {
 }
 
 // Items of one head side by side: a block of keys and values comes from memory once for all of them.
-template <class T>
+template <class T, class Stored = T>
 void run_items_as(const AttentionArgs& args, const AttentionItem* items, int count) {
   struct Running {
-    ItemRun<T> run;
+    ItemRun<T, Stored> run;
     Accumulator result;
     Running(const AttentionArgs& args, const AttentionItem& item, const Workspace<T>& work)
         : run(args, item, work), result(work.output, item.rows, work.value_width) {}
@@ -393,12 +483,13 @@ void merge_item(const AttentionArgs& args, const AttentionItem& item) {
   store_output(args, item, result, work.value_width);
 }
 
-template <class T>
+template <class T, class Stored = T>
 void run_some(const AttentionArgs& args, const AttentionItem* items, int count) {
-  count == 1 ? run_item_as<T>(args, *items) : run_items_as<T>(args, items, count);
+  count == 1 ? run_item_as<T, Stored>(args, *items) : run_items_as<T, Stored>(args, items, count);
 }
 
 void run_items(const AttentionArgs& args, const AttentionItem* items, int count) {
+  if (args.layout.format != KvFormat::same) return run_some<bf16, KvByte>(args, items, count);
   args.kv_dtype == DType::f32 ? run_some<float>(args, items, count) : run_some<bf16>(args, items, count);
 }
 

@@ -57,6 +57,30 @@ std::vector<double> attend(const Case& c, const T* q, const GuardedBuffer<T>& k,
   return out;
 }
 
+// The e4m3 nearest to a value, by trying all of them; of two as near, the even one.
+double nearest_fp8(double value) {
+  double best = 0, distance = 1e300;
+  for (int code = 0; code < 127; ++code) {
+    const double size = code < 8 ? std::ldexp(code, -9) : std::ldexp(8 + code % 8, code / 8 - 10);
+    const double now = std::abs(std::abs(value) - size);
+    if (now < distance || (now == distance && code % 2 == 0)) best = size, distance = now;
+  }
+  return value < 0 ? -best : best;
+}
+
+// What a row is read as from pages in 8 bits.
+template <class T>
+void round_row(T* row, int64_t width, KvFormat format) {
+  const float largest = format == KvFormat::int8 ? 127.0f : 448.0f;
+  float highest = 0;
+  for (int64_t d = 0; d < width; ++d) highest = std::max(highest, std::abs(to_float(row[d])));
+  for (int64_t d = 0; d < width; ++d) {
+    const double scaled = to_float(row[d]) * (largest / highest);
+    const double number = format == KvFormat::int8 ? std::nearbyint(scaled) : nearest_fp8(scaled);
+    assign(row[d], to_float(to_bf16(static_cast<float>(number) * (highest / largest))));
+  }
+}
+
 // What a case computes with: the same numbers at either edge.
 template <class T>
 struct Inputs {
@@ -80,8 +104,13 @@ struct Inputs {
 };
 
 template <class T>
-std::vector<double> by_definition(const Case& c) {
-  const Inputs<T> in(c, Edge::end);
+std::vector<double> by_definition(const Case& c, KvFormat format = KvFormat::same) {
+  Inputs<T> in(c, Edge::end);
+  if (format != KvFormat::same)
+    for (int64_t row = 0; row < in.keys * c.kv_heads; ++row) {
+      round_row(in.k.data() + row * c.width, c.width, format);
+      round_row(in.v.data() + row * c.width, c.width, format);
+    }
   std::vector<double> expected;
   for (size_t b = 0; b < c.queries.size(); ++b)
     for (int64_t i = 0; i < c.queries[b]; ++i)
@@ -94,7 +123,8 @@ std::vector<double> by_definition(const Case& c) {
 }
 
 template <class T>
-void check_case(const Case& c, Edge edge, bool paged, const std::vector<double>& expected) {
+void check_case(const Case& c, Edge edge, bool paged, const std::vector<double>& expected,
+                KvFormat format = KvFormat::same) {
   const Inputs<T> in(c, edge);
   const int64_t sequences = static_cast<int64_t>(c.queries.size());
   GuardedBuffer<T> out(in.q.size(), edge);
@@ -104,7 +134,7 @@ void check_case(const Case& c, Edge edge, bool paged, const std::vector<double>&
   attention.q = heads_of(in.q, c.heads * c.width, c.width);
   attention.out = heads_of(out, c.heads * c.width, c.width);
   attention.kv_dtype = dtype_of<T>();
-  attention.layout = {0, c.kv_heads, c.width};
+  attention.layout = {0, c.kv_heads, c.width, format};
   attention.query_starts = in.query_starts.data();
   attention.num_sequences = sequences;
   attention.num_heads = c.heads;
@@ -132,7 +162,8 @@ void check_case(const Case& c, Edge edge, bool paged, const std::vector<double>&
         slots[in.key_starts[b] + j] = (pages - 1) * kPage + j % kPage;
       }
     }
-    GuardedBuffer<T> cache(pages * attention.layout.page_elements(), edge);
+    const int64_t elements = pages * attention.layout.page_elements();
+    GuardedBuffer<T> cache(format == KvFormat::same ? elements : ceil_div(elements, sizeof(T)), edge);
     kv_store({args.k, args.v, cache.data(), dtype_of<T>(), attention.layout, slots.data(), in.keys});
     attention.pages = cache.data();
     attention.block_table = table.data();
@@ -140,7 +171,7 @@ void check_case(const Case& c, Edge edge, bool paged, const std::vector<double>&
     attention.kv_lengths = c.keys.data();
     paged_attention(attention);
   }
-  check_close(out.data(), expected.data(), out.size(), kIsBf16<T> ? 0.01 : 1e-4,
+  check_close(out.data(), expected.data(), out.size(), kIsBf16<T> || format != KvFormat::same ? 0.01 : 1e-4,
               paged ? "paged attention" : "varlen attention");
 }
 
@@ -165,6 +196,23 @@ TEST(attention) {
     check_levels<float>(c, {Edge::end, Edge::start}, {false, true});
     check_levels<bf16>(c, {Edge::end, Edge::start}, {false, true});
   }
+}
+
+// Pages are full of NaN where no token is: of bytes, the scales are.
+TEST(keys_and_values_in_8_bits) {
+  std::vector<Case> cases = kCases;
+  cases.push_back({2, 1, 32, {1}, {1600}, true, 0, 0.0f});
+  cases.push_back({2, 1, 24, {205}, {650}, true, 0, 0.0f});
+  for (const Case& c : cases)
+    for (KvFormat format : {KvFormat::int8, KvFormat::fp8}) {
+      const std::vector<double> wide = by_definition<float>(c, format), narrow = by_definition<bf16>(c, format);
+      for_each_isa([&] {
+        for (Edge edge : {Edge::end, Edge::start}) {
+          check_case<float>(c, edge, true, wide, format);
+          check_case<bf16>(c, edge, true, narrow, format);
+        }
+      });
+    }
 }
 
 // Long enough that a decode step is shared among items and merged.

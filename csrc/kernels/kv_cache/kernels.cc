@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "base/bf16.h"
+#include "base/kv_bytes.h"
 #include "base/kv_tiles.h"
 #include "kernels/kv_cache/kv_cache.h"
 #include "kernels/level.h"
@@ -91,12 +92,40 @@ void store_tokens(const KvStoreArgs& args, int64_t begin, int64_t end) {
   }
 }
 
+template <KvFormat kFormat, class T>
+void store_head_bytes(const KvLayout& layout, const T* k, const T* v, KvByte* base, int64_t place) {
+  const int64_t width = layout.head_width;
+  KvByte* key = base + layout.key_tile(place) + tile_offset<bf16>(0, static_cast<int>(place % kTileColumns));
+  const float key_scale = encode_row<kFormat>(k, width, key, [](int64_t d) { return d / 2 * 32 + d % 2; });
+  for (int64_t d = width; d < layout.key_depth_tiles() * kTileDepth; ++d) key[d / 2 * 32 + d % 2] = {};
+  KvByte* value = base + layout.value_tile(place) + tile_offset<bf16>(static_cast<int>(place % kTileDepth), 0);
+  const float value_scale = encode_row<kFormat>(
+      v, width, value, [](int64_t d) { return d / kTileColumns * kTileElements + d % kTileColumns * 2; });
+  __builtin_memcpy(base + layout.key_scale(place), &key_scale, sizeof(float));
+  __builtin_memcpy(base + layout.value_scale(place), &value_scale, sizeof(float));
+}
+
+template <KvFormat kFormat, class T>
+void store_bytes(const KvStoreArgs& args, int64_t begin, int64_t end) {
+  const KvLayout& layout = args.layout;
+  for (int64_t token = begin; token < end; ++token) {
+    if (args.slots[token] < 0) continue;
+    KvByte* page = static_cast<KvByte*>(args.pages) + args.slots[token] / layout.page_size * layout.page_elements();
+    for (int64_t head = 0; head < layout.num_heads; ++head, page += layout.head_elements())
+      store_head_bytes<kFormat>(layout, args.k.row<T>(token, head), args.v.row<T>(token, head), page,
+                                args.slots[token] % layout.page_size);
+  }
+}
+
+template <class T>
+void store_as(const KvStoreArgs& args, int64_t begin, int64_t end) {
+  if (args.layout.format == KvFormat::int8) return store_bytes<KvFormat::int8, T>(args, begin, end);
+  if (args.layout.format == KvFormat::fp8) return store_bytes<KvFormat::fp8, T>(args, begin, end);
+  args.kv_dtype == DType::f32 ? store_tokens<T, float>(args, begin, end) : store_tokens<T, bf16>(args, begin, end);
+}
+
 void store(const KvStoreArgs& args, int64_t begin, int64_t end) {
-  const bool wide = args.kv_dtype == DType::f32;
-  if (args.k.dtype == DType::f32)
-    wide ? store_tokens<float, float>(args, begin, end) : store_tokens<float, bf16>(args, begin, end);
-  else
-    wide ? store_tokens<bf16, float>(args, begin, end) : store_tokens<bf16, bf16>(args, begin, end);
+  args.k.dtype == DType::f32 ? store_as<float>(args, begin, end) : store_as<bf16>(args, begin, end);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace tilewright {
 struct KvStoreArgs {
   Heads k, v;  // [T, G, K], of one type
   void* pages;
-  DType kv_dtype;
+  DType kv_dtype;  // of pages whose layout has no format of its own
   KvLayout layout;
   const int64_t* slots;  // [T]: page * page_size + place in the page; negative: do not store
   int64_t num_tokens;

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from tilewright.bench.probe import Probe
-from tilewright.engine.costs import Costs, costs_of
+from tilewright.engine.costs import Costs
 from tilewright.engine.engine import Engine
 from tilewright.models.media_batch import MediaBatch
 from tilewright.types import Completion, RequestError
@@ -52,7 +52,7 @@ class Round:
 
 
 def costs(engine: Engine) -> Costs:
-    return costs_of(engine.loaded.model, engine.loaded.dtype.itemsize)
+    return engine.costs()
 
 
 class Prompts:

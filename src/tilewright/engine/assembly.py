@@ -51,9 +51,11 @@ def build_core(
     speculate: int = 0,
     prefix_cache: bool = True,
     replay: bool = True,
+    kv_cache_dtype: str = "auto",
     ranks: Ranks | None = None,
 ) -> EngineCore:
-    """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`.
+    """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`,
+    or in what `kv_cache_dtype` names.
 
     A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with recurrent layers
     `num_state_slots` states, one that takes media the `media_buffer` of its processor. `speculate` tokens at most are
@@ -74,6 +76,7 @@ def build_core(
         num_state_slots if model.state_spec else 0,
         page_size,
         drafting=speculate > 0,
+        kv_cache_dtype=kv_cache_dtype,
         replay=replay,
     )
     runner = _first_runner(model, dtype, settings, media_buffer, ranks)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from tilewright.models.protocol import Model
 
 
@@ -85,29 +87,30 @@ class Costs:
         return self.attention_flops_per_pair * num_tokens * (num_tokens + 1) // 2
 
 
-def costs_of(model: Model, kv_itemsize: int) -> Costs:
-    """The costs of a model that is loaded."""
+def costs_of(model: Model, kv_itemsize: int, byte_dtype: torch.dtype | None = None) -> Costs:
+    """The costs of a model that is loaded, with keys and values in a type of 8 bits if one is given."""
     cost, cross_spec, state_spec = model.cost(), model.cross_spec, model.state_spec
-    draft = _draft_costs(model, kv_itemsize)
+    draft = _draft_costs(model, kv_itemsize, byte_dtype)
+    kv_bytes = model.kv_spec.bytes_per_token(kv_itemsize, byte_dtype)
     return Costs(
         weight_bytes_per_step=cost.head.weight_bytes + cost.layers.weight_bytes,
         expert_bytes_per_token=cost.layers.expert_bytes_per_token,
         expert_bytes=cost.layers.expert_bytes,
         # The last layer of the KV cache is the predictor's, where there is one.
-        kv_bytes_per_token=model.kv_spec.bytes_per_token(kv_itemsize) - (draft.kv_bytes_per_token if draft else 0),
+        kv_bytes_per_token=kv_bytes - (draft.kv_bytes_per_token if draft else 0),
         linear_flops_per_token=2 * cost.layers.multiply_adds,
         head_flops=2 * cost.head.multiply_adds,
         attention_flops_per_pair=2 * cost.multiply_adds_per_pair,
         state_bytes_per_sequence=state_spec.bytes_per_slot(kv_itemsize) if state_spec else 0,
         cross_bytes_per_step=cost.cross_layers.weight_bytes,
-        cross_bytes_per_state=cross_spec.bytes_per_token(kv_itemsize) if cross_spec else 0,
+        cross_bytes_per_state=cross_spec.bytes_per_token(kv_itemsize, byte_dtype) if cross_spec else 0,
         cross_linear_flops_per_token=2 * cost.cross_layers.multiply_adds,
         cross_flops_per_pair=2 * cost.cross_multiply_adds_per_pair,
         draft=draft,
     )
 
 
-def _draft_costs(model: Model, kv_itemsize: int) -> DraftCosts | None:
+def _draft_costs(model: Model, kv_itemsize: int, byte_dtype: torch.dtype | None) -> DraftCosts | None:
     if model.predictor is None:
         return None
     head, predictor = model.cost().head, model.predictor.draft_cost()
@@ -116,7 +119,7 @@ def _draft_costs(model: Model, kv_itemsize: int) -> DraftCosts | None:
         weight_bytes=both.weight_bytes - both.expert_bytes_per_token,
         head_bytes=head.weight_bytes,
         expert_bytes_per_draft=both.expert_bytes_per_token,
-        kv_bytes_per_token=replace(model.kv_spec, num_layers=1).bytes_per_token(kv_itemsize),
+        kv_bytes_per_token=replace(model.kv_spec, num_layers=1).bytes_per_token(kv_itemsize, byte_dtype),
         flops_per_token=2 * predictor.keys.multiply_adds,
         flops_per_draft=2 * (predictor.rest.multiply_adds + head.multiply_adds),
         flops_per_pair=2 * predictor.multiply_adds_per_pair,

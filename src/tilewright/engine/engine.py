@@ -16,12 +16,14 @@ from tilewright import embedded
 from tilewright.engine.assembly import build_core
 from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.core import EngineCore
-from tilewright.engine.costs import costs_of
+from tilewright.engine.costs import Costs, costs_of
 from tilewright.engine.handle import Handle
+from tilewright.engine.kv.dtype import kv_byte_dtype
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
 from tilewright.engine.memory import kv_bytes, share_out
 from tilewright.engine.ranks.processes import Ranks, start_ranks
+from tilewright.engine.sampler import PromptReader
 from tilewright.engine.stats import Stats
 from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.isolation.opener import IsolatedOpener
@@ -56,6 +58,8 @@ class Engine:
     cpu_binding     the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
     kv_memory       bytes for keys and values, cross-attention and recurrent states included, "4GB", or "25%" of what is
                     free; None: half of that
+    kv_cache_dtype  "auto": keys and values are kept in `dtype`; "int8" or "fp8": in 8 bits, with a scale for each token
+                    and head, which doubles the tokens that fit (docs/quantisation.md)
     max_context     tokens a prompt and its answer may have; None: as many as the model allows
     backend         "native": the kernels; "torch": the same ops in plain torch, many times slower on a CPU, to compare
                     with (docs/backends.md)
@@ -84,6 +88,7 @@ class Engine:
         cpu_binding: str | None = None,
         quantize: str | None = None,
         kv_memory: int | str | None = None,
+        kv_cache_dtype: str = "auto",
         max_context: int | None = None,
         device: str = "cpu",
         backend: str = "native",
@@ -99,6 +104,7 @@ class Engine:
         allow_special_tokens: bool = False,
     ) -> None:
         _require_supported(device=device, backend=backend)
+        self._kv_byte_dtype = kv_byte_dtype(kv_cache_dtype)
         self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
         self._cleanup = contextlib.ExitStack()  # when it is closed, or cannot be started
         self._cleanup.callback(self._opener.close)
@@ -128,6 +134,7 @@ class Engine:
                 speculate=speculate,
                 prefix_cache=prefix_cache,
                 replay=_can_replay(replay, backend, ranks),
+                kv_cache_dtype=kv_cache_dtype,
             )
             self.loop = self._start_loop(core, backend)
             if ranks is not None:
@@ -151,7 +158,7 @@ class Engine:
             ranks.wait_until_loaded()
             num_ranks = ranks.size
         own_bytes = kv_bytes(kv_memory) // num_ranks
-        sizes = share_out(model, self.loaded.dtype.itemsize, self.limits, max_items, own_bytes)
+        sizes = share_out(model, self.loaded.dtype.itemsize, self.limits, max_items, own_bytes, self._kv_byte_dtype)
         return build_core(
             model,
             self.loaded.dtype,
@@ -172,7 +179,7 @@ class Engine:
             core,
             start_preparing=_on_backend(backend, work_alone),
             start_stepping=_on_backend(backend, bind_team),
-            costs=costs_of(self.loaded.model, self.loaded.dtype.itemsize),
+            costs=self.costs(),
         )
 
     def chat(self, messages: Any, **options: Any) -> Any:
@@ -267,11 +274,35 @@ class Engine:
             num_characters=self.text_limits.check_prompt(text, token_ids),
         )
 
+    def read_logits(self, token_ids: Sequence[int], read: PromptReader) -> None:
+        """Computes a prompt from its first token on, and has `read` see the logits of every token but the first.
+
+        read(i, logits) is given fp32 [R, V]: what the model expects of tokens i, i + 1, ... of the prompt. It is called
+        on the engine's thread, for parts of the prompt in order; the logits are overwritten after it returns.
+        """
+        inputs = self.loaded.processor.prompt(None, token_ids)
+        readers = self.loop.core.sampler.prompt_readers
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+        readers[id(inputs)] = read
+        try:
+            self.loop.submit(lambda: inputs, params, has_media=False).result()
+        finally:
+            del readers[id(inputs)]
+
     @cached_property
     def text_limits(self) -> TextLimits:
         """How much text a request may bring."""
         # The scheduler's: there may be less memory for keys and values than the context needs.
         return TextLimits(self.loop.core.scheduler.max_context, self.loaded.tokenizer.max_token_bytes)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What the keys and values of one token take, over all layers, on each rank."""
+        return self.loaded.model.kv_spec.bytes_per_token(self.loaded.dtype.itemsize, self._kv_byte_dtype)
+
+    def costs(self) -> Costs:
+        """What the model reads and computes, with its keys and values as they are kept here."""
+        return costs_of(self.loaded.model, self.loaded.dtype.itemsize, self._kv_byte_dtype)
 
     def stats(self) -> Stats:
         return self.loop.stats()

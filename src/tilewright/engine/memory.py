@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import torch
+
 from tilewright.engine.kv.pages import PAGE_SIZE
 from tilewright.engine.step_limits import StepLimits
 from tilewright.host_memory import available_bytes, parse_bytes
@@ -31,20 +33,27 @@ class MemorySizes:
     num_state_slots: int  # 0 in models without recurrent layers
 
 
-def share_out(model: Model, itemsize: int, limits: StepLimits, max_media: int, size_bytes: int) -> MemorySizes:
+def share_out(
+    model: Model,
+    itemsize: int,
+    limits: StepLimits,
+    max_media: int,
+    size_bytes: int,
+    byte_dtype: torch.dtype | None = None,
+) -> MemorySizes:
     """`size_bytes` as pages for keys and values, of tokens and of encoder states, and slots for recurrent states.
 
-    A request has `max_media` media at most.
+    A request has `max_media` media at most. Keys and values are in a type of 8 bits if one is given.
     """
     cross, for_cross = model.cross_spec, 0
     if cross is not None:
-        cross_page_bytes = cross.bytes_per_token(itemsize) * PAGE_SIZE
+        cross_page_bytes = cross.bytes_per_token(itemsize, byte_dtype) * PAGE_SIZE
         pages_per_medium = -(-cross.max_states // PAGE_SIZE)
         # Those that running sequences see, or one request has side by side: more need not be kept at once.
         most_media = max(limits.max_sequences, max_media)
         for_cross = num_cross_pages(cross_page_bytes, pages_per_medium, most_media, size_bytes)
         size_bytes -= for_cross * cross_page_bytes
-    page_bytes = model.kv_spec.bytes_per_token(itemsize) * PAGE_SIZE
+    page_bytes = model.kv_spec.bytes_per_token(itemsize, byte_dtype) * PAGE_SIZE
     states, num_slots = model.state_spec, 0
     if states is not None:
         slot_bytes = states.bytes_per_slot(itemsize)

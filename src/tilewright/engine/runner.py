@@ -24,7 +24,7 @@ class ModelRunner:
 
     `replay`: small steps are recorded once per shape and replayed. A model with cross-attention has a second set of
     caches, one with recurrent layers has `states`. With a `predictor`, `draft` drafts what may follow a step, from what
-    is in `draft_inputs`.
+    is in `draft_inputs`. `dtype` is that of hidden states; None: that of the keys and values.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class ModelRunner:
         states: StateMemory | None = None,
         predictor: Predictor | None = None,
         draft_inputs: StepInputs | None = None,
+        dtype: torch.dtype | None = None,
         media_rows: Tensor | None = None,
         replay: bool = True,
     ) -> None:
@@ -56,7 +57,9 @@ class ModelRunner:
         self._drafts: DraftRunner | None = None
         if predictor is not None:
             draft_inputs = draft_inputs or StepInputs(inputs.layout)
-            self._drafts = DraftRunner(predictor, kv_caches, draft_inputs, limits, self._arena, replay=replay)
+            self._drafts = DraftRunner(
+                predictor, kv_caches, draft_inputs, limits, self._arena, dtype or kv_caches[0].dtype, replay=replay
+            )
 
     @property
     def draft_inputs(self) -> StepInputs | None:

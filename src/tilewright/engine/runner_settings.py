@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.engine.kv.dtype import kv_byte_dtype
 from tilewright.engine.kv.pages import PAGE_SIZE
 from tilewright.engine.runner import ModelRunner
 from tilewright.engine.state.memory import StateMemory
@@ -29,6 +30,7 @@ class RunnerSettings:
     num_state_slots: int = 0  # 0 in models without recurrent layers
     page_size: int = PAGE_SIZE
     drafting: bool = False
+    kv_cache_dtype: str = "auto"
     replay: bool = True
 
     def layout(self, model: Model) -> StepLayout:
@@ -59,11 +61,13 @@ def build_runner(
 ) -> ModelRunner:
     """A runner for a model whose weights are loaded, with fresh memory, that reads its steps from the inputs."""
 
+    byte_dtype = kv_byte_dtype(settings.kv_cache_dtype)
+
     def caches(spec: KvSpec | None, num_pages: int) -> list[KvCache]:
         if spec is None:
             return []
         shape = num_pages, settings.page_size, spec.num_heads, spec.head_width
-        return [KvCache.empty(*shape, dtype) for _ in range(spec.num_layers)]
+        return [KvCache.empty(*shape, byte_dtype or dtype) for _ in range(spec.num_layers)]
 
     return ModelRunner(
         model,
@@ -74,6 +78,7 @@ def build_runner(
         states=StateMemory(model.state_spec, settings.num_state_slots, dtype) if model.state_spec else None,
         predictor=model.predictor if settings.drafting else None,
         draft_inputs=draft_inputs,
+        dtype=dtype,
         media_rows=media_rows,
         replay=settings.replay,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 from typing import NamedTuple
@@ -21,6 +22,10 @@ from tilewright.engine.step import NO_TOKEN, Chunk, Sampled, Step, last_rows
 from tilewright.engine.token_counts import TokenCounts
 from tilewright.ops import sample as ops
 from tilewright.types import SamplingParams, TokenLogprob
+
+# Is given the place of a prompt's token and fp32 logits [R, V] of it and of those after it, before the next step
+# overwrites them.
+PromptReader = Callable[[int, Tensor], None]
 
 
 class _Rows(NamedTuple):
@@ -41,6 +46,8 @@ class Sampler:
     """Draws the next tokens. What is drawn for a sequence depends on its own logits, seed and position alone."""
 
     def __init__(self) -> None:
+        # By id() of the ModelInputs: who reads raw logits of a prompt whose log-probabilities are asked for.
+        self.prompt_readers: dict[int, PromptReader] = {}
         self._occurrences: WeakKeyDictionary[Sequence, TokenCounts] = WeakKeyDictionary()
         self._masks = Masks()
         self._rows: dict[int, _Rows] = {}  # by their number
@@ -54,6 +61,8 @@ class Sampler:
         chunks = step.chunks
         if not logits.shape[0]:
             return [Sampled() for _ in chunks]
+        if self.prompt_readers:
+            self._show_prompts(logits, chunks)
         keep_raw = any(chunk.num_prompt_rows or chunk.sequence.params.logprobs is not None for chunk in chunks)
         drawn = self._draw(logits, chunks, keep_raw)
         token_ids: list[list[int]] = []
@@ -67,6 +76,14 @@ class Sampler:
         if not keep_raw:
             return [Sampled(ids) for ids in token_ids]
         return _with_logprobs(logits, chunks, token_ids)
+
+    def _show_prompts(self, logits: Tensor, chunks: list[Chunk]) -> None:
+        first = 0
+        for chunk in chunks:
+            reader = self.prompt_readers.get(id(chunk.sequence.inputs))
+            if reader is not None and chunk.num_prompt_rows:
+                reader(_first_target(chunk), logits[first : first + chunk.num_prompt_rows])
+            first += chunk.num_logits
 
     def _draw(self, logits: Tensor, chunks: list[Chunk], keep_raw: bool) -> list[int]:
         """A token for every sampled row, chunk after chunk; NO_TOKEN of one in which nothing is a number."""
@@ -185,6 +202,11 @@ def _is_adjusted(sequence: Sequence) -> bool:
     return bool(params.logit_bias) or is_kept_from_stopping or _is_penalized(params)
 
 
+def _first_target(chunk: Chunk) -> int:
+    """The token of the prompt that the chunk's first prompt row is about."""
+    return chunk.stop - chunk.num_sampled - chunk.num_prompt_rows + 1
+
+
 def _with_logprobs(logits: Tensor, chunks: list[Chunk], token_ids: list[list[int]]) -> list[Sampled]:
     """The chunks' tokens with the log-probabilities they ask for, those of the raw logits; one kernel call for all."""
     rows: list[int] = []
@@ -196,7 +218,7 @@ def _with_logprobs(logits: Tensor, chunks: list[Chunk], token_ids: list[list[int
         num_prompt_rows, num_logits = chunk.num_prompt_rows, chunk.num_logits
         if num_prompt_rows:
             rows.extend(range(first, first + num_prompt_rows))
-            next_token = chunk.stop - chunk.num_sampled - num_prompt_rows + 1
+            next_token = _first_target(chunk)
             targets.extend(sequence.token_ids[next_token : next_token + num_prompt_rows])
             num_top.extend([params.prompt_logprobs or 0] * num_prompt_rows)
         if params.logprobs is not None:

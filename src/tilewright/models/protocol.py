@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cost import DecoderCost, PredictorCost
 from tilewright.models.media_batch import MediaBatch
-from tilewright.ops.kv_cache import KvCache, elements_per_token
+from tilewright.ops.kv_cache import KvCache, bytes_per_token, elements_per_token
 from tilewright.types import MediaKind, ModelInputs
 
 
@@ -25,7 +26,10 @@ class KvSpec:
     num_heads: int
     head_width: int
 
-    def bytes_per_token(self, itemsize: int) -> int:
+    def bytes_per_token(self, itemsize: int, byte_dtype: torch.dtype | None = None) -> int:
+        """In a type of `itemsize` bytes, or in one of 8 bits with its scales."""
+        if byte_dtype is not None:
+            return self.num_layers * self.num_heads * bytes_per_token(self.head_width, byte_dtype)
         return self.num_layers * self.num_heads * elements_per_token(self.head_width) * itemsize
 
 

@@ -36,6 +36,7 @@ def paged_attention(
         view(q),
         view(cache.data),
         cache.page_size,
+        cache.format,
         view(block_table),
         view(query_starts),
         view(kv_lengths),

@@ -88,7 +88,7 @@ def _paged(batch: int, num_queries: int, heads: int, kv_heads: int, width: int) 
     q = random(batch * num_queries, heads, width, seed=2)
     starts = _starts(*range(0, batch * num_queries + 1, num_queries))
     lengths = torch.full((batch,), CONTEXT, dtype=torch.int32)
-    caches = [KvCache(data, PAGE_SIZE, width) for (data,) in rotation(cache.data)]
+    caches = [KvCache(data, PAGE_SIZE, width, cache.dtype) for (data,) in rotation(cache.data)]
     out = torch.empty_like(q)
     dtype = fastest_dtype(batch * num_queries)
     by_head = [t.to(dtype).view(batch, CONTEXT, kv_heads, width).transpose(1, 2).contiguous() for t in (k, v)]

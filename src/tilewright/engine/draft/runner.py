@@ -34,6 +34,7 @@ class DraftRunner:
         inputs: StepInputs,
         limits: StepLimits,
         arena: Arena,
+        dtype: torch.dtype,
         *,
         replay: bool,
     ) -> None:
@@ -42,7 +43,7 @@ class DraftRunner:
         self.inputs = inputs
         self.replay = replay
         self._further = StepInputs(inputs.layout)
-        self._hidden = torch.zeros(limits.max_tokens_per_step, predictor.width, dtype=kv_caches[0].data.dtype)
+        self._hidden = torch.zeros(limits.max_tokens_per_step, predictor.width, dtype=dtype)
         self._greedy = greedy_parameters(limits.max_sequences)
         self._arena = arena
         self._recorded: RecordedSteps[tuple[Tensor, Tensor]] = RecordedSteps(arena)

@@ -1,0 +1,1 @@
+"""`tilewright eval`: what a format of weights costs in quality, and what it gains in speed and memory."""
