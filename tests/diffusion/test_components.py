@@ -1,8 +1,11 @@
 """Folders of pipelines: what is in them, what is loaded when, and what they lack."""
 
 import json
+import re
 import shutil
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -16,6 +19,7 @@ from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights import cache
 from tilewright.weights.entry_check import DamagedEntryError
+from tilewright.weights.layer_stream import AROUND_BYTES
 
 SMALL = {"width": 16, "height": 16, "num_steps": 2, "seed": 1, "output": "latents"}
 
@@ -192,3 +196,48 @@ def test_a_hub_id_is_found_in_the_hubs_cache(folder, tmp_path, monkeypatch):
     shutil.copytree(folder, repository / "snapshots" / commit)
     with Diffusion("org/tiny-z", pack_cache=False) as diffusion:
         assert diffusion.generate("a cat", **SMALL).settings["model"] == "tiny-z"
+
+
+def resident_by_file(folder):
+    """Bytes that are resident of the entries of a pack cache."""
+    sizes, name = Counter(), None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            name = line.split(maxsplit=5)[5] if str(folder) in line else None
+        elif name and line.startswith("Rss:"):
+            sizes[name] += int(line.split()[1]) * 1024
+    return sizes
+
+
+def test_streamed_layers_take_the_memory_they_are_given(tmp_path, monkeypatch):
+    """Layers of 9 MB at most: two at a time, and one that stays."""
+    z_image_pipeline(tmp_path / "model", dim=384, n_heads=16, n_kv_heads=16, n_layers=6)
+    settings = replace(config.current(), cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(config, "current", lambda: settings)
+    size = {"width": 16, "height": 16, "num_steps": 2, "seed": 1, "output": "latents"}
+    with Diffusion(tmp_path / "model") as diffusion:
+        expected = diffusion.generate("a cat", **size).latents
+    seen = []
+
+    def note(step, num_steps, latents):
+        seen.append(max(resident_by_file(settings.cache_dir).values()))
+
+    with Diffusion(tmp_path / "model", stream_layers="30MB") as diffusion:
+        assert torch.equal(diffusion.generate("a cat", **size, on_step=note).latents, expected)
+        stream = diffusion.pipeline.components._networks["transformer"].layers[0]._stream
+        assert diffusion.platform.streams_layers and 0 < stream.num_kept < len(stream.ranges)
+    layers = sum(one.size_bytes for one in stream.ranges)
+    others = max(path.stat().st_size for path in settings.cache_dir.glob(f"*{cache.SUFFIX}")) - layers
+    assert layers > 60e6 and len(seen) == 2
+    assert 7e6 < max(seen) <= 30e6 + others + 2 * AROUND_BYTES
+    with (
+        Diffusion(tmp_path / "model", stream_layers=1_000_000) as diffusion,
+        pytest.raises(RequestError, match="stream_layers is 1000000 bytes, expected"),
+    ):
+        diffusion.generate("a cat", **size)
+
+
+@pytest.mark.parametrize("options", [{"pack_cache": False}, {"backend": "torch"}], ids=str)
+def test_layers_are_streamed_from_the_pack_cache(folder, options):
+    with pytest.raises(RequestError, match="stream_layers reads layers from the pack cache"):
+        Diffusion(folder, stream_layers="1GB", **options)

@@ -11,6 +11,7 @@ from tilewright.types import RequestError
 def test_the_cpu(backend):
     cpu = platform.resolve("cpu", backend)
     assert (cpu.device, cpu.backend, cpu.streams_layers) == ("cpu", backend, False)
+    assert platform.resolve("cpu", backend, streams_layers=True).streams_layers
     assert cpu.available_bytes() > 0 and cpu.attention
 
 
@@ -28,6 +29,8 @@ def test_a_gpu(monkeypatch):
         platform.resolve("cuda:1", "torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert platform.resolve("cuda:1", "torch").device == "cuda:1"
+    with pytest.raises(RequestError, match="device is 'cuda:1', where layers are not streamed"):
+        platform.resolve("cuda:1", "torch", streams_layers=True)
 
 
 @pytest.mark.parametrize(("device", "backend"), [("tpu", "native"), ("cpu:3", "native"), ("cpu", "jax")])

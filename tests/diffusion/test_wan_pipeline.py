@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from oracle import require
 from PIL import Image
 from pipeline_ranks import run_on_ranks
 
+from tilewright import config
 from tilewright.diffusion import components
 from tilewright.diffusion.diffusion import Diffusion
 from tilewright.types import RequestError, UnsupportedConfig
@@ -195,6 +197,24 @@ def test_two_ranks_make_what_one_does(checkpoint):
         torch.testing.assert_close(result.latents, alone.latents, rtol=1e-4, atol=1e-4)
     assert np.abs(first.pixels.astype(int) - alone.pixels).max() <= 1
     assert second.pixels is None  # which nobody would look at
+
+
+def test_streamed_layers_give_the_same(checkpoint, tmp_path, monkeypatch):
+    """Two layers at a time; keys and values of the text are computed before the steps, of all layers."""
+    folder = checkpoint("t2v")[1]
+    settings = replace(config.current(), cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(config, "current", lambda: settings)
+    size = {"width": 32, "height": 32, "num_frames": 5, "num_steps": 2, "seed": 1, "output": "latents"}
+    with Diffusion(folder, dtype="float32", stream_layers="1GB") as diffusion:
+        expected = diffusion.generate(PROMPT, **size).latents
+        for name in ("text_encoder", "transformer"):
+            stream = diffusion.pipeline.components._networks[name].blocks[0]._stream
+            assert stream.num_kept == len(stream.ranges)
+            stream.num_kept = 0  # layers are too small for a budget to be below them
+        assert torch.equal(diffusion.generate(PROMPT, **size).latents, expected)
+        assert len(stream._reading) <= 2
+    with Diffusion(folder, dtype="float32", pack_cache=False) as diffusion:
+        assert torch.equal(diffusion.generate(PROMPT, **size).latents, expected)
 
 
 def test_low_memory_gives_the_same(checkpoint):

@@ -1,6 +1,7 @@
 """Chat and pictures mixed, against a server that runs; nothing may be left behind.
 
-python tests/server/soak_pictures.py --requests 1000       a tiny random model for chat, the embedded one for pictures
+python tests/server/soak_pictures.py --requests 1000       the embedded model for chat, a tiny random one for pictures
+python tests/server/soak_pictures.py --seconds 300         as many as fit
 python tests/server/soak_pictures.py --image-model ./Z-Image-Turbo
 """
 
@@ -77,14 +78,17 @@ async def send(client, kind, seed):
     return status, None
 
 
-async def run(url, num_requests, concurrency, seed=0):
-    """How often each kind had each status, and what was wrong."""
+async def run(url, num_requests, concurrency, seed=0, seconds=float("inf")):
+    """How often each kind had each status, and what was wrong. No request is begun after `seconds`."""
     client, kinds = Client(Server.parse(url)), list(KINDS)
     statuses, wrong = Counter(), []
+    until_s = time.monotonic() + seconds
     waiting = iter([(kinds[i % len(kinds)], f"{seed} {i % 99}") for i in range(num_requests)])
 
     async def work():
         for kind, one_seed in waiting:
+            if time.monotonic() > until_s:
+                return
             status, problem = await asyncio.wait_for(send(client, kind, one_seed), 300)
             statuses[kind, status] += 1
             if problem:
@@ -96,46 +100,60 @@ async def run(url, num_requests, concurrency, seed=0):
 
 
 def left_behind(pid):
-    """What a server and all below it hold: processes, open files, files in shared memory, bytes of memory."""
+    """What a server and all below it hold: processes, threads, open files, mapped shared memory, bytes of memory."""
     pids = family_of(pid)
-    files = 0
+    held = dict.fromkeys(("threads", "files", "shared"), 0)
     for one in pids:
         with contextlib.suppress(OSError):
-            files += len(os.listdir(f"/proc/{one}/fd"))
-    shared = len(os.listdir("/dev/shm"))
-    return {"processes": len(pids), "files": files, "shared": shared, "memory": sum(map(memory_bytes, pids))}
+            held["threads"] += len(os.listdir(f"/proc/{one}/task"))
+            held["files"] += len(os.listdir(f"/proc/{one}/fd"))
+            maps = Path(f"/proc/{one}/maps").read_text().splitlines()
+            held["shared"] += sum("/dev/shm/" in line or "/memfd:" in line for line in maps)
+    return {"processes": len(pids), **held, "memory": sum(map(memory_bytes, pids))}
 
 
 def main():
     from serve_process import ServerProcess
-    from tiny_checkpoint import write_vision_model
+    from tiny_pipelines import z_image_pipeline
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--image-model", help="default: the embedded one")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no request after so many")
+    parser.add_argument("--image-model", help="default: a tiny random one")
     options = parser.parse_args()
-    from tilewright import embedded
+    with tempfile.TemporaryDirectory() as name:
+        folder, temporary = Path(name), Path(name) / "temporary"
+        temporary.mkdir()
+        image_model = options.image_model
+        if image_model is None:
+            z_image_pipeline(folder / "pipeline")
+            image_model = str(folder / "pipeline")
+        server = ServerProcess(None, "--image-model", image_model, ready_s=300, TMPDIR=str(temporary))
 
-    image_model = options.image_model or str(embedded.path("tiny_draw"))
-    with tempfile.TemporaryDirectory() as folder:
-        server = ServerProcess(write_vision_model(Path(folder)), "--image-model", image_model)
-        try:
-            asyncio.run(run(server.url, 2 * len(KINDS), 4))  # what is started by the first request
+        def look():
             time.sleep(6)  # connections that wait for another request are closed after 5 s
-            before, began_s = left_behind(server.process.pid), time.monotonic()
-            statuses, wrong = asyncio.run(run(server.url, options.requests, options.concurrency, seed=1))
+            return {**left_behind(server.process.pid), "temporary files": len(list(temporary.rglob("*")))}
+
+        try:
+            asyncio.run(run(server.url, 3 * len(KINDS), options.concurrency))  # what the first requests start
+            before, began_s = look(), time.monotonic()
+            statuses, wrong = asyncio.run(
+                run(server.url, options.requests, options.concurrency, seed=1, seconds=options.seconds)
+            )
             took_s = time.monotonic() - began_s
-            time.sleep(6)
-            after = left_behind(server.process.pid)
+            after = look()
         finally:
             server.end()
+        after_end = {"temporary files": len(list(temporary.rglob("*")))}
     for (kind, status), count in sorted(statuses.items(), key=str):
         print(f"{kind:14} {status or 'left'}: {count}")
-    print(f"{options.requests} requests in {took_s:.0f} s, {len(wrong)} wrong", *wrong[:5], sep="\n")
+    print(f"{statuses.total()} requests in {took_s:.0f} s, {len(wrong)} wrong", *wrong[:5], sep="\n")
     for name in before:
-        print(f"{name}: {before[name]} before, {after[name]} after")
-    return int(bool(wrong) or any(after[name] > before[name] for name in ("processes", "files", "shared")))
+        print(f"{name}: {before[name]:,} before, {after[name]:,} after")
+    print(f"temporary files when the server has ended: {after_end['temporary files']}")
+    grew = [name for name in before if name != "memory" and after[name] > before[name]]
+    return int(bool(wrong or grew or after_end["temporary files"]))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from tilewright.model_files import CheckpointError, read_json, read_optional_jso
 from tilewright.ops import backend
 from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.weights import layer_stream
 from tilewright.weights.checkpoint import Checkpoint
 from tilewright.weights.entry_check import DamagedEntryError, EntryCheck
 from tilewright.weights.hub import download_pipeline, is_hub_id
@@ -49,9 +50,11 @@ class Components:
         dtype: str = "auto",
         group: Group | None = None,
         low_memory: bool = False,
+        stream_layers: int | None = None,
         pack_cache: bool = True,
         progress: bool = False,
     ) -> None:
+        """`stream_layers`: bytes that layers of a network may take, the others being read as they compute."""
         if dtype != "auto" and dtype not in DTYPES:
             raise RequestError(f"dtype is {dtype!r}, expected auto, {' or '.join(DTYPES)}")
         self.folder = pipeline_folder(model)
@@ -62,7 +65,13 @@ class Components:
         self.reports: dict[str, LoadReport] = {}
         self._dtype = dtype
         self._group = group or SingleGroup()
+        self._stream_bytes = stream_layers
         self._pack_cache = pack_cache and not embedded.is_embedded(self.folder)
+        if stream_layers is not None and self._cache_dir() is None:
+            raise RequestError(
+                "stream_layers reads layers from the pack cache, expected native kernels, pack_cache, "
+                "TILEWRIGHT_CACHE_DIR not off, and no embedded model"
+            )
         self._progress = progress
         self._networks: dict[str, Any] = {}
         self._num_users: Counter[str] = Counter()
@@ -162,8 +171,27 @@ class Components:
         for check in self._checks.values():
             check.close()
 
+    def _cache_dir(self) -> Path | None:
+        return settings.current().cache_dir if self._pack_cache and backend.active() == "native" else None
+
     def _load(self, name: str) -> Any:
         begin_s = time.perf_counter()
+        network = self._mapped(name)
+        if self._stream_bytes is not None:
+            if not self.reports[name].from_cache:  # packed just now, in memory: from here on it is in the cache
+                del network
+                network = self._mapped(name)
+            if not self.reports[name].from_cache:
+                raise CheckpointError(f"{name} cannot be streamed: its packed weights are not kept in the pack cache")
+            layer_stream.stream_layers(network, self._stream_bytes)
+        unchecked = self.reports[name].unchecked
+        if unchecked is not None and name not in self._checks:
+            self._checks[name] = EntryCheck(unchecked, self._note_damage)
+        self.loading_s += time.perf_counter() - begin_s
+        return network
+
+    def _mapped(self, name: str) -> Any:
+        """A component's network with its weights, mapped from the pack cache where they are there."""
         folder = self.path(name)
         checkpoint = SafetensorsCheckpoint(folder)
         with partition.use(Partition(self._group)) as parts:
@@ -185,13 +213,10 @@ class Components:
             checkpoint,
             dtype=dtype,
             rename=network.checkpoint_name,
-            cache_dir=settings.current().cache_dir if self._pack_cache and backend.active() == "native" else None,
+            cache_dir=self._cache_dir(),
             progress=self._progress,
+            is_streamed=self._stream_bytes is not None,
         )
-        unchecked = self.reports[name].unchecked
-        if unchecked is not None and name not in self._checks:
-            self._checks[name] = EntryCheck(unchecked, self._note_damage)
-        self.loading_s += time.perf_counter() - begin_s
         return network
 
     def _note_damage(self, error: DamagedEntryError) -> None:

@@ -25,6 +25,7 @@ from tilewright.diffusion.pipeline import OnStep, Result, Timings, ignore_step
 from tilewright.diffusion.platform import Platform
 from tilewright.diffusion.ranks import Ranks, check_size
 from tilewright.diffusion.registry import open_pipeline
+from tilewright.host_memory import parse_bytes
 from tilewright.ops import backend as ops_backend
 from tilewright.ops.native import kernels
 from tilewright.parallel.topology import read_text
@@ -68,6 +69,8 @@ class Diffusion:
     device       "cpu", or "cuda" with the torch backend (docs/platforms.md)
     backend      "native": the kernels; "torch": the same ops in plain torch, to compare with (docs/backends.md)
     low_memory   text encoder, transformer and VAE are mapped and released in turn: the largest is what it takes
+    stream_layers  bytes, such as "4GB", that the layers of a network may take: the others are read from the pack cache
+                 as they compute, in every step; None: all stay in memory
     pack_cache   whether packed weights, and what pictures took, are kept on disk for the next start
     progress     whether loading shows a bar
     """
@@ -82,17 +85,21 @@ class Diffusion:
         device: str = "cpu",
         backend: str = "native",
         low_memory: bool = False,
+        stream_layers: int | str | None = None,
         pack_cache: bool = True,
         progress: bool = False,
     ) -> None:
-        self.platform = platform.resolve(device, backend)
+        self.platform = platform.resolve(device, backend, streams_layers=stream_layers is not None)
+        layer_bytes = None if stream_layers is None else parse_bytes(stream_layers)
         path = pipeline_folder(embedded.path("tiny_draw") if model is None else model)
         self.name = embedded.name_of(path if model is None else model)
         self._lock = threading.Lock()
         folder = config.current().cache_dir if pack_cache else None
-        self._times = PastTimes(folder, f"{self.name}, {dtype}, tp {tp}, {low_memory=}, {backend}, {_machine()}")
+        how = f"{dtype}, tp {tp}, {low_memory=}, {layer_bytes=}, {backend}"
+        self._times = PastTimes(folder, f"{self.name}, {how}, {_machine()}")
         self._operations_per_s: float | None = None  # measured when it is first asked for
         options: dict[str, Any] = {"dtype": dtype, "low_memory": low_memory, "pack_cache": pack_cache}
+        options["stream_layers"] = layer_bytes
         self._ranks = (
             None if check_size(tp) == 1 else Ranks(tp, {"model": str(path), **options}, self.platform, cpu_binding)
         )

@@ -26,18 +26,20 @@ class Platform:
     backend: str  # of the ops
     attention: str  # what `ops.attention` runs on
     worker: str  # the entry point of the other ranks
-    streams_layers: bool  # whether weights go to the device layer by layer; a CPU maps them, and reads what it touches
+    streams_layers: bool  # whether layers are read as they compute; off by default: a CPU maps them, and keeps them all
     available_bytes: Callable[[], int]
 
 
-def resolve(device: str, backend: str) -> Platform:
+def resolve(device: str, backend: str, *, streams_layers: bool = False) -> Platform:
     """The platform of a device; RequestError for one that is not there or not built."""
     if backend not in ops_backend.NAMES:
         raise RequestError(f"backend is {backend!r}, expected {' or '.join(ops_backend.NAMES)}")
     kind = device.partition(":")[0]
     if kind == "cpu" and device == "cpu":
         attention = "varlen_attention of our kernels" if backend == "native" else "torch"
-        return Platform("cpu", backend, attention, WORKER, False, lambda: host_memory.available_bytes())
+        return Platform("cpu", backend, attention, WORKER, streams_layers, lambda: host_memory.available_bytes())
+    if streams_layers and kind == "cuda":
+        raise RequestError(f"device is {device!r}, where layers are not streamed (docs/platforms.md): expected cpu")
     if kind == "cuda":
         return _cuda(device, backend)
     if kind in NOT_BUILT:

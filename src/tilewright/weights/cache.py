@@ -88,15 +88,15 @@ class PackedCache:
         self.path = folder / f"{self._checkpoint}-{self._state}-{self._key[:16]}{SUFFIX}"
         self.unchecked: ChecksummedData | None = None  # what `restore` mapped and has compared a sample of only
 
-    def restore(self, on_bytes: Callable[[int], object]) -> bool:
+    def restore(self, on_bytes: Callable[[int], object], is_streamed: bool = False) -> bool:
         """Gives every weight its value from the entry; False, and nothing is changed, if there is none to use.
 
-        `on_bytes` is called as the file comes into memory.
+        `on_bytes` is called as the file comes into memory; `is_streamed`: it does not, until layers are used.
         """
         if not self.path.is_file():
             return False
         try:
-            values = self._read(on_bytes)
+            values = self._read(on_bytes, is_streamed)
         except (_NoEntryError, CheckpointError) as error:
             _log.warning("%s is not used, and written anew: %s", self.path, error)
             return False
@@ -108,15 +108,19 @@ class PackedCache:
             _log.debug("the time of %s stays as it is: %s", self.path, error)
         return True
 
-    def _read(self, on_bytes: Callable[[int], object]) -> list[object]:
+    def _read(self, on_bytes: Callable[[int], object], is_streamed: bool) -> list[object]:
         entry, data = _open(self.path)
         if entry["key"] != self._key:
             raise _NoEntryError("it belongs to another model")
-        _populate(data.file, on_bytes)
+        if not is_streamed:
+            _populate(data.file, on_bytes)
         num_blocks = len(data.checksums)
         # Other blocks at each start: short runs, which end before a whole check does, find damage too, in the end.
         _compare(data, random.sample(range(num_blocks), min(num_blocks, SAMPLE_BLOCKS)))
-        self.unchecked = data if num_blocks > SAMPLE_BLOCKS else None
+        if is_streamed:
+            data.file.release(0, data.file.size_bytes)  # a check of all of it would read what was let go again
+        else:
+            self.unchecked = data if num_blocks > SAMPLE_BLOCKS else None
         return [decode(value, data.file) for value in entry["values"]]
 
     def store(self) -> None:

@@ -63,6 +63,7 @@ def load(
     cache_dir: Path | None = None,
     progress: bool = False,
     keep_numbers: bool = True,
+    is_streamed: bool = False,
 ) -> LoadReport:
     """Every weight of `model` filled from the checkpoint, in `dtype`, and a report.
 
@@ -70,7 +71,7 @@ def load(
     missing, that nothing asks for, or that have another shape or type than asked for are one CheckpointError.
     `cache_dir`: where packed weights are looked for and kept (`weights.cache`); None for neither. `progress` shows a
     bar on a terminal. `keep_numbers`: products are with the numbers of quantised tensors, if kernels have their format;
-    else with what they stand for, in `dtype`.
+    else with what they stand for, in `dtype`. `is_streamed`: packed weights of the cache are mapped and not read.
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype is {dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
@@ -89,7 +90,7 @@ def load(
         cache = PackedCache(cache_dir, weights, checkpoint.path, checkpoint.fingerprint, dtype, f"{in_order}")
         if cache.path.is_file():
             with _progress_bar(cache.path.stat().st_size, progress) as bar:
-                from_cache = cache.restore(bar.update)
+                from_cache = cache.restore(bar.update, is_streamed)
     if not from_cache:
         _build(weights, checkpoint, stored_names, dtype, progress)
         if cache is not None:
