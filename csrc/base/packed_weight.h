@@ -42,11 +42,13 @@ inline constexpr bool has_mins(WeightFormat format) {  // or zeros in their plac
 }
 
 // What the codes of a nibble stand for: those of mxfp4 are twice e2m1, so that all are whole.
-inline constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-inline constexpr int8_t kIq4NlValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-inline constexpr const int8_t* table_of(WeightFormat format) {  // null: a code is the number itself
+namespace {  // no symbols of files that have an ISA level's instructions
+constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int8_t kIq4NlValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr const int8_t* table_of(WeightFormat format) {  // null: a code is the number itself
   return format == WeightFormat::mxfp4 ? kMxfp4Values : format == WeightFormat::iq4_nl ? kIq4NlValues : nullptr;
 }
+}  // namespace
 
 // The type of the elements that hold a format's values.
 inline constexpr DType storage_of(WeightFormat format) {

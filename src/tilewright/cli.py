@@ -113,15 +113,18 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "info",
-        help="show this machine and the kernels it uses",
-        description="Prints the CPU, its ISA levels, memory and caches, and the kernel each op runs.",
+        help="show this machine and the kernels it uses, or a model's weights",
+        description="Prints the CPU, its ISA levels, memory and caches, and the kernel each op runs; of a MODEL the "
+        "formats its weights are stored in and their bytes.",
         epilog="""examples:
   tilewright info                            show this machine
   tilewright info --measure                  and measure its limits
   tilewright info --json > machine.json      the same as JSON
+  tilewright info ./Qwen3-8B-AWQ             show the formats of a model's weights
   TILEWRIGHT_MAX_ISA=scalar tilewright info  as a machine without vector instructions""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder, a GGUF file or a hub id")
     parser.add_argument("--measure", action="store_true", help="measure read bandwidth and multiply peaks")
     parser.add_argument("--seconds", type=float, default=2.0, help="how long --measure takes (default 2)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -129,6 +132,8 @@ def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _run_info(options: argparse.Namespace) -> int:
+    if options.model is not None:
+        return _run_model_info(options.model, options.json)
     from tilewright import machine
 
     described = machine.describe()
@@ -137,4 +142,25 @@ def _run_info(options: argparse.Namespace) -> int:
         print(json.dumps(machine.as_dict(described, measured), indent=2))
     else:
         print(machine.as_text(described, measured))
+    return 0
+
+
+def _run_model_info(model: str, as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
+    from tilewright.weights.summary import stored_formats
+
+    try:
+        checkpoint = open_checkpoint(model)
+    except CheckpointError as error:
+        print(f"tilewright info: {error}", file=sys.stderr)
+        return 2
+    formats = stored_formats(checkpoint)
+    if as_json:
+        print(json.dumps({"path": str(checkpoint.path), "weights": [asdict(item) for item in formats]}, indent=2))
+        return 0
+    print(f"{checkpoint.path}: {sum(item.size_bytes for item in formats) / 1e9:.3f} GB of weights")
+    for item in formats:
+        print(f"{item.name:28} {item.num_tensors:6} tensors {item.size_bytes / 1e9:9.3f} GB")
     return 0

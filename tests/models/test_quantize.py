@@ -27,10 +27,11 @@ CASES = [
     ("mllama", "int8"),
     ("qwen3_5_moe", "int4"),
     ("qwen3_next", "int8"),
+    ("qwen3", "fp8"),
 ]
 # How far logits of random networks of three layers move, beside their own size; of unrelated ones it is 1.4. Those with
 # many experts choose others, and are left out.
-ERRORS = {"int8": 0.1, "int4": 0.7}
+ERRORS = {"int8": 0.1, "int4": 0.7, "fp8": 0.25}
 # What a byte more or less here and there leaves between two ways to compute the same.
 SAME = 0.06
 
@@ -153,7 +154,7 @@ def test_an_engine_keeps_rounded_weights(tmp_path, monkeypatch):
 
 def test_a_format_that_there_is_not(tmp_path):
     folder = tiny_checkpoint.write_text_model(tmp_path / "model")
-    with pytest.raises(RequestError, match="quantize is 'int3', expected int8, int4, none"):
+    with pytest.raises(RequestError, match="quantize is 'int3', expected int8, int4, fp8, none or auto"):
         Engine(folder, quantize="int3")
 
 

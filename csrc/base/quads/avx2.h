@@ -6,8 +6,9 @@
 #include <cstdint>
 
 #include "base/half.h"
-#include "base/quads/widen.h"
 #include "base/vec/avx2.h"
+
+#include "base/quads/widen.h"
 
 namespace tilewright {
 namespace {

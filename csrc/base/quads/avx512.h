@@ -85,7 +85,7 @@ inline IntVec dot(IntVec sum, const SignedQuads& weights, const RowQuad& x) {
 #endif
 
 // 32 bytes as bf16. Of fp8 the exponent gets bf16's bias; those of zero are looked up, as they are no normal numbers.
-inline void widen_fp8(const uint8_t* bytes, bf16* wide) {
+inline __m512i fp8_as_bf16(const uint8_t* bytes) {
   alignas(64) static constexpr uint16_t kSmall[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
   const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)));
   const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x7f)), 4),
@@ -93,14 +93,27 @@ inline void widen_fp8(const uint8_t* bytes, bf16* wide) {
   const __mmask32 is_small = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
   const __m512i magnitude = _mm512_mask_permutexvar_epi16(normal, is_small, codes, _mm512_load_si512(kSmall));
   const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
-  _mm512_storeu_si512(wide, _mm512_or_si512(magnitude, sign));
+  return _mm512_or_si512(magnitude, sign);
 }
+inline void widen_fp8(const uint8_t* bytes, bf16* wide) { _mm512_storeu_si512(wide, fp8_as_bf16(bytes)); }
 inline void widen_int8(const int8_t* bytes, bf16* wide) {
   for (int i = 0; i < 32; i += 16) {
     const __m512i whole = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i)));
     const __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(whole)), 16);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide + i), _mm512_cvtepi32_epi16(bits));
   }
+}
+
+// Pairs of 16 columns apart, as fp32.
+inline void load_fp8_pair(const uint8_t* p, Vec& even, Vec& odd) {
+  const __m512i pairs = fp8_as_bf16(p);
+  even = {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))};
+  odd = {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+inline void load_int8_pair(const uint8_t* p, Vec& even, Vec& odd) {
+  const __m512i pairs = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  even = {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(pairs, 16), 16))};
+  odd = {_mm512_cvtepi32_ps(_mm512_srai_epi32(pairs, 16))};
 }
 
 inline Vec load_halves(const f16* p) {

@@ -4,8 +4,9 @@
 #include <cstdint>
 
 #include "base/half.h"
-#include "base/quads/widen.h"
 #include "base/vec/scalar.h"
+
+#include "base/quads/widen.h"
 
 namespace tilewright {
 namespace {

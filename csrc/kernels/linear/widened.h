@@ -32,6 +32,39 @@ inline void widen_bytes(WeightFormat format, const uint8_t* bytes, int64_t count
   }
 }
 
+// Bytes as an operand of multiply_tiles, which finds these functions by their type: fp32 products of few rows take
+// weights straight from memory.
+struct Fp8Byte {
+  uint8_t bits;
+};
+struct Int8Byte {
+  uint8_t bits;
+};
+inline void load_pair_of(const Fp8Byte* p, Vec& even, Vec& odd) { load_fp8_pair(&p->bits, even, odd); }
+inline void load_pair_of(const Int8Byte* p, Vec& even, Vec& odd) { load_int8_pair(&p->bits, even, odd); }
+template <class Byte>
+inline constexpr bool kIsByte = std::is_same_v<Byte, Fp8Byte> || std::is_same_v<Byte, Int8Byte>;
+
+template <class Byte>
+  requires kIsByte<Byte>
+inline void load_columns(const Byte* row, int column, Vec& even, Vec& odd) {
+  load_pair_of(row + 2 * column, even, odd);
+}
+template <int kParity, class Byte>
+  requires kIsByte<Byte>
+inline Vec load_depth(const Byte* row, int column) {
+  Vec even, odd;
+  load_pair_of(row + 2 * column, even, odd);
+  return kParity ? odd : even;
+}
+// A line is two rows of pairs.
+template <int kRows, class Byte, int kTiles>
+  requires kIsByte<Byte>
+TILEWRIGHT_INLINE void prefetch_pair(const Byte* const (&b)[kTiles], int pair) {
+  if (pair % 2 == 0)
+    for (int t = 0; t < kTiles; ++t) __builtin_prefetch(b[t] + pair * 32 + 8192);
+}
+
 // c [rows, 32] = or += the sums of a group, times the scales of its columns.
 inline void add_scaled(const PackedWeight& weight, int64_t strip, int64_t group, const float* sums, int rows,
                        float* c) {
@@ -76,6 +109,22 @@ void multiply_widened(const LinearArgs& args, const Left* x, int64_t row_begin, 
   }
 }
 
+// Up to kDotRows rows, whose sums are in registers: each byte is turned into fp32 once, on its way to them.
+template <class Byte>
+void multiply_bytes(const LinearArgs& args, const float* x, int64_t row, int rows, int64_t strip) {
+  const PackedWeight& weight = args.weight;
+  const auto* bytes = static_cast<const Byte*>(static_cast<const void*>(weight.strip<uint8_t>(strip)));
+  alignas(64) float c[kDotRows * kStripColumns], sums[kDotRows * kStripColumns];
+  for (int64_t g = 0; g < weight.num_groups(); ++g) {
+    const int64_t first = weight.group_begin(g) / kTileDepth, end = weight.group_end(g) / kTileDepth;
+    const auto tile_at = [&](int d, int j) { return bytes + ((first + d) * 2 + j) * kTileElements; };
+    multiply_tiles<Byte>(x + row * weight.depth() + first * kTileDepth, weight.depth(), rows, tile_at, 2,
+                         static_cast<int>(end - first), sums, kStripColumns);
+    add_scaled(weight, strip, g, sums, rows, c);
+  }
+  finish_block(args, c, row, rows, strip);
+}
+
 template <class TB, class Left>
 void widened_run_as(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                     int64_t strip_begin, int64_t strip_end) {
@@ -92,6 +141,15 @@ void widened_run(const LinearArgs& args, const void* packed_x, int64_t block_beg
   if constexpr (Vec::kHasBf16Dot) {
     if (bf16_products(args))
       return widened_run_as<bf16, bf16>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+  }
+  const int64_t row = block_begin * kRowBlock;
+  if (args.m - row <= kDotRows) {
+    const auto run = [&](auto byte) {
+      for (int64_t s = strip_begin; s < strip_end; ++s)
+        multiply_bytes<decltype(byte)>(args, static_cast<const float*>(packed_x), row, static_cast<int>(args.m - row),
+                                       s);
+    };
+    return args.weight.format == WeightFormat::fp8 ? run(Fp8Byte{}) : run(Int8Byte{});
   }
   // fp32 products: as in generic.h, tiles of fp32 pay where enough rows use them.
   if ((block_end - block_begin) * kRowBlock >= kRowsToWiden && args.m >= kRowsToWiden)

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tilewright import embedded
+from tilewright.engine import auto_quantize
 from tilewright.engine.assembly import build_core
 from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.core import EngineCore
@@ -111,7 +112,8 @@ class Engine:
         with self._cleaned_up_on_error(), ops_backend.use(backend):
             name = _embedded_path() if model is None else model
             loading: dict[str, Any] = {"dtype": dtype, "drafting": speculate > 0, "pack_cache": pack_cache}
-            loading["quantize"] = quantize
+            # Chosen once: all ranks pack alike.
+            loading["quantize"] = auto_quantize.choose(name) if quantize == auto_quantize.AUTO else quantize
             ranks = self._cleanup.enter_context(start_ranks(tp, cpu_binding, name, backend=backend, **loading))
             self.loaded: LoadedModel = load_model(
                 name,

@@ -45,9 +45,12 @@ _NAMED = {
 
 
 def named(name: str | None) -> Precision:
-    """What `quantize` names; None: weights stay as the checkpoint has them, quantised or not."""
+    """What `quantize` names, but for "auto" (engine/auto_quantize.py).
+
+    None: weights stay as the checkpoint has them, quantised or not.
+    """
     if name is not None and name not in _NAMED:
-        raise RequestError(f"quantize is {name!r}, expected {', '.join(_NAMED)}")
+        raise RequestError(f"quantize is {name!r}, expected {', '.join(_NAMED)} or auto")
     return Precision() if name is None else _NAMED[name]
 
 

@@ -13,11 +13,11 @@ from tilewright.bench.shapes import MODELS, Vision
 from tilewright.bench.torch_dtype import fastest_dtype
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
 from tilewright.ops.packed import weight_format
-from tilewright.ops.quantized import Quantized, quantize
+from tilewright.ops.quantized import WIDENED, Quantized, quantize, scale_dtype
 from tilewright.ops.torch_backend import linear as reference
 
 ROWS = (1, 4, 16, 128, 512, 1024)
-QUANTIZED = (("int8", 0), ("int4", 32), ("int4", 128))
+QUANTIZED = (("int8", 0), ("int4", 32), ("int4", 128), ("mxfp4", 32), ("fp8", 128), ("int8_exact", 0))
 QUANTIZED_ROWS = (1, 8, 512)
 HEAD_ROWS = (1, 16)
 VISION_ROWS = (1024, 4096)
@@ -58,7 +58,8 @@ def _row(name: str, label: str, m: int, n: int, k: int, group: str, *, gated: bo
 def _quantized_row(label: str, m: int, n: int, k: int, format: tuple[str, int]) -> Row:
     """Beside our own product of the same weight in bf16."""
     name, group = format
-    bits = 4.0 + 16 / group if group else 8.0
+    bits = 8.0 if name in ("int8", *WIDENED) else 4.0
+    bits += 8 * scale_dtype(name, group).itemsize / (group or k)
     moved = int(n * k * bits / 8) + 2 * m * (k + n)
     title = f"linear {name}" + (f" in groups of {group}" if group else "")
     shape = f"{label} M={m} N={n} K={k}, beside bf16"
