@@ -62,7 +62,7 @@ class CoreAnswers:
         # A predictor may read what it never wrote: that is zeros, and makes a draft worse, not an answer.
         own = runner.kv_caches[:-1] if model.predictor else runner.kv_caches
         for memory in [*states, *(cache.data for cache in (*own, *runner.cross_caches))]:
-            memory.fill_(float("nan"))
+            memory.fill_(float("nan") if memory.is_floating_point() else 255)  # bytes: scales of NaN
 
     def to(self, prompts, params):
         """The tokens of each prompt's answers."""

@@ -72,6 +72,16 @@ def alone(load_foreseen, networks):
     return of
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_answers_are_those_without_drafts_over_keys_in_bytes(kv_cache_dtype, load_foreseen, networks):
+    dtype = torch.float32
+    model, prompts = load_foreseen(NAMES[0], dtype), prompts_for(NAMES[0], networks, dtype)
+    params = next(iter(PARAMS.values()))
+    plain, drafted = (Answers(model, dtype, drafts=drafts, kv_cache_dtype=kv_cache_dtype) for drafts in (0, 3))
+    assert drafted.to(prompts, params) == plain.to(prompts, params)
+    assert drafted.drafter.num_accepted > 0
+
+
 @pytest.mark.parametrize("how", PARAMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_those_without_drafts(name, how, dtype, load_foreseen, networks, alone):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +19,13 @@ from tilewright.engine.assembly import build_core
 from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.core import EngineCore
 from tilewright.engine.costs import Costs, costs_of
+from tilewright.engine.executor import Executor
 from tilewright.engine.handle import Handle
 from tilewright.engine.kv.dtype import kv_byte_dtype
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
 from tilewright.engine.memory import kv_bytes, share_out
+from tilewright.engine.memory_use import MemoryUse, resident_bytes
 from tilewright.engine.ranks.processes import Ranks, start_ranks
 from tilewright.engine.sampler import PromptReader
 from tilewright.engine.stats import Stats
@@ -306,8 +309,20 @@ class Engine:
         """What the model reads and computes, with its keys and values as they are kept here."""
         return costs_of(self.loaded.model, self.loaded.dtype.itemsize, self._kv_byte_dtype)
 
+    def memory(self) -> MemoryUse:
+        """What the engine's memory goes to, now."""
+        runner, pool = self.loop.core.runner, self.loop.core.resources.kv.pool
+        page_bytes = self.kv_bytes_per_token * pool.page_size
+        return MemoryUse(
+            weight_bytes=sum(self.loaded.report.bytes_by_format.values()),
+            kv_bytes=pool.num_pages * page_bytes,
+            kv_bytes_used=pool.num_used * page_bytes,
+            scratch_bytes=runner.model_runner.scratch_bytes if isinstance(runner, Executor) else 0,
+            resident_bytes=resident_bytes(),
+        )
+
     def stats(self) -> Stats:
-        return self.loop.stats()
+        return dataclasses.replace(self.loop.stats(), **vars(self.memory()))
 
     def close(self) -> None:
         """Aborts what is under way and ends the engine's threads."""

@@ -62,6 +62,11 @@ class ModelRunner:
             )
 
     @property
+    def scratch_bytes(self) -> int:
+        """For results of ops: what the largest step so far took, and what was added in advance."""
+        return self._arena.size_bytes
+
+    @property
     def draft_inputs(self) -> StepInputs | None:
         """Where `draft` reads what its predictor is given; None: the model has none."""
         return None if self._drafts is None else self._drafts.inputs

@@ -41,6 +41,12 @@ class Stats:
     num_state_slots_used: int = 0
     num_state_snapshots: int = 0  # states that later prompts may start from
     state_hit_rate: float = 0.0
+    # As `engine.memory_use.MemoryUse` has them.
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    kv_bytes_used: int = 0
+    scratch_bytes: int = 0
+    resident_bytes: int = 0
 
     @property
     def draft_acceptance(self) -> float:

@@ -28,6 +28,11 @@ _ENGINE_GAUGES = (
     ("num_preparing", "requests_preparing", "Requests whose prompt is being prepared."),
     ("num_pages", "kv_pages", "Pages for keys and values."),
     ("num_pages_used", "kv_pages_used", "Pages that running answers hold."),
+    ("weight_bytes", "weight_bytes", "Bytes of the model's weights as they are packed, on the first rank."),
+    ("kv_bytes", "kv_bytes", "Bytes of all pages for keys and values; untouched ones take no memory."),
+    ("kv_bytes_used", "kv_bytes_used", "Bytes of pages that running answers hold."),
+    ("scratch_bytes", "scratch_bytes", "Bytes for results of ops within a step."),
+    ("resident_bytes", "engine_resident_bytes", "Bytes that the engine's process has in memory; 0: unknown."),
     ("feature_bytes", "feature_cache_bytes", "Bytes of cached features of pictures and videos."),
     (
         "num_cross_pages",
