@@ -1,0 +1,91 @@
+"""A tiny Qwen3-Omni with random weights, as transformers has it, and our networks filled from it."""
+
+import functools
+import threading
+
+import torch
+from components import randomized
+from oracle import require
+
+from tilewright.layers import partition
+from tilewright.parallel.group import SingleGroup
+from tilewright.parallel.rendezvous import open_rendezvous
+from tilewright.weights.spec import iter_weights
+
+NUM_CODES = 4  # of a frame
+CODEBOOK = 32
+
+CODE2WAV = {
+    "codebook_size": CODEBOOK,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 6,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_quantizers": NUM_CODES,
+    "decoder_dim": 32,
+    "upsample_rates": [4, 3],
+    "upsampling_ratios": [2, 2],
+}
+
+
+@functools.cache
+def code2wav(**changes):
+    """transformers' decoder of codes, whose samples are mostly within [-1, 1] and move."""
+    omni = require("transformers.models.qwen3_omni_moe")
+    modeling = omni.modeling_qwen3_omni_moe
+    config = omni.configuration_qwen3_omni_moe.Qwen3OmniMoeCode2WavConfig(**CODE2WAV | changes)
+    return quiet(randomized(modeling.Qwen3OmniMoeCode2Wav(config)))
+
+
+def quiet(network):
+    """The decoder with convolutions that keep the size of what goes through."""
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() == 3:
+                parameter.mul_(parameter.shape[1] ** -0.5)
+        network.decoder[-1].conv.weight.mul_(0.06)
+    return network
+
+
+def filled(build, network, prefix, dtype=torch.float32, group=None):
+    """What `build` makes, with the weights of transformers' network: each is used, and has the shape asked for."""
+    with partition.use(partition.Partition(group or SingleGroup())):
+        ours = build()
+    state = {f"{prefix}.{name}": tensor for name, tensor in network.state_dict().items()}
+    asked = set()
+    for weight in iter_weights(ours):
+        for source in weight.sources:
+            assert tuple(state[source.name].shape) == source.shape, source
+            asked.add(source.name)
+        weight.build([state[source.name] for source in weight.sources], dtype)
+    assert asked == set(state), set(state) - asked
+    return ours
+
+
+def on_ranks(size, fill, compute):
+    """What `compute(fill(group))` gives on each of `size` ranks, which are threads."""
+    host = open_rendezvous(size)
+    results, errors = [None] * size, []
+
+    def run(rank):
+        try:
+            with torch.inference_mode():
+                results[rank] = compute(networks[rank])
+        except Exception as error:
+            errors.append(error)
+            host.abort(rank)
+
+    try:
+        networks = [fill(host.make_group(rank)) for rank in range(size)]
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+    finally:
+        host.close()
+    assert not errors, errors
+    return results
