@@ -89,3 +89,73 @@ def on_ranks(size, fill, compute):
         host.close()
     assert not errors, errors
     return results
+
+
+TEXT = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+        "interleaved": True,
+    },
+}
+TALKER_TEXT = TEXT | {
+    # The talker never says its last 1,024 ids but its end.
+    "vocab_size": 1024 + CODEBOOK + 8,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "shared_expert_intermediate_size": 40,
+}
+CODE_PREDICTOR = {
+    "vocab_size": CODEBOOK,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_code_groups": NUM_CODES,
+    "max_position_embeddings": 512,
+}
+TALKER = {
+    "text_config": TALKER_TEXT,
+    "code_predictor_config": CODE_PREDICTOR,
+    "num_code_groups": NUM_CODES,
+    "thinker_hidden_size": TEXT["hidden_size"],
+    "accept_hidden_layer": 2,
+    "codec_eos_token_id": CODEBOOK + 20,
+    "codec_nothink_id": CODEBOOK + 21,
+    "codec_think_bos_id": CODEBOOK + 22,
+    "codec_think_eos_id": CODEBOOK + 23,
+    "codec_pad_id": CODEBOOK + 24,
+    "codec_bos_id": CODEBOOK + 25,
+    "speaker_id": {"ann": CODEBOOK + 30, "Bob": CODEBOOK + 31},
+    "audio_token_id": 150,
+    "image_token_id": 151,
+    "video_token_id": 152,
+    "vision_start_token_id": 153,
+    "audio_start_token_id": 155,
+}
+
+
+@functools.cache
+def talker():
+    """transformers' talker with its code predictor."""
+    omni = require("transformers.models.qwen3_omni_moe")
+    config = omni.configuration_qwen3_omni_moe.Qwen3OmniMoeTalkerConfig(**TALKER)
+    config.spatial_merge_size = 2
+    return randomized(omni.modeling_qwen3_omni_moe.Qwen3OmniMoeTalkerForConditionalGeneration(config))
