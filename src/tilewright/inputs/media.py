@@ -38,6 +38,7 @@ class MediaPart:
     name: str  # for errors: "image 2"
     source: Any  # bytes, a path, a PIL image, an array or tensor; for video also a list of frames
     fps: float | None = None  # of a video given as frames
+    with_sound: bool = False  # whether a video's sound is read with its frames
 
 
 def open_url(url: str, name: str, limits: MediaLimits, fetch: Fetch | None) -> bytes:

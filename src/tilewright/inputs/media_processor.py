@@ -36,6 +36,7 @@ class PreparedMedium:
     encoder_rows: int
     write: Write
     times_s: tuple[float, ...] = ()  # of each group of a video's frames
+    sound: tuple[PreparedMedium, ...] = ()  # that goes with a video; or the pieces that a sound is encoded in
     num_states: int = 0
     tiling: tuple[int, int] = (1, 1)
 

@@ -42,15 +42,20 @@ class Conv2d:
         *,
         norm: NormTable | None = None,
         padding: Padding | None = None,
+        activation: str = "none",
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """conv(norm(x)) + residual. `padding`: of a part of a picture, with neighbours where the whole has zeros."""
+        """activation(conv(norm(x))) + residual.
+
+        `padding`: of a part of a picture, with neighbours where the whole has zeros.
+        """
         return conv2d(
             x_BHWC,
             self.weight.value,
             stride=(self.stride, self.stride),
             padding=self.padding if padding is None else padding,
+            activation=activation,
             residual=residual,
             norm=None if norm is None else norm.table,
             norm_activation="none" if norm is None else norm.activation,

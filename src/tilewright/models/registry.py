@@ -8,6 +8,7 @@ from tilewright.models import text
 from tilewright.models.mllama import model as mllama
 from tilewright.models.protocol import Family
 from tilewright.models.qwen3_5 import model as qwen3_5
+from tilewright.models.qwen3_omni import model as qwen3_omni
 from tilewright.models.qwen3_vl import model as qwen3_vl
 from tilewright.types import UnsupportedConfig
 
@@ -15,6 +16,7 @@ FAMILIES: Mapping[str, Family] = {
     **text.FAMILIES,
     **qwen3_vl.FAMILIES,
     **qwen3_5.FAMILIES,
+    **qwen3_omni.FAMILIES,
     **mllama.FAMILIES,
 }
 

@@ -145,7 +145,7 @@ class ThinkerConfig:
 
     @classmethod
     def from_dict(cls, config: Config, shapes: Shapes) -> ThinkerConfig:
-        text = _sparse_decoder(table(config, "text_config"), shapes, THINKER)
+        text = _sparse_decoder(table(config, "text_config"), shapes, is_talker=False)
         vision_config = table(config, "vision_config")
         if not vision_config.get("apply_vit_abs_pos_embed", True):
             raise UnsupportedConfig("vision_config has apply_vit_abs_pos_embed false, expected true")
@@ -224,7 +224,7 @@ class TalkerConfig:
                 "expected the same"
             )
         return cls(
-            text=_sparse_decoder(table(config, "text_config"), shapes, TALKER),
+            text=_sparse_decoder(table(config, "text_config"), shapes, is_talker=True),
             code_predictor=predictor,
             thinker_width=integer(config, "thinker_hidden_size"),
             accept_layer=integer(config, "accept_hidden_layer"),
@@ -345,12 +345,13 @@ class OmniConfig:
         return cls(thinker, talker, code2wav, TurnTokens.from_dict(config))
 
 
-def _sparse_decoder(config: Config, shapes: Shapes, prefix: str) -> DecoderConfig:
+def _sparse_decoder(config: Config, shapes: Shapes, *, is_talker: bool) -> DecoderConfig:
     """A decoder with experts and three axes of positions; these are interleaved, whether or not its config says so."""
     parameters = {**_MROPE, "rope_theta": config.get("rope_theta", _ROPE_THETA), **rope_parameters(config)}
     parameters["mrope_interleaved"] = True
     named = {**config, "rope_parameters": parameters}
-    names = [name for name in shapes if name.startswith(f"{prefix}.")]
+    # A thinker that was saved alone has no prefix.
+    names = [name for name in shapes if name.startswith(f"{TALKER}.") == is_talker]
     stored = ExpertFormat.separate if has_separate_experts(names) else ExpertFormat.stacked
     moe = moe_config(named, stored, renormalize=bool(config.get("norm_topk_prob", True)))
     return decoder_config(named, qk_norm=True, tied=False, moe=moe, default_head_width=_HEAD_WIDTH)

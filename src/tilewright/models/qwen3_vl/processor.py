@@ -17,6 +17,7 @@ from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.inputs.media_processor import MediaProcessor, Placement, PreparedMedium
 from tilewright.inputs.opener import Opener
 from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.inputs.video import Sampled, Video
 from tilewright.models.qwen3_vl.preprocessing import (
     Preprocessing,
     group_times,
@@ -28,13 +29,13 @@ from tilewright.models.qwen3_vl.preprocessing import (
 )
 from tilewright.models.qwen3_vl.prompt import Placeholders, place
 from tilewright.ops import image as image_ops
-from tilewright.types import RequestError
+from tilewright.types import MediaKind, RequestError
 
 NUM_CHANNELS = 3
 
 
 class Qwen3VlProcessor(MediaProcessor):
-    accepts = ("image", "video")
+    accepts: Sequence[MediaKind] = ("image", "video")
 
     def __init__(
         self,
@@ -91,13 +92,13 @@ class Qwen3VlProcessor(MediaProcessor):
     def _prepare_video(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
         settings = self.video
         video = self.opener.open_video(part, self.limits, fetch)
-        num_sampled = num_sampled_frames(video.num_frames, video.fps, settings)
-        if num_sampled > self.limits.max_frames:
-            raise RequestError(f"{part.name}: {num_sampled} frames, the limit is {self.limits.max_frames}")
-        sampled = video.sample(sample_indices(video.num_frames, num_sampled))
-        height, width = video_size(num_sampled, video.height, video.width, settings, part.name)
+        indices = self._frame_indices(video)
+        if len(indices) > self.limits.max_frames:
+            raise RequestError(f"{part.name}: {len(indices)} frames, the limit is {self.limits.max_frames}")
+        sampled = video.sample(indices)
+        height, width = self._frame_size(video, len(indices))
         group = settings.temporal_patch_size
-        times_s = group_times(sampled.times_s, group)
+        times_s = self._group_times(video, sampled)
         grid = (len(times_s), height // settings.patch_size, width // settings.patch_size)
 
         def write(rows: Tensor) -> None:
@@ -116,6 +117,19 @@ class Qwen3VlProcessor(MediaProcessor):
             write=write,
             times_s=tuple(times_s),
         )
+
+    def _frame_indices(self, video: Video) -> Sequence[int]:
+        """The frames of a video that are read."""
+        num_sampled = num_sampled_frames(video.num_frames, video.fps, self.video)
+        return sample_indices(video.num_frames, num_sampled)
+
+    def _frame_size(self, video: Video, num_sampled: int) -> tuple[int, int]:
+        """The height and width that frames are resized to."""
+        return video_size(num_sampled, video.height, video.width, self.video, video.name)
+
+    def _group_times(self, video: Video, sampled: Sampled) -> Sequence[float]:
+        """When each group of frames is shown."""
+        return group_times(sampled.times_s, self.video.temporal_patch_size)
 
 
 def _frame_groups(frames: Iterator[np.ndarray], size: tuple[int, int], settings: Preprocessing) -> Iterator[Tensor]:
