@@ -113,7 +113,7 @@ TEXT = {
 }
 TALKER_TEXT = TEXT | {
     # The talker never says its last 1,024 ids but its end.
-    "vocab_size": 1024 + CODEBOOK + 8,
+    "vocab_size": 1024 + CODEBOOK,
     "hidden_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
@@ -143,7 +143,7 @@ TALKER = {
     "codec_think_eos_id": CODEBOOK + 23,
     "codec_pad_id": CODEBOOK + 24,
     "codec_bos_id": CODEBOOK + 25,
-    "speaker_id": {"ann": CODEBOOK + 30, "Bob": CODEBOOK + 31},
+    "speaker_id": {"ann": CODEBOOK + 30, "bob": CODEBOOK + 31},
     "audio_token_id": 150,
     "image_token_id": 151,
     "video_token_id": 152,
@@ -159,3 +159,62 @@ def talker():
     config = omni.configuration_qwen3_omni_moe.Qwen3OmniMoeTalkerConfig(**TALKER)
     config.spatial_merge_size = 2
     return randomized(omni.modeling_qwen3_omni_moe.Qwen3OmniMoeTalkerForConditionalGeneration(config))
+
+
+THINKER = {
+    "text_config": TEXT | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "audio_config": {
+        "num_mel_bins": 16,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "d_model": 16,
+        "output_dim": TEXT["hidden_size"],
+        "downsample_hidden_size": 8,
+    },
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": TEXT["hidden_size"],
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    },
+    "audio_token_id": 150,
+    "image_token_id": 151,
+    "video_token_id": 152,
+    "vision_start_token_id": 153,
+    "vision_end_token_id": 154,
+    "audio_start_token_id": 155,
+    "audio_end_token_id": 156,
+}
+OMNI = {
+    "thinker_config": THINKER,
+    "talker_config": TALKER,
+    "code2wav_config": CODE2WAV,
+    "im_start_token_id": 140,
+    "im_end_token_id": 141,
+    "system_token_id": 142,
+    "user_token_id": 143,
+    "assistant_token_id": 144,
+    "tts_pad_token_id": 145,
+    "tts_bos_token_id": 146,
+    "tts_eos_token_id": 147,
+}
+
+
+EAGERNESS = -1.6
+
+
+@functools.cache
+def omni():
+    """transformers' whole model."""
+    module = require("transformers.models.qwen3_omni_moe")
+    config = module.configuration_qwen3_omni_moe.Qwen3OmniMoeConfig(**OMNI)
+    config.talker_config.spatial_merge_size = 2
+    model = randomized(module.modeling_qwen3_omni_moe.Qwen3OmniMoeForConditionalGeneration(config), seed=3)
+    quiet(model.code2wav)
+    with torch.no_grad():  # it ends now and then, not at once
+        model.talker.codec_head.weight[TALKER["codec_eos_token_id"]] *= EAGERNESS
+    return model
