@@ -193,6 +193,8 @@ class Decoder:
                 for run in batch.media:
                     if i < len(run.deepstack):
                         scatter_add_rows(x_TD, run.rows_M, run.deepstack[i])
+            if batch.kept is not None and batch.kept.num_layers == i + 1:
+                batch.kept.states_MD = x_TD[batch.kept.rows_M]
         out = empty((len(x_TD if rows is None else rows), self.config.width), x_TD.dtype)
         with scope():
             self.norm(self.layers[-1](x_TD, batch, cos, sin, rows), out=out)

@@ -75,7 +75,7 @@ class SpeechScheduler:
 
     def drop(self, voice: Voice) -> None:
         """Forgets a voice and frees what it holds."""
-        voice.is_finished = True
+        voice.is_finished = voice.is_released = True
         if voice in self.waiting:
             self.waiting.remove(voice)
         for item in self._speaking:
@@ -87,7 +87,7 @@ class SpeechScheduler:
         """Each voice speaks its next frame, if its text is known, and gives samples if there are enough frames."""
         done = [voice for voice in self.waiting if voice.is_finished]  # with nothing to say
         for voice in done:
-            self.waiting.remove(voice)
+            self.drop(voice)
         self._admit()
         rows = self._choose_rows()
         if rows:
@@ -104,6 +104,7 @@ class SpeechScheduler:
         self._speaking.remove(item)
         self.pool.release(item.voice.pages)
         item.voice.pages = []
+        item.voice.is_released = True
 
     def _choose_rows(self) -> list[Rows]:
         rows, budget = [], MAX_PROMPT_ROWS

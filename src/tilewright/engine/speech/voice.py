@@ -11,7 +11,6 @@ from torch import Tensor
 from tilewright.engine.sampler import uniform_at
 from tilewright.models.qwen3_omni.talker_prompt import TalkerPrompt
 
-SAMPLES_PER_SECOND = 24_000
 # What transformers generates with by default, and the checkpoint's authors recommend.
 TEMPERATURE, TOP_K, REPETITION_PENALTY = 0.9, 50, 1.05
 CODE_TOP_K, CODE_TOP_P = 50, 0.8  # of the codes after a frame's first
@@ -55,6 +54,7 @@ class Voice:
     frames: list[list[int]] = field(default_factory=list)
     codec_row: Tensor | None = None  # of the last frame
     is_finished: bool = False  # no frame follows
+    is_released: bool = False  # nor a sample: it holds nothing any more
     id: int = field(default_factory=lambda: next(_next_id))  # counts up with arrival
 
     def hear(self, output_token_ids: list[int], *, is_complete: bool) -> None:
