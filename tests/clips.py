@@ -36,6 +36,22 @@ def write_clip(
     return path.read_bytes()
 
 
+def write_talking_clip(path: Path, num_frames: int, samples: np.ndarray, rate: int, fps: int = 25) -> bytes:
+    """A clip with a sound of mono floats, and its bytes."""
+    with av.open(str(path), "w") as container:
+        pictures = container.add_stream("mpeg4", rate=fps)
+        pictures.height, pictures.width, pictures.pix_fmt = 48, 64, "yuv420p"
+        sound = container.add_stream("aac", rate=rate, layout="mono")
+        for index in range(num_frames):
+            container.mux(pictures.encode(av.VideoFrame.from_ndarray(moving_picture(index), format="rgb24")))
+        container.mux(pictures.encode(None))
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples[None], dtype=np.float32), "fltp", "mono")
+        frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
+        container.mux(sound.encode(frame))
+        container.mux(sound.encode(None))
+    return path.read_bytes()
+
+
 def rotated(data: bytes, degrees_clockwise: int) -> bytes:
     """An MP4 with the turn written into its track header, as phones do."""
     one = 1 << 16

@@ -4,12 +4,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import tiny_omni
 import tiny_qwen3_5
 import tokenizers
 import torch
 import transformers
 from tiny import LLAMA3, MLLAMA_TEXT, MLLAMA_VISION, MROPE, TEXT, VISION
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from tilewright.models.qwen3_omni.config import MediaTokens
 
 SPECIAL = ["<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 FIRST_SPECIAL = 256
@@ -26,6 +29,14 @@ TEMPLATE = """{%- for message in messages -%}
 <|end|>
 {%- endfor -%}
 [assistant]"""
+
+
+OMNI_SPECIAL = [*SPECIAL, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"]
+OMNI_TEMPLATE = TEMPLATE.replace(
+    "<|video_pad|>",
+    "<|vision_start|><|video_pad|><|vision_end|>\n"
+    "{%- elif part.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>",
+)
 
 
 QWEN_SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
@@ -127,9 +138,29 @@ def write_hybrid_model(folder: Path) -> Path:
     return folder
 
 
-def _write_patch_settings(folder: Path) -> None:
+def write_omni_model(folder: Path) -> Path:
+    """A Qwen3-Omni that hears and sees, with 16 mel bins; its voice is as small as it can be."""
+    ids = {token: FIRST_SPECIAL + i for i, token in enumerate(OMNI_SPECIAL)}
+    tokens = MediaTokens(
+        audio=ids["<|audio_pad|>"],
+        audio_start=ids["<|audio_start|>"],
+        audio_end=ids["<|audio_end|>"],
+        image=ids["<|image_pad|>"],
+        video=ids["<|video_pad|>"],
+        vision_start=ids["<|vision_start|>"],
+        vision_end=ids["<|vision_end|>"],
+    )
+    config = tiny_omni.config_of(vocab_size=VOCAB, tokens=tokens)
+    tiny_omni.make_network(config).save_pretrained(folder)
+    write_tokenizer(folder, OMNI_SPECIAL, template=OMNI_TEMPLATE)
+    _write_patch_settings(folder, feature_size=tiny_omni.BINS)
+    return folder
+
+
+def _write_patch_settings(folder: Path, **more: int) -> None:
     settings = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
     settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+    settings |= more
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         (folder / name).write_text(json.dumps(settings))
 

@@ -87,6 +87,7 @@ NB_MODULE(_kernels, m) {
   bind_rope(m);
   bind_probe(m);
   bind_image(m);
+  bind_mel(m);
   bind_sample(m);
   bind_collective(m);
   bind_plan(m);

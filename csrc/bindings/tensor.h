@@ -134,6 +134,7 @@ void bind_embedding(nb::module_& m);
 void bind_rope(nb::module_& m);
 void bind_probe(nb::module_& m);
 void bind_image(nb::module_& m);
+void bind_mel(nb::module_& m);
 void bind_sample(nb::module_& m);
 void bind_collective(nb::module_& m);
 void bind_plan(nb::module_& m);

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
 HELP = """/image FILE   attach a picture to the next message
 /video FILE   attach a video
+/audio FILE   attach a sound
 /clear        clear the conversation
 /help         show this help
 /exit         exit, as Ctrl-D does; Ctrl-C stops an answer"""
@@ -38,6 +39,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
   tilewright chat "What is a tile?" -m ./Qwen3-VL-2B-Instruct
   tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png
   tilewright chat "What happens here?" -m MODEL --video clip.mp4 --max-tokens 200
+  tilewright chat "What is said?" -m ./Qwen3-Omni-30B-A3B-Instruct --audio speech.wav
   git diff | tilewright chat - -m MODEL --system "Write a commit message."
   tilewright chat -m MODEL --temperature 0                 a conversation; /help lists its commands""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -45,6 +47,9 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the message; -: read it from standard input")
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     parser.add_argument("--video", action="append", default=[], metavar="FILE", help="a video; may be repeated")
+    parser.add_argument("--audio", action="append", default=[], metavar="FILE", help="a sound; may be repeated")
+    text = "hear the sound of the videos too"
+    parser.add_argument("--use-audio-in-video", action="store_true", help=text)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("-q", "--quiet", action="store_true", help="no loading bar, no speeds, no notices")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
@@ -77,7 +82,9 @@ def run(options: argparse.Namespace) -> int:
         prompt = sys.stdin.read().strip()
     if prompt == "":
         raise RequestError("the prompt is empty, expected some text")
-    media = [_part("image", file) for file in options.image] + [_part("video", file) for file in options.video]
+    media = [_part(kind, file) for kind in ("image", "video", "audio") for file in getattr(options, kind)]
+    if options.use_audio_in_video:
+        media = [{**part, "use_audio_in_video": True} if part["type"] == "video" else part for part in media]
     sampling = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
     with engine_flags.open_engine(options, progress=sys.stderr.isatty() and not options.quiet) as engine:
         engine.sampling_params(**sampling)  # errors come before the first line is typed
@@ -87,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         return answer_once(conversation, prompt)
 
 
-def _part(kind: str, file: str) -> dict[str, str]:
+def _part(kind: str, file: str) -> dict[str, Any]:
     """A part of a message; RequestError if there is no such file."""
     path = Path(file).expanduser()
     if not path.is_file():
@@ -103,7 +110,7 @@ class Conversation:
     sampling: dict[str, Any]
     system: str | None = None
     show_speed: bool = True
-    media: list[dict[str, str]] = field(default_factory=list)
+    media: list[dict[str, Any]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def answer(self, text: str) -> Completion:
@@ -192,7 +199,7 @@ def converse(conversation: Conversation, read_line: Callable[[], str]) -> int:
 
 def _run_command(conversation: Conversation, line: str) -> None:
     command, _, rest = line.partition(" ")
-    if command in ("/image", "/video"):
+    if command in ("/image", "/video", "/audio"):
         conversation.media.append(_part(command[1:], rest.strip().strip("'\"")))
         print(f"{len(conversation.media)} attached to the next message", file=sys.stderr)
     elif command == "/clear":
@@ -202,4 +209,4 @@ def _run_command(conversation: Conversation, line: str) -> None:
     elif command == "/help":
         print(HELP, file=sys.stderr)
     else:
-        raise RequestError(f"{command} is not a command, expected /image, /video, /clear, /help or /exit")
+        raise RequestError(f"{command} is not a command, expected /image, /video, /audio, /clear, /help or /exit")

@@ -4,8 +4,10 @@ import base64
 import io
 import itertools
 import json
+import wave
 
 import av
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -92,6 +94,16 @@ def test_videos():
     assert all((one != other).mean() > 0.1 for one, other in itertools.pairwise(frames))
 
 
+def test_sounds():
+    made = bodies(2, sounds=2, sound_seconds=0.8)
+    found = [part["input_audio"] for body in made for part in body["messages"][0]["content"] if "input_audio" in part]
+    assert len({sound["data"] for sound in found}) == 4 and {sound["format"] for sound in found} == {"wav"}
+    with wave.open(io.BytesIO(base64.b64decode(found[0]["data"]))) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getnframes()) == (16_000, 1, 12_800)
+        samples = np.frombuffer(file.readframes(12_800), "<i2")
+    assert 2_000 < np.abs(samples).max() < 30_000
+
+
 def test_the_same_media():
     made = bodies(3, pictures=2, videos=1, video_frames=2, picture_size=(32, 32), same_media=True)
     for kind, count in (("image_url", 2), ("video_url", 1)):
@@ -103,6 +115,7 @@ def test_the_same_media():
     "fields,message",
     [
         ({"endpoint": "completions", "pictures": 1}, "expected chat"),
+        ({"endpoint": "completions", "sounds": 1}, "expected chat"),
         ({"prompt_tokens": (9, 3)}, "--prompt-tokens is 9-3"),
         ({"output_tokens": (0, 3)}, "--output-tokens is 0-3"),
         ({"videos": 1, "video_size": (31, 32)}, "--video-size is 31x32, expected even sides"),

@@ -23,6 +23,7 @@ from tilewright.ops import (
     group_norm,
     image,
     linear,
+    mel,
     moe,
     norm,
     plan,
@@ -240,6 +241,7 @@ def calls_of_every_op(dtype):
                 "bias": at(5, dtype=f32),
             },
         ),
+        (mel.log_mel, (at(900, dtype=f32), 20), {"out": at(5, 20, dtype=f32)}),
         (image.resize, (ids(40, 30, 3, dtype=torch.uint8), 16, 32), {}),
         (
             image.patches,

@@ -98,5 +98,7 @@ class BatchWorkers:
                     self._totals.num_output_tokens += event.num_output_tokens
         finally:
             answer.abort()
+        result = writer.result()
+        assert not isinstance(result, str), "a batch has no endpoint whose answer is no object"
         # All requests run together: timings mean little, and would make equal answers differ.
-        return {name: value for name, value in writer.result().items() if name != "timings"}
+        return {name: value for name, value in result.items() if name != "timings"}

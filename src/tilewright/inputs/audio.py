@@ -61,18 +61,43 @@ def read_sound(data: bytes, name: str, limits: MediaLimits, sample_rate: int) ->
 def open_audio(
     part: MediaPart, limits: MediaLimits, sample_rate: int, fetch: Fetch | None = None, read: ReadSound = read_sound
 ) -> Sound:
-    """The sound of a part: bytes, a file, or an array of floats at the rate wanted. Encoded ones are left to `read`."""
+    """The sound of a part: bytes, a file, an array of floats at the rate wanted, or (array, its rate).
+
+    Encoded ones are left to `read`.
+    """
     source = read_source(part, limits, fetch)
     if isinstance(source, bytes):
         file = read(source, part.name, limits, sample_rate)
         digest = hashlib.blake2b(source, digest_size=32).digest()
         return Sound(part.name, file.duration_s, sample_rate, digest, file.decode)
+    rate = sample_rate
+    if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], int):
+        source, rate = source
+        _check_form(rate, 1, part.name)
     if hasattr(source, "__array__"):
         samples = _as_samples(source, part.name)
-        check_duration(len(samples) / sample_rate, part.name, limits)
-        digest = hashlib.blake2b(samples.data, digest_size=32).digest()
-        return Sound(part.name, len(samples) / sample_rate, sample_rate, digest, lambda: samples)
-    raise RequestError(f"{part.name}: it is a {type(source).__name__}, expected bytes, a path or an array of samples")
+        duration_s = len(samples) / rate
+        check_duration(duration_s, part.name, limits)
+        digest = hashlib.blake2b(
+            samples.data, digest_size=32, key=b"" if rate == sample_rate else b"%d" % rate
+        ).digest()
+        return Sound(
+            part.name, duration_s, sample_rate, digest, lambda: _resampled(samples, rate, duration_s, sample_rate)
+        )
+    expected = "bytes, a path, an array of samples or (array, samples a second)"
+    raise RequestError(f"{part.name}: it is a {type(source).__name__}, expected {expected}")
+
+
+def _resampled(samples: np.ndarray, rate: int, duration_s: float, sample_rate: int) -> np.ndarray:
+    import av
+
+    if rate == sample_rate:
+        return samples
+    frame = av.AudioFrame.from_ndarray(samples[None], "flt", "mono")
+    frame.sample_rate = rate
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=sample_rate)
+    blocks = [out.to_ndarray()[0] for part in (frame, None) for out in resampler.resample(part)]
+    return np.concatenate(blocks)[: max_samples(duration_s, sample_rate)]
 
 
 def max_samples(duration_s: float, sample_rate: int) -> int:

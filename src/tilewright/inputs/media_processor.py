@@ -83,12 +83,22 @@ class MediaProcessor(ABC):
         fetch: Fetch | None = None,
         is_known: IsKnown | None = None,
         budget: TextBudget | None = None,
+        use_audio_in_video: bool = False,
         **template_args: Any,
     ) -> ModelInputs:
-        """The inputs of a conversation, up to where the model answers."""
+        """The inputs of a conversation, up to where the model answers.
+
+        `use_audio_in_video`: the sound of videos is heard too, unless one says otherwise.
+        """
         if self._encoder is None:
             raise RequestError("the model has no chat template: give it a prompt instead")
-        normalized, parts = normalize(messages, limits=self.limits, fetch=fetch, accepts=self.accepts)
+        normalized, parts = normalize(
+            messages,
+            limits=self.limits,
+            fetch=fetch,
+            accepts=self.accepts,
+            use_audio_in_video=use_audio_in_video,
+        )
         ids, opens_reasoning = self._encoder.encode(normalized, tools=tools, budget=budget, **template_args)
         inputs = self._inputs(ids, parts, fetch, is_known, budget)
         return dataclasses.replace(inputs, opens_reasoning=opens_reasoning)

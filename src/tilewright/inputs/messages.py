@@ -33,13 +33,15 @@ def normalize(
     fetch: Fetch | None = None,
     accepts: Sequence[MediaKind] = MEDIA_KINDS,
     model: str = "the model",
+    use_audio_in_video: bool = False,
 ) -> tuple[list[dict[str, Any]], list[MediaPart]]:
     """Messages for the template, in which a medium is {"type": its kind}, and the media in the order of the messages.
 
     Takes OpenAI's parts (text, image_url, video_url, input_audio) and {"type": "image", "image": source}, video and
-    audio alike; a video may say its frames' "fps". Nothing is fetched here: `fetch` turns an http(s) URL into bytes.
+    audio alike; a video may say its frames' "fps", and whether its sound is heard, "use_audio_in_video", where that is
+    not as of all. Nothing is fetched here: `fetch` turns an http(s) URL into bytes.
     """
-    collected = _Media(limits or MediaLimits(), fetch, accepts, model)
+    collected = _Media(limits or MediaLimits(), fetch, accepts, model, use_audio_in_video)
     normalized = []
     for message in messages:
         if not isinstance(message, Mapping):
@@ -64,7 +66,7 @@ def media_of_prompt(
     model: str = "the model",
 ) -> list[MediaPart]:
     """The media of a prompt, which come as the parts of a message do."""
-    collected = _Media(limits or MediaLimits(), None, accepts, model)
+    collected = _Media(limits or MediaLimits(), None, accepts, model, use_audio_in_video=False)
     for part in media:
         if collected.take(part)["type"] == "text":
             raise RequestError('media has an item of text, expected {"type": "image", "image": source} or the like')
@@ -74,11 +76,19 @@ def media_of_prompt(
 class _Media:
     """The media of a request, collected part by part within its limits."""
 
-    def __init__(self, limits: MediaLimits, fetch: Fetch | None, accepts: Sequence[MediaKind], model: str) -> None:
+    def __init__(
+        self,
+        limits: MediaLimits,
+        fetch: Fetch | None,
+        accepts: Sequence[MediaKind],
+        model: str,
+        use_audio_in_video: bool,
+    ) -> None:
         self._limits = limits
         self._fetch = fetch
         self._accepts = accepts
         self._model = model
+        self._use_audio_in_video = use_audio_in_video
         self._total_bytes = 0
         self.parts: list[MediaPart] = []
 
@@ -106,8 +116,18 @@ class _Media:
         fps = part.get("fps")
         if fps is not None and (not isinstance(fps, int | float) or not 0 < fps <= 1000):
             raise RequestError(f"{name}: fps is {fps!r}, expected more than 0, at most 1000")
-        self.parts.append(MediaPart(kind, name, source, None if fps is None else float(fps)))
+        with_sound = kind == "video" and self._is_heard(part, name)
+        self.parts.append(MediaPart(kind, name, source, None if fps is None else float(fps), with_sound))
         return {"type": kind}
+
+    def _is_heard(self, part: Mapping[str, Any], name: str) -> bool:
+        """Whether a video's sound is read with its frames."""
+        wanted = part.get("use_audio_in_video", self._use_audio_in_video)
+        if not isinstance(wanted, bool):
+            raise RequestError(f"{name}: use_audio_in_video is {wanted!r:.60}, expected true or false")
+        if wanted and "audio" not in self._accepts:
+            raise RequestError(f"{name}: use_audio_in_video is asked for, and {self._model} takes no sound")
+        return wanted
 
     def _open(self, kind: MediaKind, url: str, name: str) -> bytes | list[bytes]:
         """The bytes behind a URL, or the frames that a video's URL carries one by one."""

@@ -8,6 +8,9 @@ import math
 import torch
 from torch import Tensor
 
+from tilewright.ops.backend import op
+from tilewright.ops.native import kernels, view
+
 SAMPLE_RATE = 16_000
 WINDOW = 400  # samples: 25 ms
 HOP = 160  # samples from one frame to the next: 10 ms
@@ -16,30 +19,28 @@ NUM_FREQUENCIES = WINDOW // 2 + 1
 MIN_SAMPLES = WINDOW // 2 + 1
 
 
+@op
 def log_mel(samples: Tensor, num_bins: int, *, out: Tensor | None = None) -> Tensor:
-    """Frames [samples // HOP, num_bins] fp32 of mono samples fp32 at 16 kHz.
+    """Frames fp32 [samples // HOP, num_bins] of mono samples fp32 [N] at 16 kHz, as Whisper's feature extractor gives.
 
     The power of each frequency under a Hann window around every HOP-th sample, summed by triangles on Slaney's mel
     scale; log10 of it, at least 1e-10 and at most 8 below the loudest of all frames, plus 4, over 4.
     """
-    padded = torch.nn.functional.pad(samples[None, None], (WINDOW // 2, WINDOW // 2), mode="reflect")[0, 0]
-    frames = padded.unfold(0, WINDOW, HOP)[: len(samples) // HOP]
-    spectrum = torch.fft.rfft(frames * torch.hann_window(WINDOW))
-    power = spectrum.real.square() + spectrum.imag.square()
-    log = (power @ mel_filters(num_bins)).clamp(min=1e-10).log10()
-    result = (torch.maximum(log, log.max() - 8.0) + 4.0) / 4.0
-    return result if out is None else out.copy_(result)
+    if out is None:
+        out = torch.empty((len(samples) // HOP, num_bins))
+    kernels.log_mel(view(samples), view(mel_filters(num_bins)), view(out))
+    return out
 
 
 @functools.cache
 def mel_filters(num_bins: int) -> Tensor:
-    """Weights fp32 [NUM_FREQUENCIES, num_bins]: a triangle for each bin between its neighbours, of equal areas."""
+    """Weights fp32 [num_bins, NUM_FREQUENCIES]: a triangle for each bin between its neighbours, of equal areas."""
     frequencies = torch.linspace(0, SAMPLE_RATE / 2, NUM_FREQUENCIES, dtype=torch.float64)
     mels = torch.linspace(0, _mel_of(SAMPLE_RATE / 2), num_bins + 2, dtype=torch.float64)
     corners = torch.tensor([_hertz_of(mel) for mel in mels.tolist()], dtype=torch.float64)
-    low, middle, high = corners[:-2], corners[1:-1], corners[2:]
-    rising = (frequencies[:, None] - low) / (middle - low)
-    falling = (high - frequencies[:, None]) / (high - middle)
+    low, middle, high = corners[:-2, None], corners[1:-1, None], corners[2:, None]
+    rising = (frequencies - low) / (middle - low)
+    falling = (high - frequencies) / (high - middle)
     return (torch.minimum(rising, falling).clamp(min=0) * (2.0 / (high - low))).float()
 
 

@@ -20,6 +20,7 @@ from tilewright.server.json_text import JsonResponse
 from tilewright.server.link.backend import EngineFailure, EngineUnavailable
 from tilewright.server.page_files import page_response
 from tilewright.server.pictures.routes import add_routes as add_picture_routes
+from tilewright.server.transcriptions.body import FILE, TranscriptionBody, TranslationBody, read_form
 from tilewright.types import RequestError
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -74,6 +75,16 @@ def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
         """The answer to a conversation by the Responses interface."""
         return await handler.answer(body, request)
 
+    @app.post("/v1/audio/transcriptions", openapi_extra=_form(TranscriptionBody))
+    async def transcriptions(request: Request) -> Response:
+        """What is said in a sound, as text; with `stream`, as events."""
+        return await handler.answer(await read_form(TranscriptionBody, request), request)
+
+    @app.post("/v1/audio/translations", openapi_extra=_form(TranslationBody))
+    async def translations(request: Request) -> Response:
+        """What is said in a sound, in English."""
+        return await handler.answer(await read_form(TranslationBody, request), request)
+
     @app.get("/v1/models")
     async def models() -> Response:
         """The served models."""
@@ -104,6 +115,14 @@ def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
     async def version() -> Response:
         """The version of this server."""
         return JsonResponse({"version": __version__})
+
+
+def _form(kind: type[TranscriptionBody]) -> dict[str, Any]:
+    """For the OpenAPI document: a form with a file."""
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    fields = {name: field for name, field in schema["properties"].items() if name != "data"}
+    form = {**schema, "properties": {**fields, FILE: {"type": "string", "format": "binary"}}, "required": [FILE]}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -59,6 +59,16 @@ class StructuredOutputs(Body):
     grammar: str | None = Field(default=None, description="in Lark's form")
 
 
+class MediaSettings(Body):
+    """How media are read, as vLLM takes it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    use_audio_in_video: Annotated[bool, _null_means(False)] = Field(
+        default=False, description="true: the sound of videos is heard with their frames"
+    )
+
+
 class Message(Body):
     role: str
     content: str | Objects | None = None
@@ -144,6 +154,7 @@ class ChatBody(SamplingBody):
         default=False, description="true: the answer continues the last message, which is the assistant's"
     )
     modalities: Texts | None = None
+    mm_processor_kwargs: MediaSettings | None = None
 
     @property
     def num_answers(self) -> int:

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from tilewright.inputs.media import MediaLimits
 from tilewright.server.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
 from tilewright.server.chat_completions import ChatWriter, plain_messages
 from tilewright.server.completions import CompletionWriter
@@ -17,6 +18,8 @@ from tilewright.server.engine_requests import chat_request, completion_requests
 from tilewright.server.fields import check_fields
 from tilewright.server.link.backend import EngineRequest, ModelInfo
 from tilewright.server.responses import History, ResponsesWriter, chat_body
+from tilewright.server.transcriptions.body import TranscriptionBody, TranslationBody
+from tilewright.server.transcriptions.prepare import transcription_request
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ class Context:
     model: ModelInfo
     gate: Gate
     history: History
+    limits: MediaLimits = field(default_factory=MediaLimits)
     hold: Hold = lambda num_bytes: None  # reserves memory for media, and may refuse; negative: gives some back
 
 
@@ -83,6 +87,12 @@ async def prepare_response(body: ResponsesBody, context: Context) -> PreparedReq
     return PreparedRequest(requests, partial(ResponsesWriter, request, chat, context.model, context.history))
 
 
+async def prepare_transcription(body: TranscriptionBody, context: Context) -> PreparedRequest:
+    context.hold(len(body.data))  # beside the form it is a part of
+    request, make_writer = transcription_request(body, context.model, context.limits)
+    return PreparedRequest([request], make_writer)
+
+
 @dataclass(frozen=True)
 class Endpoint:
     body: type[GenerationBody]
@@ -93,4 +103,9 @@ ENDPOINTS = {
     "/v1/chat/completions": Endpoint(ChatBody, prepare_chat),
     "/v1/completions": Endpoint(CompletionBody, prepare_completion),
     "/v1/responses": Endpoint(ResponsesBody, prepare_response),
+}
+# Their bodies are forms, which a file of batch requests cannot have.
+FORM_ENDPOINTS = {
+    "/v1/audio/transcriptions": Endpoint(TranscriptionBody, prepare_transcription),
+    "/v1/audio/translations": Endpoint(TranslationBody, prepare_transcription),
 }

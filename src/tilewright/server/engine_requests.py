@@ -17,6 +17,7 @@ from tilewright.types import SamplingParams
 # Names the template gets from elsewhere, or that mean something to the processor.
 _RESERVED_ARGUMENTS = {
     "messages", "tools", "fetch", "is_known", "budget", "add_generation_prompt", "continue_final_message", "self",
+    "use_audio_in_video",
     *SamplingParams.__dataclass_fields__,
 }  # fmt: skip
 _SAMPLING = (
@@ -112,6 +113,8 @@ def _template_args(body: ChatBody) -> dict[str, Any]:
         given.setdefault("enable_thinking", body.reasoning_effort != "none")
     if body.enable_thinking is not None:
         given["enable_thinking"] = body.enable_thinking
+    if body.mm_processor_kwargs is not None and body.mm_processor_kwargs.use_audio_in_video:
+        given["use_audio_in_video"] = True
     if not body.add_generation_prompt:
         given["add_generation_prompt"] = False
     if body.continue_final_message:

@@ -15,7 +15,7 @@ from fastapi.responses import PlainTextResponse, Response
 from tilewright.server.admission import Admission
 from tilewright.server.answers import Answer, ShuttingDown
 from tilewright.server.bodies import GenerationBody
-from tilewright.server.endpoints import ENDPOINTS, Context, PreparedRequest
+from tilewright.server.endpoints import ENDPOINTS, FORM_ENDPOINTS, Context, PreparedRequest
 from tilewright.server.errors import ApiError
 from tilewright.server.json_text import JsonResponse
 from tilewright.server.link.backend import Backend, EngineUnavailable, ModelInfo
@@ -74,7 +74,7 @@ class ApiHandler:
         return model
 
     async def answer(self, body: GenerationBody, request: Request) -> Response:
-        """The response to a request at one of the ENDPOINTS, whose answer the engine now computes."""
+        """The response to a request at one of the endpoints, whose answer the engine now computes."""
         model = self.check_model(body.model)
         log: RequestLog = request.state.log
         self._log_content(body, log)
@@ -150,8 +150,9 @@ class ApiHandler:
     async def _prepare(self, body: GenerationBody, model: ModelInfo, request: Request) -> PreparedRequest:
         """The request with its media read, unless the client leaves, time runs out or the server shuts down first."""
         reservation: MemoryReservation = request.state.reservation
-        context = Context(model, self.gate, self._history, reservation.add)
-        preparing = asyncio.ensure_future(ENDPOINTS[request.url.path].prepare(body, context))
+        context = Context(model, self.gate, self._history, self.settings.media.limits, reservation.add)
+        endpoint = {**ENDPOINTS, **FORM_ENDPOINTS}[request.url.path]
+        preparing = asyncio.ensure_future(endpoint.prepare(body, context))
         leaving = asyncio.ensure_future(disconnected(request.receive))
         ending = asyncio.ensure_future(self._is_shutting_down.wait())
         timeout_s = self.settings.request_timeout_s

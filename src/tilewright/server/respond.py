@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tilewright.server.answers import Answer, ClientLeft, KeepAliveDue, ShuttingDown, TimedOut
@@ -37,7 +37,7 @@ class Writer(Protocol):
 
     def failure_chunks(self, error: ApiError) -> Iterator[Mapping[str, Any]]: ...
 
-    def result(self) -> Mapping[str, Any]: ...
+    def result(self) -> Mapping[str, Any] | str: ...
 
 
 class AnswerResponse(Response):
@@ -125,7 +125,9 @@ class AnswerResponse(Response):
             for one in new:
                 for _ in self._writer.add(*one):
                     pass
-        await JsonResponse(self._writer.result())(scope, receive, send)
+        result = self._writer.result()
+        response = PlainTextResponse(result) if isinstance(result, str) else JsonResponse(result)
+        await response(scope, receive, send)
 
     async def _events(self, send: Send | None) -> Any:
         """The engine's events until all prompts are answered. With `send`, comments keep a silent stream alive."""

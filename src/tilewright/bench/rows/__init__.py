@@ -13,6 +13,7 @@ from tilewright.bench.rows import (
     group_norm,
     image,
     linear,
+    mel,
     moe,
     norm,
     rope,
@@ -32,6 +33,7 @@ FAMILIES = (
     activation,
     embedding,
     image,
+    mel,
     sample,
 )
 

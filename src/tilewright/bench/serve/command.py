@@ -106,6 +106,10 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--video-size", type=common.size, default=(320, 240), metavar="WxH", help=text)
     text = "two for each second (default 16)"
     group.add_argument("--video-frames", type=positive, default=16, metavar="N", help=text)
+    text = "sounds of each request (default 0)"
+    group.add_argument("--audio", dest="sounds", type=natural, default=0, metavar="N", help=text)
+    text = "of each sound (default 10)"
+    group.add_argument("--audio-seconds", dest="sound_seconds", type=_above_zero, default=10.0, metavar="S", help=text)
     text = "the same media in every request, to measure caches"
     group.add_argument("--same-media", "--same-picture", action="store_true", help=text)
 

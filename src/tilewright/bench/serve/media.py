@@ -1,10 +1,13 @@
-"""Pictures and videos drawn from a seed: no two alike, and compressible as photographs are."""
+"""Pictures, videos and sounds made from a seed: no two alike; pictures are compressible as photographs are."""
 
 from __future__ import annotations
 
 import base64
 import io
+import math
 import random
+import struct
+import wave
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +17,8 @@ NUM_SHAPES = 24
 JPEG_QUALITY = 85
 # A frame rate that models sample at, Qwen's among them: all frames are used.
 VIDEO_FPS = 2
+SOUND_RATE = 16_000
+SYLLABLES_PER_SECOND = 4
 
 
 def draw(size: tuple[int, int], chance: random.Random) -> Image:
@@ -55,6 +60,24 @@ def video_url(size: tuple[int, int], num_frames: int, chance: random.Random) -> 
             container.mux(stream.encode(av.VideoFrame.from_image(shifted)))
         container.mux(stream.encode(None))
     return _data_url("video/mp4", file.getvalue())
+
+
+def sound_base64(seconds: float, chance: random.Random) -> str:
+    """Tones that rise and fall as syllables do, a WAV of 16 kHz, mono."""
+    length = SOUND_RATE // SYLLABLES_PER_SECOND
+    samples: list[int] = []
+    while len(samples) < seconds * SOUND_RATE:
+        pitch, formant = chance.uniform(90, 260), chance.uniform(400, 3000)
+        for place in range(length):
+            time_s, loudness = place / SOUND_RATE, 9000 * math.sin(math.pi * place / length)
+            tones = math.sin(2 * math.pi * pitch * time_s) + 0.4 * math.sin(2 * math.pi * formant * time_s)
+            samples.append(int(loudness * tones))
+    count = round(seconds * SOUND_RATE)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, SOUND_RATE, count, "NONE", ""))
+        writer.writeframes(struct.pack(f"<{count}h", *samples[:count]))
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _data_url(kind: str, data: bytes) -> str:

@@ -45,6 +45,8 @@ class Workload:
     videos: int = 0
     video_size: tuple[int, int] = (320, 240)
     video_frames: int = 16
+    sounds: int = 0
+    sound_seconds: float = 10.0
     same_media: bool = False
     temperature: float = 0.0
     seed: int = 0
@@ -52,7 +54,7 @@ class Workload:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.endpoint == "completions" and (self.pictures or self.videos or self.system):
+        if self.endpoint == "completions" and (self.pictures or self.videos or self.sounds or self.system):
             raise RequestError("--endpoint is completions, expected chat: it takes text alone, and no --system")
         for flag, (least, most) in (("prompt", self.prompt_tokens), ("output", self.output_tokens)):
             if not 1 <= least <= most:
@@ -113,3 +115,7 @@ class Workload:
             chance = random.Random(f"{self.seed} {whose} video {index}")
             url = media.video_url(self.video_size, self.video_frames, chance)
             yield {"type": "video_url", "video_url": {"url": url}}
+        for index in range(self.sounds):
+            chance = random.Random(f"{self.seed} {whose} sound {index}")
+            data = media.sound_base64(self.sound_seconds, chance)
+            yield {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
