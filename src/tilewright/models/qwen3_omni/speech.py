@@ -28,6 +28,10 @@ class OmniSpeech:
             raise UnsupportedConfig(
                 f"talker_config has accept_hidden_layer {accept_layer}, expected 1 to {text.num_layers - 1}"
             )
+        num_codes = config.talker.text.vocab_size
+        for name, token_id in (*vars(config.talker.codec).items(), *config.talker.speakers.items()):
+            if not 0 <= token_id < num_codes:
+                raise UnsupportedConfig(f"talker_config has {name} {token_id}, expected 0 to {num_codes - 1}")
         self.turns, self.codec, self.speakers = config.turns, config.talker.codec, config.talker.speakers
         tokens = config.thinker.tokens
         self.media_ids = frozenset((tokens.audio, tokens.image, tokens.video))

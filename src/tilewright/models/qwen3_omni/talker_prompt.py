@@ -67,7 +67,8 @@ def talker_prompt(
     RequestError if the prompt does not end with the beginning of an answer.
     """
     starts = [i for i, token_id in enumerate(token_ids) if token_id == turns.im_start]
-    if not starts or list(token_ids[starts[-1] + 1 : starts[-1] + 2]) != [turns.assistant]:
+    header = tuple(token_ids[starts[-1] : starts[-1] + NUM_HEADER_TOKENS]) if starts else ()
+    if len(header) < NUM_HEADER_TOKENS or header[1] != turns.assistant:
         raise RequestError("the prompt does not end with the beginning of an answer, which is what is spoken")
     if starts[0] != 0:
         starts.insert(0, 0)
@@ -82,7 +83,6 @@ def talker_prompt(
             places.append(positions[:, start:stop] - first + num_before)
             num_before += int(positions[:, stop].max() - first)
     codec_ids = (codec.nothink, codec.think_bos, codec.think_eos, speaker, codec.pad, codec.bos)
-    header = token_ids[answer : answer + NUM_HEADER_TOKENS]
     beginning = (*header, *[turns.tts_pad] * NUM_PADDING, turns.tts_bos)
     last = np.broadcast_to(num_before + np.arange(len(beginning) + 1), (len(positions), len(beginning) + 1))
     media = [(row, of) for row, of in enumerate(rows) if token_ids[of] in media_ids]
