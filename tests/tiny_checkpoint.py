@@ -122,7 +122,7 @@ def write_vision_model(folder: Path) -> Path:
     )
     transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
     write_tokenizer(folder)
-    _write_patch_settings(folder)
+    write_patch_settings(folder)
     return folder
 
 
@@ -134,7 +134,7 @@ def write_hybrid_model(folder: Path) -> Path:
     network = tiny_qwen3_5.make_network("qwen3_5", tiny_qwen3_5.seeing_config(VOCAB, ids))
     network.save_pretrained(folder)
     write_tokenizer(folder, special, QWEN_TAGS, (Path(__file__).parent / "data" / "qwen3_5.jinja").read_text())
-    _write_patch_settings(folder)
+    write_patch_settings(folder)
     return folder
 
 
@@ -153,11 +153,11 @@ def write_omni_model(folder: Path) -> Path:
     config = tiny_omni.config_of(vocab_size=VOCAB, tokens=tokens)
     tiny_omni.make_network(config).save_pretrained(folder)
     write_tokenizer(folder, OMNI_SPECIAL, template=OMNI_TEMPLATE)
-    _write_patch_settings(folder, feature_size=tiny_omni.BINS)
+    write_patch_settings(folder, feature_size=tiny_omni.BINS)
     return folder
 
 
-def _write_patch_settings(folder: Path, **more: int) -> None:
+def write_patch_settings(folder: Path, **more: int) -> None:
     settings = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
     settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 256, "longest_edge": 4096}}
     settings |= more

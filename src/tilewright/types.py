@@ -82,6 +82,7 @@ class SamplingParams:
     logprobs: int | None = None  # how many of the best tokens to list beside the chosen one; None: no log-probabilities
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    voice: str | None = None  # with which the answer is spoken; None: it is not
 
     def __post_init__(self) -> None:
         """Makes every field what its annotation says, numbers of numpy included: later steps trust them."""
@@ -101,6 +102,8 @@ class SamplingParams:
         checked["ignore_eos"] = bool(self.ignore_eos)
         if not isinstance(self.constraint, Constraint | None):
             raise RequestError(f"constraint is {_shown(self.constraint)}, expected a tilewright.types.Constraint")
+        if not isinstance(self.voice, str | None):
+            raise RequestError(f"voice is {_shown(self.voice)}, expected the name of one", param="voice")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -190,6 +193,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
+    audio: np.ndarray | None = None  # fp32 samples [n], at the rate that the Completion has
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,8 @@ class Completion:
     timings: Timings
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
+    audio: np.ndarray | None = None  # of an answer that was spoken, fp32 samples [n]
+    audio_rate: int | None = None  # samples per second
 
 
 Message = Mapping[str, object]  # as OpenAI's: role, content (text or parts), tool_calls, ...

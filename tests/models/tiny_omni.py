@@ -98,7 +98,7 @@ def config_of(*, vocab_size: int = tiny.VOCAB, tokens: MediaTokens = TOKENS, vis
         "thinker_hidden_size": 96,
         "accept_hidden_layer": 1,
         "spatial_merge_size": 2,
-        "speaker_id": {"one": 1},
+        "speaker_id": {},  # and nobody speaks
     }
     return transformers.Qwen3OmniMoeConfig(
         thinker_config=thinker, talker_config=talker, code2wav_config=_CODE2WAV, initializer_range=0.15

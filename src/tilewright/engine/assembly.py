@@ -25,14 +25,21 @@ from tilewright.engine.runner import ModelRunner
 from tilewright.engine.runner_settings import RunnerSettings, build_runner
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
+from tilewright.engine.speech.runner import SpeechRunner
+from tilewright.engine.speech.scheduler import SpeechScheduler
+from tilewright.engine.speech.speech import Speech
 from tilewright.engine.state.cache import StateCache
 from tilewright.engine.step_inputs import StepInputs, StepLayout
 from tilewright.engine.step_limits import StepLimits
 from tilewright.engine.step_writer import StepWriter
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.protocol import Model
+from tilewright.models.qwen3_omni.speech import OmniSpeech
 
 ENCODER_CACHE_BYTES = 512 << 20
+# Keys and values of the talker: eight voices with prompts of 2,000 tokens that speak for as long as they may. Memory is
+# taken as it is used; 1 GB for all rows of Qwen3-Omni-30B-A3B.
+NUM_VOICE_ROWS = 8 * 6144
 
 
 def build_core(
@@ -53,6 +60,7 @@ def build_core(
     replay: bool = True,
     kv_cache_dtype: str = "auto",
     ranks: Ranks | None = None,
+    speech: OmniSpeech | None = None,
 ) -> EngineCore:
     """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`,
     or in what `kv_cache_dtype` names.
@@ -60,6 +68,7 @@ def build_core(
     A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with recurrent layers
     `num_state_slots` states, one that takes media the `media_buffer` of its processor. `speculate` tokens at most are
     drafted ahead, by its predictor if it has one. `ranks` are the others that compute the model, each with its part.
+    `speech` are the networks that speak its answers.
     """
     resources = build_resources(
         limits,
@@ -96,7 +105,18 @@ def build_core(
         eos_token_ids=eos_token_ids,
         constraints=constraints,
         drafter=drafter,
+        speech=None if speech is None else _make_speech(speech, model, dtype),
     )
+
+
+def _make_speech(networks: OmniSpeech, model: Model, dtype: torch.dtype) -> Speech:
+    """Voices with pages of their own; rows of token embeddings are the model's, unless it is split over ranks."""
+    embed = networks.table or model.decoder.embed_tokens  # type: ignore[attr-defined]
+    num_pages = -(-NUM_VOICE_ROWS // PAGE_SIZE)
+    runner = SpeechRunner(
+        networks.talker, networks.code2wav, embed, num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype
+    )
+    return Speech(networks, SpeechScheduler(runner))
 
 
 def _first_runner(

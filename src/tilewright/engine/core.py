@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,9 +17,12 @@ from tilewright.engine.resources import SequenceResources
 from tilewright.engine.sampler import Sampler
 from tilewright.engine.scheduler import Scheduler
 from tilewright.engine.sequence import Sequence
+from tilewright.engine.speech.speech import Speech
+from tilewright.engine.speech.voice import Voice
 from tilewright.engine.step import Event, Sampled, Step
 from tilewright.engine.step_bisection import StepBisector
-from tilewright.types import Completion, Delta, Medium, ModelInputs, RequestError, SamplingParams
+from tilewright.layers.batch import KeptStates
+from tilewright.types import Completion, Delta, FinishReason, Medium, ModelInputs, RequestError, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +37,8 @@ class StepRunner(Protocol):
     """
 
     def run(self, step: Step) -> Tensor: ...
+
+    def run_and_keep(self, step: Step, kept: KeptStates) -> Tensor: ...
 
     def encode(self, media: list[Medium]) -> None: ...
 
@@ -52,6 +58,7 @@ class EngineCore:
         eos_token_ids: Collection[int] = (),
         constraints: ConstraintCompiler | None = None,
         drafter: PredictorDrafter | None = None,
+        speech: Speech | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -62,12 +69,14 @@ class EngineCore:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.constraints = constraints
         self.drafter = drafter  # of a model with a multi-token predictor
+        self.speech = speech  # of a model with a voice
+        self._finish_reasons: WeakKeyDictionary[Sequence, FinishReason] = WeakKeyDictionary()  # of text still spoken
         self.step_under_way: Step | None = None
         self._detokenizers: WeakKeyDictionary[Sequence, Detokenizer] = WeakKeyDictionary()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or (self.speech is not None and self.speech.has_work)
 
     @property
     def resources(self) -> SequenceResources:
@@ -110,20 +119,38 @@ class EngineCore:
                 if not 0 <= token_id < count:
                     raise RequestError(f"{name} has token {token_id}, expected 0 to {count - 1}")
         self.scheduler.check(len(inputs.token_ids))
+        voices = [self._make_voice(inputs, params) for _ in range(params.n)] if params.voice is not None else []
         sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s, grammar)
         stop = params.stop if grammar is None else ()  # a grammar says where the answer ends
         for sequence in sequences:
             self._detokenizers[sequence] = Detokenizer(self.make_token_decoder(), stop, params.min_tokens)
         self.scheduler.add(sequences)
+        if self.speech is not None:
+            for sequence, voice in zip(sequences, voices, strict=False):
+                self.speech.start(sequence, voice)
         return sequences
+
+    def _make_voice(self, inputs: ModelInputs, params: SamplingParams) -> Voice:
+        if self.speech is None:
+            raise RequestError(f"voice is {params.voice!r:.100}, but this model does not speak", param="voice")
+        return self.speech.make_voice(inputs, params)
 
     def step(self) -> list[tuple[Sequence, Delta]]:
         """What one step adds to which sequences; nothing while it only computes prompts.
 
-        An error with one sequence ends its request alone; `failures` has the reason.
+        An error with one sequence ends its request alone; `failures` has the reason. After the text come voices: what
+        they add to a step is bounded (engine/speech/scheduler.py).
         """
         self.step_under_way = None
         self.failures.clear()
+        results = self._step_text() if self.scheduler.has_work else []
+        if self.speech is None:
+            return results
+        if self.step_under_way is None:
+            self.step_under_way = Step()
+        return self._step_speech(self.speech, results)
+
+    def _step_text(self) -> list[tuple[Sequence, Delta]]:
         step = self.step_under_way = self.scheduler.schedule()
         if self.drafter and step.chunks:
             self.drafter.begin(step)
@@ -141,11 +168,45 @@ class EngineCore:
             self._draft(self.drafter, step)
         return results
 
+    def _step_speech(self, speech: Speech, results: list[tuple[Sequence, Delta]]) -> list[tuple[Sequence, Delta]]:
+        """The text's results with those of voices. An answer that is spoken ends when all has been said."""
+        for request_id in self.failures:
+            speech.forget(request_id)
+        heard = [self._hear(speech, sequence, delta) for sequence, delta in results]
+        try:
+            parts = speech.step()
+        except Exception as error:  # of whichever voice it is: they speak together
+            for sequence in speech.sequences:
+                self.failures.setdefault(sequence.request_id, error)
+            for request_id in self.failures:
+                self.scheduler.abort(request_id)
+                speech.forget(request_id)
+            return [item for item in heard if item[0].request_id not in self.failures]
+        for part in parts:
+            reason = self._finish_reasons.pop(part.sequence, None) if part.is_done else None
+            heard.append((part.sequence, Delta(part.sequence.index, audio=part.samples, finish_reason=reason)))
+        return heard
+
+    def _hear(self, speech: Speech, sequence: Sequence, delta: Delta) -> tuple[Sequence, Delta]:
+        """A Delta of text, which its voice hears first; where it is the last, the answer goes on until that is done."""
+        if not speech.is_speaking(sequence):
+            return sequence, delta
+        speech.hear(sequence, is_complete=delta.finish_reason is not None)
+        if delta.finish_reason is not None:
+            self._finish_reasons[sequence] = delta.finish_reason
+        return sequence, replace(delta, finish_reason=None)
+
     def abort(self, request_id: str) -> list[tuple[Sequence, Delta]]:
         """Ends a request: the last Delta of each unfinished sequence. Not while a step is under way."""
+        ended = self.scheduler.abort(request_id)
+        if self.speech is not None:
+            for sequence in self.speech.drop(request_id):
+                if sequence not in ended:  # written, but not all of it said
+                    sequence.finish_reason = "abort"
+                    ended.append(sequence)
         return [
             (sequence, Delta(sequence.index, self._detokenizers[sequence].flush(), (), finish_reason="abort"))
-            for sequence in self.scheduler.abort(request_id)
+            for sequence in ended
         ]
 
     def abandon_step(self) -> set[str]:
@@ -158,13 +219,21 @@ class EngineCore:
         request_ids = {sequence.request_id for sequence in sequences}
         for request_id in request_ids:
             scheduler.abort(request_id)
+            if self.speech is not None:
+                self.speech.forget(request_id)
         return request_ids
 
     def _compute(self, step: Step) -> list[Sampled]:
         if not step.chunks:
             self.runner.encode(step.encode)
             return []
-        return self.sampler.sample(self.runner.run(step), step)
+        kept = None if self.speech is None else self.speech.wanted(step)
+        if self.speech is None or kept is None:
+            return self.sampler.sample(self.runner.run(step), step)
+        logits = self.runner.run_and_keep(step, kept)
+        assert kept.states_MD is not None
+        self.speech.take(step, kept.states_MD)
+        return self.sampler.sample(logits, step)
 
     def _draft(self, drafter: PredictorDrafter, step: Step) -> None:
         try:
@@ -176,6 +245,7 @@ class EngineCore:
         """The answer of a finished sequence."""
         assert sequence.finish_reason is not None, f"sequence {sequence.id} is {sequence.status.value}"
         params = sequence.params
+        sound = None if self.speech is None else self.speech.sound(sequence)
         return Completion(
             text=self._detokenizers[sequence].text,
             token_ids=tuple(sequence.output_token_ids),
@@ -185,6 +255,8 @@ class EngineCore:
             timings=sequence.timings(),
             logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
+            audio=sound,
+            audio_rate=None if sound is None or self.speech is None else self.speech.networks.samples_per_second,
         )
 
     def _deltas(self, events: list[Event]) -> list[tuple[Sequence, Delta]]:

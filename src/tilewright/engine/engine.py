@@ -176,6 +176,7 @@ class Engine:
             constraints=ConstraintCompiler(tokenizer, model.vocab_size),
             media_buffer=self.loaded.processor.media_buffer,
             ranks=ranks,
+            speech=self.loaded.speech,
             **options,
         )
 
@@ -193,6 +194,8 @@ class Engine:
         Messages are OpenAI's, with parts such as {"type": "image", "image": path, bytes, PIL picture or array}.
         Options are SamplingParams' names, `tools`, and whatever the chat template takes (`enable_thinking`, ...).
         `constraint=Constraint("json_schema", schema)` (or "regex", "lark"; `tilewright.types`) holds the answer to it.
+        With `modalities=("text", "audio")` it is spoken too, by `voice` or the first of `voices`: `audio` is fp32
+        samples, `audio_rate` of them a second; the deltas of `stream` have them as they come.
         """
         if messages and not isinstance(messages[0], Mapping):
             handles = [self.submit_chat(conversation, **options) for conversation in messages]
@@ -245,6 +248,7 @@ class Engine:
 
     def submit_chat(self, messages: Messages, **options: Any) -> Handle:
         """The Handle of a conversation's answer. What is no sampling parameter goes to the template."""
+        options["voice"] = self._voice(options.pop("modalities", None), options.get("voice"))
         sampling = {name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}
         processor, is_known = self.loaded.processor, self.loop.core.resources.media.is_known
         template_args = {name: value for name, value in options.items() if name != "tools"}
@@ -293,6 +297,22 @@ class Engine:
             self.loop.submit(lambda: inputs, params, has_media=False).result()
         finally:
             del readers[id(inputs)]
+
+    def _voice(self, modalities: Sequence[str] | None, voice: str | None) -> str | None:
+        """The voice that speaks an answer: the one asked for, or the model's first; None: it is text alone."""
+        unknown = set(modalities or ()) - {"text", "audio"}
+        if unknown or "text" not in (modalities or ("text",)):
+            raise RequestError(f"modalities is {list(modalities or ())!r:.100}, expected text, or text and audio")
+        if modalities is None or "audio" not in modalities:
+            return voice if modalities is None else None
+        if self.loaded.speech is None:
+            raise RequestError("modalities has audio, but this model does not speak", param="modalities")
+        return voice or self.voices[0]
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """Names of the voices that can speak answers, the default first; none where the model does not speak."""
+        return () if self.loaded.speech is None else self.loaded.speech.voices
 
     @cached_property
     def text_limits(self) -> TextLimits:

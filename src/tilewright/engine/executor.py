@@ -14,6 +14,7 @@ from tilewright.engine.runner import ModelRunner
 from tilewright.engine.step import DraftInput, Step
 from tilewright.engine.step_writer import DraftWriter, StepWriter
 from tilewright.inputs.media_buffer import MediaBuffer
+from tilewright.layers.batch import KeptStates
 from tilewright.types import Medium
 
 Result = TypeVar("Result")
@@ -40,6 +41,14 @@ class Executor:
         draft_inputs = model_runner.draft_inputs
         self._draft_writer = None if draft_inputs is None else DraftWriter(draft_inputs, self.features)
         self.keeps_hidden = False  # whether steps keep all hidden states for `draft`
+
+    def run_and_keep(self, step: Step, kept: KeptStates) -> Tensor:
+        """The same, and the hidden states of some of the step's tokens."""
+        self.model_runner.kept = kept
+        try:
+            return self.run(step)
+        finally:
+            self.model_runner.kept = None
 
     def run(self, step: Step) -> Tensor:
         """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""

@@ -21,6 +21,7 @@ from tilewright.layers import partition, precision
 from tilewright.layers.partition import Partition
 from tilewright.model_files import CheckpointError, read_optional_json
 from tilewright.models.protocol import Family, Model, Processor
+from tilewright.models.qwen3_omni.speech import OmniSpeech
 from tilewright.models.registry import family_of
 from tilewright.models.tied_head import config_as_stored
 from tilewright.parallel.group import Group, SingleGroup
@@ -52,6 +53,7 @@ class LoadedModel:
     dtype: torch.dtype
     sampling_defaults: Mapping[str, Any]  # what the checkpoint's authors recommend
     report: LoadReport
+    speech: OmniSpeech | None = None  # what speaks its answers, on this rank alone
 
 
 def load_network(
@@ -145,7 +147,32 @@ def load_model(
             opener=opener,
         )
     defaults = sampling_defaults(checkpoint.files)
-    return LoadedModel(own_name, network.model, processor, tokenizer, network.dtype, defaults, network.report)
+    speech = load_speech(network, quantize=quantize, pack_cache=pack_cache, is_split=group is not None)
+    return LoadedModel(own_name, network.model, processor, tokenizer, network.dtype, defaults, network.report, speech)
+
+
+def load_speech(
+    network: Network, *, quantize: str | None = None, pack_cache: bool = True, is_split: bool = False
+) -> OmniSpeech | None:
+    """What speaks a model's answers, whole on this rank; None where its checkpoint has no voice.
+
+    `is_split`: the model is split over ranks, its table of token embeddings too.
+    """
+    if network.family.build_speech is None:
+        return None
+    formats = precision.named(quantize)
+    with partition.use(Partition(SingleGroup(), formats.block)), precision.use(formats):
+        speech = network.family.build_speech(network.config, network.checkpoint.shapes, has_table=is_split)
+    if speech is not None:
+        load(
+            speech,
+            network.checkpoint,
+            dtype=network.dtype,
+            rename=speech.checkpoint_name,
+            cache_dir=settings.current().cache_dir if pack_cache else None,
+            keep_numbers=formats.keeps_numbers,
+        )
+    return speech
 
 
 def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:

@@ -255,7 +255,8 @@ class EngineLoop:
         step = self.core.step_under_way
         assert step is not None
         chunks, drafter = step.chunks, self.core.drafter
-        read_bytes, flops = step_cost(self._costs, chunks, len(results)) if self._costs else (0, 0)
+        num_sampled = sum(bool(delta.token_ids) for _, delta in results)
+        read_bytes, flops = step_cost(self._costs, chunks, num_sampled) if self._costs else (0, 0)
         if drafter and self._costs and self._costs.draft:
             drafted_bytes, drafted_flops = draft_cost(self._costs.draft, drafter.draft_inputs)
             read_bytes, flops = read_bytes + drafted_bytes, flops + drafted_flops

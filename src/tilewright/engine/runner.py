@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS, RecordedSteps
 from tilewright.engine.state.memory import StateMemory
 from tilewright.engine.step_inputs import EncodedMedium, FeatureRows, StepHeader, StepInputs
 from tilewright.engine.step_limits import StepLimits
-from tilewright.layers.batch import Batch, MediaRun
+from tilewright.layers.batch import Batch, KeptStates, MediaRun
 from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Model, Predictor
 from tilewright.ops.kv_cache import KvCache
@@ -53,6 +54,7 @@ class ModelRunner:
         self._arena = Arena()
         self._recorded: RecordedSteps[tuple[Tensor, Tensor | None]] = RecordedSteps(self._arena)
         self.predictor = predictor
+        self.kept: KeptStates | None = None  # of the next step, of tokens that this rank's caller asks for
         self._hidden: Tensor | None = None  # of the last step's tokens, until the arena is used again
         self._drafts: DraftRunner | None = None
         if predictor is not None:
@@ -85,7 +87,7 @@ class ModelRunner:
         if not header.num_tokens:
             return torch.empty(0, self.model.vocab_size)
         is_small = header.num_tokens <= MAX_RECORDED_TOKENS and header.wants_all_logits
-        if self.replay and is_small and not header.num_feature_runs:
+        if self.replay and is_small and not header.num_feature_runs and self.kept is None:
             shape = header.num_tokens, header.num_sequences, header.num_cross_rows, header.num_cross_spans
             logits, self._hidden = self._recorded.run(shape, lambda: self._forward(header))
             return logits
@@ -121,7 +123,8 @@ class ModelRunner:
         media = self._media_runs(inputs)
         states = None if self.states is None else self.states.batch(inputs, header)
         cross = inputs.cross_batch(header, self.cross_caches, recorded=self.replay)
-        return inputs.batch(header, self.kv_caches, media, cross, states, recorded=self.replay)
+        batch = inputs.batch(header, self.kv_caches, media, cross, states, recorded=self.replay)
+        return batch if self.kept is None else replace(batch, kept=self.kept)
 
     def _fill(self, num_fills: int) -> None:
         """Writes the keys and values of encoder states to their cross-attention pages."""

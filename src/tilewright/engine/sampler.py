@@ -162,7 +162,12 @@ def uniform(sequence: Sequence, position: int) -> float:
     A hash of seed, answer and position instead of a generator with a state, so that preemption, batching and drafts
     change nothing.
     """
-    counter = struct.pack("<QQQ", sequence.seed & 0xFFFF_FFFF_FFFF_FFFF, sequence.index, position)
+    return uniform_at(sequence.seed, sequence.index, position)
+
+
+def uniform_at(seed: int, index: int, position: int) -> float:
+    """The number of a seed at a position of one of its series."""
+    counter = struct.pack("<QQQ", seed & 0xFFFF_FFFF_FFFF_FFFF, index, position)
     return (int.from_bytes(blake2b(counter, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 

@@ -92,6 +92,7 @@ class Sequence:
         self.page_digests: list[bytes] = []  # of full pages, as far as they were needed
         self.num_stored_pages = 0  # the first of `pages`, which the prefix cache has seen
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
+        self.first_kept_token: int | None = None  # whose hidden state is read: it must be computed, though it is cached
         self.pinned_keys: list[bytes] = []  # of media that are being read
         self.cross_groups: list[CrossGroup] = cross_groups_of(inputs.media) if leader is None else leader.cross_groups
         self.pinned_groups: list[CrossGroup] = []  # those that tokens of the step under way see

@@ -36,9 +36,12 @@ def heads_of(config: AttentionConfig) -> HeadShard:
 
 
 class Attention:
-    """What each token's heads attend to, side by side; `output` projects it back to the model's width."""
+    """What each token's heads attend to, side by side; `output` projects it back to the model's width.
 
-    def __init__(self, name: str, config: AttentionConfig, layer: int) -> None:
+    `row_scale` names a vector [width] that multiplies what `output` gives.
+    """
+
+    def __init__(self, name: str, config: AttentionConfig, layer: int, *, row_scale: str | None = None) -> None:
         self.config, self.layer = config, layer
         heads = heads_of(config)
         self.num_kv_heads = heads.num_keys
@@ -55,7 +58,11 @@ class Attention:
             bias=config.qkv_bias,
         )
         self.output = Linear(
-            [(f"{name}.o_proj", config.width)], query_width, column_shard=queries, bias=config.output_bias
+            [(f"{name}.o_proj", config.width)],
+            query_width,
+            column_shard=queries,
+            bias=config.output_bias,
+            row_scale=row_scale,
         )
         if config.qk_norm:
             self.q_norm = Unpacked(f"{name}.q_norm.weight", config.head_width)

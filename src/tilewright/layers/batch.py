@@ -33,6 +33,15 @@ class MediaRun:
     deepstack: Sequence[Tensor] = ()  # [M, D] each: added to the hidden state after layer 0, 1, ...
 
 
+@dataclass
+class KeptStates:
+    """Hidden states of some tokens after so many layers, which something else than the head reads."""
+
+    rows_M: Tensor  # int64, which of the batch's tokens
+    num_layers: int  # at least 1, and not all of them
+    states_MD: Tensor | None = None  # once the batch is computed; memory of its own
+
+
 @dataclass(frozen=True)
 class CrossBatch:
     """The tokens that attend to encoder states, in spans that attend to the same ones, and where those lie.
@@ -87,6 +96,7 @@ class Batch:
     media: Sequence[MediaRun] = ()
     cross: CrossBatch | None = None  # None: no token attends to encoder states
     states: StateBatch | None = None  # None: the model has no recurrent layers
+    kept: KeptStates | None = None  # filled in by the decoder; such a batch is not recorded
 
     def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *, window: int) -> Tensor:
         """Over the layer's cache, after the tokens' keys and values are stored there."""

@@ -44,6 +44,7 @@ class DecoderConfig:
     norm_plus_one: bool = False  # norms of the hidden state scale by 1 + weight
     delta: GatedDeltaConfig | None = None
     delta_layers: tuple[int, ...] = ()  # those that have a state per sequence instead of keys and values
+    layer_scale: bool = False  # what attention and a dense MLP add is multiplied by a vector of each layer
 
     @property
     def num_kv_layers(self) -> int:
@@ -80,14 +81,21 @@ class DecoderLayer:
         if config.delta is not None and layer in config.delta_layers:
             self.attention = GatedDeltaNet(f"{name}.linear_attn", config.delta, own)
         else:
-            self.attention = Attention(f"{name}.self_attn", config.attention_of(layer), own)
+            scale = f"{name}.self_attn_layer_scale.scale" if config.layer_scale else None
+            self.attention = Attention(f"{name}.self_attn", config.attention_of(layer), own, row_scale=scale)
         self.mlp_norm = hidden_norm(f"{name}.post_attention_layernorm", config)
         self.mlp: GatedMlp | SparseMlp
         if config.moe is not None and config.moe.is_sparse(layer):
             self.mlp = SparseMlp(f"{name}.mlp", config.width, config.moe)
         else:
-            activation, bias = config.activation, config.mlp_bias
-            self.mlp = GatedMlp(f"{name}.mlp", config.width, config.mlp_width, activation=activation, bias=bias)
+            self.mlp = GatedMlp(
+                f"{name}.mlp",
+                config.width,
+                config.mlp_width,
+                activation=config.activation,
+                bias=config.mlp_bias,
+                row_scale=f"{name}.mlp_layer_scale.scale" if config.layer_scale else None,
+            )
 
     def __call__(
         self, x_TD: Tensor, batch: SequenceBatch, cos: Tensor, sin: Tensor, rows: Tensor | None = None
@@ -185,6 +193,8 @@ class Decoder:
                 for run in batch.media:
                     if i < len(run.deepstack):
                         scatter_add_rows(x_TD, run.rows_M, run.deepstack[i])
+            if batch.kept is not None and batch.kept.num_layers == i + 1:
+                batch.kept.states_MD = x_TD[batch.kept.rows_M]
         out = empty((len(x_TD if rows is None else rows), self.config.width), x_TD.dtype)
         with scope():
             self.norm(self.layers[-1](x_TD, batch, cos, sin, rows), out=out)

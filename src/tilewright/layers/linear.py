@@ -39,6 +39,7 @@ class Linear:
         bias: bool = False,
         gated: bool = False,
         tanh_scale: str | None = None,
+        row_scale: str | None = None,
         num_exact: int = 0,
     ) -> None:
         """As `LinearWeight`: parts are (name in the checkpoint, rows, and which of them this rank has)."""
@@ -55,6 +56,7 @@ class Linear:
                 bias_shard=None if self._group is None else own.on_first_rank(parts[0][1]),
                 gated=gated,
                 tanh_scale=tanh_scale,
+                row_scale=row_scale,
                 quantized_as=None if is_exact else quantized_as,
             )
 

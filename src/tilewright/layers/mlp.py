@@ -21,17 +21,33 @@ def activation_named(name: str) -> str:
 
 
 class GatedMlp:
-    """x + down(act(gate(h)) * up(h)), updating x. `tanh_scale` names a scalar whose tanh multiplies what is added."""
+    """x + down(act(gate(h)) * up(h)), updating x.
+
+    `tanh_scale` names a scalar whose tanh multiplies what is added, `row_scale` a vector [width] that does.
+    """
 
     def __init__(
-        self, name: str, width: int, inner_width: int, *, activation: str, bias: bool, tanh_scale: str | None = None
+        self,
+        name: str,
+        width: int,
+        inner_width: int,
+        *,
+        activation: str,
+        bias: bool,
+        tanh_scale: str | None = None,
+        row_scale: str | None = None,
     ) -> None:
         self.activation = activation
         shard = partition.current().width("MLP width", inner_width)
         parts = [(f"{name}.gate_proj", inner_width, shard), (f"{name}.up_proj", inner_width, shard)]
         self.gate_up = Linear(parts, width, bias=bias, gated=True)
         self.down = Linear(
-            [(f"{name}.down_proj", width)], inner_width, column_shard=shard, bias=bias, tanh_scale=tanh_scale
+            [(f"{name}.down_proj", width)],
+            inner_width,
+            column_shard=shard,
+            bias=bias,
+            tanh_scale=tanh_scale,
+            row_scale=row_scale,
         )
 
     def __call__(self, x_TD: Tensor, h_TD: Tensor, *, gate: Tensor | None = None) -> None:

@@ -35,7 +35,8 @@ class LinearWeight(Weight[PackedWeight]):
 
     `column_shard` are the columns that this rank has, `bias_shard` what it has of the bias where that is not as of the
     rows. `gated`: two parts, gate then up. `tanh_scale` names a scalar [1]
-    whose tanh multiplies the result; it is multiplied into weight and bias in fp32, which are rounded once.
+    whose tanh multiplies the result, `row_scale` a vector [rows] that does; they are multiplied into weight and bias in
+    fp32, which are rounded once.
     `quantized_as` is a format and its group size (`ops.packed.weight_format`); None: the model's own type.
     """
 
@@ -49,24 +50,33 @@ class LinearWeight(Weight[PackedWeight]):
         bias_shard: Shard | None = None,
         gated: bool = False,
         tanh_scale: str | None = None,
+        row_scale: str | None = None,
         quantized_as: tuple[str, int] | None = None,
     ) -> None:
+        assert tanh_scale is None or row_scale is None, "a weight has one scale"
         named = [Part(*part) for part in parts]
         weights = [Source(f"{name}.weight", (rows, columns), (shard, column_shard)) for name, rows, shard in named]
         biases = (
             [Source(f"{name}.bias", (rows,), (bias_shard or shard,)) for name, rows, shard in named] if bias else []
         )
-        super().__init__(weights + biases + ([Source(tanh_scale, (1,))] if tanh_scale else []))
+        scales = [Source(tanh_scale, (1,))] if tanh_scale else []
+        if row_scale:
+            ((_, rows, shard),) = named
+            scales = [Source(row_scale, (rows,), (shard,))]
+        super().__init__(weights + biases + scales)
         self.num_parts = len(parts)
         self.gated = gated
         self.has_bias = bias
-        self.is_scaled = tanh_scale is not None
+        self.is_scaled = bool(scales)
+        self.has_row_scale = row_scale is not None
         self.quantized_as = quantized_as
         self.keeps_numbers = False  # those of the file, instead of rounding what they stand for
         self.pieces: tuple[tuple[int, tuple[str, int] | None], ...] = ()  # runs of parts that differ in format
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
-        scale = readers[-1].read().float().tanh() if self.is_scaled else None
+        scale = readers[-1].read().float() if self.is_scaled else None
+        if scale is not None and not self.has_row_scale:
+            scale = scale.tanh()
         weights, others = readers[: self.num_parts], readers[self.num_parts :]
         biases = others[: self.num_parts] if self.has_bias else ()
         value: PackedWeight | None = None
@@ -91,7 +101,8 @@ class LinearWeight(Weight[PackedWeight]):
         def rows(begin: int, end: int) -> Tensor | Quantized:
             if self.keeps_numbers and quantized_as is not None:
                 return _stacked_numbers(weights, begin, end, quantized_as)
-            return _scaled(_stacked_rows(weights, begin, end), scale)
+            scales = scale[begin:end, None] if scale is not None and self.has_row_scale else scale
+            return _scaled(_stacked_rows(weights, begin, end), scales)
 
         return pack_weight_rows(
             rows,

@@ -20,7 +20,10 @@ class KvCacheManager(SequenceResource):
 
     def match(self, sequence: Sequence, num_tokens: int) -> int:
         sequence.pages = self.prefix_cache.match(sequence)
-        return len(sequence.pages) * self.pool.page_size
+        num_cached = len(sequence.pages) * self.pool.page_size
+        if sequence.first_kept_token is None:
+            return num_cached
+        return min(num_cached, sequence.first_kept_token // self.pool.page_size * self.pool.page_size)
 
     def has_room(self, sequence: Sequence, num_cached: int) -> bool:
         """Whether there are pages for all tokens of the sequence beside what the admitted ones need."""

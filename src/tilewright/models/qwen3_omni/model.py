@@ -14,6 +14,7 @@ from tilewright.models.protocol import Family, KvSpec
 from tilewright.models.qwen3_omni.audio import AudioTower
 from tilewright.models.qwen3_omni.config import CODE2WAV, MODEL_TYPE, TALKER, THINKER, Shapes, ThinkerConfig
 from tilewright.models.qwen3_omni.processor import OmniProcessor
+from tilewright.models.qwen3_omni.speech import build_speech
 from tilewright.models.qwen3_vl.vision import VisionTower
 from tilewright.models.text_config import Config, table
 
@@ -80,6 +81,6 @@ def _build_thinker(config: Config, shapes: Shapes) -> OmniThinker:
 
 
 FAMILIES = {
-    MODEL_TYPE: Family(_build, OmniProcessor),
+    MODEL_TYPE: Family(_build, OmniProcessor, build_speech=build_speech),
     f"{MODEL_TYPE}_thinker": Family(_build_thinker, OmniProcessor),
 }

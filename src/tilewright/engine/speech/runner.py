@@ -1,0 +1,195 @@
+"""Computes speech: rows of the talker for several voices at once, frames of codes, and pieces of samples.
+
+Legend of shape suffixes: T packed rows, D the talker's width, B voices whose next code is chosen, Q codes of a frame,
+V the codec's vocabulary, A rope axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.engine.speech.voice import CODE_TOP_K, CODE_TOP_P, Voice
+from tilewright.layers.batch import Batch
+from tilewright.models.qwen3_omni.code2wav import Code2Wav, WaveStream
+from tilewright.models.qwen3_omni.talker import Talker
+from tilewright.ops import backend
+from tilewright.ops import sample as ops
+from tilewright.ops.kv_cache import KvCache
+
+NUM_SPECIAL = 1024  # the last ids of the codec's vocabulary are no codes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [begin, end) of a voice, to be computed in one step."""
+
+    voice: Voice
+    begin: int
+    end: int
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a code follows the last of them."""
+        return self.end >= self.voice.prompt.num_rows
+
+
+class SpeechRunner:
+    """The networks that speak, with the talker's keys and values. `embed` gives rows of the thinker's table of ids."""
+
+    def __init__(
+        self,
+        talker: Talker,
+        code2wav: Code2Wav,
+        embed: Callable[[Tensor], Tensor],
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.talker, self.code2wav = talker, code2wav
+        self._embed = embed
+        self.page_size, self.num_pages = page_size, num_pages
+        spec = talker.kv_spec
+        shape = num_pages, page_size, spec.num_heads, spec.head_width
+        self._caches = [KvCache.empty(*shape, dtype) for _ in range(spec.num_layers)]
+        self._is_banned = torch.zeros(talker.config.text.vocab_size, dtype=torch.bool)
+        self._is_banned[-NUM_SPECIAL:] = True
+        self._is_banned[talker.config.codec.eos] = False
+
+    @torch.inference_mode()
+    def speak(self, rows: Sequence[Rows]) -> None:
+        """Computes rows of voices. A voice whose row is asked gains a frame, or is finished."""
+        hidden_BD = self.talker.hidden(self._inputs(rows), self._batch(rows))
+        for item in rows:
+            item.voice.num_computed = item.end
+        asked = [item.voice for item in rows if item.is_asked]
+        if not asked:
+            return
+        codes = self._first_codes(self.talker.logits(hidden_BD), asked)
+        goes_on = codes != self.talker.config.codec.eos
+        for voice, is_going in zip(asked, goes_on.tolist(), strict=True):
+            voice.is_finished = not is_going
+        going = [voice for voice in asked if not voice.is_finished]
+        if going:
+            self._complete(hidden_BD[goes_on.to(hidden_BD.device)], codes[goes_on], going)
+
+    @torch.inference_mode()
+    def decode(self, pieces: Sequence[tuple[WaveStream, Sequence[Sequence[int]]]]) -> list[Tensor]:
+        """The samples that the next frames of each stream give, fp32 [n]."""
+        codes = [torch.tensor(frames, device=backend.device()) for _, frames in pieces]
+        return [samples.cpu() for samples in self.code2wav.decode(codes, [stream for stream, _ in pieces])]
+
+    def _complete(self, hidden_BD: Tensor, codes_B: Tensor, voices: Sequence[Voice]) -> None:
+        """The other codes of the frames whose first are given."""
+
+        def choose(logits: Tensor, place: int) -> Tensor:
+            is_greedy = [voice.params.temperature == 0 for voice in voices]
+            count = len(voices)
+            return ops.sample(
+                logits.cpu(),
+                torch.tensor([0.0 if greedy else 1.0 for greedy in is_greedy]),
+                torch.full((count,), CODE_TOP_K),
+                torch.full((count,), CODE_TOP_P),
+                torch.zeros(count),
+                torch.tensor([voice.uniform(place) for voice in voices], dtype=torch.float64),
+            )
+
+        device = hidden_BD.device
+        frames = self.talker.complete_frames(hidden_BD, codes_B.to(device), choose)
+        for voice, frame, row in zip(voices, frames.tolist(), self.talker.embed_frames(frames), strict=True):
+            voice.frames.append(frame)
+            voice.codec_row = row.clone()
+            voice.is_finished = len(voice.frames) >= voice.params.max_frames
+
+    def _first_codes(self, logits_BV: Tensor, voices: Sequence[Voice]) -> Tensor:
+        """The next first code of each voice, int64 [B]."""
+        logits = logits_BV.cpu()
+        logits[:, self._is_banned] = -torch.inf
+        said = [torch.tensor(sorted({frame[0] for frame in voice.frames}), dtype=torch.int64) for voice in voices]
+        count = len(voices)
+        ops.penalize(
+            logits,
+            torch.tensor([0, *(len(codes) for codes in said)]).cumsum(0),
+            torch.cat(said),
+            torch.ones(sum(len(codes) for codes in said), dtype=torch.int32),
+            torch.tensor([voice.params.repetition_penalty for voice in voices]),
+            torch.zeros(count),
+            torch.zeros(count),
+        )
+        return ops.sample(
+            logits,
+            torch.tensor([voice.params.temperature for voice in voices]),
+            torch.tensor([voice.params.top_k for voice in voices]),
+            torch.tensor([voice.params.top_p for voice in voices]),
+            torch.zeros(count),
+            torch.tensor([voice.uniform(0) for voice in voices], dtype=torch.float64),
+        )
+
+    def _inputs(self, rows: Sequence[Rows]) -> Tensor:
+        """What the talker reads [T, D]: text rows, states of media in their place, and codec rows added to them."""
+        device = backend.device()
+        text_ids: list[int] = []
+        media: list[tuple[int, Tensor]] = []  # the first row, states
+        media_rows: list[int] = []
+        codec_rows: list[int] = []
+        codec_ids: list[int] = []
+        frame_rows: list[int] = []
+        frames: list[Tensor] = []
+        for item in rows:
+            voice, first = item.voice, len(text_ids) - item.begin
+            for row in range(item.begin, item.end):
+                text_id = voice.text_id(row)
+                assert text_id is not None, "a row is computed before its text is written"
+                text_ids.append(text_id)
+                if row >= voice.prompt.num_rows:
+                    assert voice.codec_row is not None
+                    frame_rows.append(first + row)
+                    frames.append(voice.codec_row)
+                elif (codec_id := voice.prompt.codec_id(row)) is not None:
+                    codec_rows.append(first + row)
+                    codec_ids.append(codec_id)
+            places, states = voice.media_state_rows(item.begin, item.end)
+            if states is not None:
+                media_rows += [first + place for place in places]
+                media.append((first, states))
+        x_TD = self.talker.text_projection(self._embed(torch.tensor(text_ids, device=device)))
+        if media:
+            x_TD[media_rows] = self.talker.hidden_projection(torch.cat([states for _, states in media]).to(x_TD.dtype))
+        if codec_ids:
+            x_TD[codec_rows] += self.talker.codec_embedding(torch.tensor(codec_ids, device=device))
+        if frames:
+            x_TD[frame_rows] += torch.stack(frames)
+        return x_TD
+
+    def _batch(self, rows: Sequence[Rows]) -> Batch:
+        device, page_size = backend.device(), self.page_size
+        positions, slots = [], []
+        for item in rows:
+            voice, prompt = item.voice, item.voice.prompt
+            positions.append(
+                torch.from_numpy(prompt.positions[:, item.begin : item.end])
+                if item.end <= prompt.num_rows
+                else torch.full((self.talker.num_position_axes, 1), voice.position(item.begin))
+            )
+            places = torch.arange(item.begin, item.end)
+            slots.append(torch.tensor(voice.pages)[places // page_size] * page_size + places % page_size)
+        counts = [item.end - item.begin for item in rows]
+        ends = torch.tensor(counts).cumsum(0)
+        table = torch.zeros(len(rows), max(len(item.voice.pages) for item in rows), dtype=torch.int32)
+        for pages, item in zip(table, rows, strict=True):
+            pages[: len(item.voice.pages)] = torch.tensor(item.voice.pages)
+        asked = [end - 1 for end, item in zip(ends.tolist(), rows, strict=True) if item.is_asked]
+        return Batch(
+            token_ids_T=torch.zeros(sum(counts), dtype=torch.int64, device=device),
+            positions_AT=torch.cat(positions, dim=1).contiguous().to(device),
+            slots_T=torch.cat(slots).to(device),
+            query_starts=torch.tensor([0, *ends.tolist()], dtype=torch.int32, device=device),
+            kv_lengths=torch.tensor([item.end for item in rows], dtype=torch.int32, device=device),
+            block_table=table.to(device),
+            kv_caches=self._caches,
+            logit_rows=torch.tensor(asked, dtype=torch.int64, device=device),
+        )

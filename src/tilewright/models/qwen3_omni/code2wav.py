@@ -1,0 +1,259 @@
+"""From codes to samples: a transformer over frames of codes, then convolutions that upsample them to a waveform.
+
+A stream of frames may come in pieces, whose samples are those of the whole, bit for bit: each layer carries what it
+looks back at (`Stream`), which is bounded by attention's window and the convolutions' kernels. Samples come a little
+late: a transposed convolution gives rows when all that they are made of has been seen.
+
+Legend of shape suffixes: B streams, T frames or rows, Q codes of a frame, C channels, H heads, G kv heads, K head
+width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tilewright.layers import partition
+from tilewright.layers.attention import AttentionConfig
+from tilewright.layers.batch import StateBatch
+from tilewright.layers.decoder import DecoderConfig, DecoderLayer, hidden_norm
+from tilewright.layers.layer_norm import LayerNorm
+from tilewright.layers.linear import Linear
+from tilewright.layers.rope import Rope, RopeConfig
+from tilewright.layers.streams import CausalConv1d, DepthwiseConv1d, Pieces, Snake, Stream, TransposedConv1d
+from tilewright.models.qwen3_omni.config import CODE2WAV, Code2WavConfig
+from tilewright.ops import backend
+from tilewright.ops.attention import varlen_attention
+from tilewright.ops.embedding import embedding
+from tilewright.weights.unpacked import Unpacked
+
+# Frames that go through the network at a time: what they take is bounded, and the samples are the same.
+MAX_FRAMES = 32
+DILATIONS = (1, 3, 9)
+KERNEL = 7
+NORM_EPS = 1e-6  # of the ConvNeXt blocks
+
+
+class WaveStream(Stream):
+    """One voice on its way: what its layers carry, and how many frames and samples there have been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_frames = 0
+        self.num_samples = 0
+
+    @property
+    def stage(self) -> int:
+        """Equal for streams whose layers carry as many rows: from the first sample on, all do."""
+        return -1 if self.num_samples else self.num_frames
+
+
+class _WindowBatch:
+    """Frames of several streams that attend to at most the last `window` of their own, theirs included.
+
+    Every frame is a sequence of one query over a copy of the keys it sees: the kernel sums them in the same order then,
+    whichever piece the frame comes in.
+    """
+
+    states: StateBatch | None = None
+
+    def __init__(self, streams: Sequence[WaveStream], num_new: int, window: int) -> None:
+        self._streams, self._num_new, self._window = streams, num_new, window
+        rows, lengths, first = [], [], 0
+        for stream in streams:
+            num_before = min(stream.num_frames, window - 1)
+            for place in range(num_before, num_before + num_new):
+                begin = max(place - window + 1, 0)
+                rows.append(torch.arange(first + begin, first + place + 1))
+                lengths.append(place + 1 - begin)
+            first += num_before + num_new
+        device = backend.device()
+        self._rows = torch.cat(rows).to(device)
+        self._key_starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        self.query_starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
+
+    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *, window: int) -> Tensor:
+        keys = self._seen(("keys", layer), k_TGK)
+        values = self._seen(("values", layer), v_TGK)
+        return varlen_attention(q_THK, keys, values, self.query_starts, self._key_starts)
+
+    def _seen(self, name: object, new_TGK: Tensor) -> Tensor:
+        """Those that each query sees, one query's after the other's; the last are carried on."""
+        pieces = []
+        for i, stream in enumerate(self._streams):
+            new = new_TGK[i * self._num_new : (i + 1) * self._num_new].flatten(1)
+            before = stream.rows.get(name)
+            pieces.append(new if before is None else torch.cat((before, new)))
+            stream.rows[name] = pieces[-1][max(len(pieces[-1]) - self._window + 1, 0) :].clone()
+        return embedding(self._rows, torch.cat(pieces)).view(-1, *new_TGK.shape[1:])
+
+
+class ConvNextBlock:
+    """x + gamma * out(gelu(in(norm(depthwise(x))))); gamma is multiplied into the last weight."""
+
+    def __init__(self, name: str, width: int) -> None:
+        self.depthwise = DepthwiseConv1d(f"{name}.dwconv.conv", width, KERNEL)
+        self.norm = LayerNorm(f"{name}.norm", width, NORM_EPS)
+        shard = partition.current().width("ConvNeXt width", 4 * width)
+        self.inner = Linear([(f"{name}.pwconv1", 4 * width, shard)], width, bias=True)
+        self.output = Linear(
+            [(f"{name}.pwconv2", width)], 4 * width, column_shard=shard, bias=True, row_scale=f"{name}.gamma"
+        )
+
+    def __call__(self, x_BTC: Tensor, pieces: Pieces) -> Tensor:
+        inner = self.inner(self.norm(self.depthwise(x_BTC, pieces)), activation="gelu_erf")
+        return self.output(inner, residual=x_BTC)
+
+
+class ResidualUnit:
+    """x + conv2(snake2(conv1(snake1(x)))); the first convolution is dilated."""
+
+    def __init__(self, name: str, channels: int, dilation: int) -> None:
+        self.snake1 = Snake(f"{name}.act1", channels)
+        self.conv1 = CausalConv1d(f"{name}.conv1.conv", channels, channels, KERNEL, dilation=dilation)
+        self.snake2 = Snake(f"{name}.act2", channels)
+        self.conv2 = CausalConv1d(f"{name}.conv2.conv", channels, channels, 1)
+
+    def __call__(self, x_BTC: Tensor, pieces: Pieces) -> Tensor:
+        inner = self.conv1(self.snake1(x_BTC), pieces)
+        return self.conv2(self.snake2(inner), pieces, residual=x_BTC)
+
+
+class DecoderBlock:
+    """Half the channels and `rate` times the rows, then residual units."""
+
+    def __init__(self, name: str, channels: int, rate: int) -> None:
+        self.snake = Snake(f"{name}.block.0", channels)
+        self.upsample = TransposedConv1d(f"{name}.block.1.conv", channels, channels // 2, 2 * rate, rate)
+        self.units = [
+            ResidualUnit(f"{name}.block.{i}", channels // 2, dilation) for i, dilation in enumerate(DILATIONS, start=2)
+        ]
+
+    def __call__(self, x_BTC: Tensor, pieces: Pieces) -> Tensor:
+        x_BTC = self.upsample(self.snake(x_BTC), pieces)
+        if x_BTC.shape[1]:
+            for unit in self.units:
+                x_BTC = unit(x_BTC, pieces)
+        return x_BTC
+
+
+class Code2Wav:
+    """Samples in [-1, 1] of frames of codes."""
+
+    def __init__(self, config: Code2WavConfig, name: str = CODE2WAV) -> None:
+        self.config = config
+        num_codes = config.codebook_size * config.num_quantizers
+        self.embedding = Unpacked(f"{name}.code_embedding.weight", num_codes, config.width)
+        decoder = _transformer_config(config)
+        self.layers = [
+            DecoderLayer(f"{name}.pre_transformer.layers.{i}", decoder, i, i) for i in range(config.num_layers)
+        ]
+        self.norm = hidden_norm(f"{name}.pre_transformer.norm", decoder)
+        self.rope = Rope(decoder.rope)
+        self.upsamples = [
+            TransposedConv1d(f"{name}.upsample.{i}.0.conv", config.width, config.width, ratio, ratio)
+            for i, ratio in enumerate(config.upsampling_ratios)
+        ]
+        self.convnexts = [
+            ConvNextBlock(f"{name}.upsample.{i}.1", config.width) for i in range(len(config.upsampling_ratios))
+        ]
+        self.first = CausalConv1d(f"{name}.decoder.0.conv", config.width, config.decoder_width, KERNEL)
+        num_blocks, channels = len(config.upsample_rates), config.decoder_width
+        self.blocks = [
+            DecoderBlock(f"{name}.decoder.{i + 1}", channels // 2**i, rate)
+            for i, rate in enumerate(config.upsample_rates)
+        ]
+        self.snake = Snake(f"{name}.decoder.{num_blocks + 1}", channels // 2**num_blocks)
+        self.last = CausalConv1d(f"{name}.decoder.{num_blocks + 2}.conv", channels // 2**num_blocks, 1, KERNEL)
+
+    @property
+    def samples_per_frame(self) -> int:
+        """Of each frame but a stream's first, which gives fewer."""
+        return math.prod(self.config.upsampling_ratios) * math.prod(self.config.upsample_rates)
+
+    def decode(self, codes: Sequence[Tensor], streams: Sequence[WaveStream]) -> list[Tensor]:
+        """The next samples of each stream, fp32 [n], from its next frames int64 [T, Q].
+
+        Streams that are alike (as many frames, equally far) go through the network together.
+        """
+        parts: list[list[Tensor]] = [[] for _ in streams]
+        rest = list(codes)
+        while waiting := [i for i, frames in enumerate(rest) if len(frames)]:
+            first = waiting[0]
+            kind = min(len(rest[first]), MAX_FRAMES), streams[first].stage
+            together = [i for i in waiting if (min(len(rest[i]), MAX_FRAMES), streams[i].stage) == kind]
+            samples = self._decode_together(
+                torch.stack([rest[i][: kind[0]] for i in together]), [streams[i] for i in together]
+            )
+            for i, own in zip(together, samples, strict=True):
+                parts[i].append(own)
+                rest[i] = rest[i][kind[0] :]
+        return [torch.cat(own) if own else torch.empty(0) for own in parts]
+
+    def _decode_together(self, codes_BTQ: Tensor, streams: Sequence[WaveStream]) -> Tensor:
+        """Samples [B, n] of streams of one stage."""
+        pieces = Pieces(streams)
+        x_BTC = self._frames(codes_BTQ, streams)
+        for upsample, convnext in zip(self.upsamples, self.convnexts, strict=True):
+            x_BTC = convnext(upsample(x_BTC, pieces), pieces)
+        x_BTC = self.first(x_BTC, pieces)
+        for block in self.blocks:
+            if x_BTC.shape[1]:
+                x_BTC = block(x_BTC, pieces)
+        samples = x_BTC.new_empty(len(streams), 0)
+        if x_BTC.shape[1]:
+            samples = self.last(self.snake(x_BTC), pieces)[..., 0]
+        for stream in streams:
+            stream.num_frames += codes_BTQ.shape[1]
+            stream.num_samples += samples.shape[1]
+        return samples.float().clamp_(-1, 1)
+
+    def _frames(self, codes_BTQ: Tensor, streams: Sequence[WaveStream]) -> Tensor:
+        """What the transformer makes of the frames [B, T, C], of which each begins as the mean of its codes' rows."""
+        batch_size, num_frames, num_codes = codes_BTQ.shape
+        offsets = torch.arange(num_codes, device=codes_BTQ.device) * self.config.codebook_size
+        rows = embedding((codes_BTQ + offsets).flatten(), self.embedding.value)
+        x_TD = rows.view(-1, num_codes, self.config.width).float().mean(1).to(rows.dtype)
+        places = torch.arange(num_frames, device=codes_BTQ.device)
+        positions = torch.cat([stream.num_frames + places for stream in streams])
+        cos, sin = self.rope.tables(positions[None])
+        batch = _WindowBatch(streams, num_frames, self.config.window)
+        for layer in self.layers:
+            layer(x_TD, batch, cos, sin)
+        return self.norm(x_TD).view(batch_size, num_frames, -1)
+
+
+def _transformer_config(config: Code2WavConfig) -> DecoderConfig:
+    attention = AttentionConfig(
+        width=config.width,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_width=config.head_width,
+        eps=config.eps,
+        qk_norm=False,
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        window=config.window,
+    )
+    return DecoderConfig(
+        vocab_size=config.codebook_size,
+        width=config.width,
+        mlp_width=config.mlp_width,
+        num_layers=config.num_layers,
+        attention=attention,
+        rope=RopeConfig(config.head_width, config.rope_theta, {}, config.max_positions),
+        eps=config.eps,
+        activation=config.activation,
+        mlp_bias=False,
+        tied=False,
+        max_context=config.max_positions,
+        layer_scale=True,
+    )
+
+
+def build(config: Mapping[str, object]) -> Code2Wav:
+    """The network that a code2wav_config describes."""
+    return Code2Wav(Code2WavConfig.from_dict(config))

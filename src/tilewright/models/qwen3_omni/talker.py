@@ -1,0 +1,94 @@
+"""The talker: a decoder that reads what the thinker read and writes, and gives the first code of each frame of speech.
+
+It has no text of its own. A row of its input is the sum of a text row (a row of the thinker's embedding table, or the
+thinker's hidden state of a medium's token, projected to the talker's width) and of a codec row (embeddings of the codes
+of the last frame, or of a codec token). `TalkerPrompt` (talker_prompt.py) says which rows there are.
+
+Legend of shape suffixes: T packed rows, D model width, W the thinker's width, B voices, Q codes of a frame.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewright.layers import partition
+from tilewright.layers.attention import heads_of
+from tilewright.layers.batch import Batch
+from tilewright.layers.decoder import DecoderLayer, hidden_norm
+from tilewright.layers.linear import GatheredLinear, Linear
+from tilewright.layers.rope import Rope
+from tilewright.layers.token_embedding import TokenEmbedding
+from tilewright.models.protocol import KvSpec
+from tilewright.models.qwen3_omni.code_predictor import Choose, CodePredictor
+from tilewright.models.qwen3_omni.config import TALKER, TalkerConfig
+from tilewright.ops.plan import empty, scope
+from tilewright.types import UnsupportedConfig
+
+
+class Projection:
+    """out(act(in(x))): rows of the thinker's width become rows of the talker's."""
+
+    def __init__(self, name: str, config: TalkerConfig) -> None:
+        inner = config.text.mlp_width
+        shard = partition.current().width("projection's width", inner)
+        self.activation = config.text.activation
+        self.inner = Linear([(f"{name}.linear_fc1", inner, shard)], config.thinker_width, bias=True)
+        self.output = Linear([(f"{name}.linear_fc2", config.text.width)], inner, column_shard=shard, bias=True)
+
+    def __call__(self, x_TW: Tensor) -> Tensor:
+        return self.output(self.inner(x_TW, activation=self.activation))
+
+
+class Talker:
+    """Layers with experts around the codec's own vocabulary; `code_predictor` completes each frame."""
+
+    def __init__(self, config: TalkerConfig, name: str = TALKER) -> None:
+        text, predictor = config.text, config.code_predictor
+        if predictor.decoder.width != text.width:
+            raise UnsupportedConfig(
+                f"code_predictor_config has hidden_size {predictor.decoder.width}, expected the talker's, {text.width}"
+            )
+        self.config = config
+        self.text_projection = Projection(f"{name}.text_projection", config)
+        self.hidden_projection = Projection(f"{name}.hidden_projection", config)
+        self.codec_embedding = TokenEmbedding(f"{name}.model.codec_embedding", text.vocab_size, text.width)
+        self.layers = [DecoderLayer(f"{name}.model.layers.{i}", text, i, i) for i in range(text.num_layers)]
+        self.norm = hidden_norm(f"{name}.model.norm", text)
+        self.head = GatheredLinear.named(
+            f"{name}.codec_head", text.vocab_size, text.width, what="codec vocabulary", is_head=True
+        )
+        self.rope = Rope(text.rope)
+        self.code_predictor = CodePredictor(predictor, f"{name}.code_predictor")
+        self.kv_spec = KvSpec(text.num_layers, heads_of(text.attention).num_keys, text.attention.head_width)
+
+    @property
+    def num_position_axes(self) -> int:
+        return self.rope.num_axes
+
+    def hidden(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """What the head reads of the rows that the batch asks for [R, D]; x is overwritten. Ids are not read."""
+        rows = batch.logit_rows
+        cos, sin = self.rope.tables(batch.positions_AT)
+        for layer in self.layers[:-1]:
+            with scope():
+                layer(x_TD, batch, cos, sin)
+        out = empty((len(x_TD if rows is None else rows), self.config.text.width), x_TD.dtype)
+        with scope():
+            self.norm(self.layers[-1](x_TD, batch, cos, sin, rows), out=out)
+        return out
+
+    def logits(self, h_TD: Tensor) -> Tensor:
+        """fp32 [T, V] of what `hidden` gives."""
+        return self.head(h_TD, out_dtype=torch.float32)
+
+    def complete_frames(self, hidden_BD: Tensor, first_codes_B: Tensor, choose: Choose) -> Tensor:
+        """Frames of codes int64 [B, Q], from the first code of each and the hidden state it was chosen by."""
+        embedded = self.codec_embedding(first_codes_B)
+        rest = self.code_predictor.predict(hidden_BD, embedded, choose)
+        return torch.cat((first_codes_B[:, None], rest), dim=1)
+
+    def embed_frames(self, codes_BQ: Tensor) -> Tensor:
+        """The codec rows of frames [B, D]: the sum of the embeddings of their codes."""
+        first = self.codec_embedding(codes_BQ[:, 0].contiguous())
+        return (first.float() + self.code_predictor.embed(codes_BQ[:, 1:])).to(first.dtype)

@@ -1,0 +1,188 @@
+"""Answers that are spoken by the engine: what transformers says, while others write; aborted ones leave nothing."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+import tiny_omni
+import tiny_speech
+import torch
+from components import randomized
+from oracle import require
+
+from tilewright.engine.engine import Engine
+from tilewright.models.qwen3_omni.config import MediaTokens
+from tilewright.types import RequestError
+
+TEMPLATE = (
+    "{%- for message in messages -%}<|im_start|>{{ 'U' if message.role == 'user' else 'S' }}\n"
+    "{%- if message.content is string %}{{ message.content }}{% else -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{%- else %}{{ part.text }}{% endif -%}"
+    "{%- endfor -%}{%- endif -%}<|end|>\n{%- endfor -%}<|im_start|>A{{ '\\n' }}"
+)
+SPECIAL = [*tiny_checkpoint.OMNI_SPECIAL, "<|im_start|>", "<|tts_pad|>", "<|tts_bos|>", "<|tts_eos|>"]
+VOCAB = 280
+IDS = {token: tiny_checkpoint.FIRST_SPECIAL + i for i, token in enumerate(SPECIAL)}
+END = IDS["<|end|>"]
+GREEDY = {"max_tokens": 10, "temperature": 0}
+SPOKEN = {"modalities": ("text", "audio")}
+
+
+def whole_config(byte_ids):
+    tokens = MediaTokens(
+        *(IDS[f"<|{name}|>"] for name in ("audio_pad", "audio_start", "audio_end", "image_pad", "video_pad")),
+        IDS["<|vision_start|>"],
+        IDS["<|vision_end|>"],
+    )
+    talker = {**tiny_speech.TALKER, "thinker_hidden_size": 96, "accept_hidden_layer": 1, "spatial_merge_size": 2}
+    made = tiny_omni.config_of(vocab_size=VOCAB, tokens=tokens).to_dict()
+    turns = {"user": "U", "assistant": "A", "system": "S"}
+    return require("transformers").Qwen3OmniMoeConfig(
+        thinker_config=made["thinker_config"],
+        talker_config=talker,
+        code2wav_config=tiny_speech.CODE2WAV,
+        im_start_token_id=IDS["<|im_start|>"],
+        im_end_token_id=END,
+        **{f"{name}_token_id": byte_ids[letter] for name, letter in turns.items()},
+        **{f"tts_{name}_token_id": IDS[f"<|tts_{name}|>"] for name in ("pad", "bos", "eos")},
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("speaking")
+    tiny_checkpoint.write_tokenizer(folder, SPECIAL, template=TEMPLATE)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    whole = tiny_omni.make_network(whole_config(vocabulary))
+    randomized(whole.talker, seed=5)
+    tiny_speech.quiet(randomized(whole.code2wav, seed=5))
+    with torch.no_grad():
+        whole.talker.codec_head.weight[tiny_speech.TALKER["codec_eos_token_id"]] *= tiny_speech.EAGERNESS
+    whole.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END, "do_sample": False}))
+    tiny_checkpoint.write_patch_settings(folder, feature_size=tiny_omni.BINS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with Engine(folder, dtype="float32", pack_cache=False, kv_memory="64MB", max_sequences=4) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def network(folder):
+    return require("transformers").Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder).eval()
+
+
+def tone(seconds=0.5, hertz=300):
+    time = np.arange(int(seconds * 16_000)) / 16_000
+    return (np.sin(2 * np.pi * hertz * time) * 0.3).astype(np.float32)
+
+
+def asked(text, *sounds):
+    parts = [{"type": "audio", "audio": sound} for sound in sounds]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+@torch.no_grad()
+def said_by_transformers(network, engine, messages, sounds, speaker, max_tokens=10):
+    ids = torch.tensor([engine.loaded.processor.chat(messages).token_ids])
+    media = {}
+    if sounds:
+        extractor = require("transformers").WhisperFeatureExtractor(feature_size=tiny_omni.BINS)
+        options = {"padding": True, "truncation": False, "return_attention_mask": True, "return_tensors": "pt"}
+        features = extractor(sounds, sampling_rate=16_000, **options)
+        media = {
+            "input_features": features["input_features"],
+            "feature_attention_mask": features["attention_mask"],
+        }
+    for part in (network.thinker, network.talker):
+        part.rope_deltas = None
+    sequences, samples = network.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        **media,
+        speaker=speaker,
+        thinker_max_new_tokens=max_tokens,
+        thinker_eos_token_id=END,
+        thinker_do_sample=False,
+        talker_do_sample=False,
+        talker_max_new_tokens=60,
+    )
+    return sequences[0, ids.shape[1] :].tolist(), samples[0, 0].numpy()
+
+
+@pytest.mark.parametrize("sounds", [(), (tone(),)], ids=["text", "sound"])
+def test_what_is_said_is_what_transformers_says(engine, network, sounds):
+    messages = asked("Who is it?", *sounds)
+    ids, samples = said_by_transformers(network, engine, messages, list(sounds), "ann")
+    for _ in range(2):  # the second time the prompt is in the prefix cache
+        ours = engine.chat(messages, **GREEDY, **SPOKEN)
+        assert list(ours.token_ids) == ids
+        assert ours.audio_rate == 24_000 and ours.audio.dtype == np.float32
+        length = min(len(samples), len(ours.audio))
+        assert length > 30 and np.abs(ours.audio[:length] - samples[:length]).max() < 1e-4
+        assert len(ours.audio) == len(samples) or len(samples) > 58 * 48
+
+
+def test_sound_comes_while_text_is_written(engine):
+    kinds = []
+    for delta in engine.stream(asked("Tell me more."), max_tokens=40, temperature=0, ignore_eos=True, **SPOKEN):
+        kinds.append("audio" if delta.audio is not None else "text")
+    assert "audio" in kinds[: len(kinds) - 1 - kinds[::-1].index("text")]
+    assert engine.loop.core.speech.scheduler.pool.num_used == 0
+
+
+def test_text_is_the_same_beside_speech(engine):
+    alone = engine.chat(asked("What?"), max_tokens=20, temperature=0, ignore_eos=True)
+    assert alone.audio is None and alone.audio_rate is None
+    speaking = engine.submit_chat(asked("Tell me more."), max_tokens=30, temperature=0, ignore_eos=True, **SPOKEN)
+    beside = engine.chat(asked("What?"), max_tokens=20, temperature=0, ignore_eos=True)
+    assert beside.token_ids == alone.token_ids
+    (spoken,) = speaking.result()
+    assert len(spoken.audio) > 100
+
+
+def test_an_aborted_answer_leaves_nothing(engine):
+    handle = engine.submit_chat(asked("Tell me more."), max_tokens=200, temperature=0, ignore_eos=True, **SPOKEN)
+    for delta in handle:
+        if delta.audio is not None:
+            handle.abort()
+            break
+    assert list(handle)[-1].finish_reason == "abort"
+    core = engine.loop.core
+    assert core.speech.scheduler.pool.num_used == 0 and not core.speech.has_work and not core.speech.sequences
+
+
+def test_voices(engine):
+    assert engine.voices == ("ann", "bob")
+    question = asked("Who is it?")
+    ann, bob = (engine.chat(question, **GREEDY, **SPOKEN, voice=voice) for voice in ("Ann", "bob"))
+    assert ann.token_ids == bob.token_ids and not np.array_equal(ann.audio, bob.audio)
+    with pytest.raises(RequestError, match="voice is 'eve', expected one of ann, bob"):
+        engine.chat(question, **GREEDY, **SPOKEN, voice="eve")
+    with pytest.raises(RequestError, match="modalities is"):
+        engine.chat(question, **GREEDY, modalities=("smell",))
+
+
+def test_several_answers_are_each_spoken(engine):
+    answers = engine.chat(asked("Who?"), n=2, max_tokens=6, temperature=1.0, seed=4, **SPOKEN)
+    assert all(len(answer.audio) for answer in answers)
+    again = engine.chat(asked("Who?"), n=2, max_tokens=6, temperature=1.0, seed=4, **SPOKEN)
+    for one, other in zip(answers, again, strict=True):
+        assert np.array_equal(one.audio, other.audio)
+
+
+def test_a_voice_that_fails_ends_its_request_alone(engine, monkeypatch):
+    def broken(rows):
+        raise RuntimeError("out of breath")
+
+    monkeypatch.setattr(engine.loop.core.speech.scheduler.runner, "speak", broken)
+    speaking = engine.submit_chat(asked("Tell me more."), max_tokens=30, temperature=0, ignore_eos=True, **SPOKEN)
+    assert engine.chat(asked("What?"), **GREEDY).finish_reason
+    with pytest.raises(Exception, match="out of breath"):
+        speaking.result()
+    core = engine.loop.core
+    assert core.speech.scheduler.pool.num_used == 0 and not core.has_work

@@ -1,0 +1,262 @@
+"""Speech of an answer against transformers' `generate(return_audio=True)`: the same codes and samples."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import tiny_speech
+import torch
+
+from tilewright.engine.speech.runner import SpeechRunner
+from tilewright.engine.speech.scheduler import MAX_PROMPT_ROWS, SpeechScheduler
+from tilewright.engine.speech.voice import SpeechParams, Voice
+from tilewright.models.qwen3_omni.code2wav import Code2Wav
+from tilewright.models.qwen3_omni.config import OmniConfig
+from tilewright.models.qwen3_omni.talker import Talker
+from tilewright.models.qwen3_omni.talker_prompt import talker_prompt
+from tilewright.types import RequestError
+
+PAGE_SIZE = 32
+START, END, BREAK = 140, 141, 7
+SYSTEM, USER, ASSISTANT = 142, 143, 144
+SOUND = [155, 150, 150, 150, 150, 156]
+MEDIA = (150, 151, 152)
+NUM_MEL_FRAMES = 30  # which are four tokens
+CONVERSATIONS = {
+    "question": [[USER, BREAK, 3, 4, 5]],
+    "system": [[SYSTEM, BREAK, 9, 5], [USER, BREAK, 3, 4, 30, 31]],
+    "sound": [[SYSTEM, BREAK, 9, 5], [USER, BREAK, 3, *SOUND, 20]],
+    "turns": [[USER, BREAK, 11, *SOUND], [ASSISTANT, BREAK, 60, 61, 62], [USER, BREAK, 12, 13]],
+}
+
+
+def prompt_ids(turns):
+    return [token for turn in turns for token in (START, *turn, END, BREAK)] + [START, ASSISTANT, BREAK]
+
+
+def thinker_kwargs(token_ids):
+    ids = torch.tensor([token_ids])
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if 150 in token_ids:
+        mel = torch.randn(1, 16, NUM_MEL_FRAMES, generator=torch.Generator().manual_seed(1))
+        kwargs |= {"input_features": mel, "feature_attention_mask": torch.ones(1, NUM_MEL_FRAMES, dtype=torch.long)}
+    return kwargs
+
+
+class Theirs:
+    """What transformers writes and says after a prompt, and what the talker reads of its thinker."""
+
+    @torch.no_grad()
+    def __init__(self, token_ids, max_tokens, max_frames, speaker="Ann"):
+        model = tiny_speech.omni()
+        kwargs, seen = thinker_kwargs(token_ids), []
+        decode = model.code2wav.chunked_decode
+        model.code2wav.chunked_decode = lambda codes, **rest: seen.append(codes) or decode(codes, **rest)
+        try:
+            sequences, samples = model.generate(
+                **kwargs,
+                speaker=speaker,
+                thinker_max_new_tokens=max_tokens,
+                thinker_eos_token_id=END,
+                thinker_do_sample=False,
+                talker_do_sample=False,
+                talker_max_new_tokens=max_frames + 1,
+            )
+        finally:
+            del model.code2wav.chunked_decode
+        self.output_ids = sequences[0, len(token_ids) :].tolist()
+        self.frames = seen[0][0].t().tolist()
+        self.samples = samples[0, 0]
+        # As its generate has it: one pass over all but the last token gives the same states.
+        fed = {**kwargs, "input_ids": sequences[:, :-1], "attention_mask": torch.ones_like(sequences[:, :-1])}
+        self.states = model.thinker(**fed, output_hidden_states=True).hidden_states[2][0]
+        lengths = kwargs.get("feature_attention_mask")
+        self.positions = model.thinker.get_rope_index(
+            kwargs["input_ids"],
+            attention_mask=kwargs["attention_mask"],
+            audio_seqlens=None if lengths is None else lengths.sum(-1),
+        )[0][:, 0].long()
+
+
+@functools.cache
+def answer_of(name, speaker="ann"):
+    return Theirs(prompt_ids(CONVERSATIONS[name]), 12, 16, speaker)
+
+
+@functools.cache
+def config():
+    model = tiny_speech.omni()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return OmniConfig.from_dict(model.config.to_dict(), shapes)
+
+
+def make_scheduler(num_pages=64, dtype=torch.float32):
+    model, own = tiny_speech.omni(), config()
+    talker = tiny_speech.filled(lambda: Talker(own.talker), model.talker, "talker", dtype)
+    code2wav = tiny_speech.filled(lambda: Code2Wav(own.code2wav), model.code2wav, "code2wav", dtype)
+    table = model.thinker.get_input_embeddings().weight.detach().to(dtype)
+    runner = SpeechRunner(
+        talker, code2wav, lambda ids: table[ids], num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype
+    )
+    return SpeechScheduler(runner)
+
+
+def make_voice(token_ids, theirs, params, speaker="ann", seed=0):
+    own = config()
+    prompt = talker_prompt(
+        token_ids, theirs.positions.numpy(), own.turns, own.talker.codec, own.talker.speakers[speaker], MEDIA
+    )
+    voice = Voice(prompt, own.turns.tts_eos, own.turns.tts_pad, params, seed)
+    voice.media_states = {row: theirs.states[row] for row in prompt.thinker_rows}
+    return voice
+
+
+def greedy(max_frames):
+    return SpeechParams(temperature=0.0, max_frames=max_frames)
+
+
+def spoken(scheduler, voices):
+    """The samples of each voice, when all are done."""
+    samples = {voice: [torch.empty(0)] for voice in voices}
+    while scheduler.has_work:
+        for item in scheduler.step():
+            samples[item.voice].append(item.samples)
+    return [torch.cat(samples[voice]) for voice in voices]
+
+
+@pytest.mark.parametrize("speaker", ["ann", "bob"])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_codes_and_samples_are_those_of_transformers(name, speaker):
+    token_ids = prompt_ids(CONVERSATIONS[name])
+    theirs = answer_of(name, speaker)
+    scheduler, voice = make_scheduler(), make_voice(token_ids, theirs, greedy(16), speaker)
+    voice.hear(theirs.output_ids, is_complete=True)
+    scheduler.add(voice)
+    (samples,) = spoken(scheduler, [voice])
+    assert len(voice.frames) > 3
+    assert voice.frames == theirs.frames
+    assert samples.shape == theirs.samples.shape
+    assert (samples - theirs.samples).abs().max() < 1e-4
+    assert scheduler.pool.num_used == 0
+
+
+def test_text_that_comes_slowly_changes_nothing():
+    """Samples come while text is still written; the codes are those of a text that was there from the beginning."""
+    token_ids = prompt_ids(CONVERSATIONS["sound"])
+    theirs = answer_of("sound")
+    scheduler, voice = make_scheduler(), make_voice(token_ids, theirs, greedy(16))
+    scheduler.add(voice)
+    samples, num_early = [], 0
+    for count in range(1, len(theirs.output_ids) + 1):
+        voice.hear(theirs.output_ids[:count], is_complete=count == len(theirs.output_ids))
+        for _ in range(2):  # more often than there is text: it waits
+            samples += [item.samples for item in scheduler.step()]
+        if not voice.is_text_complete:
+            num_early += sum(len(part) for part in samples)
+            # A frame for each token that is followed by another.
+            assert len(voice.frames) <= max(count - 1, 0)
+    samples += spoken(scheduler, [voice])
+    assert num_early > 0
+    assert voice.frames == theirs.frames
+    assert (torch.cat(samples) - theirs.samples).abs().max() < 1e-4
+
+
+def test_voices_together_are_as_each_alone():
+    scheduler = make_scheduler()
+    voices, answers = [], []
+    for name in ("question", "sound", "turns"):
+        token_ids = prompt_ids(CONVERSATIONS[name])
+        answers.append(answer_of(name))
+        voices.append(make_voice(token_ids, answers[-1], greedy(16)))
+    voices[0].hear(answers[0].output_ids, is_complete=True)
+    scheduler.add(voices[0])
+    early = [item.samples for _ in range(5) for item in scheduler.step()]
+    for voice, answer in zip(voices[1:], answers[1:], strict=True):
+        voice.hear(answer.output_ids, is_complete=True)
+        scheduler.add(voice)
+    samples = spoken(scheduler, voices)
+    samples[0] = torch.cat((*early, samples[0]))
+    for voice, own, answer in zip(voices, samples, answers, strict=True):
+        assert voice.frames == answer.frames
+        assert (own - answer.samples).abs().max() < 1e-4
+
+
+def test_a_long_prompt_is_read_in_parts():
+    token_ids = prompt_ids([[USER, BREAK, *([3, 4, 5, 9] * (MAX_PROMPT_ROWS // 4 + 30))]])
+    theirs = Theirs(token_ids, 6, 6)
+    scheduler, voice = make_scheduler(), make_voice(token_ids, theirs, greedy(6))
+    voice.hear(theirs.output_ids, is_complete=True)
+    scheduler.add(voice)
+    scheduler.step()
+    assert voice.num_computed == MAX_PROMPT_ROWS and not voice.frames
+    spoken(scheduler, [voice])
+    assert voice.frames == theirs.frames
+
+
+class Any:
+    """Positions of plain text, for tests that compare with nothing."""
+
+    def __init__(self, token_ids):
+        self.positions = torch.arange(len(token_ids)).expand(3, -1)
+        self.states = None
+
+
+def drawn(seed, others=()):
+    token_ids = prompt_ids(CONVERSATIONS["question"])
+    params = SpeechParams(max_frames=12)
+    scheduler = make_scheduler()
+    voices = [make_voice(token_ids, Any(token_ids), params, seed=one) for one in (seed, *others)]
+    for voice in voices:
+        voice.hear([60, 61, 62, 63, 64, END], is_complete=True)
+        scheduler.add(voice)
+    spoken(scheduler, voices)
+    return voices[0].frames
+
+
+def test_sampled_speech_depends_on_its_seed_alone():
+    assert drawn(1) == drawn(1, others=(2, 3)) != drawn(2)
+
+
+def test_nothing_to_say_is_silence():
+    token_ids = prompt_ids(CONVERSATIONS["question"])
+    scheduler, voice = make_scheduler(), make_voice(token_ids, Any(token_ids), greedy(8))
+    scheduler.add(voice)
+    assert scheduler.step() == [] and not voice.frames
+    voice.hear([END], is_complete=True)
+    (item,) = scheduler.step()
+    assert item.is_done and not len(item.samples) and not scheduler.has_work
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_voice_waits_for_pages_and_dropping_one_frees_them():
+    token_ids = prompt_ids(CONVERSATIONS["question"])
+    params = greedy(40)
+    voices = [make_voice(token_ids, Any(token_ids), params) for _ in range(2)]
+    scheduler = make_scheduler(num_pages=3)
+    for voice in voices:
+        voice.hear([60, 61, 62, 63, END], is_complete=True)
+        scheduler.add(voice)
+    scheduler.step()
+    assert voices[0].frames and not voices[1].frames and scheduler.waiting == [voices[1]]
+    scheduler.drop(voices[0])
+    scheduler.step()
+    assert voices[1].frames and not scheduler.waiting
+    scheduler.drop(voices[1])
+    assert scheduler.pool.num_used == 0 and not scheduler.has_work
+
+
+def test_a_voice_that_is_dropped_while_it_waits():
+    token_ids = prompt_ids(CONVERSATIONS["question"])
+    scheduler, voice = make_scheduler(), make_voice(token_ids, Any(token_ids), greedy(8))
+    scheduler.add(voice)
+    scheduler.drop(voice)
+    assert not scheduler.has_work
+
+
+def test_prompts_that_can_not_be_spoken():
+    token_ids = prompt_ids(CONVERSATIONS["question"])
+    with pytest.raises(RequestError, match="17 rows for the talker, expected at most -1"):
+        voice = make_voice(token_ids, Any(token_ids), greedy(33))
+        make_scheduler(num_pages=1).add(replace(voice))
+    with pytest.raises(RequestError, match="beginning of an answer"):
+        make_voice(token_ids[:-3], Any(token_ids[:-3]), greedy(8))
