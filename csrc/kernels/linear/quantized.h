@@ -101,33 +101,36 @@ void quantized_pack_block(const LinearArgs& args, int64_t block, void* packed) {
 
 int64_t quantized_block_bytes(const LinearArgs& args) { return kRowBlock * quantized_row_bytes(args.weight); }
 
-// 64 bytes of a tile are kDepths of 16 columns, as kParts rows of quads. What is multiplied is the weight + kOffset.
+// 64 bytes of a tile are kDepths of 16 columns, as kParts rows of quads. What is multiplied is the weight + offset.
+// What formats of one kind differ in is known at run time: kernels of each would take minutes to compile.
 struct ByteWeights {
   static constexpr int kDepths = 4, kParts = 1, kTileBytes = 1024;
+  int offset = SignedQuads::kOffset;
+
   template <int kPart>
-  static SignedQuads load(const uint8_t* p) {
+  SignedQuads load(const uint8_t* p) const {
     return SignedQuads::load(p);
   }
-  static constexpr int kOffset = SignedQuads::kOffset;
 };
-template <int kStoredOffset>
 struct NibbleWeights {
   static constexpr int kDepths = 8, kParts = 2, kTileBytes = 512;
+  int offset;
+
   template <int kPart>
-  static NibbleQuads load(const uint8_t* p) {
+  NibbleQuads load(const uint8_t* p) const {
     return NibbleQuads::load<kPart == 1>(p);
   }
-  static constexpr int kOffset = kStoredOffset;
 };
 // Nibbles that say which of 16 numbers is meant.
-template <const int8_t (&kTable)[16]>
 struct TableWeights {
   static constexpr int kDepths = 8, kParts = 2, kTileBytes = 512;
+  const int8_t* table;
+  int offset = SignedQuads::kOffset;
+
   template <int kPart>
-  static SignedQuads load(const uint8_t* p) {
-    return SignedQuads::look_up(kTable, NibbleQuads::load<kPart == 1>(p));
+  SignedQuads load(const uint8_t* p) const {
+    return SignedQuads::look_up(table, NibbleQuads::load<kPart == 1>(p));
   }
-  static constexpr int kOffset = SignedQuads::kOffset;
 };
 
 // Scales or mins of Vec::kLanes columns.
@@ -169,29 +172,30 @@ inline constexpr int kColumnVecs = kTiles * kTileColumns / Vec::kLanes;
 TILEWRIGHT_INLINE constexpr int column_of(int vec) { return vec * Vec::kLanes; }
 
 // sums += the products of four depths.
-template <class Weights, int kPart, int kRows, int kTiles>
-TILEWRIGHT_INLINE void multiply_quads(const RowPointers<int8_t, kRows>& rows, const uint8_t* line,
-                                      IntVec (&sums)[kRows * kColumnVecs<kTiles>]) {
+template <int kPart, int kRows, int kTiles, class Weights>
+TILEWRIGHT_INLINE void multiply_quads(const Weights& weights, const RowPointers<int8_t, kRows>& rows,
+                                      const uint8_t* line, IntVec (&sums)[kRows * kColumnVecs<kTiles>]) {
   constexpr int kVecs = kColumnVecs<kTiles>;
-  decltype(Weights::template load<kPart>(line)) weights[kVecs];
+  decltype(weights.template load<kPart>(line)) quads[kVecs];
   unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
     constexpr int kColumn = column_of(v.value);
-    weights[v.value] =
-        Weights::template load<kPart>(line + kColumn / kTileColumns * Weights::kTileBytes + kColumn % kTileColumns * 4);
+    quads[v.value] =
+        weights.template load<kPart>(line + kColumn / kTileColumns * Weights::kTileBytes + kColumn % kTileColumns * 4);
   });
   unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
     const RowQuad x = RowQuad::load(rows[r.value] + 4 * kPart);
     unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
       constexpr int kSum = decltype(r)::value * kVecs + decltype(v)::value;
-      sums[kSum] = dot(sums[kSum], weights[v.value], x);
+      sums[kSum] = dot(sums[kSum], quads[v.value], x);
     });
   });
 }
 
 // sums += the products of the depths [begin, end) of a strip, whose tiles begin at `data`.
-template <class Weights, int kRows, int kTiles>
-TILEWRIGHT_INLINE void multiply_depths_of(const uint8_t* data, const int8_t* x, int64_t row_bytes, int64_t begin,
-                                          int64_t end, IntVec (&sums)[kRows * kColumnVecs<kTiles>]) {
+template <int kRows, int kTiles, class Weights>
+TILEWRIGHT_INLINE void multiply_depths_of(const Weights& weights, const uint8_t* data, const int8_t* x,
+                                          int64_t row_bytes, int64_t begin, int64_t end,
+                                          IntVec (&sums)[kRows * kColumnVecs<kTiles>]) {
   RowPointers<int8_t, kRows> rows(x + begin, row_bytes);
   for (int64_t depth = begin; depth < end;) {
     const int64_t in_tile = depth & (kQuadTileDepth - 1), left = kQuadTileDepth - in_tile;
@@ -202,16 +206,17 @@ TILEWRIGHT_INLINE void multiply_depths_of(const uint8_t* data, const int8_t* x, 
       // Few rows: weights come from memory, at its speed if they are asked for 8 KB ahead.
       if constexpr (kRows <= 4)
         for (int t = 0; t < kTiles; ++t) __builtin_prefetch(line + t * Weights::kTileBytes + 8192);
-      multiply_quads<Weights, 0, kRows, kTiles>(rows, line, sums);
-      if constexpr (Weights::kParts == 2) multiply_quads<Weights, 1, kRows, kTiles>(rows, line, sums);
+      multiply_quads<0, kRows, kTiles>(weights, rows, line, sums);
+      if constexpr (Weights::kParts == 2) multiply_quads<1, kRows, kTiles>(weights, rows, line, sums);
     }
     depth += count;
   }
 }
 
 // c [kRows, 16 kTiles] of stride 32, from tile `tile` of a strip on.
-template <class Weights, int kRows, int kTiles>
-void multiply_rows(const PackedWeight& weight, int64_t strip, int tile, const char* x, int64_t row_bytes, float* c) {
+template <int kRows, int kTiles, class Weights>
+void multiply_rows(const Weights& weights, const PackedWeight& weight, int64_t strip, int tile, const char* x,
+                   int64_t row_bytes, float* c) {
   constexpr int kVecs = kColumnVecs<kTiles>;
   const uint8_t* data = weight.strip<uint8_t>(strip) + tile * Weights::kTileBytes;
   const QuantizedRow first_row(weight, x);
@@ -222,12 +227,12 @@ void multiply_rows(const PackedWeight& weight, int64_t strip, int tile, const ch
     };
     IntVec sums[kRows * kVecs];
     unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
-      const IntVec start = IntVec::set1(-Weights::kOffset * in_row(first_row.sums, r.value));
+      const IntVec start = IntVec::set1(-weights.offset * in_row(first_row.sums, r.value));
       unrolled<kVecs>([&](auto v)
                           __attribute__((always_inline)) { sums[decltype(r)::value * kVecs + v.value] = start; });
     });
-    multiply_depths_of<Weights, kRows, kTiles>(data, first_row.values, row_bytes, weight.group_begin(g),
-                                               weight.group_end(g), sums);
+    multiply_depths_of<kRows, kTiles>(weights, data, first_row.values, row_bytes, weight.group_begin(g),
+                                      weight.group_end(g), sums);
     unrolled<kRows * kVecs>([&](auto i) __attribute__((always_inline)) { sums[i.value].settle(); });
     const char* scales = weight.scales_at(strip, g);
     unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
@@ -248,7 +253,8 @@ void multiply_rows(const PackedWeight& weight, int64_t strip, int tile, const ch
 
 // Rows of c [rows, 32], the sums of one strip.
 template <class Weights>
-void multiply_strip_of(const PackedWeight& weight, int64_t strip, const char* x, int rows, float* c) {
+void multiply_strip_of(const Weights& weights, const PackedWeight& weight, int64_t strip, const char* x, int rows,
+                       float* c) {
   const int64_t row_bytes = quantized_row_bytes(weight);
   int blocks = (rows + QuadTraits::kRows - 1) / QuadTraits::kRows;  // even ones, as in base/dot.h
   for (int row = 0, count = 0; blocks > 0; row += count, --blocks) {
@@ -256,22 +262,22 @@ void multiply_strip_of(const PackedWeight& weight, int64_t strip, const char* x,
     with_rows<QuadTraits::kRows>(count, [&](auto num_rows) {
       constexpr int kTiles = QuadTraits::tiles(num_rows.value);
       for (int tile = 0; tile < 2; tile += kTiles)
-        multiply_rows<Weights, num_rows.value, kTiles>(weight, strip, tile, x + row * row_bytes, row_bytes,
-                                                       c + row * kStripColumns + tile * kTileColumns);
+        multiply_rows<num_rows.value, kTiles>(weights, weight, strip, tile, x + row * row_bytes, row_bytes,
+                                              c + row * kStripColumns + tile * kTileColumns);
     });
   }
 }
 
-// fn(Weights{}) of a format.
+// fn(weights) of a format.
 template <class Fn>
 inline void with_weights(WeightFormat format, Fn fn) {
   switch (format) {
     case WeightFormat::int8:
     case WeightFormat::int8_min: return fn(ByteWeights{});
-    case WeightFormat::int4: return fn(NibbleWeights<8>{});
-    case WeightFormat::mxfp4: return fn(TableWeights<kMxfp4Values>{});
-    case WeightFormat::iq4_nl: return fn(TableWeights<kIq4NlValues>{});
-    default: return fn(NibbleWeights<0>{});
+    case WeightFormat::int4: return fn(NibbleWeights{8});
+    case WeightFormat::mxfp4: return fn(TableWeights{kMxfp4Values});
+    case WeightFormat::iq4_nl: return fn(TableWeights{kIq4NlValues});
+    default: return fn(NibbleWeights{0});
   }
 }
 
@@ -284,8 +290,7 @@ void quantized_run(const LinearArgs& args, const void* packed_x, int64_t block_b
     for (int64_t s = strip_begin; s < strip_end; ++s)
       for (int64_t row = block_begin * kRowBlock; row < end; row += kRowBlock) {
         const int rows = static_cast<int>(end - row < kRowBlock ? end - row : kRowBlock);
-        multiply_strip_of<decltype(weights)>(args.weight, s, static_cast<const char*>(packed_x) + row * row_bytes, rows,
-                                             c);
+        multiply_strip_of(weights, args.weight, s, static_cast<const char*>(packed_x) + row * row_bytes, rows, c);
         finish_block(args, c, row, rows, s);
       }
   });
