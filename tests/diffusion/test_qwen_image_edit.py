@@ -15,6 +15,7 @@ from tilewright.types import RequestError
 
 PROMPT, NEGATIVE = "a {red} cat", "blurry, out of focus"
 EDIT, PLUS = "QwenImageEditPipeline", "QwenImageEditPlusPipeline"
+STILL = "Qwen-Image-Edit-2511"  # the same as PLUS, with pictures to edit at timestep 0
 MODULES = {EDIT: "pipeline_qwenimage_edit", PLUS: "pipeline_qwenimage_edit_plus"}
 SIZE = {"width": 64, "height": 48}
 
@@ -27,7 +28,8 @@ def checkpoints(tmp_path_factory):
     def checkpoint(class_name):
         if class_name not in made:
             folder = tmp_path_factory.mktemp(class_name)
-            made[class_name] = tiny_qwen_image.save_edit(folder, class_name), folder
+            options = {"zero_cond_t": True} if class_name == STILL else {}
+            made[class_name] = tiny_qwen_image.save_edit(folder, PLUS if options else class_name, **options), folder
         return made[class_name]
 
     return checkpoint
@@ -65,14 +67,20 @@ def ours(folder, **settings):
 @pytest.mark.parametrize("negative", [None, NEGATIVE], ids=["plain", "guided"])
 @pytest.mark.parametrize(
     ("class_name", "given"),
-    [(EDIT, [(100, 100)]), (EDIT, [(200, 90)]), (PLUS, [(100, 100)]), (PLUS, [(120, 70), (70, 140)])],
-    ids=["edit", "edit wide", "plus", "plus two"],
+    [
+        (EDIT, [(100, 100)]),
+        (EDIT, [(200, 90)]),
+        (PLUS, [(100, 100)]),
+        (PLUS, [(120, 70), (70, 140)]),
+        (STILL, [(120, 70), (70, 140)]),
+    ],
+    ids=["edit", "edit wide", "plus", "plus two", "still"],
 )
 def test_latents_are_those_of_diffusers(checkpoints, class_name, given, negative):
     pipeline, folder = checkpoints(class_name)
     images = [picture(*size, seed) for seed, size in enumerate(given)]
     expected = pipeline(
-        image=images if class_name == PLUS else images[0],
+        image=images[0] if class_name == EDIT else images,
         prompt=PROMPT,
         negative_prompt=negative,
         true_cfg_scale=4.0,

@@ -130,7 +130,7 @@ class Processor:
         )
 
 
-def save_edit(folder, class_name):
+def save_edit(folder, class_name, **transformer):
     """diffusers' pipeline that edits, saved to the folder."""
     diffusers = require("diffusers")
     pipeline = getattr(diffusers, class_name)(
@@ -139,7 +139,7 @@ def save_edit(folder, class_name):
         processor=Processor(),
         vae=make_vae(),
         scheduler=make_scheduler(),
-        transformer=randomized(diffusers.QwenImageTransformer2DModel(**TRANSFORMER)),
+        transformer=randomized(diffusers.QwenImageTransformer2DModel(**TRANSFORMER, **transformer)),
     )
     pipeline.save_pretrained(folder)
     # diffusers saves no processor that is not transformers' own.

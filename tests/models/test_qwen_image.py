@@ -83,6 +83,30 @@ def test_both_backends_agree_with_diffusers(module, folder, each_backend):
     torch.testing.assert_close(velocity, theirs(module, patches, texts, (3, 7)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("is_still", [False, True], ids=["at the timestep", "at 0"])
+def test_references_are_read_as_diffusers_reads_them(is_still, tmp_path):
+    """Two pictures to edit, beside each of two that are made."""
+    module = randomized(require("diffusers").QwenImageTransformer2DModel(**TINY, zero_cond_t=is_still))
+    module.save_pretrained(tmp_path)
+    grid, grids = (3, 7), [(2, 5), (9, 1)]
+    patches, texts = inputs_of(grid)
+    read = torch.randn(19, TINY["in_channels"], generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        expected = [
+            module(
+                hidden_states=torch.cat([picture, read])[None],
+                encoder_hidden_states=text[None],
+                timestep=torch.tensor([TIMESTEP / 1000]),
+                img_shapes=[[(1, *grid), *((1, *one) for one in grids)]],
+            ).sample[0, : len(picture)]
+            for picture, text in zip(patches, texts, strict=True)
+        ]
+    network = loaded(qwen_image.build, tmp_path)
+    with torch.inference_mode():
+        found = network(patches, TIMESTEP, texts, grid, references=qwen_image.References(read, grids))
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
 def test_the_published_size_has_the_tensors_of_diffusers():
     with torch.device("meta"):
         module = require("diffusers").QwenImageTransformer2DModel()
@@ -131,7 +155,7 @@ def test_several_ranks_compute_what_one_does(folder, size, dtype):
     torch.testing.assert_close(split[0], alone, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("key", ["zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds"])
+@pytest.mark.parametrize("key", ["use_additional_t_cond", "use_layer3d_rope", "guidance_embeds"])
 def test_what_is_not_built_is_refused_by_name(key):
     with pytest.raises(UnsupportedConfig, match=key):
         QwenImageConfig.from_dict({**TINY, key: True})

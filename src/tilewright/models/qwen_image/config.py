@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from tilewright.models.text_config import Config, integer
 from tilewright.types import UnsupportedConfig
 
-# What other versions of the model have: a layered one, one that edits with the given picture at timestep 0, and one
-# that is told its guidance.
-NOT_BUILT = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
+# What other versions of the model have: a layered one, and one that is told its guidance.
+NOT_BUILT = ("use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,7 @@ class QwenImageConfig:
     patch_size: int
     text_width: int
     rope_widths: tuple[int, int, int]  # how much of a head follows the frame, the row and the column
+    has_still_references: bool  # pictures to edit stand at timestep 0, not at that of the one that is made
 
     @classmethod
     def from_dict(cls, config: Config) -> QwenImageConfig:
@@ -39,6 +39,7 @@ class QwenImageConfig:
             patch_size=integer(config, "patch_size", 2),
             text_width=integer(config, "joint_attention_dim", 3584),
             rope_widths=_rope_widths(config, head_width),
+            has_still_references=bool(config.get("zero_cond_t")),
         )
 
     @property

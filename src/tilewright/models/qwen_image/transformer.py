@@ -53,6 +53,14 @@ class _Places:
     sin: Tensor
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """What blocks update."""
+
+    x_TD: Tensor
+    places: _Places
+
+
 class Stream:
     """One stream's part of a block: norms by the timestep, what it adds to the joint attention, and its MLP."""
 
@@ -73,9 +81,9 @@ class Stream:
         self.mlp_in = Linear([(f"{name}.{prefix}_mlp.net.0.proj", 4 * width, inner)], width, bias=True)
         self.mlp_out = Linear([(f"{name}.{prefix}_mlp.net.2", width)], 4 * width, column_shard=inner, bias=True)
 
-    def modulated(self, embedded: Tensor) -> Sequence[Tensor]:
-        """Shift, scale and gate [1, D] of the attention, then those of the MLP."""
-        return self.modulation(embedded).chunk(6, dim=1)
+    def modulated(self, embedded: Tensor) -> list[Sequence[Tensor]]:
+        """Of each timestep shift, scale and gate [1, D] of the attention, then those of the MLP."""
+        return [one.chunk(6, dim=1) for one in self.modulation(embedded).split(1)]
 
     def heads(self, x_TD: Tensor, modulation: Sequence[Tensor], places: _Places) -> Tensor:
         """q, k and v [T, 3 x heads, K] of the stream's rows, normed and turned."""
@@ -109,22 +117,23 @@ class QwenImageBlock:
         self.image = Stream(name, "img", config)
         self.text = Stream(name, "txt", config)
 
-    def __call__(
-        self, image_TD: Tensor, text_SD: Tensor, embedded: Tensor, image_places: _Places, text_places: _Places
-    ) -> None:
-        of_image, of_text = self.image.modulated(embedded), self.text.modulated(embedded)
-        image_heads = self.image.heads(image_TD, of_image, image_places)
-        text_heads = self.text.heads(text_SD, of_text, text_places)
-        # A sequence is a text and its picture. Products of a stream are one for all of them: the copy costs a
+    def __call__(self, text: _Rows, images: Sequence[_Rows], embedded: Tensor) -> None:
+        """`images` are what is made and what is edited, `embedded` the timesteps of both; one may be that of both."""
+        parts = [(self.text, text, self.text.modulated(embedded[:1])[0])]
+        of_images = self.image.modulated(embedded)
+        parts += [(self.image, rows, of_images[min(i, len(embedded) - 1)]) for i, rows in enumerate(images)]
+        heads = [stream.heads(rows.x_TD, modulation, rows.places) for stream, rows, modulation in parts]
+        # A sequence is a text and its pictures. Products of a stream are one for all of them: the copy costs a
         # hundredth of a product.
-        lengths = [length for pair in zip(text_places.lengths, image_places.lengths, strict=True) for length in pair]
-        pairs = zip(text_heads.split(text_places.lengths), image_heads.split(image_places.lengths), strict=True)
-        joint = torch.cat([part for pair in pairs for part in pair])
+        all_lengths = [rows.places.lengths for _, rows, _ in parts]
+        split = [of_part.split(lengths) for of_part, lengths in zip(heads, all_lengths, strict=True)]
+        joint = torch.cat([one for sequence in zip(*split, strict=True) for one in sequence])
         q, k, v = joint.chunk(3, dim=1)
-        starts = starts_of(text + image for text, image in zip(lengths[::2], lengths[1::2], strict=True))
-        attended = varlen_attention(q, k, v, starts).flatten(1).split(lengths)
-        self.image.finish(image_TD, torch.cat(attended[1::2]), of_image)
-        self.text.finish(text_SD, torch.cat(attended[::2]), of_text)
+        sequences = list(zip(*all_lengths, strict=True))
+        attended = varlen_attention(q, k, v, starts_of(map(sum, sequences))).flatten(1)
+        pieces = attended.split([length for sequence in sequences for length in sequence])
+        for i, (stream, rows, modulation) in enumerate(parts):
+            stream.finish(rows.x_TD, torch.cat(pieces[i :: len(parts)]), modulation)
 
 
 class QwenImageTransformer:
@@ -162,35 +171,38 @@ class QwenImageTransformer:
         `texts` [M, text width] are one for each picture; the timestep is in thousandths of the whole way. `cache` is
         what earlier steps left, `references` are the pictures to edit, the same for all of the batch.
         """
-        batch, num_patches, _ = patches.shape
-        grids = [grid]
-        if references is not None:
-            grids += references.grids
-            patches = torch.cat([patches, references.patches.to(patches.dtype).expand(batch, -1, -1)], dim=1)
+        batch = len(patches)
+        grids = [[grid], [] if references is None else references.grids]
         image_places, text_places = self._places([len(text) for text in texts], grids)
         image_TD = self.image_in(patches.to(self.dtype).flatten(0, 1))
+        images, timesteps = [_Rows(image_TD, image_places[0])], [timestep]
+        if references is not None:
+            read_TD = self.image_in(references.patches.to(self.dtype)).repeat(batch, 1)
+            images.append(_Rows(read_TD, image_places[1]))
+            timesteps += [0.0] if self.config.has_still_references else []
         text_rows = torch.cat([text.to(patches.device, self.dtype) for text in texts])
-        text_SD = self.text_in(self.text_norm(text_rows))
-        embedded = silu(self.time_embedding(torch.tensor([timestep], device=patches.device)))
+        text = _Rows(self.text_in(self.text_norm(text_rows)), text_places)
+        embedded = silu(self.time_embedding(torch.tensor(timesteps, device=patches.device)))
 
         def run(blocks: Sequence[QwenImageBlock]) -> None:
             for block in blocks:
                 with scope():
-                    block(image_TD, text_SD, embedded, image_places, text_places)
+                    block(text, images, embedded)
 
-        # Nothing reads the text after the last block, so that the pictures are all there is to remember.
+        # Nothing reads texts and references after the last block: what is made is all there is to remember.
         (cache or StepCache(0.0)).run(image_TD, lambda: run(self.blocks[:1]), lambda: run(self.blocks[1:]))
-        scale, shift = self.modulation(embedded).chunk(2, dim=1)
-        if references is not None:
-            image_TD = image_TD.view(batch, -1, self.config.width)[:, :num_patches].flatten(0, 1)
+        scale, shift = self.modulation(embedded[:1]).chunk(2, dim=1)
         normed = ada_layer_norm(image_TD[None], scale, shift, EPS)[0]
         return self.output(normed, out_dtype=torch.float32).unflatten(0, (batch, -1))
 
-    def _places(self, text_lengths: list[int], grids: Sequence[tuple[int, int]]) -> tuple[_Places, _Places]:
+    def _places(
+        self, text_lengths: list[int], groups: Sequence[Sequence[tuple[int, int]]]
+    ) -> tuple[list[_Places], _Places]:
         """Pictures lie around the origin, one behind the other; texts follow on the diagonal, behind the longest half.
 
-        `grids` are rows and columns of the picture that is made, then of those to edit.
+        `groups` have rows and columns of the picture that is made, and of those to edit.
         """
+        grids = [grid for group in groups for grid in group]
         first = max(side // 2 for grid in grids for side in grid)
         if (last := first + max(text_lengths)) > MAX_POSITION:
             rows, columns = max(grids)
@@ -198,10 +210,15 @@ class QwenImageTransformer:
                 f"a text of {max(text_lengths)} tokens beside {rows} x {columns} patches has positions up to {last}, "
                 f"expected at most {MAX_POSITION}"
             )
-        places = torch.cat([_centred(number, *grid) for number, grid in enumerate(grids)], dim=1)
-        image = self._turned([places.shape[1]] * len(text_lengths), places.repeat(1, len(text_lengths)))
+        images, batch, number = [], len(text_lengths), 0
+        for group in groups:
+            places = [_centred(number + i, *grid) for i, grid in enumerate(group)]
+            number += len(group)
+            if places:
+                of_one = torch.cat(places, dim=1)
+                images.append(self._turned([of_one.shape[1]] * batch, of_one.repeat(1, batch)))
         on_diagonal = torch.cat([torch.arange(first, first + length) for length in text_lengths])
-        return image, self._turned(text_lengths, on_diagonal.expand(3, -1))
+        return images, self._turned(text_lengths, on_diagonal.expand(3, -1))
 
     def _turned(self, lengths: list[int], positions: Tensor) -> _Places:
         return _Places(lengths, *self.rope.tables(positions.float().contiguous()))
