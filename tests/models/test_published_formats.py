@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import tiny
+import tiny_qwen3_5
 import torch
 import transformers
 from core_answers import CoreAnswers
 from published import Awq, CompressedInt8, CompressedPacked, Fp8, Gptq, write
 from rank_threads import RankThreads
+from safetensors.torch import load_file, save_file
 from test_parity import rms
 
 from tilewright import config
@@ -76,7 +78,9 @@ def logits(folder, size=1, **options):
         core = CoreAnswers(ranks.model, torch.float32, page_size=32, ranks=ranks.session(), replay=size == 1)
         run = core.core.runner.run
         core.core.runner.run = lambda step: kept.append(found := run(step).clone()) or found
-        prompts = [tiny.in_dtype(tiny.text_prompt(length, 1).inputs, torch.float32) for length in (40, 3)]
+        num_axes = 3 if hasattr(ranks.model, "visual") else 1
+        prompts = [tiny.text_prompt(length, 1, num_axes=num_axes).inputs for length in (40, 3)]
+        prompts = [tiny.in_dtype(prompt, torch.float32) for prompt in prompts]
         core.to(prompts, GREEDY)
     finally:
         ranks.close()
@@ -151,10 +155,35 @@ def test_parts_of_one_product_that_are_left_out(network, tmp_path):
         assert "float32" in loaded.report.bytes_by_format
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_delta_nets_whose_gates_are_left_out(family, tmp_path):
+    """As they are published: b and a stay plain beside q, k, v and z of the same product."""
+    hf = tiny_qwen3_5.make_network(family).float()
+    gates = ["in_proj_ba", "in_proj_b", "in_proj_a", "mlp.gate", "shared_expert_gate"]
+    stored, plain = write(tmp_path / family, hf, Fp8(32), gates)
+    loaded = load_network(stored, dtype="float32", pack_cache=False)
+    packed = next(value for names, value in linears(loaded).items() if "in_proj" in names[0])
+    assert packed.form.format.name == "fp8" and str(packed.next.form.format) == "float32"
+    assert distance(logits(stored), logits(plain)) < EXACT
+
+
 def test_gate_and_up_of_which_one_is_left_out(network, tmp_path, caplog):
     stored, plain = write(tmp_path / "model", network, Awq(32), ["up_proj"])
     assert distance(logits(stored), logits(plain)) < ROUNDED
     assert "not in one format: widened" in caplog.text
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_that_a_model_has_not(value, network, tmp_path):
+    stored = write(tmp_path / "model", network, Gptq(32))[0]
+    tensors = load_file(stored / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.bias"
+    save_file(tensors | {name: torch.full((128,), value)}, stored / "model.safetensors")
+    if value == 0:
+        load_network(stored, pack_cache=False)
+    else:
+        with pytest.raises(CheckpointError, match=f"of no use to the model:\n  {name}"):
+            load_network(stored, pack_cache=False)
 
 
 def test_experts(tmp_path):

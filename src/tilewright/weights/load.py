@@ -156,7 +156,7 @@ def _check(weights: Iterable[Weight], checkpoint: Checkpoint, stored_names: dict
     extra = [
         f"{stored_name} {list(checkpoint.shapes[stored_name])}"
         for name, stored_name in stored_names.items()
-        if name not in sources
+        if name not in sources and not _adds_nothing(checkpoint, stored_name)
     ]
     shapes, types = [], []
     for name, source in sources.items():
@@ -175,10 +175,21 @@ def _check(weights: Iterable[Weight], checkpoint: Checkpoint, stored_names: dict
         ("of a type other than float32, float16 and bfloat16", types),
     ]
     found = [f"{len(items)} tensors {kind}:\n{_listed(items)}" for kind, items in kinds if items]
-    if found and (quantized := quantized_format(checkpoint.config, checkpoint.shapes.keys())) is not None:
+    is_read = any(checkpoint.quantized_as(name) for name in checkpoint.shapes)
+    quantized = None if is_read else quantized_format(checkpoint.config, checkpoint.shapes.keys())
+    if found and quantized is not None:
         raise CheckpointError(f"{checkpoint.path} is quantised as {quantized}, which is not read; {WHAT_TO_DO}")
     if found:
         raise CheckpointError("the checkpoint does not fit the model its config describes\n" + "\n".join(found))
+
+
+def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is a bias of zeros beside a quantised weight: some tools give one to every module."""
+    module, _, end = name.rpartition(".")
+    weight = f"{module}.weight"
+    if end != "bias" or weight not in checkpoint.shapes or checkpoint.quantized_as(weight) is None:
+        return False
+    return not bool(checkpoint.read(name).any())
 
 
 def _listed(items: list[str]) -> str:
