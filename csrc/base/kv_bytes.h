@@ -23,103 +23,85 @@ namespace {
 inline constexpr float kLargestInt8 = 127.0f, kLargestFp8 = 448.0f;
 inline constexpr float kLeastScaled = 1e-30f;  // rows of smaller values count as zeros: their scale has an inverse
 
-// The nearest e4m3, ties to even, of a value from -448 to 448.
+// The nearest e4m3, ties to even, of a value from -448 to 448. Without branches, so that loops become vectors.
 inline uint8_t to_fp8(float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, 4);
-  const uint32_t sign = bits >> 24 & 0x80u;
-  bits &= 0x7fffffffu;
-  float magnitude;
-  __builtin_memcpy(&magnitude, &bits, 4);
+  const int32_t all = __builtin_bit_cast(int32_t, value), size = all & 0x7fffffff, sign = all >> 24 & 0x80;
   // Below 2^-6 steps are 2^-9: adding 2^14 leaves whole steps in the last bits of the sum.
-  const float steps = magnitude + 16384.0f;
-  uint32_t small;
-  __builtin_memcpy(&small, &steps, 4);
-  const uint32_t normal = ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
-  return static_cast<uint8_t>(sign | (magnitude < 0.015625f ? small - 0x46800000u : normal));
+  const int32_t small = __builtin_bit_cast(int32_t, __builtin_bit_cast(float, size) + 16384.0f) - 0x46800000;
+  const int32_t normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
+  const int32_t is_small = (size - 0x3c800000) >> 31;  // of 2^-6
+  return static_cast<uint8_t>((small & is_small) | (normal & ~is_small) | sign);
 }
 
-// Writes a row of `width` values to bytes[at(d)], and gives its scale.
-template <KvFormat kFormat, class T, class At>
-inline float encode_row(const T* row, int64_t width, KvByte* bytes, At at) {
-  float highest = 0.0f, finite = 0.0f;
-  for (int64_t d = 0; d < width; ++d) {
-    const float value = to_float(row[d]), size = value < 0 ? -value : value;
-    highest = size > highest ? size : highest;
-    finite += value * 0.0f;  // NaN once one of them is no number
-  }
-  const bool is_zero = highest < kLeastScaled;
+// The nearest whole number, ties to even, of a value from -127 to 127.
+inline uint8_t to_int8(float value) {
+  return static_cast<uint8_t>(__builtin_bit_cast(uint32_t, value + 12582912.0f));  // 1.5 * 2^23: the last bits are it
+}
+
+// Numbers of a row of `width` values, and its scale.
+template <KvFormat kFormat, class T>
+inline float encode_row(const T* __restrict row, int64_t width, KvByte* __restrict numbers) {
   constexpr float kLargest = kFormat == KvFormat::int8 ? kLargestInt8 : kLargestFp8;
-  const float inverse = is_zero || finite != 0.0f ? 0.0f : kLargest / highest;
+  int32_t most = 0;  // as bits: those of positive floats are in order, what is no number above them
   for (int64_t d = 0; d < width; ++d) {
-    // A row that is no number has the number 0 throughout: NaN times it is NaN.
-    const float scaled = inverse == 0.0f ? 0.0f : to_float(row[d]) * inverse;
-    if constexpr (kFormat == KvFormat::int8) {
-      const float shifted = scaled + 12582912.0f;  // 1.5 * 2^23: its last bits are the nearest whole number
-      uint32_t bits;
-      __builtin_memcpy(&bits, &shifted, 4);
-      bytes[at(d)] = {static_cast<uint8_t>(bits)};
-    } else {
-      bytes[at(d)] = {to_fp8(scaled < -kLargest ? -kLargest : scaled > kLargest ? kLargest : scaled)};
-    }
+    const int32_t size = __builtin_bit_cast(int32_t, to_float(row[d])) & 0x7fffffff;
+    most = size > most ? size : most;
   }
-  return finite != 0.0f ? __builtin_nanf("") : is_zero ? 0.0f : highest / kLargest;
+  const float highest = __builtin_bit_cast(float, most);
+  const bool is_finite = most < 0x7f800000, is_scaled = is_finite && highest >= kLeastScaled;
+  if (!is_scaled) {  // NaN times 0 is NaN
+    __builtin_memset(numbers, 0, width);
+    return is_finite ? 0.0f : __builtin_nanf("");
+  }
+  // The largest product may be an ulp too large, which rounds to the largest number all the same.
+  const float inverse = kLargest / highest;
+  for (int64_t d = 0; d < width; ++d) {
+    const float scaled = to_float(row[d]) * inverse;
+    numbers[d].bits = kFormat == KvFormat::int8 ? to_int8(scaled) : to_fp8(scaled);
+  }
+  return highest / kLargest;
 }
 
-// Of the compiler's own vectors: 16 lanes on any machine, in as many registers as they take there.
-typedef uint8_t Lanes8 __attribute__((vector_size(16)));
-typedef int8_t SignedLanes8 __attribute__((vector_size(16)));
-typedef uint16_t Lanes16 __attribute__((vector_size(32)));
-typedef int32_t Lanes32 __attribute__((vector_size(64)));
-typedef float FloatLanes __attribute__((vector_size(64)));
-
-// 16 bytes times 16 scales as bf16.
+// What a byte stands for before it is scaled; written so that loops over it become vectors.
 template <KvFormat kFormat>
-inline void decode_lanes(const KvByte* bytes, const FloatLanes& scales, bf16* out) {
-  FloatLanes numbers;
+inline float number_of(KvByte byte) {
   if constexpr (kFormat == KvFormat::int8) {
-    SignedLanes8 narrow;
-    __builtin_memcpy(&narrow, bytes, sizeof(narrow));
-    numbers = __builtin_convertvector(__builtin_convertvector(narrow, Lanes32), FloatLanes);
+    return static_cast<float>(static_cast<int8_t>(byte.bits));
   } else {
-    Lanes8 narrow;
-    __builtin_memcpy(&narrow, bytes, sizeof(narrow));
-    const Lanes32 code = __builtin_convertvector(narrow, Lanes32);
-    const Lanes32 size = code & 0x7f, sign = (code & 0x80) << 24;
+    const int32_t code = byte.bits, size = code & 0x7f, sign = (code & 0x80) << 24;
     // An exponent of 0 counts steps of 2^-9; others move to fp32's bias.
-    const FloatLanes steps = __builtin_convertvector(size, FloatLanes) * 0x1p-9f;
-    const Lanes32 normal = (size << 20) + (120 << 23), is_small = size < 8;
-    numbers = (FloatLanes)(((is_small & (Lanes32)steps) | (~is_small & normal)) | sign);
+    const int32_t steps = __builtin_bit_cast(int32_t, static_cast<float>(size) * 0x1p-9f);
+    const int32_t normal = (size << 20) + (120 << 23), is_small = (size - 8) >> 31;
+    return __builtin_bit_cast(float, (steps & is_small) | (normal & ~is_small) | sign);
   }
-  const FloatLanes values = numbers * scales;
-  Lanes32 bits = (Lanes32)values;
-  bits = bits + 0x7fff + ((bits >> 16) & 1);
-  const Lanes16 rounded = __builtin_convertvector(bits >> 16, Lanes16);
-  __builtin_memcpy(out, &rounded, sizeof(rounded));
 }
 
-// Key tiles, [tiles] of 32 dims by the same 16 tokens, with the tokens' scales.
+// Bytes times scales as bf16: a row of a tile.
+template <KvFormat kFormat>
+inline void decode_row(const KvByte* __restrict bytes, const float* __restrict scales, bf16* __restrict out) {
+#pragma GCC ivdep
+  for (int i = 0; i < 32; ++i) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, number_of<kFormat>(bytes[i]) * scales[i]);
+    out[i].bits = static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  }
+}
+
+// Key tiles, `count` of 32 dims by the same 16 tokens, with the tokens' scales.
 template <KvFormat kFormat>
 inline void decode_key_tiles(const KvByte* tiles, int64_t count, const float* scales, bf16* out) {
-  FloatLanes of_columns[2];  // each twice: two dims of a token lie side by side
-  for (int lane = 0; lane < 16; ++lane)
-    of_columns[0][lane] = scales[lane / 2], of_columns[1][lane] = scales[8 + lane / 2];
-  for (int64_t i = 0; i < count * kTileElements; i += 32) {
-    decode_lanes<kFormat>(tiles + i, of_columns[0], out + i);
-    decode_lanes<kFormat>(tiles + i + 16, of_columns[1], out + i + 16);
-  }
+  alignas(64) float of_columns[32];  // each twice: two dims of a token lie side by side
+  for (int i = 0; i < 32; ++i) of_columns[i] = scales[i / 2];
+  for (int64_t i = 0; i < count * kTileElements; i += 32) decode_row<kFormat>(tiles + i, of_columns, out + i);
 }
 
 // A value tile, 32 tokens by 16 dims, with the tokens' scales.
 template <KvFormat kFormat>
 inline void decode_value_tile(const KvByte* tile, const float* scales, bf16* out) {
   for (int row = 0; row < kTileDepth / 2; ++row) {
-    typedef int64_t Pairs __attribute__((vector_size(64)));
-    int64_t pair;  // the scales of two tokens, which lie side by side
-    __builtin_memcpy(&pair, scales + 2 * row, sizeof(pair));
-    const FloatLanes of_tokens = (FloatLanes)(Pairs{} + pair);
-    decode_lanes<kFormat>(tile + row * 32, of_tokens, out + row * 32);
-    decode_lanes<kFormat>(tile + row * 32 + 16, of_tokens, out + row * 32 + 16);
+    alignas(64) float of_tokens[32];  // those of two tokens in turns
+    const float even = scales[2 * row], odd = scales[2 * row + 1];
+    for (int i = 0; i < 32; i += 2) of_tokens[i] = even, of_tokens[i + 1] = odd;
+    decode_row<kFormat>(tile + row * 32, of_tokens, out + row * 32);
   }
 }
 

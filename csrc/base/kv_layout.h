@@ -16,6 +16,8 @@
 
 namespace tilewright {
 
+inline constexpr int kMaxHeadWidth = 1024;  // autoencoders attend with one head of all their channels
+
 enum class KvFormat : int { same, int8, fp8 };  // same: the element type of the pages
 
 struct KvLayout {

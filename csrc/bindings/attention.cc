@@ -11,7 +11,6 @@ namespace {
 
 constexpr DTypes kInt32 = one_of({DType::i32});
 constexpr DTypes kBytes = one_of({DType::u8});
-constexpr int kMaxHeadWidth = 1024;  // autoencoders attend with one head of all their channels
 
 std::string text(int64_t value) { return std::to_string(value); }
 

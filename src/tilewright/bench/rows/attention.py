@@ -12,14 +12,16 @@ from tilewright.bench.row import Calls, Row, close, random, rotation
 from tilewright.bench.shapes import MODELS
 from tilewright.bench.torch_dtype import fastest_dtype
 from tilewright.ops import attention
-from tilewright.ops.kv_cache import KvCache, kv_store
+from tilewright.ops.kv_cache import KvCache, bytes_per_token, kv_store
 from tilewright.ops.torch_backend import attention as reference
+from tilewright.ops.torch_backend.kv_cache import rounded
 
 PATCHES = (1024, 2048, 4096)
 AUTOENCODER = (4096, 1, 512)  # pixels, heads, width: the middle of an autoencoder of 512 channels
 PAGE_SIZE = 128
 BATCH, CONTEXT = 8, 4096
 CHUNK = 1024
+BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # types of keys and values
 # fp32 scores of the reference for 4096 patches take 1 GB; this many queries show a wrong kernel as well.
 CHECKED_QUERIES = 64
 
@@ -44,12 +46,24 @@ def rows() -> Iterator[Row]:
         flops = 4 * BATCH * CONTEXT * heads * width
         make = partial(_paged, BATCH, 1, heads, kv_heads, width)
         yield Row("paged_attention decode", shape, BATCH * (kv_bytes + 4 * heads * width), flops, make)
+        for name, dtype in BYTES.items():
+            moved = CONTEXT * kv_heads * bytes_per_token(width, dtype) + 4 * heads * width
+            make = partial(_paged, BATCH, 1, heads, kv_heads, width, dtype)
+            yield Row("paged_attention decode", f"{shape}, {name}", BATCH * moved, flops, make)
         shape = f"{model.name} {CHUNK} on a prefix of {CONTEXT - CHUNK}, {sizes}"
         flops = 4 * CHUNK * (CONTEXT - CHUNK // 2) * heads * width
         make = partial(_paged, 1, CHUNK, heads, kv_heads, width)
         yield Row("paged_attention prefill", shape, kv_bytes + 4 * CHUNK * heads * width, flops, make)
         shape = f"{model.name} [{CHUNK}, {kv_heads}, {width}]"
         yield Row("kv_store", shape, 8 * CHUNK * kv_heads * width, 0, partial(_store, kv_heads, width))
+        for name, dtype in BYTES.items():
+            moved = CHUNK * kv_heads * (4 * width + bytes_per_token(width, dtype))
+            yield Row("kv_store", f"{shape}, {name}", moved, 0, partial(_store, kv_heads, width, dtype))
+
+
+def _as_kept(x: Tensor, kv_dtype: torch.dtype) -> Tensor:
+    """What attention reads of keys or values."""
+    return x if kv_dtype == torch.bfloat16 else rounded(x, kv_dtype)
 
 
 def _starts(*starts: int) -> Tensor:
@@ -75,10 +89,12 @@ def _varlen(patches: int, heads: int, width: int) -> Calls:
     )
 
 
-def _paged(batch: int, num_queries: int, heads: int, kv_heads: int, width: int) -> Calls:
+def _paged(
+    batch: int, num_queries: int, heads: int, kv_heads: int, width: int, kv_dtype: torch.dtype = torch.bfloat16
+) -> Calls:
     """`num_queries` new tokens of each sequence, the last of its CONTEXT."""
     pages = CONTEXT // PAGE_SIZE
-    cache = KvCache.empty(batch * pages, PAGE_SIZE, kv_heads, width, torch.bfloat16)
+    cache = KvCache.empty(batch * pages, PAGE_SIZE, kv_heads, width, kv_dtype)
     k, v = random(2 * batch * CONTEXT, kv_heads, width).chunk(2)
     # Pages in random order, as in a server that has run for a while.
     block_table = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
@@ -102,7 +118,8 @@ def _paged(batch: int, num_queries: int, heads: int, kv_heads: int, width: int) 
 
     def check() -> bool:
         actual = attention.paged_attention(q, cache, block_table, starts, lengths)[-1:]
-        last = reference.varlen_attention(q[-1:], k[-CONTEXT:], v[-CONTEXT:], _starts(0, 1), _starts(0, CONTEXT))
+        keys, values = (_as_kept(x[-CONTEXT:], kv_dtype) for x in (k, v))
+        last = reference.varlen_attention(q[-1:], keys, values, _starts(0, 1), _starts(0, CONTEXT))
         return close(actual, last, 4)
 
     return Calls(
@@ -112,8 +129,8 @@ def _paged(batch: int, num_queries: int, heads: int, kv_heads: int, width: int) 
     )
 
 
-def _store(kv_heads: int, width: int) -> Calls:
-    cache = KvCache.empty(4 * CHUNK // PAGE_SIZE, PAGE_SIZE, kv_heads, width, torch.bfloat16)
+def _store(kv_heads: int, width: int, kv_dtype: torch.dtype = torch.bfloat16) -> Calls:
+    cache = KvCache.empty(4 * CHUNK // PAGE_SIZE, PAGE_SIZE, kv_heads, width, kv_dtype)
     k, v = random(2 * CHUNK, kv_heads, width).chunk(2)
     slots = torch.arange(CHUNK) + CHUNK
     plain = torch.empty(2, 4 * CHUNK, kv_heads, width, dtype=torch.bfloat16)
@@ -124,7 +141,8 @@ def _store(kv_heads: int, width: int) -> Calls:
 
     def check() -> bool:
         kv_store(k, v, cache, slots)
-        keys, values = cache.read()
-        return torch.equal(keys[slots], k) and torch.equal(values[slots], v)
+        return all(
+            torch.equal(read[slots], _as_kept(x, kv_dtype)) for read, x in zip(cache.read(), (k, v), strict=True)
+        )
 
     return Calls(lambda _: kv_store(k, v, cache, slots), theirs, check)
