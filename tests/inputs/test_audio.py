@@ -187,3 +187,17 @@ def test_titles_in_old_encodings_are_no_reason_to_refuse():
     data = buffer.getvalue()
     assert b"Kaefer" in data
     assert len(opened(data.replace(b"Kaefer", b"K\xe4fer\0"), 8000).decode()) == 800
+
+
+def test_an_array_with_its_rate():
+    """As loud and as long as at the rate wanted; another rate is another sound."""
+    given = tone(44_100, 44_100)[:, 0].astype(np.float32)
+    sound = opened((given, 44_100))
+    samples = sound.decode()
+    assert sound.duration_s == 1.0 and abs(len(samples) - 16_000) <= 20
+    inner = slice(1_600, 14_400)
+    assert np.abs(samples[inner] - tone(len(samples), 16_000)[inner, 0]).max() < 2e-3
+    same = opened((given, 16_000))
+    assert np.array_equal(same.decode(), given) and same.digest == opened(given).digest != sound.digest
+    with pytest.raises(RequestError, match="10 samples a second, expected 1000"):
+        opened((given, 10))

@@ -128,3 +128,19 @@ def test_too_many_and_unwanted_items():
         normalize([{"role": "user", "content": 3}])
     with pytest.raises(RequestError, match="a message is a str"):
         normalize(["hello"])
+
+
+def test_the_sound_of_a_video():
+    video, silent = (
+        {"type": "video", "video": b"clip"},
+        {"type": "video", "video": b"clip", "use_audio_in_video": False},
+    )
+    content = [video, silent, {"type": "image", "image": b"still"}]
+    messages = [{"role": "user", "content": content}]
+    for wanted in (False, True):
+        _, media = normalize(messages, use_audio_in_video=wanted)
+        assert [part.with_sound for part in media] == [wanted, False, False]
+    with pytest.raises(RequestError, match="video 1: use_audio_in_video is asked for, and the model takes no sound"):
+        normalize(messages, accepts=("image", "video"), use_audio_in_video=True)
+    with pytest.raises(RequestError, match="use_audio_in_video is 'yes', expected true or false"):
+        normalize([{"role": "user", "content": [{**video, "use_audio_in_video": "yes"}]}])

@@ -295,3 +295,21 @@ def test_llama_begins_and_ends(llama):
 def test_errors_of_metadata_name_the_value(change, message):
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_gguf(llama_metadata(**change))
+
+
+def test_qwen_from_vocab_and_merges(tmp_path):
+    """As Qwen3-Omni's folder has it: the same ids as tokenizer.json, added tokens from tokenizer_config.json."""
+    whole = write_qwen3_vl_folder(tmp_path / "whole")
+    model = json.loads((whole / "tokenizer.json").read_text())["model"]
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    config = json.loads((whole / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "Qwen2Tokenizer"}))
+    ours, expected = Tokenizer.from_folder(folder), Tokenizer.from_folder(whole)
+    for text in ("Don't stop; it's 2026!\n\n  Größe ﬁne 你好, 世界 🙂\t<|im_start|>user\n<think> x", "", " \r\n "):
+        assert ours.encode(text) == expected.encode(text)
+    (folder / "merges.txt").write_text("nonsense")
+    with pytest.raises(CheckpointError, match=r"vocab\.json and merges\.txt cannot be read"):
+        Tokenizer.from_folder(folder)

@@ -8,6 +8,7 @@ from oracle import require
 from sounds import wav
 from tiny_checkpoint import write_omni_model
 from tiny_omni import BINS
+from torch.nn import functional
 
 from tilewright.engine.engine import Engine
 from tilewright.inputs.media import MediaLimits
@@ -48,18 +49,19 @@ def heard(sound):
 
 
 def answer_of_transformers(network, engine, messages, sounds):
-    """Greedy, from our token ids and its own mel frames."""
-    transformers = require("transformers")
-    extractor = transformers.WhisperFeatureExtractor(feature_size=BINS, return_attention_mask=True)
-    features = extractor(sounds, sampling_rate=16_000, padding=True, truncation=False, return_tensors="pt")
+    """Greedy, from our token ids and its own mel frames, those of each sound by itself: in a batch it pads samples."""
+    extractor = require("transformers").WhisperFeatureExtractor(feature_size=BINS)
+    options = {"sampling_rate": 16_000, "padding": True, "truncation": False, "return_tensors": "pt"}
+    frames = [extractor(sound, **options)["input_features"][0] for sound in sounds]
+    longest = max(mel.shape[1] for mel in frames)
     ids = torch.tensor([engine.loaded.processor.chat(messages).token_ids])
     network.model.rope_deltas = None
     with torch.no_grad():
         answer = network.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            input_features=features["input_features"],
-            feature_attention_mask=features["attention_mask"],
+            input_features=torch.stack([functional.pad(mel, (0, longest - mel.shape[1])) for mel in frames]),
+            feature_attention_mask=torch.stack([(torch.arange(longest) < mel.shape[1]).long() for mel in frames]),
             max_new_tokens=8,
             do_sample=False,
             eos_token_id=None,

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 from PIL import Image
+from sounds import wav
 
 from tilewright.bench.http_client import Client
 from tilewright.bench.http_errors import HttpError
@@ -44,6 +46,15 @@ def picture(seed: int, size: int = 32) -> bytes:
 
 def part(data: bytes) -> dict:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+
+
+def sound(seed: int, seconds: float = 1.2) -> bytes:
+    """A tone of its own."""
+    return wav(np.sin(np.arange(int(seconds * 16_000)) * (0.05 + seed / 90))[:, None] * 0.4, 16_000)
+
+
+def heard(data: bytes) -> dict:
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
 
 
 def bomb() -> bytes:
@@ -82,6 +93,11 @@ KINDS: dict[str, Callable[[random.Random], Request]] = {
     "pictures": lambda rng: Request(
         "pictures", CHAT, chat(rng, part(picture(rng.randrange(12))), part(picture(rng.randrange(12), 48)))
     ),
+    "sound": lambda rng: Request("sound", CHAT, chat(rng, heard(sound(rng.randrange(12))))),
+    "sound and picture": lambda rng: Request(
+        "sound and picture", CHAT, chat(rng, heard(sound(rng.randrange(12), 0.4)), part(picture(rng.randrange(12))))
+    ),
+    "no sound": lambda rng: Request("no sound", CHAT, chat(rng, heard(sound(1)[: rng.randrange(1, 44)])), 400),
     "json": lambda rng: Request(
         "json",
         CHAT,

@@ -9,7 +9,7 @@ import soak
 import soak_beside
 from processes import family_of, memory_bytes
 from serve_process import ServerProcess
-from tiny_checkpoint import write_vision_model
+from tiny_checkpoint import write_omni_model, write_vision_model
 
 NUM_REQUESTS = 2000
 CONCURRENCY = 32
@@ -23,7 +23,7 @@ def metric(url, name):
 
 
 def test_soak(tmp_path):
-    server = ServerProcess(write_vision_model(tmp_path), "--max-body", "200KB", "--max-sequences", "16")
+    server = ServerProcess(write_omni_model(tmp_path), "--max-body", "200KB", "--max-sequences", "16")
     try:
         requests = soak.make_requests(NUM_REQUESTS, seed=1)
         distinct = {request.body: request for request in requests if request.status == 200}

@@ -89,7 +89,7 @@ def test_a_stream(scripted):
 
 def test_reasoning_is_no_part_of_it(scripted):
     pieces = ("I hear", "</think>", "It is late.")
-    server, _ = scripted(pieces, template="<think>", opens_reasoning=True, **EARS)
+    server, _ = scripted(pieces, template="<think></think>", opens_reasoning=True, **EARS)
     assert server.client().audio.transcriptions.create(model="scripted", file=FILE).text == "It is late."
 
 

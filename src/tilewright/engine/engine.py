@@ -178,8 +178,10 @@ class Engine:
     def chat(self, messages: Any, **options: Any) -> Any:
         """The answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.
 
-        Messages are OpenAI's, with parts such as {"type": "image", "image": path, bytes, PIL picture or array}.
-        Options are SamplingParams' names, `tools`, and whatever the chat template takes (`enable_thinking`, ...).
+        Messages are OpenAI's, with parts such as {"type": "image", "image": path, bytes, PIL picture or array}, or
+        {"type": "audio", "audio": path, bytes, array at 16 kHz or (array, rate)}.
+        Options are SamplingParams' names, `tools`, `use_audio_in_video` (the sound of videos is heard too), and
+        whatever the chat template takes (`enable_thinking`, ...).
         `constraint=Constraint("json_schema", schema)` (or "regex", "lark"; `tilewright.types`) holds the answer to it.
         With `modalities=("text", "audio")` it is spoken too, by `voice` or the first of `voices`: `audio` is fp32
         samples, `audio_rate` of them a second; the deltas of `stream` have them as they come.
@@ -201,7 +203,7 @@ class Engine:
     ) -> Any:
         """What follows a prompt, a text or token ids: a Completion; a list of them for a list of prompts, or for n > 1.
 
-        `images` and `videos` belong to the placeholders of the prompt in order; for a list of prompts they are lists,
+        `images`, `videos` and `audios` belong to the placeholders of the prompt in order; for a list of prompts they are lists,
         one per prompt. Other options are SamplingParams' names, `constraint` among them.
         """
         prompts: Any = prompt if prompt_token_ids is None else prompt_token_ids

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.inputs import clip_tokenizer
+from tilewright.inputs import clip_tokenizer, qwen_tokenizer
 from tilewright.inputs.chat_template import read_templates
 from tilewright.model_files import CheckpointError, read_json, read_optional_json
 
@@ -32,6 +32,8 @@ def build(folder: Path) -> dict[str, Any]:
         backend = _from_file(path)
     elif clip_tokenizer.describes(folder, config):
         backend = clip_tokenizer.build(folder, special_tokens)
+    elif qwen_tokenizer.describes(folder, config):
+        backend = qwen_tokenizer.build(folder)
     else:
         raise FileNotFoundError(f"{folder} has no tokenizer.json")
     _add_missing_tokens(backend, config.get("added_tokens_decoder"))
