@@ -203,8 +203,8 @@ class Engine:
     ) -> Any:
         """What follows a prompt, a text or token ids: a Completion; a list of them for a list of prompts, or for n > 1.
 
-        `images`, `videos` and `audios` belong to the placeholders of the prompt in order; for a list of prompts they are lists,
-        one per prompt. Other options are SamplingParams' names, `constraint` among them.
+        `images`, `videos` and `audios` belong to the placeholders of the prompt in order; for a list of prompts they
+        are lists, one per prompt. Other options are SamplingParams' names, `constraint` among them.
         """
         prompts: Any = prompt if prompt_token_ids is None else prompt_token_ids
         if prompts is None or (prompt is not None and prompt_token_ids is not None):
