@@ -27,7 +27,7 @@ LEVELS = [
     ["ops"],
     ["_kernels"],
     ["host_memory"],
-    ["types", "config", "control_group", "cpu_name", "event_loop", "model_files"],
+    ["types", "config", "control_group", "cpu_name", "event_loop", "model_files", "sound_file"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
@@ -52,6 +52,7 @@ FREE_OF_TORCH = [
     "event_loop",
     "model_files",
     "types",
+    "sound_file",
     "server",
 ]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright import engine_flags
+from tilewright.sound_file import encode, to_pcm16
 from tilewright.types import Completion, RequestError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
   tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png
   tilewright chat "What happens here?" -m MODEL --video clip.mp4 --max-tokens 200
   tilewright chat "What is said?" -m ./Qwen3-Omni-30B-A3B-Instruct --audio speech.wav
+  tilewright chat "Say hello." -m ./Qwen3-Omni-30B-A3B-Instruct --speak hello.wav
   git diff | tilewright chat - -m MODEL --system "Write a commit message."
   tilewright chat -m MODEL --temperature 0                 a conversation; /help lists its commands""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -50,6 +52,10 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--audio", action="append", default=[], metavar="FILE", help="a sound; may be repeated")
     text = "hear the sound of the videos too"
     parser.add_argument("--use-audio-in-video", action="store_true", help=text)
+    parser.add_argument(
+        "--speak", metavar="FILE", help="speak the answer to PROMPT too, into a .wav, .mp3, .opus or .flac"
+    )
+    parser.add_argument("--voice", metavar="NAME", help="the voice that speaks; without it the model's first")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("-q", "--quiet", action="store_true", help="no loading bar, no speeds, no notices")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
@@ -86,12 +92,28 @@ def run(options: argparse.Namespace) -> int:
     if options.use_audio_in_video:
         media = [{**part, "use_audio_in_video": True} if part["type"] == "video" else part for part in media]
     sampling = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
+    spoken = _spoken(options, has_prompt=prompt is not None)
     with engine_flags.open_engine(options, progress=sys.stderr.isatty() and not options.quiet) as engine:
         engine.sampling_params(**sampling)  # errors come before the first line is typed
-        conversation = Conversation(engine, sampling, options.system, show_speed=not options.quiet, media=media)
+        more: dict[str, Any] = {"show_speed": not options.quiet, "media": media, "spoken": spoken}
+        conversation = Conversation(engine, sampling, options.system, **more)
         if prompt is None:
             return converse(conversation, _read_line)
-        return answer_once(conversation, prompt)
+        return answer_once(conversation, prompt, options.speak and Path(options.speak))
+
+
+def _spoken(options: argparse.Namespace, *, has_prompt: bool) -> dict[str, Any]:
+    """What `Engine.submit_chat` takes for an answer that is spoken; RequestError for a file that cannot be written."""
+    if options.speak is None:
+        if options.voice is not None:
+            raise RequestError("--voice is given, expected --speak with it")
+        return {}
+    format = Path(options.speak).suffix.removeprefix(".")
+    if format not in ("wav", "mp3", "opus", "flac"):
+        raise RequestError(f"--speak is {options.speak}, expected a file that ends with .wav, .mp3, .opus or .flac")
+    if not has_prompt:
+        raise RequestError("--speak is given, expected PROMPT too: one answer is one file")
+    return {"modalities": ("text", "audio"), "voice": options.voice}
 
 
 def _part(kind: str, file: str) -> dict[str, Any]:
@@ -112,6 +134,7 @@ class Conversation:
     show_speed: bool = True
     media: list[dict[str, Any]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
+    spoken: dict[str, Any] = field(default_factory=dict)  # how answers are spoken; empty: they are not
 
     def answer(self, text: str) -> Completion:
         """The answer to `text` and the waiting media, written to standard output as it comes. Ctrl-C ends it early.
@@ -122,7 +145,7 @@ class Conversation:
         content: Any = [*media, {"type": "text", "text": text}] if media else text
         question = {"role": "user", "content": content}
         system = [{"role": "system", "content": self.system}] if self.system else []
-        handle = self.engine.submit_chat([*system, *self.turns, question], **self.sampling)
+        handle = self.engine.submit_chat([*system, *self.turns, question], **self.sampling, **self.spoken)
         try:
             for delta in handle:
                 print(delta.text, end="", flush=True)
@@ -152,7 +175,8 @@ def speeds(completion: Completion) -> str:
     return ", ".join(parts)
 
 
-def answer_once(conversation: Conversation, prompt: str) -> int:
+def answer_once(conversation: Conversation, prompt: str, sound_file: Path | None = None) -> int:
+    """Writes the answer, and what was said to a file if one is given."""
     try:
         completion = conversation.answer(prompt)
     except BrokenPipeError:
@@ -160,6 +184,11 @@ def answer_once(conversation: Conversation, prompt: str) -> int:
         return 0
     if completion.finish_reason == "abort":
         raise KeyboardInterrupt  # the text stays on standard output; the exit status is that of an interrupt
+    if sound_file is not None and completion.audio is not None and completion.audio_rate is not None:
+        pcm16 = to_pcm16(completion.audio)
+        sound_file.write_bytes(encode(pcm16, completion.audio_rate, sound_file.suffix.removeprefix(".")))
+        if conversation.show_speed:
+            print(f"{len(completion.audio) / completion.audio_rate:.1f} s of speech in {sound_file}", file=sys.stderr)
     return 0
 
 

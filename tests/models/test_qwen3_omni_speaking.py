@@ -1,6 +1,7 @@
 """Answers that are spoken by the engine: what transformers says, while others write; aborted ones leave nothing."""
 
 import json
+import wave
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 from components import randomized
 from oracle import require
 
+from tilewright.cli import main
 from tilewright.engine.engine import Engine
 from tilewright.models.qwen3_omni.config import MediaTokens
+from tilewright.sound_file import to_pcm16
 from tilewright.types import RequestError
 
 TEMPLATE = (
@@ -173,6 +176,27 @@ def test_several_answers_are_each_spoken(engine):
     again = engine.chat(asked("Who?"), n=2, max_tokens=6, temperature=1.0, seed=4, **SPOKEN)
     for one, other in zip(answers, again, strict=True):
         assert np.array_equal(one.audio, other.audio)
+
+
+def test_the_command_writes_a_file(folder, tmp_path, capsys, engine):
+    file = tmp_path / "said.wav"
+    asking = ["chat", "Who is it?", "-m", str(folder), "--dtype", "float32", "--temperature", "0", "--max-tokens", "10"]
+    assert main([*asking, "--no-pack-cache", "--kv-memory", "64MB", "--speak", str(file)]) == 0
+    answer = engine.chat([{"role": "user", "content": "Who is it?"}], **GREEDY, **SPOKEN)
+    printed = capsys.readouterr()
+    assert printed.out == f"{answer.text}\n" and "s of speech in" in printed.err
+    with wave.open(str(file)) as sound:
+        assert sound.getframerate() == 24_000
+        assert sound.readframes(sound.getnframes()) == to_pcm16(answer.audio)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--speak", "a.txt"], "ends with .wav"), (["--voice", "ann"], "expected --speak with it")],
+)
+def test_flags_of_the_command(folder, flags, message, capsys):
+    assert main(["chat", "Who?", "-m", str(folder), *flags]) != 0
+    assert message in capsys.readouterr().err
 
 
 def test_a_voice_that_fails_ends_its_request_alone(engine, monkeypatch):

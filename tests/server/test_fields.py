@@ -34,7 +34,7 @@ def refusal_of(response):
 
 
 REFUSED = {
-    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "audio": {"voice": "alloy"},
+    "functions": [{"name": "f"}], "function_call": {"name": "f"},
     "prediction": {"type": "content"}, "web_search_options": {"a": 1}, "chat_template": "{{ messages }}",
     "truncate_prompt_tokens": 5, "prompt_logprobs": 0,
     "bad_words": ["no"], "allowed_token_ids": [1], "grammar": "root ::= 'a'", "skip_special_tokens": False,
@@ -55,6 +55,7 @@ def test_what_a_chat_alone_does_not_serve(post):
     for name, value in {"best_of": 3, "echo": True, "add_special_tokens": True}.items():
         assert refusal_of(post("/v1/chat/completions", **{name: value}))["param"] == name
     assert refusal_of(post("/v1/completions", suffix="x"))["param"] == "suffix"
+    assert refusal_of(post("/v1/completions", audio={"voice": "ann"}))["param"] == "audio"  # chats are spoken
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,12 @@ def test_events(sent):
     assert [wire.event_from_json(fields) for _, fields in message["events"]] == sent
 
 
+def test_samples_of_an_event():
+    event = AnswerDelta(1, "", 0, "stop", audio=b"\x00\xff\x80" * 100)
+    message = through({"events": [["id", wire.event_to_json(event)]]})
+    assert wire.event_from_json(message["events"][0][1]) == event
+
+
 def test_blobs_are_written_as_they_are():
     """Raw behind the JSON, and not a copy of them: a video has tens of megabytes."""
     picture, sound = b"\x00\xff" * 500, b"RIFF"

@@ -133,6 +133,15 @@ class SamplingBody(GenerationBody):
     guided_grammar: str | None = None
 
 
+class SpokenAnswer(Body):
+    """How an answer is spoken."""
+
+    voice: str | None = Field(default=None, max_length=100, description="null: the model's first")
+    format: Literal["wav", "mp3", "opus", "flac", "pcm16"] | None = Field(
+        default=None, description="of the whole answer, wav unless said; a stream has pcm16: 24,000 samples a second"
+    )
+
+
 class ChatBody(SamplingBody):
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -153,12 +162,21 @@ class ChatBody(SamplingBody):
     continue_final_message: Annotated[bool, _null_means(False)] = Field(
         default=False, description="true: the answer continues the last message, which is the assistant's"
     )
-    modalities: Texts | None = None
+    modalities: Texts | None = Field(default=None, description='["text", "audio"]: the answer is spoken too')
+    audio: SpokenAnswer | None = None
     mm_processor_kwargs: MediaSettings | None = None
 
     @property
     def num_answers(self) -> int:
         return self.n or 1
+
+    @property
+    def is_spoken(self) -> bool:
+        return self.modalities is not None and "audio" in self.modalities
+
+    @property
+    def audio_format(self) -> str:
+        return (self.audio and self.audio.format) or ("pcm16" if self.stream else "wav")
 
     @cached_property
     def plain_tools(self) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from tilewright.server.chunk_writer import ChunkWriter
 from tilewright.server.fields import check_message
 from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, SpelledLogprob, Started
 from tilewright.server.output import OutputParser, Piece, ToolCallDelta, has_reasoning, tool_format_of
+from tilewright.server.spoken_sound import SpokenSound
 from tilewright.types import RequestError
 
 
@@ -47,7 +48,9 @@ class ChatWriter(ChunkWriter):
 
     def _add_chunk(self, event: AnswerDelta) -> Iterator[dict[str, Any]]:
         if event.index not in self._choices:
-            self._choices[event.index] = _Choice(output_parser(self._body, self._model, self._opens_reasoning))
+            parser = output_parser(self._body, self._model, self._opens_reasoning)
+            spoken = SpokenSound(self._body.audio_format) if self._body.is_spoken else None
+            self._choices[event.index] = _Choice(parser, spoken)
             yield self._chunk([_delta(event.index, {"role": "assistant", "content": ""})])
         choice = self._choices[event.index]
         logprobs = None if event.logprobs is None else [_logprob(item) for item in event.logprobs]
@@ -56,6 +59,8 @@ class ChatWriter(ChunkWriter):
             deltas = [{}]
         for number, delta in enumerate(deltas):
             yield self._chunk([_delta(event.index, delta, None if number else logprobs)])
+        if event.audio and choice.sound is not None:
+            yield self._chunk([_delta(event.index, {"audio": choice.sound.add(event.audio)})])
         if choice.finish_reason is not None:
             yield self._chunk([_delta(event.index, {}, finish_reason=choice.finish_reason)])
 
@@ -77,8 +82,9 @@ class ChatWriter(ChunkWriter):
 class _Choice:
     """One of the n answers, as far as it is generated."""
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self, parser: OutputParser, sound: SpokenSound | None) -> None:
         self._parser = parser
+        self.sound = sound  # of an answer that is spoken
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []  # the first delta of each
@@ -108,6 +114,8 @@ class _Choice:
             message["tool_calls"] = [
                 _call(call, "".join(pieces)) for call, pieces in zip(self._calls, self._arguments, strict=True)
             ]
+        if self.sound is not None:
+            message["audio"] = self.sound.result(transcript=content)
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.finish_reason}
 

@@ -29,13 +29,14 @@ _SAMPLING = (
 def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> EngineRequest:
     """The EngineRequest of a chat request; `messages` are its messages with their media as bytes."""
     check_fields(body.model_extra, is_chat=True)
-    if body.modalities is not None and set(body.modalities) != {"text"}:
-        raise ApiError(400, f"modalities is {body.modalities}, expected text alone", param="modalities")
+    _check_modalities(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs is given, expected logprobs: true with it", param="top_logprobs")
     sampling = _sampling(body)
     sampling["max_tokens"] = body.max_completion_tokens or body.max_tokens
     sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    if body.is_spoken:
+        sampling["voice"] = (body.audio and body.audio.voice) or model.voices[0]
     check_tools(body.plain_tools)
     _check_history(body, messages, model)
     template_args = _template_args(body)
@@ -53,6 +54,20 @@ def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: M
         sampling={name: value for name, value in sampling.items() if value is not None},
         names={"prompt": "messages", "constraint": constraint_field},
     )
+
+
+def _check_modalities(body: ChatBody, model: ModelInfo) -> None:
+    if body.modalities is not None and set(body.modalities) not in ({"text"}, {"text", "audio"}):
+        message = f"modalities is {body.modalities}, expected text, or text and audio"
+        raise ApiError(400, message, param="modalities")
+    if not body.is_spoken:
+        if body.audio is not None:
+            raise ApiError(400, "audio is given, expected modalities with audio too", param="audio")
+        return
+    if not model.voices:
+        raise ApiError(400, f"modalities has audio, but {model.name} does not speak", param="modalities")
+    if body.stream and body.audio_format != "pcm16":
+        raise ApiError(400, f"the format of a stream is {body.audio_format}, expected pcm16", param="audio.format")
 
 
 def completion_requests(body: CompletionBody) -> list[EngineRequest]:

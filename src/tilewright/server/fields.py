@@ -33,7 +33,7 @@ _TOKENS = "use max_tokens"
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "functions": Unsupported(_TOOLS),
     "function_call": Unsupported(_TOOLS, ("none", "auto")),
-    "audio": Unsupported(_OUTPUT),
+    "audio": Unsupported("/v1/chat/completions speaks its answers"),
     "prediction": Unsupported("predicted outputs are not used"),
     "web_search_options": Unsupported("this server does not search the web"),
     "verbosity": Unsupported("the model has no such setting", ("medium",)),

@@ -124,7 +124,8 @@ class ApiHandler:
             "owned_by": "tilewright",
             "max_model_len": model.max_context,
             "input_modalities": ["text", *model.accepts],
-            "output_modalities": ["text"],
+            "output_modalities": ["text", "audio"] if model.voices else ["text"],
+            **({"voices": list(model.voices)} if model.voices else {}),
             "limits": {
                 "max_body_bytes": self.settings.max_body_bytes,
                 "max_media_bytes": limits.max_bytes,

@@ -34,6 +34,9 @@ class SpelledLogprob:
     top: tuple[tuple[bytes, float], ...]
 
 
+AUDIO_RATE = 24_000  # of all voices there are
+
+
 @dataclass(frozen=True)
 class AnswerDelta:
     """The tokens that one step added to one of the n answers."""
@@ -43,6 +46,7 @@ class AnswerDelta:
     num_tokens: int
     finish_reason: FinishReason | None = None
     logprobs: tuple[SpelledLogprob, ...] | None = None
+    audio: bytes = b""  # what was said: 16-bit mono samples, AUDIO_RATE of them a second
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class ModelInfo:
     template: str | None  # the source of its chat template
     accepts: Sequence[str] = ()  # the kinds of media it takes: image, video, audio
     text_limits: TextLimits | None = None  # None: the engine checks them
+    voices: Sequence[str] = ()  # that speak answers, the default first; none: it only writes
 
     def is_meant_by(self, name: str) -> bool:
         """Whether `name` is its name, with or without the owner's in front."""

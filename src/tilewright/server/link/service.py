@@ -19,6 +19,7 @@ from tilewright.server.link.backend import (
     SpelledLogprob,
     Started,
 )
+from tilewright.sound_file import to_pcm16
 from tilewright.types import Completion, Delta, RequestError, TokenLogprob
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class EngineService:
         sources = loaded.tokenizer.chat_template or {}
         template = sources.get("tool_use", sources.get("default", next(iter(sources.values()), None)))
         accepts, text_limits = loaded.processor.accepts, self._engine.text_limits
-        return ModelInfo(loaded.name, limits.max_context, limits.max_sequences, template, accepts, text_limits)
+        sizes = limits.max_context, limits.max_sequences
+        return ModelInfo(loaded.name, *sizes, template, accepts, text_limits, self._engine.voices)
 
     def submit(self, request_id: str, request: EngineRequest) -> None:
         """Submits a request; its events, errors included, are emitted."""
@@ -110,7 +112,8 @@ class _Events:
             self._has_started = True
             events.append(Started(len(self._handle.prompt_token_ids), self._handle.opens_reasoning))
         logprobs = None if delta.logprobs is None else tuple(self._spell(item) for item in delta.logprobs)
-        events.append(AnswerDelta(delta.index, delta.text, len(delta.token_ids), delta.finish_reason, logprobs))
+        audio = b"" if delta.audio is None else to_pcm16(delta.audio)
+        events.append(AnswerDelta(delta.index, delta.text, len(delta.token_ids), delta.finish_reason, logprobs, audio))
         return events
 
     def end(self) -> Ended:

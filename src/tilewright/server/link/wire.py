@@ -86,7 +86,9 @@ def request_from_json(fields: Mapping[str, Any]) -> EngineRequest:
 def event_to_json(event: Event) -> list[Any]:
     """An event as a list: its type's number, then its fields. Most are AnswerDeltas without log-probabilities."""
     if isinstance(event, AnswerDelta):
-        return [1, event.index, event.text, event.num_tokens, event.finish_reason, _spelled_to_json(event.logprobs)]
+        logprobs = _spelled_to_json(event.logprobs)
+        fields = [1, event.index, event.text, event.num_tokens, event.finish_reason, logprobs]
+        return [*fields, event.audio] if event.audio else fields
     if isinstance(event, Ended):
         timings = dataclasses.astuple(event.timings)
         counts = [event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens]
@@ -97,8 +99,8 @@ def event_to_json(event: Event) -> list[Any]:
 def event_from_json(fields: Sequence[Any]) -> Event:
     kind, *values = fields
     if _TYPES[kind] is AnswerDelta:
-        index, text, num_tokens, finish_reason, logprobs = values
-        return AnswerDelta(index, text, num_tokens, finish_reason, _spelled_from_json(logprobs))
+        index, text, num_tokens, finish_reason, logprobs, *audio = values
+        return AnswerDelta(index, text, num_tokens, finish_reason, _spelled_from_json(logprobs), *audio)
     if _TYPES[kind] is Ended:
         num_prompt_tokens, num_cached_tokens, num_output_tokens, timings, prompt, logprobs, bandwidth_share = values
         counts = (num_prompt_tokens, num_cached_tokens, num_output_tokens)

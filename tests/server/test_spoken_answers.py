@@ -1,0 +1,125 @@
+"""Answers with sound over HTTP: in one piece as a file, in a stream as samples."""
+
+import asyncio
+import base64
+import dataclasses
+import io
+import json
+import wave
+
+import av
+import httpx
+import numpy as np
+import pytest
+from conftest import ScriptedBackend, serving
+
+from tilewright.server.link.backend import AUDIO_RATE, AnswerDelta, Ended, Started
+from tilewright.types import Timings
+
+SAMPLES = (np.sin(np.arange(AUDIO_RATE // 2) / 10) * 9000).astype("<i2")
+PIECES = [part.tobytes() for part in np.split(SAMPLES, 4)]
+
+
+class SpeakingBackend(ScriptedBackend):
+    """Says the same samples after each piece of text; the last come when the text is complete."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = dataclasses.replace(self.model, voices=("ann", "bob"))
+
+    def submit(self, request, listener):
+        self.requests.append(request)
+        is_spoken = "voice" in request.sampling
+        events = [Started(3, False)]
+        for text, samples in zip(("Hel", "lo", "", ""), PIECES, strict=True):
+            events += [AnswerDelta(0, text, 1)] if text else []
+            events += [AnswerDelta(0, "", 0, audio=samples)] if is_spoken else []
+        events += [AnswerDelta(0, "", 0, "stop"), Ended(3, 0, 2, Timings(0.0, 0.1, 0.2))]
+        for event in events:
+            asyncio.get_running_loop().call_soon(listener, event)
+        return lambda: None
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return SpeakingBackend()
+
+
+@pytest.fixture(scope="module")
+def url(backend):
+    with serving(lambda: backend) as running:
+        yield running.url
+
+
+def asked(url, **more):
+    body = {"messages": [{"role": "user", "content": "Hi"}], **more}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
+
+
+def spoken(**audio):
+    return {"modalities": ["text", "audio"], "audio": audio}
+
+
+def test_the_whole_is_a_wav_file(url, backend):
+    (choice,) = asked(url, **spoken(voice="bob", format="wav")).json()["choices"]
+    assert backend.requests[-1].sampling["voice"] == "bob"
+    message = choice["message"]
+    assert message["content"] == message["audio"]["transcript"] == "Hello" and choice["finish_reason"] == "stop"
+    with wave.open(io.BytesIO(base64.b64decode(message["audio"]["data"]))) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (AUDIO_RATE, 1, 2)
+        assert file.readframes(file.getnframes()) == SAMPLES.tobytes()
+
+
+@pytest.mark.parametrize("format", ["mp3", "opus", "flac"])
+def test_other_formats(url, format):
+    message = asked(url, **spoken(format=format)).json()["choices"][0]["message"]
+    with av.open(io.BytesIO(base64.b64decode(message["audio"]["data"]))) as container:
+        num_samples = sum(frame.samples / frame.sample_rate for frame in container.decode(audio=0)) * AUDIO_RATE
+    assert abs(num_samples - len(SAMPLES)) < AUDIO_RATE / 8
+
+
+def test_a_stream_has_samples_as_they_come(url, backend):
+    with httpx.stream(
+        "POST",
+        f"{url}/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "Hi"}], "stream": True, "modalities": ["text", "audio"]},
+    ) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    assert backend.requests[-1].sampling["voice"] == "ann"
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    sounds = [delta["audio"] for delta in deltas if "audio" in delta]
+    assert [base64.b64decode(sound["data"]) for sound in sounds] == PIECES
+    assert len({sound["id"] for sound in sounds}) == 1
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hello"
+    kinds = ["audio" if "audio" in delta else "content" for delta in deltas if delta.get("content") or "audio" in delta]
+    assert kinds[:4] == ["content", "audio", "content", "audio"]
+
+
+def test_text_alone_has_no_sound(url, backend):
+    message = asked(url, modalities=["text"]).json()["choices"][0]["message"]
+    assert "audio" not in message and "voice" not in backend.requests[-1].sampling
+
+
+def test_models_that_speak_list_their_voices(url):
+    (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+    assert model["output_modalities"] == ["text", "audio"] and model["voices"] == ["ann", "bob"]
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"modalities": ["audio"]}, "expected text, or text and audio"),
+        ({"audio": {"voice": "ann"}}, "expected modalities with audio"),
+        (spoken(format="aac"), "format"),
+        ({**spoken(format="mp3"), "stream": True}, "expected pcm16"),
+    ],
+)
+def test_what_is_refused(url, more, named):
+    response = asked(url, **more)
+    assert response.status_code == 400 and named in response.json()["error"]["message"]
+
+
+def test_a_model_that_does_not_speak(scripted):
+    running, _ = scripted()
+    response = asked(running.url, **spoken())
+    assert response.status_code == 400 and "scripted does not speak" in response.json()["error"]["message"]
