@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 MATCH_ADAM = 0.2  # the root mean square of AdamW's updates: both then take the same learning rate
+NOT_INSIDE = ("embed", "head")  # of names: what turns tokens into vectors, and back
 # Coefficients of the quintic that drives singular values towards one, and how often it is applied.
 QUINTIC, NUM_ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
@@ -60,7 +61,7 @@ def make_optimisers(
     for name, parameter in network.named_parameters():
         if not parameter.requires_grad:
             continue
-        if kind == "muon" and parameter.ndim == 2 and "embed" not in name:
+        if kind == "muon" and parameter.ndim == 2 and not any(part in name for part in NOT_INSIDE):
             matrices.append(parameter)
         elif parameter.ndim > 1:
             decayed.append(parameter)

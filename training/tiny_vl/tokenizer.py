@@ -7,6 +7,7 @@ read in a picture is spelled out letter by letter.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def byte_letters() -> dict[int, str]:
     return {**letters, **{byte: chr(256 + rank) for rank, byte in enumerate(others)}}
 
 
-def tokenizer_json(words: list[str]) -> dict[str, Any]:
+def tokenizer_json(words: list[str], special_tokens: Sequence[str] = SPECIAL_TOKENS) -> dict[str, Any]:
     letters = byte_letters()
     vocabulary = {letter: rank for rank, letter in enumerate(letters[byte] for byte in range(256))}
     merges = []
@@ -83,9 +84,9 @@ def tokenizer_json(words: list[str]) -> dict[str, Any]:
             "id": len(vocabulary) + rank,
             "content": token,
             "single_word": token in ROLES,
-            "special": token in SPECIAL_TOKENS,
+            "special": token in special_tokens,
         }
-        for rank, token in enumerate((*SPECIAL_TOKENS, *ROLES))
+        for rank, token in enumerate((*special_tokens, *ROLES))
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
@@ -113,10 +114,20 @@ def tokenizer_json(words: list[str]) -> dict[str, Any]:
     }
 
 
-def write_tokenizer(folder: Path, words: list[str]) -> None:
-    """A tokenizer in which each of the words is one token where it follows a space."""
+def write_tokenizer(
+    folder: Path,
+    words: list[str],
+    *,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    named_tokens: Mapping[str, str] | None = None,
+    chat_template: str = CHAT_TEMPLATE,
+) -> None:
+    """A tokenizer in which each of the words is one token where it follows a space.
+
+    `named_tokens` are special ones that a processor asks for by a name.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = tokenizer_json(words)
+    tokenizer = tokenizer_json(words, special_tokens)
     config = {
         "tokenizer_class": "Qwen2Tokenizer",
         "model_max_length": 4096,
@@ -129,7 +140,8 @@ def write_tokenizer(folder: Path, words: list[str]) -> None:
         "clean_up_tokenization_spaces": False,
         "errors": "replace",
         "split_special_tokens": False,
-        "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
+        "additional_special_tokens": list(special_tokens[1:]),
+        **(named_tokens or {}),
         "added_tokens_decoder": {
             str(token["id"]): {key: value for key, value in token.items() if key != "id"}
             for token in tokenizer["added_tokens"]
@@ -137,4 +149,4 @@ def write_tokenizer(folder: Path, words: list[str]) -> None:
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")

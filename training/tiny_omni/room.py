@@ -1,0 +1,57 @@
+"""What a microphone adds to a voice: a room, noise, a level. On batches, on any device, all from one generator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SAMPLE_RATE = 16_000
+ECHO = 4096  # samples: a quarter of a second
+DRY, SILENT = 0.45, 0.2  # shares of rows without a room, and without noise
+SNR_DB = (6.0, 40.0)
+REVERBERATION_S = (0.05, 0.35)  # until an echo is 60 dB below the voice
+ECHO_DB = (-18.0, -6.0)  # of all echoes together, against the voice itself
+PEAK_DB = (-26.0, -1.0)
+
+
+def worn(samples_BN: Tensor, generator: torch.Generator) -> Tensor:
+    """The sounds as heard in a room: with echoes, noise of some colour, at some level."""
+    x = _with_echoes(samples_BN, generator)
+    x = _with_noise(x, generator)
+    peak = x.abs().amax(1, keepdim=True).clamp(min=1e-5)
+    return x / peak * _decibels(_between(x, PEAK_DB, generator))
+
+
+def _with_echoes(x: Tensor, generator: torch.Generator) -> Tensor:
+    rows, length = x.shape
+    time_s = torch.arange(1, ECHO + 1, device=x.device) / SAMPLE_RATE
+    decay = torch.exp(-6.9 * time_s / _between(x, REVERBERATION_S, generator))
+    echoes = torch.randn(rows, ECHO, generator=generator, device=x.device) * decay
+    loudness = _decibels(_between(x, ECHO_DB, generator)) * (_uniform(x, generator) > DRY)
+    echoes = echoes / echoes.norm(dim=1, keepdim=True) * loudness
+    whole = length + ECHO
+    heard = torch.fft.irfft(torch.fft.rfft(x, whole) * torch.fft.rfft(echoes, whole), whole)
+    return x + heard[:, :length]
+
+
+def _with_noise(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Noise whose power falls with frequency: from white to brown."""
+    white = torch.fft.rfft(torch.randn(x.shape, generator=generator, device=x.device))
+    frequency = torch.arange(1, white.shape[1] + 1, device=x.device) / white.shape[1]
+    noise = torch.fft.irfft(white * frequency ** -(_uniform(x, generator)), x.shape[1])
+    noise = noise / noise.square().mean(1, keepdim=True).sqrt()
+    power = x.square().mean(1, keepdim=True).sqrt()
+    strength = _decibels(-_between(x, SNR_DB, generator)) * (_uniform(x, generator) > SILENT)
+    return x + noise * power * strength
+
+
+def _uniform(x: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(len(x), 1, generator=generator, device=x.device)
+
+
+def _between(x: Tensor, bounds: tuple[float, float], generator: torch.Generator) -> Tensor:
+    return bounds[0] + (bounds[1] - bounds[0]) * _uniform(x, generator)
+
+
+def _decibels(value: Tensor) -> Tensor:
+    return 10.0 ** (value / 20)
