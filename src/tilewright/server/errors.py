@@ -42,7 +42,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-_FIELDS = frozenset(name for body in (ChatBody, CompletionBody, ResponsesBody) for name in body.model_fields)
+# Not "audio": messages that begin with it name a medium, "audio 1".
+_FIELDS = frozenset(
+    name for body in (ChatBody, CompletionBody, ResponsesBody) for name in body.model_fields if name != "audio"
+)
 
 
 def as_api_error(error: Exception) -> ApiError:
