@@ -184,8 +184,11 @@ def test_it_learns(config, folder):
     torch.manual_seed(0)
     thinker = config["thinker_config"]
     small = {
-        "audio_config": {**thinker["audio_config"], "encoder_layers": 1, "downsample_hidden_size": 8},
-        "text_config": {**thinker["text_config"], "num_hidden_layers": 1},
+        "audio_config": {
+            **thinker["audio_config"],
+            **{"encoder_layers": 1, "downsample_hidden_size": 8, "d_model": 64, "encoder_ffn_dim": 64},
+        },
+        "text_config": {**thinker["text_config"], "num_hidden_layers": 1, "intermediate_size": 64},
     }
     network = Network({"thinker_config": {**thinker, **small}}, len(spoken_words()))
     optimisers = make_optimisers(network, "muon", 3e-3, 0.0, False)
