@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -128,11 +129,14 @@ def _count_up(first: int, count: int) -> np.ndarray:
     return np.tile(np.arange(first, first + count), (3, 1))
 
 
-_RANKS = {word: rank for rank, word in enumerate(spoken_words(), 1)}
+@cache
+def _ranks() -> dict[str, int]:
+    return {word: rank for rank, word in enumerate(spoken_words(), 1)}
 
 
 def _words_of(group: list[Take]) -> tuple[Tensor, Tensor]:
-    spoken = [[_RANKS[word] for word in take.utterance.text.split()] for take in group]
+    ranks = _ranks()
+    spoken = [[ranks[word] for word in take.utterance.text.split()] for take in group]
     most = max(map(len, spoken))
     padded = torch.tensor([words + [0] * (most - len(words)) for words in spoken])
     return padded, torch.tensor([len(words) for words in spoken])

@@ -94,8 +94,9 @@ def of_transformers(model: Path, dtype: str) -> Iterator[Ask]:
     import torch
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    extractor = transformers.WhisperFeatureExtractor.from_pretrained(model)
+    # Their annotations leave out what these calls take.
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
+    extractor: Any = transformers.WhisperFeatureExtractor.from_pretrained(model)
     thinker = transformers.Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(
         model, dtype=getattr(torch, dtype)
     ).eval()
@@ -103,7 +104,9 @@ def of_transformers(model: Path, dtype: str) -> Iterator[Ask]:
 
     def ask(item: Item) -> str:
         prompt = tokenizer.apply_chat_template(messages(item), add_generation_prompt=True, tokenize=False)
-        heard = extractor([item.samples], sampling_rate=SAMPLE_RATE, padding=True, truncation=False, return_tensors="pt")
+        heard = extractor(
+            [item.samples], sampling_rate=SAMPLE_RATE, padding=True, truncation=False, return_tensors="pt"
+        )
         features = heard["input_features"].to(thinker.dtype)
         pads = "<|audio_pad|>" * sound.num_features(features.shape[-1])
         ids = tokenizer(prompt.replace("<|audio_pad|>", pads), return_tensors="pt")["input_ids"]
@@ -113,7 +116,7 @@ def of_transformers(model: Path, dtype: str) -> Iterator[Ask]:
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 input_features=features,
-                feature_attention_mask=heard["attention_mask"],
+                feature_attention_mask=torch.ones(1, features.shape[-1], dtype=torch.long),
                 max_new_tokens=MAX_TOKENS,
                 do_sample=False,
             )

@@ -24,9 +24,7 @@ class AudioAttention(nn.Module):
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
-            nn.Linear(config.width, config.width) for _ in range(4)
-        )
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(config.width, config.width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (

@@ -118,7 +118,9 @@ def _sum(rng: Random) -> _Made:
 
 
 def _asking(rng: Random) -> str:
-    return any_of(rng, "what is", "what is", "how much is", "tell me what is", "please tell me how much is", "so what is")
+    return any_of(
+        rng, "what is", "what is", "how much is", "tell me what is", "please tell me how much is", "so what is"
+    )
 
 
 def _bigger(rng: Random) -> _Made:

@@ -40,11 +40,17 @@ OTHERS = listed("music summer winter morning evening yellow number paper picture
 
 VOCABULARY = tuple(
     dict.fromkeys(
-        (*DIGITS, *TEENS, *COLOURS, *SHAPES, *ANIMALS, *FOODS, *THINGS, *PLACES, *NATURE, *PEOPLE, *BODY, *VEHICLES)
-        + (*CLOTHES, *VERBS, *QUALITIES, *DAYS, *MONTHS, *OTHERS)
+        word
+        for group in (
+            *(DIGITS, TEENS, COLOURS, SHAPES, ANIMALS, FOODS, THINGS, PLACES, NATURE, PEOPLE, BODY, VEHICLES, CLOTHES),
+            *(VERBS, QUALITIES, DAYS, MONTHS, OTHERS),
+        )
+        for word in group
     )
 )
-SPELLED = listed("cat dog cow pig duck lion frog fish bird apple milk door lamp cup book bag box ball sun moon tree car")
+SPELLED = listed(
+    "cat dog cow pig duck lion frog fish bird apple milk door lamp cup book bag box ball sun moon tree car"
+)
 
 OPPOSITES = {
     "hot": "cold", "new": "old", "fast": "slow", "long": "short", "empty": "full", "clean": "dirty", "hard": "soft",
