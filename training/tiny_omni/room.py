@@ -29,20 +29,26 @@ def _with_echoes(x: Tensor, generator: torch.Generator) -> Tensor:
     echoes = torch.randn(rows, ECHO, generator=generator, device=x.device) * decay
     loudness = _decibels(_between(x, ECHO_DB, generator)) * (_uniform(x, generator) > DRY)
     echoes = echoes / echoes.norm(dim=1, keepdim=True) * loudness
-    whole = length + ECHO
+    whole = _padded(length + ECHO)
     heard = torch.fft.irfft(torch.fft.rfft(x, whole) * torch.fft.rfft(echoes, whole), whole)
     return x + heard[:, :length]
 
 
 def _with_noise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Noise whose power falls with frequency: from white to brown."""
-    white = torch.fft.rfft(torch.randn(x.shape, generator=generator, device=x.device))
+    length = x.shape[1]
+    white = torch.fft.rfft(torch.randn(len(x), _padded(length), generator=generator, device=x.device))
     frequency = torch.arange(1, white.shape[1] + 1, device=x.device) / white.shape[1]
-    noise = torch.fft.irfft(white * frequency ** -(_uniform(x, generator)), x.shape[1])
+    noise = torch.fft.irfft(white * frequency ** -(_uniform(x, generator)))[:, :length]
     noise = noise / noise.square().mean(1, keepdim=True).sqrt()
     power = x.square().mean(1, keepdim=True).sqrt()
     strength = _decibels(-_between(x, SNR_DB, generator)) * (_uniform(x, generator) > SILENT)
     return x + noise * power * strength
+
+
+def _padded(length: int) -> int:
+    """A few lengths alone: a GPU keeps a plan for each, and is slow for those with large factors."""
+    return -(-length // 8192) * 8192
 
 
 def _uniform(x: Tensor, generator: torch.Generator) -> Tensor:
