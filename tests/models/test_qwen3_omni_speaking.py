@@ -19,10 +19,11 @@ from tilewright.sound_file import to_pcm16
 from tilewright.types import RequestError
 
 TEMPLATE = (
-    "{%- for message in messages -%}<|im_start|>{{ 'U' if message.role == 'user' else 'S' }}\n"
+    "{%- for message in messages -%}<|im_start|>{{ {'user': 'U', 'assistant': 'A\\n'}.get(message.role, 'S') }}\n"
     "{%- if message.content is string %}{{ message.content }}{% else -%}{%- for part in message.content -%}"
     "{%- if part.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{%- else %}{{ part.text }}{% endif -%}"
-    "{%- endfor -%}{%- endif -%}<|end|>\n{%- endfor -%}<|im_start|>A{{ '\\n' }}"
+    "{%- endfor -%}{%- endif -%}<|end|>\n{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>A{{ '\\n' }}{%- endif -%}"
 )
 SPECIAL = [*tiny_checkpoint.OMNI_SPECIAL, "<|im_start|>", "<|tts_pad|>", "<|tts_bos|>", "<|tts_eos|>"]
 VOCAB = 280
@@ -168,6 +169,17 @@ def test_voices(engine):
         engine.chat(question, **GREEDY, **SPOKEN, voice="eve")
     with pytest.raises(RequestError, match="modalities is"):
         engine.chat(question, **GREEDY, modalities=("smell",))
+
+
+def test_a_given_text_is_read_out(engine):
+    """It begins an answer, whose one more token is not heard, whichever it is."""
+    reading = {"continue_final_message": True, "max_tokens": 1, "temperature": 0, **SPOKEN}
+    text = [{"role": "assistant", "content": "Good day."}]
+    one = engine.chat(text, **reading)
+    other = engine.chat(text, **reading, logit_bias={one.token_ids[0]: -100.0})
+    assert one.token_ids != other.token_ids and np.array_equal(one.audio, other.audio)
+    longer = engine.chat([{"role": "assistant", "content": "Good day to you."}], **reading)
+    assert not np.array_equal(longer.audio[:500], one.audio[:500])
 
 
 def test_several_answers_are_each_spoken(engine):

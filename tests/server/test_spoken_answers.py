@@ -10,6 +10,7 @@ import wave
 import av
 import httpx
 import numpy as np
+import openai
 import pytest
 from conftest import ScriptedBackend, serving
 
@@ -123,3 +124,64 @@ def test_a_model_that_does_not_speak(scripted):
     running, _ = scripted()
     response = asked(running.url, **spoken())
     assert response.status_code == 400 and "scripted does not speak" in response.json()["error"]["message"]
+
+
+def read_out(url, **body):
+    return httpx.post(f"{url}/v1/audio/speech", json={"input": "Good day.", **body}, timeout=30)
+
+
+def test_a_text_is_read_out(url, backend):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    made = client.audio.speech.create(model="", voice="bob", input="Good day.", response_format="wav")
+    with wave.open(io.BytesIO(made.content)) as file:
+        assert file.readframes(file.getnframes()) == SAMPLES.tobytes()
+    request = backend.requests[-1]
+    assert request.messages == [{"role": "assistant", "content": "Good day."}]
+    assert request.template_args == {"continue_final_message": True}
+    assert request.sampling == {"max_tokens": 1, "voice": "bob"}
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"), [(None, "audio/mpeg"), ("opus", "audio/ogg"), ("flac", "audio/flac"), ("pcm", "audio/pcm")]
+)
+def test_formats_of_what_is_read_out(url, backend, format, kind):
+    made = read_out(url, temperature=0, seed=3, **({"response_format": format} if format else {}))
+    assert made.headers["content-type"].startswith(kind)
+    assert backend.requests[-1].sampling == {"max_tokens": 1, "voice": "ann", "temperature": 0.0, "seed": 3}
+    if format == "pcm":
+        assert made.content == SAMPLES.tobytes()
+    else:
+        with av.open(io.BytesIO(made.content)) as container:
+            assert container.streams.audio[0].rate
+
+
+def test_what_is_read_out_comes_in_events(url):
+    lines = read_out(url, response_format="pcm", stream_format="sse").text.splitlines()
+    *deltas, done = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert [base64.b64decode(delta["audio"]) for delta in deltas] == PIECES
+    assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
+    assert done == {
+        "type": "speech.audio.done", "usage": {"input_tokens": 3, "output_tokens": 0, "total_tokens": 3}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": "  "}, "input"),
+        ({"input": "a" * 4097}, "input"),
+        ({"speed": 1.5}, "speed"),
+        ({"instructions": "whisper"}, "instructions"),
+        ({"response_format": "aac"}, "response_format"),
+        ({"stream_format": "sse"}, "response_format"),
+    ],
+)
+def test_what_cannot_be_read_out(url, body, named):
+    refused = read_out(url, **body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == named
+
+
+def test_models_without_a_voice_read_nothing_out(scripted):
+    refused = read_out(scripted(("Hi",))[0].url)
+    assert refused.status_code == 400 and "does not speak" in refused.json()["error"]["message"]

@@ -99,6 +99,6 @@ class BatchWorkers:
         finally:
             answer.abort()
         result = writer.result()
-        assert not isinstance(result, str), "a batch has no endpoint whose answer is no object"
+        assert isinstance(result, Mapping), "a batch has no endpoint whose answer is no object"
         # All requests run together: timings mean little, and would make equal answers differ.
         return {name: value for name, value in result.items() if name != "timings"}

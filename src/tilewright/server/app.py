@@ -20,6 +20,7 @@ from tilewright.server.json_text import JsonResponse
 from tilewright.server.link.backend import EngineFailure, EngineUnavailable
 from tilewright.server.page_files import page_response
 from tilewright.server.pictures.routes import add_routes as add_picture_routes
+from tilewright.server.speech.body import SpeechBody
 from tilewright.server.transcriptions.body import FILE, TranscriptionBody, TranslationBody, read_form
 from tilewright.types import RequestError
 
@@ -73,6 +74,11 @@ def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """The answer to a conversation by the Responses interface."""
+        return await handler.answer(body, request)
+
+    @app.post("/v1/audio/speech")
+    async def speech(body: SpeechBody, request: Request) -> Response:
+        """A text that is read out: a sound file or, with `stream_format` sse, events."""
         return await handler.answer(body, request)
 
     @app.post("/v1/audio/transcriptions", openapi_extra=_form(TranscriptionBody))

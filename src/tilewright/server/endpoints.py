@@ -18,6 +18,9 @@ from tilewright.server.engine_requests import chat_request, completion_requests
 from tilewright.server.fields import check_fields
 from tilewright.server.link.backend import EngineRequest, ModelInfo
 from tilewright.server.responses import History, ResponsesWriter, chat_body
+from tilewright.server.speech.body import SpeechBody
+from tilewright.server.speech.prepare import speech_request
+from tilewright.server.speech.writer import SpeechWriter
 from tilewright.server.transcriptions.body import TranscriptionBody, TranslationBody
 from tilewright.server.transcriptions.prepare import transcription_request
 from tilewright.types import RequestError
@@ -93,6 +96,14 @@ async def prepare_transcription(body: TranscriptionBody, context: Context) -> Pr
     return PreparedRequest([request], make_writer)
 
 
+async def prepare_speech(body: SpeechBody, context: Context) -> PreparedRequest:
+    check_fields(body.model_extra)
+    request = speech_request(body, context.model)
+    if (limits := context.model.text_limits) is not None:
+        limits.check_chat(request.messages or (), None, None)
+    return PreparedRequest([request], partial(SpeechWriter, body))
+
+
 @dataclass(frozen=True)
 class Endpoint:
     body: type[GenerationBody]
@@ -104,8 +115,9 @@ ENDPOINTS = {
     "/v1/completions": Endpoint(CompletionBody, prepare_completion),
     "/v1/responses": Endpoint(ResponsesBody, prepare_response),
 }
-# Their bodies are forms, which a file of batch requests cannot have.
-FORM_ENDPOINTS = {
+# A file goes in or comes out, which a file of batch requests cannot have.
+FILE_ENDPOINTS = {
+    "/v1/audio/speech": Endpoint(SpeechBody, prepare_speech),
     "/v1/audio/transcriptions": Endpoint(TranscriptionBody, prepare_transcription),
     "/v1/audio/translations": Endpoint(TranslationBody, prepare_transcription),
 }

@@ -15,7 +15,7 @@ from fastapi.responses import PlainTextResponse, Response
 from tilewright.server.admission import Admission
 from tilewright.server.answers import Answer, ShuttingDown
 from tilewright.server.bodies import GenerationBody
-from tilewright.server.endpoints import ENDPOINTS, FORM_ENDPOINTS, Context, PreparedRequest
+from tilewright.server.endpoints import ENDPOINTS, FILE_ENDPOINTS, Context, PreparedRequest
 from tilewright.server.errors import ApiError
 from tilewright.server.json_text import JsonResponse
 from tilewright.server.link.backend import Backend, EngineUnavailable, ModelInfo
@@ -152,7 +152,7 @@ class ApiHandler:
         """The request with its media read, unless the client leaves, time runs out or the server shuts down first."""
         reservation: MemoryReservation = request.state.reservation
         context = Context(model, self.gate, self._history, self.settings.media.limits, reservation.add)
-        endpoint = {**ENDPOINTS, **FORM_ENDPOINTS}[request.url.path]
+        endpoint = {**ENDPOINTS, **FILE_ENDPOINTS}[request.url.path]
         preparing = asyncio.ensure_future(endpoint.prepare(body, context))
         leaving = asyncio.ensure_future(disconnected(request.receive))
         ending = asyncio.ensure_future(self._is_shutting_down.wait())

@@ -40,7 +40,13 @@ class Writer(Protocol):
 
     def failure_chunks(self, error: ApiError) -> Iterator[Mapping[str, Any]]: ...
 
-    def result(self) -> Mapping[str, Any] | str: ...
+    def result(self) -> Mapping[str, Any] | str | Response: ...
+
+
+def _as_response(result: Mapping[str, Any] | str | Response) -> Response:
+    if isinstance(result, Response):
+        return result
+    return PlainTextResponse(result) if isinstance(result, str) else JsonResponse(result)
 
 
 class GoneClient(Exception):
@@ -199,9 +205,7 @@ class AnswerResponse(EventResponse):
             for one in new:
                 for _ in self._writer.add(*one):
                     pass
-        result = self._writer.result()
-        response = PlainTextResponse(result) if isinstance(result, str) else JsonResponse(result)
-        await response(scope, receive, send)
+        await _as_response(self._writer.result())(scope, receive, send)
 
     async def _events(self, send: Send | None) -> Any:
         """The engine's events until all prompts are answered. With `send`, comments keep a silent stream alive."""

@@ -1,0 +1,1 @@
+"""A text that is read out: OpenAI's /v1/audio/speech."""
