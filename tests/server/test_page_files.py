@@ -51,7 +51,7 @@ def test_every_file_is_sent_as_it_is(running):
         assert response.headers["content-security-policy"] == POLICY
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["referrer-policy"] == "no-referrer"
-        assert "camera=(self)" in response.headers["permissions-policy"]
+        assert response.headers["permissions-policy"] == "camera=(self), microphone=(self), geolocation=()"
 
 
 def test_an_upgrade_is_seen_and_the_rest_is_not_sent_again(running):

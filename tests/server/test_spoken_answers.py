@@ -1,44 +1,18 @@
 """Answers with sound over HTTP: in one piece as a file, in a stream as samples."""
 
-import asyncio
 import base64
-import dataclasses
 import io
 import json
 import wave
 
 import av
 import httpx
-import numpy as np
 import openai
 import pytest
-from conftest import ScriptedBackend, serving
+from conftest import serving
+from speaking_backend import PIECES, SAMPLES, SpeakingBackend
 
-from tilewright.server.link.backend import AUDIO_RATE, AnswerDelta, Ended, Started
-from tilewright.types import Timings
-
-SAMPLES = (np.sin(np.arange(AUDIO_RATE // 2) / 10) * 9000).astype("<i2")
-PIECES = [part.tobytes() for part in np.split(SAMPLES, 4)]
-
-
-class SpeakingBackend(ScriptedBackend):
-    """Says the same samples after each piece of text; the last come when the text is complete."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = dataclasses.replace(self.model, voices=("ann", "bob"))
-
-    def submit(self, request, listener):
-        self.requests.append(request)
-        is_spoken = "voice" in request.sampling
-        events = [Started(3, False)]
-        for text, samples in zip(("Hel", "lo", "", ""), PIECES, strict=True):
-            events += [AnswerDelta(0, text, 1)] if text else []
-            events += [AnswerDelta(0, "", 0, audio=samples)] if is_spoken else []
-        events += [AnswerDelta(0, "", 0, "stop"), Ended(3, 0, 2, Timings(0.0, 0.1, 0.2))]
-        for event in events:
-            asyncio.get_running_loop().call_soon(listener, event)
-        return lambda: None
+from tilewright.server.link.backend import AUDIO_RATE
 
 
 @pytest.fixture(scope="module")

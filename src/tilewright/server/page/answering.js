@@ -10,15 +10,16 @@ const MAX_REPEATS_OF_LOST = 1;
 const WAS_LOST = /send the request again/;
 
 export class Answering {
-  // `request` resolves to the body; `onChange` is called whenever `answer` has changed.
-  constructor({ api, connection, answer, request, onChange }) {
-    Object.assign(this, { api, connection, answer, request, onChange });
+  // `request` resolves to the body; `onChange` is called whenever `answer` has changed. `speaker` gets its sound.
+  constructor({ api, connection, answer, request, onChange, speaker }) {
+    Object.assign(this, { api, connection, answer, request, onChange, speaker });
     this.controller = new AbortController();
     this.numRepeats = 0;
   }
 
   stop() {
     this.controller.abort();
+    this.speaker.stop();
   }
 
   // Resolves when the answer is complete, stopped or failed; its status says which.
@@ -43,6 +44,7 @@ export class Answering {
     const body = await this.request();
     const began = performance.now();
     Object.assign(answer, { status: "asking", error: null });
+    this.speaker.reset();
     this.onChange();
     for await (const chunk of this.api.chat(body, this.controller.signal)) {
       const choice = chunk.choices[0];
@@ -55,6 +57,7 @@ export class Answering {
         answer.status = "streaming";
         this.onChange();
       }
+      if (choice?.delta.audio?.data) this.speaker.add(choice.delta.audio.data);
       if (choice?.finish_reason === "length") answer.isCut = true;
       if (chunk.usage)
         answer.figures = { ...answer.figures, ...chunk.timings, num_tokens: chunk.usage.completion_tokens };

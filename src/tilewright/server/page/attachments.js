@@ -28,7 +28,14 @@ export const KINDS = {
         preload: "metadata",
         playsinline: true,
       }),
-    fit: async (file) => ({ blob: file, note: null }),
+    fit: asItIs,
+  },
+  audio: {
+    noun: "sound",
+    accept: "audio/*",
+    part: (url) => ({ type: "audio_url", audio_url: { url } }),
+    preview: (url, name) => element("audio", { src: url, "aria-label": name, title: name, preload: "metadata" }),
+    fit: asItIs,
   },
 };
 
@@ -39,18 +46,17 @@ export function kindsOf(model) {
   return Object.keys(KINDS).filter((kind) => model?.input_modalities?.includes(kind));
 }
 
-// "pictures and video", or "" for a model that takes text alone.
+// "pictures, video and sound", or "" for a model that takes text alone.
 export function nounsOf(model) {
-  return kindsOf(model)
-    .map((kind) => KINDS[kind].noun)
-    .join(" and ");
+  const nouns = kindsOf(model).map((kind) => KINDS[kind].noun);
+  return [nouns.slice(0, -1).join(", "), ...nouns.slice(-1)].filter(Boolean).join(" and ");
 }
 
 // { attachment, blob, note }: the file made fit for the model and the server, and what was done to it for that.
 export async function attach(file, model) {
   const kind = Object.keys(KINDS).find((one) => file.type.startsWith(`${one}/`));
   const name = file.name || (kind ? `${kind}.${file.type.split("/")[1]}` : "file");
-  if (!kind) throw new Refused(`${name} cannot be sent: it is neither a picture nor a video.`);
+  if (!kind) throw new Refused(`${name} cannot be sent: it is neither a picture, a video nor a sound.`);
   if (!model) throw new Refused(`${name} cannot be added before the server has sent its model.`);
   if (!kindsOf(model).includes(kind)) {
     throw new Refused(
@@ -66,6 +72,10 @@ export async function attach(file, model) {
   }
   if (!blob.size) throw new Refused(`${name} is empty.`);
   return { attachment: { id: randomId(), kind, name, type: blob.type, sizeBytes: blob.size }, blob, note };
+}
+
+async function asItIs(file) {
+  return { blob: file, note: null };
 }
 
 // Pictures go as they are, unless the server would refuse them for their size: then smaller.

@@ -6,6 +6,7 @@ import { Composer } from "./composer.js";
 import {
   encodedBytes,
   hasBegun,
+  questionFiles,
   isUnderWay,
   newAnswer,
   newConversation,
@@ -16,6 +17,7 @@ import { element, icon, iconButton } from "./dom.js";
 import { AnswerView, QuestionView } from "./message_views.js";
 import { Scroller } from "./scroller.js";
 import { currentSettings } from "./settings.js";
+import { Speaker } from "./speaker.js";
 import { storageProblem } from "./store.js";
 import { welcomeNode } from "./welcome.js";
 
@@ -27,6 +29,7 @@ export class ChatPane {
   // app: { api, connection, store, model(), announce(text), listChanged(), opened(conversation), gone(id) }
   constructor(app) {
     this.app = app;
+    this.speaker = null; // of the last answer
     this.underWay = new Map(); // conversation id -> { conversation, answering, isDropped, keptAtMs }
     this.build();
     this.show(newConversation());
@@ -219,12 +222,15 @@ export class ChatPane {
     conversation.messages.push(answer);
     this.addView(answer);
     const entry = { conversation, isDropped: false, keptAtMs: 0 };
+    this.speaker?.stop(); // of the answer before, which may still be heard
+    const speaker = (this.speaker = new Speaker());
     entry.answering = new Answering({
       api: app.api,
       connection: app.connection,
       answer,
       request: () => this.request(conversation, conversation.messages.indexOf(answer)),
       onChange: () => this.answerChanged(entry, answer),
+      speaker,
     });
     this.underWay.set(conversation.id, entry);
     this.composer.setBusy(true);
@@ -232,6 +238,7 @@ export class ChatPane {
     this.scroller.toEnd();
     this.keep(entry, "asked");
     await entry.answering.run();
+    if (!entry.isDropped) await this.keepSound(answer, speaker);
     // Busy until it is kept: what other tabs did meanwhile comes with that, before anything else is asked.
     const messages = await this.keep(entry, "changed");
     this.underWay.delete(conversation.id);
@@ -246,9 +253,7 @@ export class ChatPane {
   async request(conversation, end) {
     const { system, ...sampling } = currentSettings();
     const model = this.app.model();
-    const kinds = new Set(
-      conversation.messages.flatMap((message) => message.attachments ?? []).map(({ kind }) => kind),
-    );
+    const kinds = new Set(questionFiles(conversation).map(({ kind }) => kind));
     for (const kind of kinds) {
       if (!kindsOf(model).includes(kind)) {
         throw new Error(`${model.id} takes no ${KINDS[kind].noun}, and this conversation has some.`);
@@ -263,7 +268,22 @@ export class ChatPane {
       );
     }
     const messages = await requestMessages(conversation, end, system, (id) => this.app.store.file(id));
-    return { model: model.id, messages, stream: true, stream_options: { include_usage: true }, ...sampling };
+    const { voice } = this.composer.voiceChoice;
+    const spoken = voice ? { modalities: ["text", "audio"], audio: { voice, format: "pcm16" } } : {};
+    return { model: model.id, messages, stream: true, stream_options: { include_usage: true }, ...sampling, ...spoken };
+  }
+
+  // Keeps what was said of an answer, to be heard again.
+  async keepSound(answer, speaker) {
+    const said = speaker.file();
+    if (!said) return;
+    try {
+      await this.app.store.keepFile(said.attachment.id, said.blob);
+      answer.attachments = [said.attachment];
+    } catch (error) {
+      this.tell(storageProblem(error));
+    }
+    this.views.get(answer.id)?.changed();
   }
 
   answerChanged(entry, answer) {

@@ -3,7 +3,9 @@
 import { KINDS, Refused, attach, kindsOf, nounsOf } from "./attachments.js";
 import { takePicture } from "./camera.js";
 import { element, icon, iconButton } from "./dom.js";
+import { recordSound } from "./microphone.js";
 import { previewNode, unreadNode } from "./previews.js";
+import { VoiceChoice } from "./voice_choice.js";
 
 const MAX_HEIGHT = 0.4; // of the window, before the text scrolls
 
@@ -37,6 +39,8 @@ export class Composer {
     });
     this.attachButton = iconButton("attach", "Add pictures or video", () => this.picker.click());
     this.cameraButton = iconButton("camera", "Take a picture", () => this.useCamera());
+    this.microphoneButton = iconButton("microphone", "Record a sound", () => this.useMicrophone(), { hidden: true });
+    this.voiceChoice = new VoiceChoice();
     this.sendButton = iconButton("send", "Send", () => (this.isBusy ? this.host.stop() : this.send()), {
       class: "send",
     });
@@ -46,7 +50,17 @@ export class Composer {
       { class: "composer", role: "group", "aria-label": "Write a question" },
       this.tray,
       this.text,
-      element("div", { class: "tools" }, this.attachButton, this.cameraButton, this.picker, this.hint, this.sendButton),
+      element(
+        "div",
+        { class: "tools" },
+        this.attachButton,
+        this.cameraButton,
+        this.microphoneButton,
+        this.voiceChoice.node,
+        this.picker,
+        this.hint,
+        this.sendButton,
+      ),
     );
     this.drop = element(
       "div",
@@ -118,6 +132,8 @@ export class Composer {
           : "The model is not known yet";
     }
     this.attachButton.setAttribute("aria-label", `Add ${nounsOf(model) || "files"}`);
+    this.microphoneButton.hidden = !kinds.includes("audio");
+    this.voiceChoice.show(model?.voices ?? []);
     this.isTextOnly = isUnable;
     this.update();
   }
@@ -238,6 +254,12 @@ export class Composer {
 
   async useCamera() {
     const file = await takePicture();
+    if (file) await this.add([file]);
+    this.text.focus();
+  }
+
+  async useMicrophone() {
+    const file = await recordSound();
     if (file) await this.add([file]);
     this.text.focus();
   }

@@ -44,6 +44,11 @@ export function titleRow(conversation) {
   return { id: conversation.id, title: titleOf(conversation), changedAt: conversation.changedAt };
 }
 
+// The files that are sent with a conversation; those of answers are not.
+export function questionFiles({ messages }) {
+  return attachmentsOf(messages.filter(({ role }) => role === "user"));
+}
+
 export function attachmentsOf(messages) {
   return messages.flatMap((message) => message.attachments ?? []);
 }
@@ -92,5 +97,5 @@ function dataUrl(blob) {
 
 // How many bytes the files of a conversation have in a request, where three bytes take four characters.
 export function encodedBytes(conversation) {
-  return attachmentsOf(conversation.messages).reduce((sum, { sizeBytes }) => sum + Math.ceil(sizeBytes / 3) * 4, 0);
+  return questionFiles(conversation).reduce((sum, { sizeBytes }) => sum + Math.ceil(sizeBytes / 3) * 4, 0);
 }

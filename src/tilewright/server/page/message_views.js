@@ -87,9 +87,10 @@ export class QuestionView {
 const STATES = { asking: "Reading", waiting: "", streaming: "", complete: "", stopped: "Stopped", failed: "" };
 
 export class AnswerView {
-  // host: { retry(), drawn() }
+  // host: { store, retry(), drawn() }
   constructor(message, host) {
     this.message = message;
+    this.host = host;
     this.pace = new Pace(() => {
       this.update();
       host.drawn();
@@ -112,6 +113,7 @@ export class AnswerView {
       button("Try again", () => host.retry()),
     );
     this.figures = element("div", {});
+    this.sound = element("div", { class: "files", hidden: true });
     this.retryButton = iconButton("retry", "Answer again", () => host.retry());
     this.tools = element(
       "div",
@@ -125,6 +127,7 @@ export class AnswerView {
       { class: "answer", "aria-label": "Answer" },
       this.reasoning,
       this.body,
+      this.sound,
       this.state,
       this.error,
       this.footer,
@@ -153,10 +156,19 @@ export class AnswerView {
     if (text.textContent.length !== message.reasoning.length) text.textContent = message.reasoning;
     if (isComing) this.markdown.update(message.text);
     else this.markdown.finish(message.text);
+    this.showSound();
     this.showState();
     this.showError();
     this.footer.hidden = isComing;
     this.figures.replaceChildren(...[message.figures && figuresNode(message.figures)].filter(Boolean));
+  }
+
+  // What was said, once it is whole.
+  showSound() {
+    const files = this.message.attachments ?? [];
+    if (files.length === this.sound.children.length) return;
+    this.sound.replaceChildren(...files.map((one) => previewNode(one, this.host.store)));
+    this.sound.hidden = !files.length;
   }
 
   showState() {

@@ -12,7 +12,7 @@ export function previewNode(attachment, store, onRemove = null) {
       return;
     }
     const shown = KINDS[attachment.kind].preview(url, attachment.name);
-    shown.controls = !onRemove;
+    shown.controls = !onRemove || attachment.kind === "audio"; // there is nothing to see of a sound but these
     // A kind of file that this browser cannot show, but the server perhaps can read.
     shown.addEventListener("error", () => shown.replaceWith(named(attachment.name)));
     node.prepend(shown);

@@ -1,0 +1,102 @@
+// A sound recorded with the microphone.
+
+import { actions, button, openDialog } from "./dialogs.js";
+import { element } from "./dom.js";
+import { toInt16, wavBlob } from "./wav.js";
+
+const RATE = 16_000; // what models hear
+const PROBLEMS = {
+  NotAllowedError: "The microphone was refused. The browser's settings for this page can allow it.",
+  NotFoundError: "This machine has no microphone that the browser can see.",
+  NotReadableError: "The microphone cannot be used; another program may hold it.",
+};
+
+// Resolves to a File, or null if nothing was recorded.
+export async function recordSound() {
+  let recording = null;
+  let isClosed = false;
+  const file = await openDialog("Microphone", (body, close) => {
+    const message = element("p", { role: "status" }, "Waiting for the microphone…");
+    const done = button(
+      "Add recording",
+      async () => {
+        done.disabled = true;
+        try {
+          close(new File([await recording.finish()], "recording.wav", { type: "audio/wav" }));
+        } catch (error) {
+          message.textContent = `The recording cannot be used: ${error.message}`;
+        }
+      },
+      "primary",
+      { disabled: true },
+    );
+    body.append(
+      message,
+      actions(
+        button("Cancel", () => close()),
+        done,
+      ),
+    );
+    openMicrophone()
+      .then((stream) => {
+        recording = new Recording(stream, (seconds) => (message.textContent = `Recording, ${seconds} s`));
+        if (isClosed) {
+          recording.end();
+          return;
+        }
+        done.disabled = false;
+        done.focus();
+      })
+      .catch((error) => {
+        message.textContent = PROBLEMS[error.name] ?? `The microphone cannot be used: ${error.message}`;
+      });
+  });
+  isClosed = true;
+  recording?.end();
+  return file;
+}
+
+class Recording {
+  constructor(stream, onSecond) {
+    this.stream = stream;
+    this.pieces = [];
+    this.recorder = new MediaRecorder(stream);
+    this.recorder.addEventListener("dataavailable", ({ data }) => this.pieces.push(data));
+    this.recorder.start(1000);
+    let seconds = 0;
+    onSecond(seconds);
+    this.timer = setInterval(() => onSecond((seconds += 1)), 1000);
+  }
+
+  // What was said so far, as a WAV file: what browsers record in states no length, which the server asks for.
+  async finish() {
+    const stopped = new Promise((resolve) => this.recorder.addEventListener("stop", resolve, { once: true }));
+    this.recorder.stop();
+    await stopped;
+    const recorded = await new Blob(this.pieces, { type: this.recorder.mimeType }).arrayBuffer();
+    const context = new OfflineAudioContext(1, 1, RATE);
+    const sound = await context.decodeAudioData(recorded);
+    return wavBlob(toInt16(mixed(sound)), RATE);
+  }
+
+  end() {
+    clearInterval(this.timer);
+    this.stream.getTracks().forEach((track) => track.stop());
+  }
+}
+
+// One channel of a sound: the mean of all.
+function mixed(sound) {
+  const samples = new Float32Array(sound.length);
+  for (let channel = 0; channel < sound.numberOfChannels; channel += 1) {
+    sound.getChannelData(channel).forEach((one, i) => (samples[i] += one / sound.numberOfChannels));
+  }
+  return samples;
+}
+
+function openMicrophone() {
+  if (!navigator.mediaDevices?.getUserMedia) {
+    return Promise.reject(new Error("browsers allow it only over https, or on this machine itself."));
+  }
+  return navigator.mediaDevices.getUserMedia({ audio: true });
+}
