@@ -114,11 +114,14 @@ def test_anything_is_taken_as_annotated_or_refused(name, value):
         assert name in str(error) and ("expected" in str(error) or "more than" in str(error))
         return
     made = getattr(params, name)
-    allowed = {"stop": tuple, "stop_token_ids": tuple, "logit_bias": dict, "ignore_eos": bool, "constraint": type(None)}
+    allowed = {
+        "stop": (tuple,), "stop_token_ids": (tuple,), "logit_bias": (dict,), "ignore_eos": (bool,),
+        "constraint": (type(None),), "voice": (str, type(None)),
+    }  # fmt: skip
     if name in NUMBERS:
         assert type(made) is float and math.isfinite(made)
     elif name in INTEGERS:
         assert made is None or type(made) is int
     else:
-        assert type(made) is allowed[name]
+        assert type(made) in allowed[name]
     assert params == SamplingParams(**{name: made})

@@ -120,11 +120,12 @@ def test_only_what_it_names_can_be_imported(run):
 
 def test_the_demo_answers(run):
     head, *blocks = run("tilewright", "demo").split("\n\n")
-    answers = dict(block.splitlines()[:2] for block in blocks)
-    assert "ready in" in head and tuple(answers) == demo.QUESTIONS
-    description, count, text = answers.values()
+    *about_picture, made, about_made = [block.splitlines()[:2] for block in blocks]
+    assert "ready in" in head and tuple(question for question, _ in about_picture) == demo.QUESTIONS
+    description, count, text = (answer for _, answer in about_picture)
     assert "red circle" in description and "yellow star" in description
     assert "5 shapes" in count and "HELLO" in text
+    assert demo.DRAWN in made[0] and "red circle" in about_made[1] and "blue square" in about_made[1]
 
 
 def test_info_names_this_machine_and_a_kernel_of_every_op(run):

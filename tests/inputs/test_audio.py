@@ -94,7 +94,7 @@ def test_arrays():
         (b"no sound at all, just some text", "audio 1: cannot be decoded: "),
         (b"", "audio 1: it is empty"),
         ("no/such/file.wav", "audio 1: no/such/file.wav cannot be read"),
-        (3, "audio 1: it is a int, expected bytes, a path or an array of samples"),
+        (3, "audio 1: it is a int, expected bytes, a path, an array of samples or "),
         (np.zeros((5, 2)), r"audio 1: it is an array of float64 \[5, 2\], expected floats \[samples\], mono"),
         (np.zeros(5, np.int16), r"audio 1: it is an array of int16 \[5\]"),
         (np.zeros(0), r"audio 1: it is an array of float64 \[0\]"),

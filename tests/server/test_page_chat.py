@@ -179,7 +179,7 @@ def test_files_that_are_neither_are_refused(scripted, visits):
     running, _ = scripted(accepts=("image", "video"))
     page = visits.open(running.url)
     hand_over(page, "paste", b"%PDF", "paper.pdf", "application/pdf")
-    page.get_by_text("paper.pdf cannot be sent: it is neither a picture nor a video.").wait_for()
+    page.get_by_text("paper.pdf cannot be sent: it is neither a picture, a video nor a sound.").wait_for()
 
 
 def test_text_with_a_picture_of_it_is_pasted_as_text(scripted, visits):
