@@ -26,7 +26,6 @@ from tilewright.models.text_encoders import seeing_encoder
 from tilewright.models.text_encoders.seeing_encoder import SeeingEncoder
 from tilewright.models.text_encoders.windowed_vision import WindowedVisionConfig
 from tilewright.ops import backend
-from tilewright.ops.image import patches
 from tilewright.types import RequestError
 
 TEMPLATE = (
@@ -112,18 +111,7 @@ class QwenImageEdit(QwenImage):
 
     def _patches(self, picture: Image.Image, size: tuple[int, int]) -> Tensor:
         """[N, 3 P P], fp32, of the picture in that height and width."""
-        settings = self.preprocessing
-        return patches(
-            torch.from_numpy(np.array(picture)),
-            *size,
-            patch_size=settings.patch_size,
-            merge_size=settings.merge_size,
-            mean=settings.mean,
-            std=settings.std,
-            rescale=settings.rescale,
-            filter=settings.filter,
-            dtype=torch.float32,
-        )
+        return self.preprocessing.patches(torch.from_numpy(np.array(picture)), size, dtype=torch.float32)
 
 
 def _resized(picture: Image.Image, area: int) -> Image.Image:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from tilewright.model_files import CheckpointError, read_optional_json
+from tilewright.ops import image as image_ops
 from tilewright.ops.image import Filter
 from tilewright.types import RequestError
 
@@ -46,6 +48,20 @@ class Preprocessing:
     def factor(self) -> int:
         """Sides are multiples of it: a merged patch."""
         return self.patch_size * self.merge_size
+
+    def patches(self, pixels: Tensor, size: tuple[int, int], **options: Any) -> Tensor:
+        """`ops.image.patches` of 8-bit RGB of any size, resized to that height and width."""
+        return image_ops.patches(
+            pixels,
+            *size,
+            patch_size=self.patch_size,
+            merge_size=self.merge_size,
+            mean=self.mean,
+            std=self.std,
+            rescale=self.rescale,
+            filter=self.filter,
+            **options,
+        )
 
 
 def read_preprocessing(

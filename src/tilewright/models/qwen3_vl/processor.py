@@ -154,15 +154,5 @@ def _write_patches(
     pixels: Tensor, size: tuple[int, int], temporal_patch_size: int, settings: Preprocessing, rows: Tensor
 ) -> None:
     """What the encoder reads [N, 3 * frames of a group * P * P], of 8-bit RGB of any size."""
-    image_ops.patches(
-        pixels,
-        *size,
-        patch_size=settings.patch_size,
-        merge_size=settings.merge_size,
-        mean=settings.mean,
-        std=settings.std,
-        rescale=settings.rescale,
-        filter=settings.filter,
-        temporal_patch_size=temporal_patch_size,
-        out=rows.view(-1, temporal_patch_size * rows.shape[1]),
-    )
+    out = rows.view(-1, temporal_patch_size * rows.shape[1])
+    settings.patches(pixels, size, temporal_patch_size=temporal_patch_size, out=out)

@@ -1,14 +1,9 @@
 // A picture taken with the camera.
 
 import { drawn } from "./attachments.js";
+import { closeDevice, deviceProblem, openDevice } from "./devices.js";
 import { actions, button, openDialog } from "./dialogs.js";
 import { element } from "./dom.js";
-
-const PROBLEMS = {
-  NotAllowedError: "The camera was refused. The browser's settings for this page can allow it.",
-  NotFoundError: "This machine has no camera that the browser can see.",
-  NotReadableError: "The camera cannot be used; another program may hold it.",
-};
 
 // Resolves to a File, or null if none was taken.
 export async function takePicture() {
@@ -41,11 +36,11 @@ export async function takePicture() {
         take,
       ),
     );
-    openCamera()
+    openDevice({ video: { facingMode: { ideal: "environment" }, width: { ideal: 1280 } } })
       .then((opened) => {
         stream = opened;
         if (isClosed) {
-          end(stream);
+          closeDevice(stream);
           return;
         }
         video.srcObject = stream;
@@ -57,23 +52,10 @@ export async function takePicture() {
       })
       .catch((error) => {
         video.hidden = true;
-        message.textContent = PROBLEMS[error.name] ?? `The camera cannot be used: ${error.message}`;
+        message.textContent = deviceProblem("camera", error);
       });
   });
   isClosed = true;
-  end(stream);
+  closeDevice(stream);
   return file;
-}
-
-function openCamera() {
-  if (!navigator.mediaDevices?.getUserMedia) {
-    return Promise.reject(new Error("browsers allow it only over https, or on this machine itself."));
-  }
-  return navigator.mediaDevices.getUserMedia({
-    video: { facingMode: { ideal: "environment" }, width: { ideal: 1280 } },
-  });
-}
-
-function end(stream) {
-  stream?.getTracks().forEach((track) => track.stop());
 }

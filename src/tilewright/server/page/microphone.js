@@ -1,15 +1,11 @@
 // A sound recorded with the microphone.
 
+import { closeDevice, deviceProblem, openDevice } from "./devices.js";
 import { actions, button, openDialog } from "./dialogs.js";
 import { element } from "./dom.js";
 import { toInt16, wavBlob } from "./wav.js";
 
 const RATE = 16_000; // what models hear
-const PROBLEMS = {
-  NotAllowedError: "The microphone was refused. The browser's settings for this page can allow it.",
-  NotFoundError: "This machine has no microphone that the browser can see.",
-  NotReadableError: "The microphone cannot be used; another program may hold it.",
-};
 
 // Resolves to a File, or null if nothing was recorded.
 export async function recordSound() {
@@ -37,7 +33,7 @@ export async function recordSound() {
         done,
       ),
     );
-    openMicrophone()
+    openDevice({ audio: true })
       .then((stream) => {
         recording = new Recording(stream, (seconds) => (message.textContent = `Recording, ${seconds} s`));
         if (isClosed) {
@@ -48,7 +44,7 @@ export async function recordSound() {
         done.focus();
       })
       .catch((error) => {
-        message.textContent = PROBLEMS[error.name] ?? `The microphone cannot be used: ${error.message}`;
+        message.textContent = deviceProblem("microphone", error);
       });
   });
   isClosed = true;
@@ -81,7 +77,7 @@ class Recording {
 
   end() {
     clearInterval(this.timer);
-    this.stream.getTracks().forEach((track) => track.stop());
+    closeDevice(this.stream);
   }
 }
 
@@ -92,11 +88,4 @@ function mixed(sound) {
     sound.getChannelData(channel).forEach((one, i) => (samples[i] += one / sound.numberOfChannels));
   }
   return samples;
-}
-
-function openMicrophone() {
-  if (!navigator.mediaDevices?.getUserMedia) {
-    return Promise.reject(new Error("browsers allow it only over https, or on this machine itself."));
-  }
-  return navigator.mediaDevices.getUserMedia({ audio: true });
 }
