@@ -6,14 +6,14 @@ from random import Random
 import torch
 from oracle import require
 
-from training.tiny_draw.captions import SETS, drawings, random_drawing
+from training.tiny_draw.captions import ASKED, SETS, drawings, random_drawing
 from training.tiny_draw.checkpoint import TRANSFORMER
 from training.tiny_draw.network import Transformer
 
 
 def drawn(count):
     rng = Random("recipe")
-    return [drawing for drawing in (random_drawing(rng, 256, 256) for _ in range(count)) if drawing]
+    return [drawing for drawing in (random_drawing(rng, 256, 256, ASKED) for _ in range(count)) if drawing]
 
 
 def test_no_two_sets_share_what_a_caption_says():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -24,6 +24,10 @@ APART = 0.24  # of the picture's side: how far apart two shapes are that lie lef
 LARGE, SMALL = (0.155, 0.2), (0.055, 0.08)  # radii, of the picture's shorter side
 USUAL, FEW, MANY = (0.065, 0.17), (0.075, 0.15), (0.055, 0.11)
 TRIES = 200
+# How often each kind of caption comes up: in the sets that are asked about, and in training, which has more of what is
+# hardest to learn.
+ASKED = {"one": 12, "listed": 18, "placed": 22, "related": 26, "counted": 12, "sized": 10}
+LEARNT = {"one": 5, "listed": 24, "placed": 20, "related": 19, "counted": 26, "sized": 6}
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,19 @@ class Drawing:
 
 def drawings(rng: Random, width: int = 256, height: int = 256, set_name: str = "training") -> Iterator[Drawing]:
     """Those of one set, without end."""
+    shares = LEARNT if set_name == "training" else ASKED
     while True:
-        drawing = random_drawing(rng, width, height)
+        drawing = random_drawing(rng, width, height, shares)
         if drawing is not None and drawing.set_name == set_name:
             yield drawing
 
 
-def random_drawing(rng: Random, width: int, height: int) -> Drawing | None:
-    """One of any set; None where the shapes found no room."""
+def random_drawing(rng: Random, width: int, height: int, shares: Mapping[str, int]) -> Drawing | None:
+    """One of any set, its kind by these shares; None where the shapes found no room."""
     background, said = _background(rng)
     colours = [colour for colour in COLOURS if can_be_told(colour, background)]
-    make = rng.choices((_one, _listed, _placed, _related, _counted, _sized), (12, 18, 22, 26, 12, 10))[0]
-    made = make(rng, _Paper(rng, width, height, colours))
+    kind = rng.choices(tuple(shares), tuple(shares.values()))[0]
+    made = MAKERS[kind](rng, _Paper(rng, width, height, colours))
     if made is None:
         return None
     words, what, shapes, asks = made
@@ -66,7 +71,7 @@ def random_drawing(rng: Random, width: int, height: int) -> Drawing | None:
         asks = [*asks, Ask("background", "What colour is the background?", f"The background is {background}.")]
     asks = [*asks, *_counts(shapes)]
     scene = Scene(width, height, background, tuple(shapes), jitter(rng))
-    return Drawing(make.__name__.lstrip("_"), _casual(rng, words), scene, tuple(asks), content)
+    return Drawing(kind, _casual(rng, words), scene, tuple(asks), content)
 
 
 def _background(rng: Random) -> tuple[str, str]:
@@ -197,6 +202,16 @@ def _sized(rng: Random, paper: _Paper) -> _Made | None:
     return (
         None if shapes is None else (words, what, shapes, [Ask("size", question, f"The {' '.join(larger)} is larger.")])
     )
+
+
+MAKERS: dict[str, Callable[[Random, _Paper], _Made | None]] = {
+    "one": _one,
+    "listed": _listed,
+    "placed": _placed,
+    "related": _related,
+    "counted": _counted,
+    "sized": _sized,
+}
 
 
 def _counts(shapes: list[Shape]) -> list[Ask]:

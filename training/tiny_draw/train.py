@@ -8,8 +8,10 @@ import argparse
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -26,10 +28,13 @@ from training.tiny_draw.checkpoint import TRANSFORMER, WEIGHTS
 from training.tiny_draw.network import Transformer
 from training.tiny_vl.optimiser import make_optimisers
 
-SHIFT = 2.0  # as the scheduler's: more steps, and more lessons, where there is much noise
+SHIFT = 3.0  # more lessons where there is much noise: what is drawn, and how many, is decided there
 AVERAGED_STEPS = 1000  # the weights that are kept are an average over about as many steps
 MAX_GRADIENT = 1.0
 KEPT_EVERY_S = 180  # a run that is cut short loses no more
+# A batch is used so many times, from a store of the latest ones, with other noise: drawing and encoding pictures takes
+# longer than a step.
+REUSED, STORED = 3, 2000
 NUM_COMPILING_STEPS = 30  # at a learning rate of 0, and not counted: shapes are met for the first time
 
 
@@ -65,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     network.to(options.device)
     tell(f"{sum(parameter.numel() for parameter in network.parameters()):,} parameters")
     if options.compile:
+        vae.encoder.compile()
         transformer = network.transformer
         for block in (*transformer.noise_refiner, *transformer.context_refiner, *transformer.layers):
             block.compile(dynamic=True)
@@ -128,13 +134,17 @@ def latent_batches(options: argparse.Namespace, vae: Any, folder: Path) -> Itera
         prefetch_factor=3 if options.workers else None,
         pin_memory=options.device == "cuda",
     )
+    rng = Random(options.seed)
+    store: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=STORED)
     on_host: Batch
     for on_host in loader:
         batch = on_host.to(options.device)
         with torch.no_grad():
             posterior = vae.encode(as_pixels(batch.pictures).bfloat16()).latent_dist
             latents = (posterior.mode().float() - vae.config.shift_factor) * vae.config.scaling_factor
-        yield latents, batch.ids, batch.lengths
+        store.append((latents.bfloat16(), batch.ids, batch.lengths))
+        for latents, ids, lengths in (store[-1], *rng.choices(store, k=REUSED - 1)):
+            yield latents.float(), ids, lengths
 
 
 def train_step(
