@@ -113,7 +113,9 @@ def noise_clips(count, frame):
     starts = (num_frames.cumsum(0) - num_frames) * frame
     texts = ["Blue.", "Two.", "Forty two.", "A red circle.", "One two three."]
     voices = tuple(VOICES)
-    return Clips(samples, starts, num_frames, [texts[i % 5] for i in numbers], [voices[i % 2] for i in numbers])
+    return Clips(
+        samples, starts, num_frames, [texts[i % 5] for i in numbers], [voices[i % len(voices)] for i in numbers]
+    )
 
 
 def test_a_model_with_a_voice_stays_small(folder):
@@ -263,7 +265,7 @@ def test_the_voice_learns(hearing, config, codec, thinker):
     totals = []
     for _ in range(8):
         first, rest, right = losses_of(talker, table, batch)
-        totals.append(float(first + rest))
+        totals.append((first + rest).item())
         optimiser.zero_grad()
         (first + rest).backward()
         optimiser.step()

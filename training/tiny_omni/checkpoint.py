@@ -110,7 +110,7 @@ VISION = {
 NUM_CODES, CODEBOOK = 4, 512  # of a frame of speech, 25 of which last a second; entries of each codebook
 NUM_SPECIAL = 1024  # the last ids of the talker's vocabulary, of which it never says any but its end
 _CODEC_TOKENS = ("eos_token", "nothink", "think_bos", "think_eos", "pad", "bos")
-SPEAKER_IDS = {"ethan": CODEBOOK + 16, "chelsie": CODEBOOK + 17}
+SPEAKER_IDS = {"chelsie": CODEBOOK + 16}
 # A layer has one expert, which all rows take: in so few parameters, more would each see too little.
 TALKER_TEXT = {
     "attention_bias": False,

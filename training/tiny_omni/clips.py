@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -67,6 +69,24 @@ def synthesised(set_name: str, count: int, seed: int, num_workers: int, samples_
     )
     hours, took_s = len(clips.samples) / SAMPLE_RATE / 3600, time.monotonic() - began_s
     tell(f"{len(clips):,} clips of the {set_name} set, {hours:.2f} hours, spoken in {took_s:.0f} s")
+    return clips
+
+
+def add_clip_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clips", type=int, default=20_000, help="that are spoken (default: %(default)s)")
+    parser.add_argument("--store", metavar="FILE", help="clips of an earlier run, or where to leave them for the next")
+
+
+def stored_clips(options: argparse.Namespace, samples_per_frame: int) -> Clips:
+    """Clips of training: those in the store, or new ones, which go there."""
+    file = Path(options.store) if options.store else None
+    if file is not None and file.exists():
+        clips = Clips(**torch.load(file, weights_only=True))
+        tell(f"{len(clips):,} clips from {file}")
+        return clips
+    clips = synthesised("training", options.clips, options.seed, options.workers, samples_per_frame)
+    if file is not None:
+        torch.save(vars(clips), file)
     return clips
 
 

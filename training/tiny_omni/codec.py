@@ -275,15 +275,20 @@ class Codec(nn.Module):
 
     def latents(self, samples_BN: Tensor) -> Tensor:
         """(batch, frames, LATENT) of samples, of which there are whole frames."""
-        mel = log_mel(samples_BN, MEL_WINDOW, MEL_HOP, self.mel)
+        with torch.autocast(samples_BN.device.type, enabled=False):
+            mel = log_mel(samples_BN, MEL_WINDOW, MEL_HOP, self.mel)
         return cast(Tensor, self.encoder(mel))
 
     def codes(self, samples_BN: Tensor) -> Tensor:
         """(batch, frames, quantisers) of samples."""
-        return self.quantised(self.latents(samples_BN).float())[1]
+        return self.quantised(self.latents(samples_BN))[1]
 
     def quantised(self, x_BTD: Tensor, *, is_learning: bool = False) -> tuple[Tensor, Tensor]:
-        """The rows chosen, summed up, and which they are."""
+        """The rows chosen, summed up, and which they are; in fp32, for a row is nearest by little."""
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            return self._quantised(x_BTD.float(), is_learning)
+
+    def _quantised(self, x_BTD: Tensor, is_learning: bool) -> tuple[Tensor, Tensor]:
         rest = x_BTD.detach().flatten(0, 1)
         total, codes = torch.zeros_like(rest), []
         for quantiser in cast("list[Quantiser]", list(self.quantisers)):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine_flags import positive
-from training.tiny_omni.said import Said, answers
+from training.tiny_omni.said import VOICES, Said, answers
 from training.tiny_omni.speech import Voice, resampled, speak
 from training.tiny_omni.utterances import SETS
 from training.tiny_omni.words import DIGITS, TEENS, TENS
@@ -185,6 +185,19 @@ def of_model(texts: Sequence[str], model: Path, voice: str | None, dtype: str) -
             yield resampled(samples, Fraction(SAMPLE_RATE, rate))
 
 
+def of_codec(sayings: Sequence[Said], folder: Path) -> Iterator[np.ndarray]:
+    """Sounds of the synthesiser that have been codes in between."""
+    from training.tiny_omni.clips import samples_of
+    from training.tiny_omni.train_codec import read_codec
+
+    codec = read_codec(folder).eval()
+    for said in sayings:
+        sound = torch.from_numpy(samples_of(said, next(iter(VOICES)), codec.samples_per_frame)).float() / 32768
+        with torch.no_grad():
+            made = codec.code2wav(codec.codes(sound[None]).transpose(1, 2))[0].clamp(-1, 1)
+        yield resampled(made.numpy(), Fraction(SAMPLE_RATE, 24_000))
+
+
 def of_folder(folder: Path, count: int) -> Iterator[np.ndarray]:
     """Sounds that lie in a folder as 000.wav, 001.wav and so on."""
     for index in range(count):
@@ -199,6 +212,8 @@ def main(arguments: list[str] | None = None) -> int:
     texts = [said.text for said in sayings]
     if options.model:
         sounds = of_model(texts, options.model, options.voice, options.dtype)
+    elif options.codec:
+        sounds = of_codec(sayings, options.codec)
     elif options.folder:
         sounds = of_folder(options.folder, options.count)
     else:
@@ -237,6 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=Path, required=True, metavar="FILE", help="its tokens: gpt2.tiktoken")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint that speaks")
+    source.add_argument("--codec", type=Path, metavar="DIR", help="of train_codec: its codes of a synthesised voice")
     source.add_argument("--folder", type=Path, metavar="DIR", help="sounds of the answers: 000.wav and so on")
     source.add_argument(
         "--engine", nargs=3, metavar=("ENGINE", "VOICE", "PACE"), help="a voice of espeak-ng or flite, words a minute"

@@ -10,8 +10,8 @@ from training.tiny_omni.speech import Voice
 from training.tiny_omni.utterances import Utterance, utterances
 from training.tiny_vl.lesson import sentence
 
-# The voices by the names that requests call them. One is called as transformers' default voice is.
-VOICES = {"ethan": Voice("flite", "rms", 130, 50, 50, 0), "chelsie": Voice("flite", "slt", 130, 50, 50, 0)}
+# By the name that requests call it. Of the synthesisers' voices, Whisper understands this one best.
+VOICES = {"chelsie": Voice("flite", "slt", 160, 50, 50, 0)}
 # Kinds whose transcripts, and kinds whose answers, are words in a row: between them there are pauses.
 LISTED_TRANSCRIPTS = frozenset(("digits", "words"))
 LISTED_ANSWERS = frozenset(("repeat", "count_to", "spell"))

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.loop import learning_rate_at, tell, training_parser
-from training.shards import write_weights
+from training.shards import read_weights, write_weights
 from training.tiny_omni.checkpoint import CODE2WAV, CODEC_FILE
-from training.tiny_omni.clips import Clips, synthesised
+from training.tiny_omni.clips import Clips, add_clip_options, stored_clips, synthesised
 from training.tiny_omni.codec import Codec, magnitudes, mel_filter
 
 NUM_SEGMENT_FRAMES = 40  # 1.6 seconds
@@ -84,9 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
     codec = Codec(CODE2WAV)
     # Before a GPU is used: a process that has one cannot be forked.
     validation = synthesised("validation", min(NUM_VALIDATION_CLIPS, options.clips), 0, options.workers, frame(codec))
-    clips = synthesised("training", options.clips, options.seed, options.workers, frame(codec))
+    clips = stored_clips(options, frame(codec))
     if options.start_from:
-        codec.load_state_dict(torch.load(Path(options.start_from) / STATE, map_location="cpu", weights_only=True))
+        codec = read_codec(Path(options.start_from))
     codec.to(options.device)
     tell(f"{sum(p.numel() for p in codec.code2wav.parameters()):,} parameters in code2wav")
     run(options, codec, clips, validation, folder)
@@ -101,9 +101,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         draws="sentences",
         minutes=10.0,
         batch_size=48,
-        lr=1e-3,
+        lr=6e-4,
     )
-    parser.add_argument("--clips", type=int, default=16_000, help="that are spoken (default: %(default)s)")
+    add_clip_options(parser)
     parser.add_argument("--score-every-s", type=float, default=30.0, help="for validation (default: %(default)s)")
     parser.add_argument("--start-from", metavar="FOLDER", help="of an earlier run, to go on from")
     return parser.parse_args(arguments)
@@ -181,19 +181,21 @@ def score(codec: Codec, held_out: Segments, loss_of: SpectralLoss) -> float:
 
 
 def keep(folder: Path, codec: Codec) -> None:
-    """The whole codec, and code2wav alone by the checkpoint's names."""
+    """Code2wav by the checkpoint's names, and what only encodes beside it."""
     codec.fill_table()
-    torch.save(
-        {
-            name: value.half() if value.is_floating_point() else value
-            for name, value in codec.state_dict().items()
-            if not name.startswith("code2wav.")
-        },
-        folder / STATE,
-    )
+    stored = {name: value for name, value in codec.state_dict().items() if not name.startswith(f"{CODEC_FILE}.")}
+    torch.save({name: value.half() for name, value in stored.items()}, folder / STATE)
     write_weights(
         folder, {f"code2wav.{name}": value for name, value in codec.code2wav.state_dict().items()}, CODEC_FILE
     )
+
+
+def read_codec(folder: Path) -> Codec:
+    """What `keep` wrote."""
+    codec = Codec(CODE2WAV)
+    encoding = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    codec.load_state_dict({name: value.float() for name, value in encoding.items()} | read_weights(folder, CODEC_FILE))
+    return codec
 
 
 if __name__ == "__main__":

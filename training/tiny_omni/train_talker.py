@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -24,12 +24,12 @@ from training.loop import add_network_options, learning_rate_at, tell, training_
 from training.shards import read_weights, write_weights
 from training.tiny_omni.batches import Batch as Heard
 from training.tiny_omni.batches import collate, features_of, takes
-from training.tiny_omni.checkpoint import CODE2WAV, CODEC_FILE, SPEAKER_IDS, TALKER_FILE, with_voice
-from training.tiny_omni.clips import Clips, synthesised
+from training.tiny_omni.checkpoint import CODEBOOK, SPEAKER_IDS, TALKER_FILE, with_voice
+from training.tiny_omni.clips import Clips, add_clip_options, stored_clips, synthesised
 from training.tiny_omni.codec import Codec
 from training.tiny_omni.network import PREFIX, Network
 from training.tiny_omni.talker import Talker, penalised
-from training.tiny_omni.train_codec import STATE, frame
+from training.tiny_omni.train_codec import frame, read_codec
 from training.tiny_omni.utterances import ANSWER, TRANSCRIBE, spoken_words
 from training.tiny_vl.batches import Encoder, attention_mask
 from training.tiny_vl.optimiser import make_optimisers
@@ -41,7 +41,7 @@ NUM_VALIDATION_CLIPS = 128
 ENCODED_AT_A_TIME = 32
 NUM_COLLATING = 6  # processes that make batches
 NO_TARGET = -100
-NUM_SAYABLE = CODE2WAV["codebook_size"]
+DISTURBED = 0.06  # the share of frames that are read as others than were said, so that a slip is not the end
 REST_WEIGHT = 1.0  # of the codes after the first
 
 
@@ -129,7 +129,7 @@ def losses_of(talker: Talker, table: Tensor, batch: Batch) -> tuple[Tensor, Tens
     hidden = talker.hidden(x, mask, positions)
     is_asked = batch.first != NO_TARGET
     logits = penalised(talker.codec_head(hidden).float(), batch.first.clamp(min=0), batch.first >= 0)
-    is_banned = torch.arange(logits.shape[-1], device=x.device) >= NUM_SAYABLE
+    is_banned = torch.arange(logits.shape[-1], device=x.device) >= CODEBOOK
     is_banned[talker.config["codec_eos_token_id"]] = False
     logits = logits[is_asked].masked_fill(is_banned, -1e4)
     first = F.cross_entropy(logits, batch.first[is_asked])
@@ -140,6 +140,13 @@ def losses_of(talker: Talker, table: Tensor, batch: Batch) -> tuple[Tensor, Tens
     right = [(logits.argmax(-1) == batch.first[is_asked]).float().mean()]
     right += [(rest_logits[:, i].argmax(-1) == frames[:, i + 1]).float().mean() for i in range(frames.shape[1] - 1)]
     return first, rest, torch.stack(right)
+
+
+def disturbed(batch: Batch) -> Batch:
+    """The batch with other codes in some of the frames that are read; what is asked for stays."""
+    is_other = (torch.rand_like(batch.codes[..., :1], dtype=torch.float) < DISTURBED) & (batch.codes >= 0)
+    others = torch.randint_like(batch.codes, CODEBOOK)
+    return replace(batch, codes=torch.where(is_other, others, batch.codes))
 
 
 class Sayings(torch.utils.data.IterableDataset[Batch]):
@@ -250,19 +257,12 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(options.out)
     torch.manual_seed(options.seed)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    codec = Codec(CODE2WAV)
-    codec.load_state_dict(
-        torch.load(Path(options.codec) / STATE, map_location="cpu", weights_only=True)
-        | {
-            n.replace(f"{CODEC_FILE}.", "code2wav.", 1): w
-            for n, w in read_weights(Path(options.codec), CODEC_FILE).items()
-        }
-    )
+    codec = read_codec(Path(options.codec))
     hearing = Path(options.thinker)
     config = with_voice(json.loads((hearing / "config.json").read_text()))
     # Before a GPU is used: a process that has one cannot be forked.
     validation = synthesised("validation", min(NUM_VALIDATION_CLIPS, options.clips), 0, options.workers, frame(codec))
-    clips = synthesised("training", options.clips, options.seed + 1, options.workers, frame(codec))
+    clips = stored_clips(options, frame(codec))
     codec.to(options.device)
     encoder = Encoder(hearing / "tokenizer.json")
     thinker = Network(config, len(spoken_words()))
@@ -304,7 +304,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_network_options(parser, weight_decay=0.1)
     parser.add_argument("--thinker", required=True, metavar="FOLDER", help="a checkpoint that hears")
     parser.add_argument("--codec", required=True, metavar="FOLDER", help="of train_codec")
-    parser.add_argument("--clips", type=int, default=24_000, help="that are spoken (default: %(default)s)")
+    add_clip_options(parser)
     parser.add_argument("--contexts", type=int, default=NUM_CONTEXTS, help="users' turns (default: %(default)s)")
     parser.add_argument("--score-every-s", type=float, default=30.0, help="for validation (default: %(default)s)")
     return parser.parse_args(arguments)
@@ -337,7 +337,7 @@ def run(
             for part in optimiser.param_groups:
                 part["lr"] = options.lr * learning_rate_at(elapsed_s / total_s)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            first, rest, _ = losses_of(talker, table, on_host.to(device))
+            first, rest, _ = losses_of(talker, table, disturbed(on_host.to(device)))
         (first + REST_WEIGHT * rest).backward()
         size = torch.nn.utils.clip_grad_norm_(talker.parameters(), MAX_GRADIENT)
         for optimiser in optimisers:
