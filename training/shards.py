@@ -37,7 +37,7 @@ def write_weights(folder: Path, weights: Mapping[str, torch.Tensor], stem: str =
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights of a folder, in fp32."""
-    found = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+def read_weights(folder: Path, stem: str = "") -> dict[str, torch.Tensor]:
+    """All weights of a folder's files whose names begin so, in fp32."""
+    found = [load_file(file) for file in sorted(folder.glob(f"{stem}*.safetensors"))]
     return {name: tensor.float() for shard in found for name, tensor in shard.items()}

@@ -1,14 +1,21 @@
-"""The model's folder: configs, tokenizer and weights as any Qwen3-Omni checkpoint has them, without a voice."""
+"""The model's folder: configs, tokenizer and weights as any Qwen3-Omni checkpoint has them, with or without a voice.
+
+python -m training.tiny_omni.checkpoint --hearing hearing --codec voice --talker voice --out candidate
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from tilewright.ops.mel import HOP, SAMPLE_RATE, WINDOW
+from training.shards import read_weights, write_weights
 from training.tiny_omni.utterances import written_words
 from training.tiny_vl.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
 
@@ -100,6 +107,94 @@ VISION = {
     "temporal_patch_size": 2,
 }
 
+NUM_CODES, CODEBOOK = 4, 512  # of a frame of speech, 25 of which last a second; entries of each codebook
+NUM_SPECIAL = 1024  # the last ids of the talker's vocabulary, of which it never says any but its end
+_CODEC_TOKENS = ("eos_token", "nothink", "think_bos", "think_eos", "pad", "bos")
+SPEAKER_IDS = {"chelsie": CODEBOOK + 16}
+# A layer has one expert, which all rows take: in so few parameters, more would each see too little.
+TALKER_TEXT = {
+    "attention_bias": False,
+    "attention_dropout": 0,
+    "decoder_sparse_step": 1,
+    "dtype": "bfloat16",
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": WIDTH,
+    "initializer_range": 0.02,
+    "intermediate_size": 256,
+    "max_position_embeddings": 8192,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_omni_moe_talker_text",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {"interleaved": True, "mrope_section": [12, 10, 10], "rope_type": "default", "type": "default"},
+    "rope_theta": 10_000,
+    "shared_expert_intermediate_size": 64,
+    "tie_word_embeddings": False,
+    "vocab_size": CODEBOOK + NUM_SPECIAL,
+}
+CODE_PREDICTOR = {
+    "attention_bias": False,
+    "attention_dropout": 0,
+    "dtype": "bfloat16",
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": WIDTH,
+    "initializer_range": 0.02,
+    "intermediate_size": 512,
+    "max_position_embeddings": 64,
+    "model_type": "qwen3_omni_moe_talker_code_predictor",
+    "num_attention_heads": 4,
+    "num_code_groups": NUM_CODES,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000,
+    "tie_word_embeddings": False,
+    "vocab_size": CODEBOOK,
+}
+TALKER = {
+    "model_type": "qwen3_omni_moe_talker",
+    "dtype": "bfloat16",
+    "accept_hidden_layer": 2,
+    "code_predictor_config": CODE_PREDICTOR,
+    "num_code_groups": NUM_CODES,
+    "output_router_logits": False,
+    "speaker_id": SPEAKER_IDS,
+    "text_config": TALKER_TEXT,
+    "thinker_hidden_size": WIDTH,
+    **{f"codec_{name}_id": CODEBOOK + number for number, name in enumerate(_CODEC_TOKENS)},
+}
+CODE2WAV = {
+    "attention_bias": False,
+    "attention_dropout": 0,
+    "codebook_size": CODEBOOK,
+    "decoder_dim": 320,
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": WIDTH,
+    "intermediate_size": 512,
+    "layer_scale_initial_scale": 0.1,
+    "max_position_embeddings": 8000,
+    "model_type": "qwen3_omni_moe_code2wav",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "num_quantizers": NUM_CODES,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000,
+    "sliding_window": 72,
+    "upsample_rates": [8, 5, 4, 3],
+    "upsampling_ratios": [2],
+}
+CODEC_FILE, TALKER_FILE = "code2wav", "talker"  # stems of the files that trainings leave
+
 
 def make_config(tokenizer: Tokenizer) -> dict[str, Any]:
     token_id = tokenizer.token_to_id
@@ -182,3 +277,48 @@ def write_configs(folder: Path) -> dict[str, Any]:
     ):
         (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return config
+
+
+def with_voice(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the model that also speaks."""
+    thinker = config["thinker_config"]
+    named = ("audio", "audio_start", "image", "video", "vision_start")
+    tokens = {f"{name}_token_id": thinker[f"{name}_token_id"] for name in named}
+    talker = {**TALKER, **tokens, "spatial_merge_size": VISION["spatial_merge_size"]}
+    return {**config, "enable_audio_output": True, "talker_config": talker, "code2wav_config": CODE2WAV}
+
+
+def write_speaking(hearing: Path, codec: Path, talker: Path, out: Path) -> None:
+    """The folder of a model that hears and speaks, of one that hears and of what trainings of the voice left."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in hearing.iterdir():
+        if file.suffix in (".json", ".jinja", ".txt") and not file.name.endswith("index.json"):
+            shutil.copy(file, out / file.name)
+    config = with_voice(json.loads((hearing / "config.json").read_text()))
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    thinker = {name: w for name, w in read_weights(hearing).items() if name.startswith("thinker.")}
+    parts = read_weights(codec, CODEC_FILE) | read_weights(talker, TALKER_FILE)
+    for old in out.glob("*.safetensors*"):
+        old.unlink()
+    write_weights(out, thinker | parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.tiny_omni.checkpoint",
+        description="Writes the folder of a model that hears and speaks.",
+    )
+    for name, what in (
+        ("hearing", "checkpoint of the model that hears"),
+        ("codec", "folder of train_codec"),
+        ("talker", "folder of train_talker"),
+        ("out", "folder to write"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, required=True, metavar="FOLDER", help=what)
+    options = parser.parse_args(arguments)
+    write_speaking(options.hearing, options.codec, options.talker, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
