@@ -79,5 +79,5 @@ def test_it_is_as_large_as_it_says():
                 stored = tensors.get_slice(name)
                 assert stored.get_dtype() == "BF16"
                 num_parameters += math.prod(stored.get_shape())
-    assert embedded.ABILITIES.startswith(f"{round(num_parameters / 1e6)}M parameters;")
+    assert embedded.MODELS["tiny_vl"].abilities.startswith(f"{round(num_parameters / 1e6)}M parameters;")
     assert json.loads((embedded.path() / "config.json").read_text())["model_type"] == "qwen3_vl"

@@ -97,12 +97,17 @@ def _number(text: str, least: int) -> int:
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of the Engine that the flags give, the embedded model where they name none."""
     given = {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
-    return {"model": str(embedded.path()) if options.model is None else options.model, **given}
+    return {"model": str(embedded.path(embedded_key(options))) if options.model is None else options.model, **given}
+
+
+def embedded_key(options: argparse.Namespace) -> str:
+    """Which embedded model a command without -m uses: the one that hears and speaks, if it is asked to do either."""
+    return "tiny_omni" if getattr(options, "audio", None) or getattr(options, "speak", None) else "tiny_vl"
 
 
 def check_model(model: str | None) -> None:
     """RequestError for a path that is not there: known at once, where loading torch to find out takes seconds."""
-    if model is None or Path(model).expanduser().exists():
+    if model is None or Path(embedded.resolve(model)).expanduser().exists():
         return
     if model.startswith((".", "/", "~")) or model.count("/") != 1:  # a hub id is organisation/name
         raise RequestError(f"{model} does not exist: expected a folder, a .gguf file or a hub id")
@@ -115,7 +120,7 @@ def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> 
     """
     given = engine_options(options)
     if options.model is None and not getattr(options, "quiet", False):
-        print(f"tilewright: {embedded.notice('-m ./Qwen3-VL-2B-Instruct')}", file=sys.stderr)
+        print(f"tilewright: {embedded.notice('-m ./Qwen3-VL-2B-Instruct', embedded_key(options))}", file=sys.stderr)
     return make_engine(progress=progress, **given, **more)
 
 

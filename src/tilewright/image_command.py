@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     file_format = _format(output)
     diffusion_flags.read_prompt(options)
     if options.model is None and embedded.path("tiny_draw") and not options.quiet:
-        print(f"tilewright: {embedded.drawing_notice('-m ./Z-Image-Turbo')}", file=sys.stderr)
+        print(f"tilewright: {embedded.notice('-m ./Z-Image-Turbo', 'tiny_draw')}", file=sys.stderr)
     with diffusion_flags.open_diffusion(options) as diffusion:
         params = diffusion_flags.request(diffusion, options, n=options.n, output="array")
         made = diffusion_flags.generate(diffusion, params, quiet=options.quiet)

@@ -118,7 +118,7 @@ def _models(options: argparse.Namespace) -> tuple[str | None, str | None]:
 
 
 def _is_pipeline(model: str) -> bool:
-    return Path(model).expanduser().joinpath("model_index.json").is_file()
+    return Path(embedded.resolve(model)).expanduser().joinpath("model_index.json").is_file()
 
 
 def _engine(options: argparse.Namespace, model: str, settings: ServerSettings) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 def pipeline_folder(model: str | Path) -> Path:
     """The folder that `model` names, downloaded if it is a hub id; one that is no pipeline is a CheckpointError."""
-    path = Path(model).expanduser()
+    path = Path(embedded.resolve(str(model))).expanduser()
     if not path.exists():
         if not is_hub_id(str(model)):
             raise CheckpointError(f"{model} does not exist: expected a folder or a hub id")

@@ -1,64 +1,92 @@
 """The models that come with the package, for whoever names none. Imports no torch.
 
-`tiny_vl/` answers, `tiny_draw/` makes pictures. Each is a checkpoint folder as any other and is loaded by the same
-code; docs/embedded.md tells what they can do.
+`tiny_vl/` looks at pictures and answers, `tiny_omni/` hears and speaks, `tiny_draw/` makes pictures. Each is a
+checkpoint folder as any other and is loaded by the same code; docs/embedded.md tells what they can do.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.types import RequestError
 
-MODEL_NAME = "tilewright-tiny-vl"
-DRAWING_NAME = "tilewright-tiny-draw"
-ABILITIES = "21M parameters; it knows drawn shapes, short words, bar charts"
-DRAWING_ABILITIES = "15M parameters; it draws coloured shapes"
-DEMO_PICTURE = Path(__file__).with_name("tiny_vl_demo.png")
+_HERE = Path(__file__).parent
+DEMO_PICTURE = _HERE / "tiny_vl_demo.png"
+DEMO_SOUND = _HERE / "tiny_omni_demo.wav"
 
-_FOLDERS = {name: Path(__file__).with_name(name) for name in ("tiny_vl", "tiny_draw")}
-_NAMES = {"tiny_vl": MODEL_NAME, "tiny_draw": DRAWING_NAME}
-_EXPECTED = {
-    "tiny_vl": "a folder, a GGUF file or a hub id",
-    "tiny_draw": "a folder in diffusers' layout or a hub id",
+
+@dataclass(frozen=True)
+class Embedded:
+    name: str  # for users, who may give it wherever a model is named
+    abilities: str
+    file: str  # that is there if the model is
+    others: str  # what another model may be
+
+    @property
+    def notice(self) -> str:
+        return f"no model named: using the embedded {self.name} ({self.abilities})"
+
+
+_CHECKPOINTS, _PIPELINES = "a folder, a GGUF file or a hub id", "a folder in diffusers' layout or a hub id"
+MODELS = {
+    "tiny_vl": Embedded(
+        "tilewright-tiny-vl",
+        "21M parameters; it knows drawn shapes, short words, bar charts",
+        "config.json",
+        _CHECKPOINTS,
+    ),
+    "tiny_omni": Embedded(
+        "tilewright-tiny-omni",
+        "8M parameters; it hears short English sentences of some 390 words",
+        "config.json",
+        _CHECKPOINTS,
+    ),
+    "tiny_draw": Embedded(
+        "tilewright-tiny-draw", "15M parameters; it draws coloured shapes", "model_index.json", _PIPELINES
+    ),
 }
-_FILES = {"tiny_vl": "config.json", "tiny_draw": "model_index.json"}
+_FOLDERS = {key: _HERE / key for key in MODELS}
+MODEL_NAME, OMNI_NAME, DRAWING_NAME = (MODELS[key].name for key in ("tiny_vl", "tiny_omni", "tiny_draw"))
 
 
-def path(name: str = "tiny_vl") -> Path:
+def path(key: str = "tiny_vl") -> Path:
     """The folder of an embedded model; RequestError where the package was built without it."""
-    folder, file = _FOLDERS[name], _FILES[name]
-    if not (folder / file).is_file():
+    folder, model = _FOLDERS[key], MODELS[key]
+    if not has(key):
         raise RequestError(
-            f"no model is named, and this package was built without the embedded one ({folder} has no {file}): "
-            f"name {_EXPECTED[name]}"
+            f"no model is named, and this package was built without the embedded one ({folder} has no {model.file}): "
+            f"name {model.others}"
         )
     return folder
 
 
-def has(name: str) -> bool:
+def has(key: str) -> bool:
     """Whether this package was built with it."""
-    return (_FOLDERS[name] / _FILES[name]).is_file()
+    return (_FOLDERS[key] / MODELS[key].file).is_file()
 
 
 def is_embedded(model: str | Path) -> bool:
     """Whether `model` is the folder of an embedded model, however it is written."""
-    return _embedded_name(model) is not None
+    return _key_of(model) is not None
 
 
 def name_of(model: str | Path) -> str:
     """The name of a model for its users: that of its folder, file or hub repository."""
-    return _embedded_name(model) or Path(model).name
+    key = _key_of(model)
+    return Path(model).name if key is None else MODELS[key].name
 
 
-def _embedded_name(model: str | Path) -> str | None:
-    folder = Path(model).expanduser().resolve()
-    return next((_NAMES[name] for name, own in _FOLDERS.items() if own.resolve() == folder), None)
+def resolve(model: str) -> str:
+    """The folder of the embedded model that has this name; `model` itself where none has it."""
+    return next((str(path(key)) for key, own in MODELS.items() if own.name == model), model)
 
 
-def notice(how_to_name_another: str) -> str:
+def _key_of(model: str | Path) -> str | None:
+    folder = Path(resolve(str(model))).expanduser().resolve()
+    return next((key for key, own in _FOLDERS.items() if own.resolve() == folder), None)
+
+
+def notice(how_to_name_another: str, key: str = "tiny_vl") -> str:
     """The notice for users who named no model."""
-    return f"no model named: using the embedded {MODEL_NAME} ({ABILITIES}). Another: {how_to_name_another}"
-
-
-def drawing_notice(how_to_name_another: str) -> str:
-    """The same where a picture is made."""
-    return f"no model named: using the embedded {DRAWING_NAME} ({DRAWING_ABILITIES}). Another: {how_to_name_another}"
+    return f"{MODELS[key].notice}. Another: {how_to_name_another}"

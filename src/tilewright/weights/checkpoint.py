@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tilewright import embedded
 from tilewright.model_files import CheckpointError
 from tilewright.ops.quantized import Quantized
 from tilewright.weights.gguf import GgufCheckpoint
@@ -59,7 +60,7 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
 
 def local_path(model: str | Path) -> Path:
     """The folder or the .gguf file that `model` names, downloaded if it is a hub id."""
-    path = Path(model).expanduser()
+    path = Path(embedded.resolve(str(model))).expanduser()
     if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
     if path.exists():
