@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -77,7 +77,7 @@ class Batch:
         return Batch(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
 
 
-def rows_of(prompt: TalkerPrompt, answer_ids: list[int], states: Tensor, codes: Tensor, turns: TurnTokens) -> Rows:
+def rows_of(prompt: TalkerPrompt, answer_ids: Sequence[int], states: Tensor, codes: Tensor, turns: TurnTokens) -> Rows:
     """Rows up to that of the last frame: the text's tokens one by one, its end, and padding from then on."""
     num_rows = prompt.num_rows + len(codes)
     text = [*prompt.text_ids, *answer_ids, turns.tts_eos]
@@ -215,8 +215,8 @@ def contexts_of(network: Network, encoder: Encoder, accept_layer: int, count: in
         batch = collate(rng, encoder, [take], rng.uniform(0.05, 0.4), is_casual=False).to(device)
         states = heard_states(network, batch, accept_layer)
         asked = rng.choice((*TRANSCRIBE, *ANSWER))
-        ids = batch.ids[0, : batch.start + len(states) + 1].tolist()
-        found.append(Context((*ids, *encoder.ids_of(f"{asked}<|im_end|>\n")), states))
+        before = batch.ids[0, : batch.start + len(states) + 1].tolist()
+        found.append(Context((*before, *encoder.ids_of(f"{asked}<|im_end|>\n")), states))
     return found
 
 
@@ -368,8 +368,8 @@ def score(talker: Talker, table: Tensor, batches: list[Batch], device: str) -> s
     for batch in batches:
         first, rest, right = losses_of(talker, table, batch.to(device))
         found.append(torch.cat((torch.stack((first, rest)), right)))
-    first, rest, *right = torch.stack(found).mean(0).tolist()
-    return f"first codes {first:.4f}, others {rest:.4f}, likeliest {[round(share, 3) for share in right]}"
+    of_first, of_rest, *shares = torch.stack(found).mean(0).tolist()
+    return f"first codes {of_first:.4f}, others {of_rest:.4f}, likeliest {[round(share, 3) for share in shares]}"
 
 
 def keep(folder: Path, talker: Talker) -> None:
