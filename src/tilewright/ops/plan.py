@@ -105,8 +105,8 @@ class Plan:
     def replay(self, *, in_one_region: bool = True) -> None:
         """Makes the recorded calls again, in order.
 
-        In one parallel region: the threads stay until the last call is done. Otherwise each call wakes and joins them, as
-        it does outside a plan: for measurements of what that costs.
+        In one parallel region: the threads stay until the last call is done. Otherwise each call wakes and joins
+        them, as it does outside a plan: for measurements of what that costs.
         """
         self._native.replay(in_one_region)
 
