@@ -1,9 +1,9 @@
 """What it saves to replay a step in one parallel region: python benchmarks/region.py [--formats none int8 int4]
 
 Both ways by turns in one process: each call of a recorded step wakes and joins the threads ("calls"), or the threads
-stay for the whole step ("region"; docs/threads.md). First chains of one op, in us per call, then decode steps of a model
-with the sizes of a 0.7B Qwen3-VL and random weights, in ms, with the share of the read bandwidth, measured beside them,
-that the bytes of a step are. Of each, the least and the median of all turns: others on the machine only ever add.
+stay for the whole step ("region"; docs/threads.md). First chains of one op, in us per call, then decode steps of a
+model with the sizes of a 0.7B Qwen3-VL and random weights, in ms, with the share that its bytes are of the read
+bandwidth beside it. Of each, the least and the median of all turns: others on the machine only ever add.
 """
 
 from __future__ import annotations
