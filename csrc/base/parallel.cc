@@ -113,8 +113,15 @@ void run_tasks(int64_t count, void (*body)(void* context, int64_t task), void* c
     const Leading in_task(nullptr);
     return team->run(count, body, context);
   }
-  if (num_threads() > 1 && !omp_in_parallel()) return parallel_region([&] { run_tasks(count, body, context); });
-  for (int64_t task = 0; task < count; ++task) body(context, task);
+  if (num_threads() <= 1 || omp_in_parallel()) {
+    for (int64_t task = 0; task < count; ++task) body(context, task);
+    return;
+  }
+  Team team(patience());
+  team.hand_out(count, body, context);
+#pragma omp parallel num_threads(num_threads())
+  team.take_tasks();
+  team.finish();
 }
 
 }  // namespace tilewright

@@ -16,15 +16,24 @@ using Clock = std::chrono::steady_clock;
 
 void Team::run(int64_t count, TaskBody body, void* context) {
   if (count <= 0) return;
+  hand_out(count, body, context);
+  take_tasks();
+  finish();
+}
+
+void Team::hand_out(int64_t count, TaskBody body, void* context) {
   if (count > kMaxTasks) throw std::length_error("a team takes up to 2^30 tasks, not " + std::to_string(count));
   // Nobody owns a task now, and only who owns one reads these.
   body_ = body;
   context_ = context;
+  count_ = count;
   num_done_.store(0, std::memory_order_relaxed);
   ticket_.exchange(to_bits({0, static_cast<uint32_t>(count)}));
   ticket_.notify_all();
-  take_tasks();
-  wait_until_done(count);
+}
+
+void Team::finish() {
+  wait_until_done();
   if (has_failed_.exchange(false, std::memory_order_relaxed)) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
@@ -72,11 +81,11 @@ void Team::take_tasks() {
 }
 
 // Whoever owns a task runs or could run: this wait ends. It yields in case that thread needs this very core.
-void Team::wait_until_done(int64_t count) const {
+void Team::wait_until_done() const {
   const auto until = Clock::now() + patience_;
   for (bool is_patient = true;; is_patient = is_patient && Clock::now() < until) {
     for (int look = 0; look < kLooks; ++look) {
-      if (num_done_.load(std::memory_order_acquire) == count) return;
+      if (num_done_.load(std::memory_order_acquire) == count_) return;
       pause_cpu();
     }
     if (!is_patient) std::this_thread::yield();

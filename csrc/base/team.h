@@ -33,6 +33,12 @@ class Team {
   // What every other thread does until then.
   void work();
 
+  // `run` in its parts, for a team that comes together for one call: the tasks are handed out, every thread takes some
+  // until none is left, and the leader sees them all done, or throws.
+  void hand_out(int64_t count, TaskBody body, void* context);
+  void take_tasks();
+  void finish();
+
  private:
   static constexpr int64_t kMaxTasks = int64_t{1} << 30;
   static constexpr int kLooks = 16;  // at a word, between two at the clock
@@ -47,8 +53,7 @@ class Team {
   static constexpr uint32_t kDismissed = 1u << 31;  // as `next`, above any number that late comers can add up to
 
   Ticket wait_for_ticket();
-  void take_tasks();
-  void wait_until_done(int64_t count) const;
+  void wait_until_done() const;
 
   const std::chrono::microseconds patience_;
   // Two cache lines each, since processors fetch lines in pairs. All that the leader says is in one of them.
@@ -57,6 +62,7 @@ class Team {
   void* context_ = nullptr;
   std::atomic<bool> has_failed_{false};
   alignas(128) std::atomic<int64_t> num_done_{0};
+  int64_t count_ = 0;           // the leader's own
   std::exception_ptr failure_;  // of the thread that set has_failed_
 };
 
