@@ -35,11 +35,10 @@ from tilewright.engine.ranks.processes import Ranks
 from tilewright.engine.ranks.worker import run_rank
 from tilewright.engine.scheduler import StepLimits
 from tilewright.inputs.media_buffer import MediaBuffer
-from tilewright.layers import partition
+from tilewright.layers import partition, precision
 from tilewright.layers.partition import Partition
 from tilewright.models.registry import family_of
 from tilewright.ops.linear import PackedWeight
-from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.native import kernels
 from tilewright.ops.packed import PackedForm, weight_format
@@ -73,12 +72,17 @@ def fill(tensor: torch.Tensor, block: torch.Tensor) -> None:
         part.copy_(block[: part.numel()])
 
 
-def packed(n: int, k: int, gated: bool, bias: bool, block: torch.Tensor) -> PackedWeight:
-    form = PackedForm(weight_format(torch.bfloat16), n, k, gated)
-    data = empty_in_huge_pages(form.num_elements, torch.bfloat16)
-    fill(data, block)
-    padded = replace(form, k=1).num_elements // 32
-    return PackedWeight(data, form, bias=torch.zeros(padded) if bias else None)
+def packed(
+    n: int, k: int, gated: bool, bias: bool, block: torch.Tensor, quantized_as: tuple[str, int] | None = None
+) -> PackedWeight:
+    own = weight_format(torch.bfloat16) if quantized_as is None else weight_format(*quantized_as)
+    form = PackedForm(own, n, k, gated)
+    data, scales = form.room()
+    fill(data, block.view(data.dtype))
+    if scales is not None:
+        scales.fill_(1e-3)
+    padded = replace(form, format=weight_format(torch.bfloat16), k=1).num_elements // 32
+    return PackedWeight(data, form, scales, torch.bfloat16, bias=torch.zeros(padded) if bias else None)
 
 
 def random_value(weight: Weight, block: torch.Tensor) -> Any:
@@ -89,7 +93,7 @@ def random_value(weight: Weight, block: torch.Tensor) -> Any:
         return value + 1 if value.dim() == 1 else value
     if isinstance(weight, LinearWeight):
         rows = sum(source.own_shape[0] for source in sources[: weight.num_parts])
-        return packed(rows, sources[0].own_shape[1], weight.gated, weight.has_bias, block)
+        return packed(rows, sources[0].own_shape[1], weight.gated, weight.has_bias, block, weight.quantized_as)
     if isinstance(weight, PatchWeight):
         width, channels, frames, height, _ = sources[0].own_shape
         pixels = channels * height * height
@@ -115,10 +119,11 @@ def biases_of(config: dict) -> dict[str, tuple[int, ...]]:
     return {source.name.removesuffix("weight") + "bias": source.shape[:1] for source in sources}
 
 
-def make_model(config: dict, group: Group | None = None) -> Any:
-    """The model, or what a rank of a group has of it."""
+def make_model(config: dict, group: Group | None = None, quantize: str | None = None) -> Any:
+    """The model, or what a rank of a group has of it, its products in the format that `quantize` names."""
     biases = biases_of(config)
-    with partition.use(Partition(group or SingleGroup())) as parts:
+    formats = precision.named(quantize)
+    with partition.use(Partition(group or SingleGroup(), formats.block)) as parts, precision.use(formats):
         model = family_of(config).build(config, biases)
     parts.warn()
     block = (torch.randn(1 << 22) * 0.02).bfloat16()

@@ -3,6 +3,13 @@
 #include <omp.h>
 #include <pthread.h>
 #include <sched.h>
+#include <strings.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <exception>
+
+#include "base/team.h"
 
 namespace tilewright {
 namespace {
@@ -14,11 +21,36 @@ cpu_set_t available_cpus() {
   return set;
 }
 
+bool asked_to_sleep() {
+  const char* policy = std::getenv("OMP_WAIT_POLICY");
+  return policy && strcasecmp(policy, "passive") == 0;
+}
+
 // Read at start-up, before anyone binds a thread: a bound caller would see one CPU.
 const cpu_set_t initial_cpus = available_cpus();
 const int default_threads = CPU_COUNT(&initial_cpus);
+const bool waits_asleep = asked_to_sleep();
 std::atomic<int> configured_threads{0};
 thread_local bool works_alone = false;
+thread_local Team* led_team = nullptr;  // by this thread, which is in no task
+
+// Longer than what a step leaves to one thread, where each thread has a core. Waking those that sleep takes some 5 us
+// for each; with fewer cores than threads, one that looks keeps another from the work it looks for.
+std::chrono::microseconds patience() {
+  return std::chrono::microseconds(waits_asleep || num_threads() > default_threads ? 5 : 200);
+}
+
+// Has `team` be the one that this thread leads, for the length of a scope.
+class Leading {
+ public:
+  explicit Leading(Team* team) : before_(led_team) { led_team = team; }
+  ~Leading() { led_team = before_; }
+  Leading(const Leading&) = delete;
+  Leading& operator=(const Leading&) = delete;
+
+ private:
+  Team* before_;
+};
 
 }  // namespace
 
@@ -31,8 +63,6 @@ int num_threads() {
   const int configured = configured_threads.load(std::memory_order_relaxed);
   return configured > 0 ? configured : default_threads;
 }
-
-void yield_cpu() { sched_yield(); }
 
 void bind_threads(const int* cpus, int count) {
 #pragma omp parallel num_threads(num_threads())
@@ -55,6 +85,43 @@ void run_workers(int num_workers, void (*body)(void* context, int worker), void*
   // The runtime may grant fewer threads than asked for (OMP_THREAD_LIMIT, OMP_DYNAMIC): those it grants take the rest.
 #pragma omp parallel num_threads(num_workers)
   for (int worker = omp_get_thread_num(); worker < num_workers; worker += omp_get_num_threads()) body(context, worker);
+}
+
+void run_region(void (*body)(void* context), void* context) {
+  // Always the whole team: when the size changes from one region to the next, the runtime ends and starts threads.
+  const int size = num_threads();
+  if (size <= 1 || omp_in_parallel()) return body(context);
+  Team team(patience());
+  std::exception_ptr failure;  // which must not leave the block that the runtime runs
+#pragma omp parallel num_threads(size)
+  if (omp_get_thread_num() != 0) {
+    team.work();
+  } else {
+    const Leading leading(&team);
+    try {
+      body(context);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    team.dismiss();
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+void run_tasks(int64_t count, void (*body)(void* context, int64_t task), void* context) {
+  if (Team* team = led_team) {
+    const Leading in_task(nullptr);
+    return team->run(count, body, context);
+  }
+  if (num_threads() <= 1 || omp_in_parallel()) {
+    for (int64_t task = 0; task < count; ++task) body(context, task);
+    return;
+  }
+  Team team(patience());
+  team.hand_out(count, body, context);
+#pragma omp parallel num_threads(num_threads())
+  team.take_tasks();
+  team.finish();
 }
 
 }  // namespace tilewright

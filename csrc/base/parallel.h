@@ -1,11 +1,8 @@
 // The one threading runtime of the kernels. docs/threads.md says why it is OpenMP and what was measured.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <type_traits>
-
-#include "base/arch.h"
 
 namespace tilewright {
 
@@ -23,80 +20,59 @@ void bind_threads(const int* cpus, int count);
 // Runs body(context, worker) on `num_workers` threads, the caller among them, and returns when all are done.
 void run_workers(int num_workers, void (*body)(void* context, int worker), void* context);
 
-// Lets another thread have this CPU.
-void yield_cpu();
+// Runs body(context) on the calling thread, while the rest of the team stays with it and takes part in every
+// parallel_for that it comes to: handing out work is then a microsecond, where waking and joining a team of 16 takes 12
+// to 25 (docs/threads.md). Within another region, or a task, it is body(context) and nothing else.
+void run_region(void (*body)(void* context), void* context);
 
-// Runs fn(begin, end) over [0, count) in chunks of `grain`, handed out as threads ask for them: on shared or
-// hyperthreaded cores no fixed split is fair.
+// Runs body(context, task) for every task in [0, count), handed out as threads ask for them: on shared or hyperthreaded
+// cores no fixed split is fair. Outside a region it is one of its own; within a task the tasks run one after the other.
+// The first exception of a task is thrown again, after those under way have ended.
+void run_tasks(int64_t count, void (*body)(void* context, int64_t task), void* context);
+
 template <class Fn>
-void parallel_chunks(int64_t count, int64_t grain, Fn&& fn) {
-  if (count <= 0) return;
-  if (grain < 1) grain = 1;
-  // Always the whole team, even for fewer chunks: when the size changes from one call to the next, the runtime ends and
-  // starts threads, which costs more than waking one that finds nothing to do.
-  const int workers = num_threads();
-  if (workers <= 1 || count <= grain) {
-    fn(int64_t{0}, count);
-    return;
-  }
-  struct Shared {
-    std::remove_reference_t<Fn>& fn;
-    std::atomic<int64_t> next;
-    int64_t count, grain;
-  } shared{fn, {0}, count, grain};
-  run_workers(
-      workers,
-      [](void* context, int) {
-        auto& s = *static_cast<Shared*>(context);
-        for (int64_t begin; (begin = s.next.fetch_add(s.grain, std::memory_order_relaxed)) < s.count;)
-          s.fn(begin, begin + s.grain < s.count ? begin + s.grain : s.count);
-      },
-      &shared);
+void parallel_region(Fn&& fn) {
+  using Body = std::remove_reference_t<Fn>;
+  run_region([](void* context) { (*static_cast<Body*>(context))(); }, &fn);
 }
 
 // Runs fn(task) for every task in [0, count).
 template <class Fn>
 void parallel_for(int64_t count, Fn&& fn) {
-  parallel_chunks(count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) fn(task);
+  if (count <= 1 || num_threads() <= 1) {
+    for (int64_t task = 0; task < count; ++task) fn(task);
+    return;
+  }
+  using Body = std::remove_reference_t<Fn>;
+  run_tasks(count, [](void* context, int64_t task) { (*static_cast<Body*>(context))(task); }, &fn);
+}
+
+// Runs fn(begin, end) over [0, count) in chunks of `grain`.
+template <class Fn>
+void parallel_chunks(int64_t count, int64_t grain, Fn&& fn) {
+  if (count <= 0) return;
+  if (grain < 1) grain = 1;
+  if (num_threads() <= 1 || count <= grain) {
+    fn(int64_t{0}, count);
+    return;
+  }
+  parallel_for((count + grain - 1) / grain, [&](int64_t chunk) {
+    const int64_t begin = chunk * grain;
+    fn(begin, begin + grain < count ? begin + grain : count);
   });
 }
 
 // Runs fn(stage, task) for every task in [0, counts[stage]) of each stage in turn, a stage once all of the one before
-// it are done, with one wake-up of the team: a fork and join costs as much as a small op.
+// it are done, with one wake-up of the team.
 template <int kStages, class Fn>
 void parallel_stages(const int64_t (&counts)[kStages], Fn&& fn) {
-  int64_t total = 0;
-  for (int64_t count : counts) total += count;
-  if (num_threads() <= 1 || total <= 2) {
-    for (int stage = 0; stage < kStages; ++stage)
-      for (int64_t task = 0; task < counts[stage]; ++task) fn(stage, task);
-    return;
-  }
-  struct Shared {
-    std::remove_reference_t<Fn>& fn;
-    const int64_t (&counts)[kStages];
-    std::atomic<int64_t> next[kStages], done[kStages];
-  } shared{fn, counts, {}, {}};
-  run_workers(
-      num_threads(),
-      [](void* context, int) {
-        auto& s = *static_cast<Shared*>(context);
-        for (int stage = 0; stage < kStages; ++stage) {
-          for (int64_t task; (task = s.next[stage].fetch_add(1, std::memory_order_relaxed)) < s.counts[stage];) {
-            s.fn(stage, task);
-            s.done[stage].fetch_add(1, std::memory_order_release);
-          }
-          if (stage == kStages - 1) return;  // the join waits for it
-          // Whoever still works on this stage is a running thread: this wait ends. It yields in case that thread needs
-          // this very CPU.
-          for (int spins = 0; s.done[stage].load(std::memory_order_acquire) < s.counts[stage]; ++spins) {
-            pause_cpu();
-            if (spins > 2000) yield_cpu();
-          }
-        }
-      },
-      &shared);
+  auto run = [&] {
+    for (int stage = 0; stage < kStages; ++stage) parallel_for(counts[stage], [&](int64_t task) { fn(stage, task); });
+  };
+  // Only one stage of several tasks is a region anyway, at the time it is come to.
+  int num_shared = 0;
+  for (int64_t count : counts) num_shared += count > 1;
+  num_shared > 1 ? parallel_region(run) : run();
 }
 
 // The chunk that gives each thread a few turns but no turn less work than `min_cost` of units of `unit_cost`

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -226,6 +227,83 @@ TEST(denormals_are_flushed_within_the_scope) {
     CHECK(least * half == 0.0f);
   }
   CHECK(least * half != 0.0f);
+}
+
+TEST(calls_of_a_region_follow_each_other) {
+  for (int threads : {1, 2, 3, 16}) {
+    set_num_threads(threads);
+    std::vector<int64_t> values(100, 0), next(100);
+    parallel_region([&] {
+      for (int call = 0; call < 50; ++call) {
+        parallel_chunks(100, 7, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) next[i] = values[99 - i] + 1;
+        });
+        parallel_for(100, [&](int64_t i) { values[i] = next[i]; });
+      }
+    });
+    for (int64_t value : values) CHECK(value == 50);
+  }
+  set_num_threads(0);
+}
+
+TEST(regions_and_loops_within_a_region_or_a_task_start_no_team) {
+  for (int threads : {1, 2, 3, 16}) {
+    set_num_threads(threads);
+    std::atomic<int> visits{0}, elsewhere{0};
+    parallel_region([&] {
+      parallel_region([&] { check_every_index_once(101); });
+      const int64_t counts[] = {5, 2, 7};
+      parallel_stages(counts, [&](int, int64_t) {
+        const std::thread::id here = std::this_thread::get_id();
+        parallel_for(4, [&](int64_t) {
+          ++visits;
+          elsewhere += std::this_thread::get_id() != here;
+        });
+        parallel_region([&] { elsewhere += std::this_thread::get_id() != here; });
+      });
+    });
+    CHECK(visits == 4 * (5 + 2 + 7) && elsewhere == 0);
+  }
+  set_num_threads(0);
+}
+
+TEST(what_a_region_or_a_task_throws_reaches_the_caller_and_the_threads_go_on) {
+  for (int threads : {1, 2, 3, 16}) {
+    set_num_threads(threads);
+    int caught = 0;
+    auto attempt = [&](auto body) {
+      try {
+        body();
+      } catch (const std::runtime_error&) {
+        ++caught;
+      }
+      check_every_index_once(101);
+    };
+    auto throws_at_31 = [](int64_t i) {
+      if (i == 31) throw std::runtime_error("31");
+    };
+    attempt([&] { parallel_for(64, throws_at_31); });
+    attempt([&] { parallel_region([&] { parallel_for(64, throws_at_31); }); });
+    attempt([&] { parallel_region([&] { throws_at_31(31); }); });
+    parallel_region([&] {
+      attempt([&] { parallel_for(64, throws_at_31); });  // and the region goes on
+    });
+    CHECK(caught == 4);
+  }
+  set_num_threads(0);
+}
+
+TEST(regions_of_several_threads_at_once) {
+  set_num_threads(3);
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller)
+    callers.emplace_back([] {
+      parallel_region([] {
+        for (int i = 0; i < 20; ++i) check_every_index_once(101);
+      });
+    });
+  for (std::thread& caller : callers) caller.join();
+  set_num_threads(0);
 }
 
 struct Nest {

@@ -1,5 +1,6 @@
 #include "bindings/plan.h"
 
+#include "base/parallel.h"
 #include "bindings/tensor.h"
 
 namespace tilewright {
@@ -22,19 +23,23 @@ void Plan::end() {
   recording_plan = nullptr;
 }
 
-void Plan::replay() const {
+void Plan::replay(bool in_one_region) const {
   if (recording_plan) throw nb::value_error("plan: replayed while this thread is recording");
   nb::gil_scoped_release release;
   for (const auto& [check, run] : checks_) run();
-  for (const auto& call : calls_) call();
+  auto make_calls = [&] {
+    for (const auto& call : calls_) call();
+  };
+  in_one_region ? parallel_region(make_calls) : make_calls();
 }
 
 void bind_plan(nb::module_& m) {
+  using namespace nb::literals;
   nb::class_<Plan>(m, "Plan")
       .def(nb::init<>())
       .def("begin", &Plan::begin)
       .def("end", &Plan::end)
-      .def("replay", &Plan::replay)
+      .def("replay", &Plan::replay, "in_one_region"_a = true)
       .def_prop_ro("num_calls", &Plan::num_calls);
 }
 

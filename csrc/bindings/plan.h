@@ -52,7 +52,9 @@ class Plan {
   // So do numbers that a binding made for the call.
   void keep(std::vector<float> numbers) { numbers_.push_back(std::move(numbers)); }
 
-  void replay() const;
+  // In one parallel region (base/parallel.h), unless each call is to wake the team for itself: what a measurement
+  // compares.
+  void replay(bool in_one_region) const;
   size_t num_calls() const { return calls_.size() - num_checks_; }
 
  private:

@@ -230,21 +230,22 @@ TEST(collectives_give_the_bits_of_plain_loops) {
 }
 
 // Slots large enough that a window has several tasks, and a team to share them.
+void check_large_messages(SharedGroup& group) {
+  check_all_reduce<float>(group, 100000, Edge::end, true);
+  check_all_reduce<bf16>(group, 150001, Edge::end, false);
+  check_reduce_scatter<bf16>(group, 60001, Edge::end);
+  check_all_gather<float>(group, 3, 30001, Edge::end);
+  check_broadcast<float>(group, 90001, Edge::end);
+  check_all_reduce_add<float, bf16>(group, 150001, Edge::end, true);
+  check_all_reduce_norm<bf16, bf16>(group, 130, 1000, Edge::end);
+  check_all_reduce_norm<float, bf16>(group, 130, 1000, Edge::end);
+}
+
 TEST(the_threads_of_a_team_share_large_messages) {
   set_num_threads(3);
-  with_ranks(
-      2,
-      [](SharedGroup& group) {
-        check_all_reduce<float>(group, 100000, Edge::end, true);
-        check_all_reduce<bf16>(group, 150001, Edge::end, false);
-        check_reduce_scatter<bf16>(group, 60001, Edge::end);
-        check_all_gather<float>(group, 3, 30001, Edge::end);
-        check_broadcast<float>(group, 90001, Edge::end);
-        check_all_reduce_add<float, bf16>(group, 150001, Edge::end, true);
-        check_all_reduce_norm<bf16, bf16>(group, 130, 1000, Edge::end);
-        check_all_reduce_norm<float, bf16>(group, 130, 1000, Edge::end);
-      },
-      60, 64 * kPage);
+  with_ranks(2, check_large_messages, 60, 64 * kPage);
+  // As the calls of a replayed step make them: of a team that stays.
+  with_ranks(2, [](SharedGroup& group) { parallel_region([&] { check_large_messages(group); }); }, 60, 64 * kPage);
   set_num_threads(0);
 }
 
@@ -314,6 +315,22 @@ TEST(a_rank_that_does_not_come_is_named) {
   };
   with_ranks(4, body, 0.2);
   CHECK(seconds_since(began) < 10);
+}
+
+TEST(a_rank_that_does_not_come_ends_the_region_of_those_who_wait) {
+  set_num_threads(3);
+  with_ranks(
+      2,
+      [](SharedGroup& group) {
+        if (group.rank() == 1) return;
+        check_text(error_of([&] { parallel_region([&] { barrier({&group}); }); }),
+                   "group 'test', barrier, operation 1: rank 1 did not arrive within 0.1 s; the group is broken");
+        std::atomic<int> visits{0};
+        parallel_for(100, [&](int64_t) { ++visits; });
+        CHECK(visits == 100);
+      },
+      0.1);
+  set_num_threads(0);
 }
 
 TEST(an_abort_wakes_those_who_wait) {

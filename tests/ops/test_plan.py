@@ -1,5 +1,7 @@
 """A recorded step replayed with other numbers in its buffers: as the calls give it, and no wild number is used."""
 
+import threading
+
 import pytest
 import torch
 from helpers import rand
@@ -8,8 +10,10 @@ from tilewright.ops.attention import paged_attention
 from tilewright.ops.conv import causal_conv
 from tilewright.ops.embedding import embedding, scatter_rows
 from tilewright.ops.kv_cache import KvCache, kv_store
-from tilewright.ops.linear import pack_weight
+from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.moe import PackedExperts, moe
+from tilewright.ops.native import kernels
+from tilewright.ops.norm import rms_norm
 from tilewright.ops.plan import Arena, Plan
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 32, 4, 3
@@ -116,3 +120,88 @@ def test_a_step_that_is_given_a_wrong_number_changes_nothing(recorded, buffer):
         plan.replay()
     after = (result, step.states, step.caches[0].data, step.caches[1].data)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class WideStep:
+    """Large enough that each call has work for several threads, and one of one thread among them."""
+
+    def __init__(self, rows: int = 48, width: int = 512, keys: int = 2100) -> None:
+        self.x, self.norm_weight = rand(rows, width), rand(width, seed=1)
+        self.up, self.down = pack_weight(rand(4 * width, width, seed=2)), pack_weight(rand(width, 4 * width, seed=3))
+        num_pages = -(-keys // PAGE_SIZE)
+        self.cache = KvCache.empty(num_pages, PAGE_SIZE, 8, 64, torch.float32)
+        history = rand(num_pages * PAGE_SIZE, 8, 64, seed=4)
+        kv_store(history, history, self.cache, torch.arange(num_pages * PAGE_SIZE))
+        self.block_table = torch.arange(num_pages, dtype=torch.int32)[None]
+        self.starts, self.lengths = int32(0, 1), int32(keys)  # shared by blocks of keys, then merged
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        x = rms_norm(self.x, self.norm_weight, 1e-6)
+        x = linear(linear(x, self.up), self.down)
+        heads = paged_attention(x[:1].view(1, 8, 64), self.cache, self.block_table, self.starts, self.lengths)
+        return rms_norm(x, self.norm_weight, 1e-6), heads
+
+
+@pytest.fixture
+def threads():
+    yield kernels.set_num_threads
+    kernels.set_num_threads(0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+def test_one_region_gives_the_bits_of_single_calls(threads, count):
+    threads(1)
+    step, plan = WideStep(), Plan(Arena())
+    with plan.record():
+        results = step.run()
+    for seed in range(3):
+        step.x.copy_(rand(*step.x.shape, seed=10 + seed))
+        threads(1)
+        expected = step.run()
+        threads(count)
+        for in_one_region in (True, False):
+            for result in results:
+                result.fill_(float("nan"))
+            plan.replay(in_one_region=in_one_region)
+            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(step.run(), expected, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+def test_threads_are_as_good_as_before_when_a_call_fails(threads, count):
+    """The experts' ids are checked where they are used: in the midst of the region."""
+    threads(count)
+    step, plan = Step(), Plan(Arena())
+    with plan.record():
+        result = step.run()
+    good = result.clone()
+    for _ in range(20):
+        step.expert_ids[1, 0] = 3
+        with pytest.raises(ValueError, match=r"moe: ids\[1, 0\] is 3"):
+            plan.replay()
+        step.expert_ids[1, 0] = 2
+        step.states.zero_()
+        plan.replay()
+        assert torch.equal(result, good)
+
+
+def test_plans_of_several_threads_at_once(threads):
+    threads(3)
+    wrong = []
+
+    def work(seed: int) -> None:
+        step, plan = WideStep(rows=16 + seed), Plan(Arena())
+        with plan.record():
+            results = step.run()
+        expected = [result.clone() for result in results]
+        for _ in range(10):
+            plan.replay()
+            if not all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)):
+                wrong.append(seed)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong

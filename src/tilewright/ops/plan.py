@@ -4,7 +4,7 @@
     with plan.record():
         logits = model.forward(batch)   # runs, and every kernel call is noted
     ...
-    plan.replay()                       # the same calls on the same memory, in one native call
+    plan.replay()                       # the same calls on the same memory, in one native call and one parallel region
 
 The inputs are fixed buffers that change their contents between replays. Results of ops come from the arena, so that
 their memory is no one else's and all plans share it: only one runs at a time. Steps that are not recorded gain from it
@@ -102,9 +102,13 @@ class Plan:
         finally:
             self._native.end()
 
-    def replay(self) -> None:
-        """Makes the recorded calls again, in order."""
-        self._native.replay()
+    def replay(self, *, in_one_region: bool = True) -> None:
+        """Makes the recorded calls again, in order.
+
+        In one parallel region: the threads stay until the last call is done. Otherwise each call wakes and joins
+        them, as it does outside a plan: for measurements of what that costs.
+        """
+        self._native.replay(in_one_region)
 
     @property
     def num_calls(self) -> int:
