@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewright.ops.conv3d import conv3d
+from tilewright.ops.conv3d import conv2d
 from tilewright.weights.conv import ConvWeight, TransposedConvWeight
 from tilewright.weights.unpacked import ConvTaps, Unpacked
 
@@ -58,17 +58,19 @@ class CausalConv1d:
         self.weight = ConvWeight(name, out_channels, in_channels, (kernel,))
 
     def __call__(self, x_BTC: Tensor, pieces: Pieces, *, residual: Tensor | None = None) -> Tensor:
-        """conv(x) + residual, [B, T, O]. Each of the `dilation` phases is a column of a picture: they do not mix."""
+        """conv(x) + residual, [B, T, O]. Rows of the stream are those of a picture, and each of the `dilation` phases is a
+        column of it: they do not mix.
+        """
         assert residual is None or self.dilation == 1
         batch, length, channels = x_BTC.shape
         if self.kernel > 1:
             x_BTC = pieces.joined(self, x_BTC, (self.kernel - 1) * self.dilation, zeros=True)
         if x_BTC.shape[1] % self.dilation:
             x_BTC = torch.nn.functional.pad(x_BTC, (0, 0, 0, -x_BTC.shape[1] % self.dilation))
-        columns = x_BTC.view(batch, -1, 1, self.dilation, channels)
+        columns = x_BTC.view(batch, -1, self.dilation, channels)
         if residual is not None:
-            residual = residual.view(batch, -1, 1, 1, self.out_channels)
-        out = conv3d(columns, self.weight.value, time_padding=0, residual=residual)
+            residual = residual.view(batch, -1, 1, self.out_channels)
+        out = conv2d(columns, self.weight.value, residual=residual)
         return out.reshape(batch, -1, self.out_channels)[:, :length]
 
 
@@ -87,7 +89,7 @@ class TransposedConv1d:
         batch, length, _ = x_BTC.shape
         if length < self.taps:
             return x_BTC.new_empty(batch, 0, self.out_channels)
-        out = conv3d(x_BTC[:, :, None, None], self.weight.value, time_padding=0)
+        out = conv2d(x_BTC[:, :, None], self.weight.value)
         return out.reshape(batch, -1, self.out_channels)
 
 
