@@ -1,4 +1,4 @@
-"""The gated activation of the language model, the gelu of the vision tower, the residual add, sigmoid gates, a voice's snakes."""
+"""The gated activation of the language model, the gelu of the vision tower, residual add, sigmoid gates, snakes."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,7 +33,8 @@ def rows() -> Iterator[Row]:
         yield Row("sigmoid_gate", shape, 6 * elements, 12 * elements, partial(_sigmoid_gate, tokens, model.hidden))
     for length, channels in SNAKES:
         elements = length * channels
-        yield Row("snake", f"voice [{length}, {channels}]", 4 * elements, 20 * elements, partial(_snake, length, channels))
+        shape = f"voice [{length}, {channels}]"
+        yield Row("snake", shape, 4 * elements, 20 * elements, partial(_snake, length, channels))
 
 
 def _gated(tokens: int, width: int) -> Calls:

@@ -185,6 +185,10 @@ class Code2Wav:
         """Of each frame but a stream's first, which gives fewer."""
         return math.prod(self.config.upsampling_ratios) * math.prod(self.config.upsample_rates)
 
+    def begin(self) -> WaveStream:
+        """A voice that has said nothing yet."""
+        return WaveStream()
+
     def decode(self, codes: Sequence[Tensor], streams: Sequence[WaveStream]) -> list[Tensor]:
         """The next samples of each stream, fp32 [n], from its next frames int64 [T, Q].
 
