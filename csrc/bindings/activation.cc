@@ -58,6 +58,25 @@ void sigmoid_gate_entry(nb::handle x_arg, nb::handle gate_arg, nb::handle y_arg)
   launch(sigmoid_gate, args);
 }
 
+void snake_entry(nb::handle x_arg, nb::handle scale_arg, nb::handle share_arg, nb::handle y_arg) {
+  Op op("snake");
+  const Tensor x = op.tensor(x_arg, "x", {"...", "C"}, kFloats);
+  const Tensor scale = op.tensor(scale_arg, "scale", {"C"}, one_of({DType::f32}));
+  const Tensor share = op.tensor(share_arg, "share", {"C"}, one_of({DType::f32}));
+  const Tensor y = op.tensor(y_arg, "out", {"...", "C"}, kFloats);
+  op.same_dtype(x, y);
+  same_shape(op, x, y);
+  SnakeArgs args;
+  args.x = op.heads(x);
+  args.y = op.heads(y);
+  args.scale = scale.as<float>();
+  args.share = share.as<float>();
+  args.inner = x.rank >= 3 ? x.size(-2) : 1;
+  args.outer = args.inner ? op.num_rows(x) / args.inner : 0;
+  args.width = op["C"];
+  launch(snake, args);
+}
+
 }  // namespace
 
 void bind_activation(nb::module_& m) {
@@ -114,6 +133,7 @@ void bind_activation(nb::module_& m) {
       "x"_a, "y"_a, "out"_a);
 
   m.def("sigmoid_gate", &sigmoid_gate_entry, "x"_a, "gate"_a, "out"_a);
+  m.def("snake", &snake_entry, "x"_a, "scale"_a, "share"_a, "out"_a);
 }
 
 }  // namespace tilewright

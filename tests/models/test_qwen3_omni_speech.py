@@ -14,6 +14,7 @@ from tilewright.models.qwen3_omni.code2wav import Code2Wav
 from tilewright.models.qwen3_omni.config import OmniConfig
 from tilewright.models.qwen3_omni.talker import Talker
 from tilewright.models.qwen3_omni.talker_prompt import talker_prompt
+from tilewright.ops.embedding import embedding
 from tilewright.types import RequestError
 
 PAGE_SIZE = 32
@@ -90,13 +91,19 @@ def config():
     return OmniConfig.from_dict(model.config.to_dict(), shapes)
 
 
-def make_scheduler(num_pages=64, dtype=torch.float32):
+def make_scheduler(num_pages=64, dtype=torch.float32, replay=True):
     model, own = tiny_speech.omni(), config()
     talker = tiny_speech.filled(lambda: Talker(own.talker), model.talker, "talker", dtype)
     code2wav = tiny_speech.filled(lambda: Code2Wav(own.code2wav), model.code2wav, "code2wav", dtype)
     table = model.thinker.get_input_embeddings().weight.detach().to(dtype)
     runner = SpeechRunner(
-        talker, code2wav, lambda ids: table[ids], num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype
+        talker,
+        code2wav,
+        lambda ids: embedding(ids, table),
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        dtype=dtype,
+        replay=replay,
     )
     return SpeechScheduler(runner)
 
@@ -211,6 +218,25 @@ def drawn(seed, others=()):
         scheduler.add(voice)
     spoken(scheduler, voices)
     return voices[0].frames
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])
+def test_recorded_frames_are_those_that_are_not(seeds):
+    """Bit for bit, of voices that begin and end one after the other."""
+    token_ids, said = prompt_ids(CONVERSATIONS["question"]), []
+    for replay in (True, False):
+        scheduler = make_scheduler(replay=replay)
+        voices = [
+            make_voice(token_ids, Any(token_ids), SpeechParams(max_frames=9 + 4 * i), seed=seed)
+            for i, seed in enumerate(seeds)
+        ]
+        for voice in voices:
+            voice.hear([60, 61, 62, 63, 64, END], is_complete=True)
+            scheduler.add(voice)
+            scheduler.step()
+        said.append(([voice.frames for voice in voices], spoken(scheduler, voices)))
+    assert said[0][0] == said[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(said[0][1], said[1][1], strict=True))
 
 
 def test_sampled_speech_depends_on_its_seed_alone():

@@ -120,8 +120,7 @@ def greedy(logits, place):
 
 @torch.inference_mode()
 def frames_of(ours, hidden_BD, first_codes):
-    codes = ours.complete_frames(hidden_BD, torch.tensor(first_codes), greedy)
-    return codes, ours.embed_frames(codes)
+    return ours.complete_frames(hidden_BD, torch.tensor(first_codes), greedy)
 
 
 @pytest.mark.parametrize("num_voices", [1, 3])

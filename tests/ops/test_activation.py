@@ -64,6 +64,38 @@ def test_sigmoid_gate(isa, dtype, gate_dtype, width):
     assert_close(rows, expected)
 
 
+@pytest.mark.parametrize("width", [1, 3, 16, 17, 40, 96, 257])
+def test_snake(isa, dtype, width):
+    """Rows of two streams, written into longer ones, and in place."""
+    x = spread(2, 5, width, dtype=dtype)
+    scale, share = rand(width, dtype=torch.float32, seed=1), rand(width, dtype=torch.float32, seed=2)
+    expected = reference.snake(x, scale, share)
+    longer = poisoned(2, 9, width, dtype=dtype)
+    assert activation.snake(x, scale, share, out=longer[:, 3:8]).data_ptr() == longer[:, 3:8].data_ptr()
+    assert_close(longer[:, 3:8], expected)
+    assert longer[:, :3].isnan().all() and longer[:, 8:].isnan().all()
+    assert activation.snake(x, scale, share, out=x) is x
+    assert torch.equal(x, longer[:, 3:8])
+
+
+def test_snake_far_out(isa):
+    """Angles of thousands of turns."""
+    x = torch.linspace(-3e4, 3e4, 1001)[:, None].expand(-1, 16).contiguous()
+    got = activation.snake(x, torch.ones(16), torch.full((16,), 1e4)) - x
+    assert (got.double() / 1e4 - x.double().sin().square()).abs().max() < 1e-6
+
+
+def test_snake_refuses_what_does_not_fit():
+    x, ones = torch.ones(2, 5, 8), torch.ones(8)
+    assert activation.snake(x[:, :0], ones, ones).shape == (2, 0, 8)
+    with pytest.raises(ValueError, match=r"snake: share has shape \[7\]"):
+        activation.snake(x, ones, ones[:7])
+    with pytest.raises(ValueError, match="snake: out is float32"):
+        activation.snake(x, ones, ones, out=torch.empty(2, 4, 8))
+    with pytest.raises(ValueError, match="snake: scale"):
+        activation.snake(x, ones.bfloat16(), ones)
+
+
 def test_sigmoid_gate_at_the_ends(isa, dtype):
     gate = torch.tensor([[-200.0], [200.0], [0.0]], dtype=dtype)
     out = activation.sigmoid_gate(torch.full((3, 5), 2.0, dtype=dtype), gate).float()

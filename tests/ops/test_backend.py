@@ -214,6 +214,7 @@ def calls_of_every_op(dtype):
         (activation.activate_and_mul, (at(3, 8), "gelu_tanh"), {}),
         (activation.add, (at(3, 8), at(3, 8)), {"out": at(3, 8)}),
         (activation.sigmoid_gate, (at(3, 8), at(3, 1, dtype=f32)), {}),
+        (activation.snake, (at(3, 8), at(8, dtype=f32), at(8, dtype=f32)), {}),
         (gated_delta.split_projections, (at(6, 128), at(6, 8), 2, 4, 16, 8), {"interleaved": True}),
         (gated_delta.delta_gates, (at(6, 4), at(6, 4), at(4), at(4)), {}),
         (gated_delta.gated_delta_rule, (*delta, ids(3), ids(2)), {"out": at(6, 4, 8)}),

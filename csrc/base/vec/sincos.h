@@ -1,4 +1,4 @@
-// Sine and cosine of each lane. Include after a Vec.
+// Sine and cosine of each lane, and the square of the sine. Include after a Vec.
 #pragma once
 
 #include <cmath>
@@ -37,6 +37,31 @@ inline void sincos(Vec x, Vec& sine, Vec& cosine) {
   const Vec turn_cosine = fma(fma(k, k, turn_sine * turn_sine), Vec::set1(-0.5f), Vec::set1(1.0f));
   sine = fma(turn_cosine, s, turn_sine * c);
   cosine = turn_cosine * c - turn_sine * s;
+}
+
+// sin(x)^2, absolute error under 3e-7 for |x| up to 2^20. Its period is pi, so that no quarter turn is told apart: half
+// the work of `sincos`.
+inline Vec sin_squared(Vec x) {
+  if constexpr (!Vec::kFmaIsExact) {
+    for (int i = 0; i < Vec::kLanes; ++i) {
+      const float sine = std::sin(x.v[i]);
+      x.v[i] = sine * sine;
+    }
+    return x;
+  }
+  // x = n pi + r, pi in three parts as above.
+  const Vec n = round(x * Vec::set1(0.318309886f));
+  Vec r = fma(n, Vec::set1(-3.1415927410125732421875f), x);
+  r = fma(n, Vec::set1(8.74227800037248566e-8f), r);
+  r = fma(n, Vec::set1(3.43024902e-15f), r);
+  // Minimax on [-pi/2, pi/2]: 4.7e-9, a tenth of a rounding step at 1.
+  const Vec square = r * r;
+  Vec s = Vec::set1(2.5999117492e-6f);
+  s = fma(s, square, Vec::set1(-1.9806550921e-4f));
+  s = fma(s, square, Vec::set1(8.3330164076e-3f));
+  s = fma(s, square, Vec::set1(-1.6666657061e-1f));
+  s = fma(s * square, r, r);
+  return s * s;
 }
 
 }  // namespace

@@ -37,11 +37,18 @@ void activate(const ElementwiseArgs& args) { over_spans(args, select(kTable).act
 void gate(const ElementwiseArgs& args) { over_spans(args, select(kTable).gate); }
 void add(const ElementwiseArgs& args) { over_spans(args, select(kTable).add); }
 
-void sigmoid_gate(const SigmoidGateArgs& args) {
-  const auto kernel = select(kTable).sigmoid_gate;
+namespace {
+
+template <class Args, class Kernel>
+void over_rows(const Args& args, int64_t tensors, Kernel kernel) {
   const int64_t rows = args.outer * args.inner;
-  const int64_t row_bytes = args.width * static_cast<int64_t>(size_of(args.x.dtype)) * 3;
+  const int64_t row_bytes = args.width * static_cast<int64_t>(size_of(args.x.dtype)) * tensors;
   parallel_chunks(rows, grain_for(rows, row_bytes), [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
+
+}  // namespace
+
+void sigmoid_gate(const SigmoidGateArgs& args) { over_rows(args, 3, select(kTable).sigmoid_gate); }
+void snake(const SnakeArgs& args) { over_rows(args, 2, select(kTable).snake); }
 
 }  // namespace tilewright

@@ -4,6 +4,7 @@
 //   gate      y = f(x[:, :width]) * x[:, width:]  x [rows, 2 width], y [rows, width]
 //   add       y = x + other                     y may be x or other
 //   sigmoid_gate  y = x * sigmoid(gate)         x, y [outer, inner, width], gate the same or of width 1; y may be x
+//   snake     y = x + sin(scale x)^2 * share    x, y [outer, inner, width], scale and share fp32 [width]; y may be x
 #pragma once
 
 #include <cstdint>
@@ -27,17 +28,25 @@ struct SigmoidGateArgs {
   bool one_per_row = false;  // gate has a width of 1
 };
 
+struct SnakeArgs {
+  Heads x, y;  // of one type
+  const float *scale = nullptr, *share = nullptr;
+  int64_t outer = 0, inner = 0, width = 0;
+};
+
 void activate(const ElementwiseArgs& args);
 void gate(const ElementwiseArgs& args);
 void add(const ElementwiseArgs& args);
 void sigmoid_gate(const SigmoidGateArgs& args);
+void snake(const SnakeArgs& args);
 
-// Each but the last computes columns [begin, end) of one row; the last rows [begin, end).
+// The first three compute columns [begin, end) of one row, the others rows [begin, end).
 struct ActivationKernels {
   void (*activate)(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end);
   void (*gate)(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end);
   void (*add)(const ElementwiseArgs& args, int64_t row, int64_t begin, int64_t end);
   void (*sigmoid_gate)(const SigmoidGateArgs& args, int64_t begin, int64_t end);
+  void (*snake)(const SnakeArgs& args, int64_t begin, int64_t end);
 };
 
 }  // namespace tilewright

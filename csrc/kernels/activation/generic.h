@@ -3,6 +3,7 @@
 
 #include "base/vec/activation.h"
 #include "base/vec/row.h"
+#include "base/vec/sincos.h"
 #include "kernels/activation/activation.h"
 
 namespace tilewright {
@@ -106,6 +107,22 @@ void sigmoid_gate_rows(const SigmoidGateArgs& args, int64_t begin, int64_t end) 
         }
       }
     });
+  });
+}
+
+void snake_rows(const SnakeArgs& args, int64_t begin, int64_t end) {
+  with_type(args.x.dtype, [&](auto t) {
+    using T = decltype(t);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t outer = row / args.inner, inner = row % args.inner;
+      const T* x = args.x.row<T>(outer, inner);
+      T* y = args.y.row<T>(outer, inner);
+      for_each_vec(args.width, [&](int64_t i, auto count) {
+        const Vec v = load_some(x + i, count);
+        const Vec wave = sin_squared(v * load_some(args.scale + i, count));
+        store_some(fma(wave, load_some(args.share + i, count), v), y + i, count);
+      });
+    }
   });
 }
 

@@ -34,7 +34,7 @@ from tilewright.engine.step_limits import StepLimits
 from tilewright.engine.step_writer import StepWriter
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.protocol import Model
-from tilewright.models.qwen3_omni.speech import OmniSpeech
+from tilewright.models.speaking import Speaker
 
 ENCODER_CACHE_BYTES = 512 << 20
 # Keys and values of the talker: eight voices with prompts of 2,000 tokens that speak for as long as they may. Memory is
@@ -60,7 +60,7 @@ def build_core(
     replay: bool = True,
     kv_cache_dtype: str = "auto",
     ranks: Ranks | None = None,
-    speech: OmniSpeech | None = None,
+    speech: Speaker | None = None,
 ) -> EngineCore:
     """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`,
     or in what `kv_cache_dtype` names.
@@ -105,16 +105,21 @@ def build_core(
         eos_token_ids=eos_token_ids,
         constraints=constraints,
         drafter=drafter,
-        speech=None if speech is None else _make_speech(speech, model, dtype),
+        speech=None if speech is None else _make_speech(speech, model, dtype, replay),
     )
 
 
-def _make_speech(networks: OmniSpeech, model: Model, dtype: torch.dtype) -> Speech:
-    """Voices with pages of their own; rows of token embeddings are the model's, unless it is split over ranks."""
-    embed = networks.table or model.decoder.embed_tokens  # type: ignore[attr-defined]
+def _make_speech(networks: Speaker, model: Model, dtype: torch.dtype, replay: bool) -> Speech:
+    """Voices with pages of their own."""
     num_pages = -(-NUM_VOICE_ROWS // PAGE_SIZE)
     runner = SpeechRunner(
-        networks.talker, networks.code2wav, embed, num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype
+        networks.talker,
+        networks.code2wav,
+        networks.embed_of(model),
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        dtype=dtype,
+        replay=replay,
     )
     return Speech(networks, SpeechScheduler(runner))
 

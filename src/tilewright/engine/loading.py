@@ -21,8 +21,8 @@ from tilewright.layers import partition, precision
 from tilewright.layers.partition import Partition
 from tilewright.model_files import CheckpointError, read_optional_json
 from tilewright.models.protocol import Family, Model, Processor
-from tilewright.models.qwen3_omni.speech import OmniSpeech
 from tilewright.models.registry import family_of
+from tilewright.models.speaking import Speaker
 from tilewright.models.tied_head import config_as_stored
 from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import RequestError, SamplingParams
@@ -53,7 +53,7 @@ class LoadedModel:
     dtype: torch.dtype
     sampling_defaults: Mapping[str, Any]  # what the checkpoint's authors recommend
     report: LoadReport
-    speech: OmniSpeech | None = None  # what speaks its answers, on this rank alone
+    speech: Speaker | None = None  # what speaks its answers, on this rank alone
 
 
 def load_network(
@@ -153,7 +153,7 @@ def load_model(
 
 def load_speech(
     network: Network, *, quantize: str | None = None, pack_cache: bool = True, is_split: bool = False
-) -> OmniSpeech | None:
+) -> Speaker | None:
     """What speaks a model's answers, whole on this rank; None where its checkpoint has no voice.
 
     `is_split`: the model is split over ranks, its table of token embeddings too.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from tilewright.ops.conv3d import conv3d
+from tilewright.ops.activation import snake
+from tilewright.ops.conv3d import conv2d
+from tilewright.ops.plan import empty
 from tilewright.weights.conv import ConvWeight, TransposedConvWeight
-from tilewright.weights.unpacked import ConvTaps, Unpacked
+from tilewright.weights.unpacked import ConvTaps, SnakeWaves, Unpacked
 
 
 class Stream:
@@ -33,21 +34,49 @@ class Pieces:
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
 
-    def joined(self, layer: object, x_BTC: Tensor, num_before: int, *, zeros: bool) -> Tensor:
-        """x behind the rows before it, up to `num_before`; the last so many are carried on.
+    def joined(
+        self,
+        layer: object,
+        x_BTC: Tensor,
+        num_before: int,
+        *,
+        zeros: bool,
+        multiple: int = 1,
+        bend: Snake | None = None,
+    ) -> Tensor:
+        """x, or bend(x), behind the rows before it, up to `num_before`; the last so many are carried on.
 
-        At a stream's beginning there are none, or as many rows of zeros.
+        At a stream's beginning there are none, or as many rows of zeros. Behind x are zeros up to a `multiple` of rows.
         """
-        before = self._before(layer, x_BTC, num_before if zeros else 0)
-        joined = torch.cat((before, x_BTC), dim=1)
+        batch, length, channels = x_BTC.shape
+        first = self._streams[0].rows.get(layer)
+        num_earlier = len(first) if first is not None else num_before if zeros else 0
+        end = num_earlier + length
+        joined = empty((batch, end + -end % multiple, channels), x_BTC.dtype)
+        new = joined[:, num_earlier:end]
+        if bend is None:
+            new.copy_(x_BTC)
+        else:
+            bend(x_BTC, out=new)
+        joined[:, end:].zero_()
         for stream, rows in zip(self._streams, joined, strict=True):
-            stream.rows[layer] = rows[max(len(rows) - num_before, 0) :].clone()
+            if layer in stream.rows:
+                rows[:num_earlier] = stream.rows[layer]
+            else:
+                rows[:num_earlier].zero_()
+            stream.rows[layer] = rows[max(end - num_before, 0) : end].clone()
         return joined
 
-    def _before(self, layer: object, x_BTC: Tensor, num_zeros: int) -> Tensor:
-        if layer not in self._streams[0].rows:
-            return x_BTC.new_zeros(x_BTC.shape[0], num_zeros, x_BTC.shape[2])
-        return torch.stack([stream.rows[layer] for stream in self._streams])
+
+class Snake:
+    """x + sin(a x)^2 / b, where the checkpoint has log a and log b of each channel."""
+
+    def __init__(self, name: str, channels: int) -> None:
+        self.waves = SnakeWaves(name, channels)
+
+    def __call__(self, x_BTC: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """`out` may be x, or rows of a longer stream."""
+        return snake(x_BTC, *self.waves.value, out=out)
 
 
 class CausalConv1d:
@@ -57,19 +86,28 @@ class CausalConv1d:
         self.kernel, self.dilation, self.out_channels = kernel, dilation, out_channels
         self.weight = ConvWeight(name, out_channels, in_channels, (kernel,))
 
-    def __call__(self, x_BTC: Tensor, pieces: Pieces, *, residual: Tensor | None = None) -> Tensor:
-        """conv(x) + residual, [B, T, O]. Each of the `dilation` phases is a column of a picture: they do not mix."""
-        assert residual is None or self.dilation == 1
+    def __call__(self, x_BTC: Tensor, pieces: Pieces, *, bend: Snake | None = None) -> Tensor:
+        """conv(x), or conv(bend(x)), [B, T, O]. Rows of the stream are those of a picture, and each of the `dilation`
+        phases is a column of it: they do not mix.
+        """
         batch, length, channels = x_BTC.shape
-        if self.kernel > 1:
-            x_BTC = pieces.joined(self, x_BTC, (self.kernel - 1) * self.dilation, zeros=True)
-        if x_BTC.shape[1] % self.dilation:
-            x_BTC = torch.nn.functional.pad(x_BTC, (0, 0, 0, -x_BTC.shape[1] % self.dilation))
-        columns = x_BTC.view(batch, -1, 1, self.dilation, channels)
-        if residual is not None:
-            residual = residual.view(batch, -1, 1, 1, self.out_channels)
-        out = conv3d(columns, self.weight.value, time_padding=0, residual=residual)
-        return out.reshape(batch, -1, self.out_channels)[:, :length]
+        num_before = (self.kernel - 1) * self.dilation
+        x_BTC = pieces.joined(self, x_BTC, num_before, zeros=True, multiple=self.dilation, bend=bend)
+        out = conv2d(x_BTC.view(batch, -1, self.dilation, channels), self.weight.value)
+        return out.view(batch, -1, self.out_channels)[:, :length]
+
+
+class PointwiseConv1d:
+    """A convolution of each row for itself, which is added to another stream."""
+
+    def __init__(self, name: str, in_channels: int, out_channels: int) -> None:
+        self.weight = ConvWeight(name, out_channels, in_channels, (1,))
+
+    def __call__(self, x_BTC: Tensor, residual_BTO: Tensor) -> Tensor:
+        """residual, after conv(x) is added to it."""
+        residual = residual_BTO[:, :, None]
+        conv2d(x_BTC[:, :, None], self.weight.value, residual=residual, out=residual)
+        return residual_BTO
 
 
 class TransposedConv1d:
@@ -82,12 +120,12 @@ class TransposedConv1d:
         self.taps, self.stride, self.out_channels = kernel // stride, stride, out_channels
         self.weight = TransposedConvWeight(name, in_channels, out_channels, self.taps, stride)
 
-    def __call__(self, x_BTC: Tensor, pieces: Pieces) -> Tensor:
-        x_BTC = pieces.joined(self, x_BTC, self.taps - 1, zeros=False)
+    def __call__(self, x_BTC: Tensor, pieces: Pieces, *, bend: Snake | None = None) -> Tensor:
+        x_BTC = pieces.joined(self, x_BTC, self.taps - 1, zeros=False, bend=bend)
         batch, length, _ = x_BTC.shape
         if length < self.taps:
             return x_BTC.new_empty(batch, 0, self.out_channels)
-        out = conv3d(x_BTC[:, :, None, None], self.weight.value, time_padding=0)
+        out = conv2d(x_BTC[:, :, None], self.weight.value)
         return out.reshape(batch, -1, self.out_channels)
 
 
@@ -106,18 +144,3 @@ class DepthwiseConv1d:
         for i, tap in enumerate(self.taps.value.float()):
             out += x_BTC[:, i : i + length] * tap
         return out.to(self.bias.value.dtype)
-
-
-class Snake:
-    """x + sin(a x)^2 / b, where the checkpoint has log a and log b of each channel."""
-
-    EPS = 1e-9  # keeps b from 0
-
-    def __init__(self, name: str, channels: int) -> None:
-        self.alpha = Unpacked(f"{name}.alpha", channels, in_fp32=True)
-        self.beta = Unpacked(f"{name}.beta", channels, in_fp32=True)
-
-    def __call__(self, x_BTC: Tensor) -> Tensor:
-        scale, inverse = self.alpha.value.exp(), 1 / (self.beta.value.exp() + self.EPS)
-        wave = torch.sin(x_BTC.float() * scale).square_().mul_(inverse)
-        return wave.add_(x_BTC).to(x_BTC.dtype)

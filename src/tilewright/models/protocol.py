@@ -153,5 +153,6 @@ class Family:
     make_processor: Callable[..., Processor] | None = None  # None: text only
     # Prefix of the names of a predictor's tensors: they are left out where nothing is drafted.
     predictor_prefix: str | None = None
-    # The networks that speak its answers, from the config and tensor shapes; None from it: the checkpoint has no voice.
+    # The `Speaker` of its answers (models/speaking.py), from the config and tensor shapes; None from it: the checkpoint
+    # has no voice.
     build_speech: Callable[..., Any] | None = None

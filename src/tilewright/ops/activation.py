@@ -1,4 +1,4 @@
-"""Activations, gated activations, sigmoid gates and the residual add; kernels in csrc/kernels/activation."""
+"""Activations, gated activations, sigmoid gates, the residual add and snakes; kernels in csrc/kernels/activation."""
 
 from torch import Tensor
 
@@ -78,4 +78,13 @@ def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tenso
     if out is None:
         out = empty(x.shape, x.dtype)
     kernels.sigmoid_gate(view(x), view(gate), view(out))
+    return out
+
+
+@op
+def snake(x: Tensor, scale: Tensor, share: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x + sin(scale x)^2 * share, for scale and share fp32 [C] of the channels of x [..., C]. `out` may be x."""
+    if out is None:
+        out = empty(x.shape, x.dtype)
+    kernels.snake(view(x), view(scale), view(share), view(out))
     return out

@@ -13,7 +13,7 @@ from tilewright.weights.spec import Reader, Source, Weight
 
 
 class ConvWeight(Weight[PackedConv]):
-    """A convolution [O, C, *kernel] with a bias [O], its taps side by side as one product; one axis is that of time."""
+    """A convolution [O, C, *kernel] with a bias [O], its taps side by side as one product; one axis is that of rows."""
 
     def __init__(self, name: str, out_channels: int, in_channels: int, kernel: tuple[int, ...]) -> None:
         shape = (out_channels, in_channels, *kernel)
@@ -21,7 +21,7 @@ class ConvWeight(Weight[PackedConv]):
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         weight, bias = (reader.read() for reader in readers)
-        self._value = pack_conv(weight[..., None, None] if weight.dim() == 3 else weight, bias, dtype=dtype)
+        self._value = pack_conv(weight[..., None] if weight.dim() == 3 else weight, bias, dtype=dtype)
 
 
 class TransposedConvWeight(Weight[PackedConv]):
@@ -40,7 +40,7 @@ class TransposedConvWeight(Weight[PackedConv]):
         weight, bias = (reader.read() for reader in readers)
         in_channels, out_channels, _ = weight.shape
         by_tap = weight.reshape(in_channels, out_channels, self.taps, self.stride).flip(2)  # the oldest first
-        rows = by_tap.permute(3, 1, 0, 2).reshape(self.stride * out_channels, in_channels, self.taps, 1, 1)
+        rows = by_tap.permute(3, 1, 0, 2).reshape(self.stride * out_channels, in_channels, self.taps, 1)
         self._value = pack_conv(rows, bias.repeat(self.stride), dtype=dtype)
 
 

@@ -52,3 +52,16 @@ class ConvTaps(Weight[Tensor]):
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         self._value = readers[0].read()[:, 0].t().to(backend.device(), dtype).contiguous()
+
+
+class SnakeWaves(Weight[tuple[Tensor, Tensor]]):
+    """a and 1 / b of each channel, fp32 whatever the model is in; the checkpoint has log a and log b."""
+
+    EPS = 1e-9  # keeps b from 0
+
+    def __init__(self, name: str, channels: int) -> None:
+        super().__init__([Source(f"{name}.{part}", (channels,)) for part in ("alpha", "beta")])
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        alpha, beta = (reader.read().to(backend.device(), torch.float32) for reader in readers)
+        self._value = alpha.exp(), 1 / (beta.exp() + self.EPS)

@@ -1,4 +1,4 @@
-"""The gated activation of the language model, the gelu of the vision tower, the residual add, sigmoid gates."""
+"""The gated activation of the language model, the gelu of the vision tower, residual add, sigmoid gates, snakes."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +13,8 @@ from tilewright.ops import activation
 from tilewright.ops.torch_backend import activation as reference
 
 TOKENS = (8, 4096)
+# Rows and channels of the stages of Qwen3-Omni's code2wav, of four frames.
+SNAKES = ((128, 768), (7680, 96))
 
 
 def rows() -> Iterator[Row]:
@@ -29,6 +31,10 @@ def rows() -> Iterator[Row]:
         shape = f"{model.name} [{tokens}, {model.hidden}]"
         yield Row("add", shape, 6 * elements, elements, partial(_add, tokens, model.hidden))
         yield Row("sigmoid_gate", shape, 6 * elements, 12 * elements, partial(_sigmoid_gate, tokens, model.hidden))
+    for length, channels in SNAKES:
+        elements = length * channels
+        shape = f"voice [{length}, {channels}]"
+        yield Row("snake", shape, 4 * elements, 20 * elements, partial(_snake, length, channels))
 
 
 def _gated(tokens: int, width: int) -> Calls:
@@ -85,3 +91,19 @@ def _of_two(
         return call
 
     return Calls(call_of(op), call_of(theirs), lambda: close(op(x, y), twin(x, y)))
+
+
+def _snake(length: int, channels: int) -> Calls:
+    x = random(length, channels)
+    scale, share = (random(channels, seed=seed).float() for seed in (1, 2))
+    sets = rotation(x, x.clone())
+
+    def ours(call: int) -> object:
+        source, out = sets[call % len(sets)]
+        return activation.snake(source, scale, share, out=out)
+
+    def theirs(call: int) -> object:
+        source = sets[call % len(sets)][0]
+        return source + torch.sin(source * scale).square() * share
+
+    return Calls(ours, theirs, lambda: close(activation.snake(x, scale, share), reference.snake(x, scale, share)))

@@ -6,21 +6,22 @@ V the codec's vocabulary, A rope axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewright.engine.speech.voice import CODE_TOP_K, CODE_TOP_P, Voice
+from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS
+from tilewright.engine.speech.recorded import CodeDraws, RecordedFrames
+from tilewright.engine.speech.voice import Voice
 from tilewright.layers.batch import Batch
-from tilewright.models.qwen3_omni.code2wav import Code2Wav, WaveStream
-from tilewright.models.qwen3_omni.talker import Talker
+from tilewright.models.speaking import Embed, Talking, WaveDecoder
 from tilewright.ops import backend
 from tilewright.ops import sample as ops
 from tilewright.ops.kv_cache import KvCache
-
-NUM_SPECIAL = 1024  # the last ids of the codec's vocabulary are no codes
+from tilewright.ops.plan import Arena
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,14 @@ class SpeechRunner:
 
     def __init__(
         self,
-        talker: Talker,
-        code2wav: Code2Wav,
-        embed: Callable[[Tensor], Tensor],
+        talker: Talking,
+        code2wav: WaveDecoder,
+        embed: Embed,
         *,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
+        replay: bool = True,
     ) -> None:
         self.talker, self.code2wav = talker, code2wav
         self._embed = embed
@@ -56,21 +58,33 @@ class SpeechRunner:
         spec = talker.kv_spec
         shape = num_pages, page_size, spec.num_heads, spec.head_width
         self._caches = [KvCache.empty(*shape, dtype) for _ in range(spec.num_layers)]
-        self._is_banned = torch.zeros(talker.config.text.vocab_size, dtype=torch.bool)
-        self._is_banned[-NUM_SPECIAL:] = True
-        self._is_banned[talker.config.codec.eos] = False
+        self._arena = Arena()
+        self._draws: dict[int, CodeDraws] = {}  # by the number of voices
+        self._recorded: RecordedFrames | None = None
+        if replay:
+            self._recorded = RecordedFrames(
+                talker,
+                embed,
+                self._caches,
+                num_pages=num_pages,
+                page_size=page_size,
+                dtype=dtype,
+                arena=self._arena,
+            )
+        self._is_banned = torch.zeros(talker.vocab_size, dtype=torch.bool)
+        self._is_banned[list(talker.never_said)] = True
 
     @torch.inference_mode()
     def speak(self, rows: Sequence[Rows]) -> None:
         """Computes rows of voices. A voice whose row is asked gains a frame, or is finished."""
-        hidden_BD = self.talker.hidden(self._inputs(rows), self._batch(rows))
+        hidden_BD, logits_BV = self._step(rows)
         for item in rows:
             item.voice.num_computed = item.end
         asked = [item.voice for item in rows if item.is_asked]
         if not asked:
             return
-        codes = self._first_codes(self.talker.logits(hidden_BD), asked)
-        goes_on = codes != self.talker.config.codec.eos
+        codes = self._first_codes(logits_BV, asked)
+        goes_on = codes != self.talker.end_id
         for voice, is_going in zip(asked, goes_on.tolist(), strict=True):
             voice.is_finished = not is_going
         going = [voice for voice in asked if not voice.is_finished]
@@ -78,31 +92,31 @@ class SpeechRunner:
             self._complete(hidden_BD[goes_on.to(hidden_BD.device)], codes[goes_on], going)
 
     @torch.inference_mode()
-    def decode(self, pieces: Sequence[tuple[WaveStream, Sequence[Sequence[int]]]]) -> list[Tensor]:
+    def decode(self, pieces: Sequence[tuple[Any, Sequence[Sequence[int]]]]) -> list[Tensor]:
         """The samples that the next frames of each stream give, fp32 [n]."""
         codes = [torch.tensor(frames, device=backend.device()) for _, frames in pieces]
-        return [samples.cpu() for samples in self.code2wav.decode(codes, [stream for stream, _ in pieces])]
+        with self._arena.use():
+            return [samples.cpu() for samples in self.code2wav.decode(codes, [stream for stream, _ in pieces])]
+
+    def _step(self, rows: Sequence[Rows]) -> tuple[Tensor, Tensor]:
+        """What the talker's head reads of the rows that are asked, and logits; they are overwritten by what is next."""
+        is_one_each = all(item.begin >= item.voice.prompt.num_rows for item in rows)
+        if self._recorded is not None and is_one_each and len(rows) <= MAX_RECORDED_TOKENS:
+            return self._recorded.step([item.voice for item in rows])
+        with self._arena.use():
+            hidden_BD = self.talker.hidden(self._inputs(rows), self._batch(rows))
+            return hidden_BD, self.talker.logits(hidden_BD)
 
     def _complete(self, hidden_BD: Tensor, codes_B: Tensor, voices: Sequence[Voice]) -> None:
         """The other codes of the frames whose first are given."""
-
-        def choose(logits: Tensor, place: int) -> Tensor:
-            is_greedy = [voice.params.temperature == 0 for voice in voices]
-            count = len(voices)
-            return ops.sample(
-                logits.cpu(),
-                torch.tensor([0.0 if greedy else 1.0 for greedy in is_greedy]),
-                torch.full((count,), CODE_TOP_K),
-                torch.full((count,), CODE_TOP_P),
-                torch.zeros(count),
-                torch.tensor([voice.uniform(place) for voice in voices], dtype=torch.float64),
-            )
-
-        device = hidden_BD.device
-        frames = self.talker.complete_frames(hidden_BD, codes_B.to(device), choose)
-        for voice, frame, row in zip(voices, frames.tolist(), self.talker.embed_frames(frames), strict=True):
+        count = len(voices)
+        draws = self._draws.setdefault(count, CodeDraws(count, self.talker.code_predictor.num_codes))
+        draws.fill(voices)
+        predict = None if self._recorded is None or count > MAX_RECORDED_TOKENS else self._recorded.predict
+        frames, rows = self.talker.complete_frames(hidden_BD, codes_B.to(hidden_BD.device), draws.choose, predict)
+        for voice, frame, row in zip(voices, frames.tolist(), rows, strict=True):
             voice.frames.append(frame)
-            voice.codec_row = row.clone()
+            voice.codec_row = row
             voice.is_finished = len(voice.frames) >= voice.params.max_frames
 
     def _first_codes(self, logits_BV: Tensor, voices: Sequence[Voice]) -> Tensor:

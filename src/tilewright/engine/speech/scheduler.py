@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from tilewright.engine.kv.pages import PagePool
 from tilewright.engine.speech.runner import Rows, SpeechRunner
 from tilewright.engine.speech.voice import Voice
-from tilewright.models.qwen3_omni.code2wav import WaveStream
 from tilewright.types import RequestError
 
 # Rows of prompts that one step computes, and frames that it makes samples of: what text waits for.
@@ -32,7 +32,7 @@ class _Speaking:
     """A voice that has pages, and how far its samples are."""
 
     voice: Voice
-    stream: WaveStream = field(default_factory=WaveStream)
+    stream: Any  # what its samples are made with, piece by piece
     num_decoded: int = 0
 
     @property
@@ -98,7 +98,7 @@ class SpeechScheduler:
         while self.waiting and self.pool.pages_for(self.waiting[0].num_max_rows) <= self.pool.num_free:
             voice = self.waiting.pop(0)
             voice.pages = [self.pool.allocate() for _ in range(self.pool.pages_for(voice.num_max_rows))]
-            self._speaking.append(_Speaking(voice))
+            self._speaking.append(_Speaking(voice, self.runner.code2wav.begin()))
 
     def _release(self, item: _Speaking) -> None:
         self._speaking.remove(item)

@@ -13,7 +13,7 @@ from tilewright.engine.speech.scheduler import SpeechScheduler
 from tilewright.engine.speech.voice import SpeechParams, Voice
 from tilewright.engine.step import Step
 from tilewright.layers.batch import KeptStates
-from tilewright.models.qwen3_omni.speech import OmniSpeech
+from tilewright.models.speaking import Speaker
 from tilewright.types import ModelInputs, SamplingParams
 
 
@@ -38,7 +38,7 @@ class SpokenPart:
 class Speech:
     """The voices of the engine's sequences. For the engine's thread."""
 
-    def __init__(self, networks: OmniSpeech, scheduler: SpeechScheduler) -> None:
+    def __init__(self, networks: Speaker, scheduler: SpeechScheduler) -> None:
         self.networks = networks
         self.scheduler = scheduler
         self._spoken: dict[Sequence, _Spoken] = {}
@@ -56,8 +56,7 @@ class Speech:
         """A voice for an answer to this prompt; RequestError if it cannot be spoken."""
         assert params.voice is not None
         prompt = self.networks.prompt(inputs, params.voice)
-        turns = self.networks.turns
-        voice = Voice(prompt, turns.tts_eos, turns.tts_pad, speech_params(params))
+        voice = Voice(prompt, self.networks.text_end_id, self.networks.text_padding_id, speech_params(params))
         self.scheduler.check(voice)
         return voice
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.sampler import uniform_at
-from tilewright.models.qwen3_omni.talker_prompt import TalkerPrompt
+from tilewright.models.speaking import TalkerPrompt
 
 # What transformers generates with by default, and the checkpoint's authors recommend.
 TEMPERATURE, TOP_K, REPETITION_PENALTY = 0.9, 50, 1.05

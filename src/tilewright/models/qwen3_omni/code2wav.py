@@ -23,11 +23,20 @@ from tilewright.layers.decoder import DecoderConfig, DecoderLayer, hidden_norm
 from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import Linear
 from tilewright.layers.rope import Rope, RopeConfig
-from tilewright.layers.streams import CausalConv1d, DepthwiseConv1d, Pieces, Snake, Stream, TransposedConv1d
+from tilewright.layers.streams import (
+    CausalConv1d,
+    DepthwiseConv1d,
+    Pieces,
+    PointwiseConv1d,
+    Snake,
+    Stream,
+    TransposedConv1d,
+)
 from tilewright.models.qwen3_omni.config import CODE2WAV, Code2WavConfig
 from tilewright.ops import backend
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.embedding import embedding
+from tilewright.ops.plan import scope
 from tilewright.weights.unpacked import Unpacked
 
 # Frames that go through the network at a time: what they take is bounded, and the samples are the same.
@@ -115,11 +124,12 @@ class ResidualUnit:
         self.snake1 = Snake(f"{name}.act1", channels)
         self.conv1 = CausalConv1d(f"{name}.conv1.conv", channels, channels, KERNEL, dilation=dilation)
         self.snake2 = Snake(f"{name}.act2", channels)
-        self.conv2 = CausalConv1d(f"{name}.conv2.conv", channels, channels, 1)
+        self.conv2 = PointwiseConv1d(f"{name}.conv2.conv", channels, channels)
 
-    def __call__(self, x_BTC: Tensor, pieces: Pieces) -> Tensor:
-        inner = self.conv1(self.snake1(x_BTC), pieces)
-        return self.conv2(self.snake2(inner), pieces, residual=x_BTC)
+    def __call__(self, x_BTC: Tensor, pieces: Pieces) -> None:
+        """Adds to x in place."""
+        inner = self.conv1(x_BTC, pieces, bend=self.snake1)
+        self.conv2(self.snake2(inner, out=inner), x_BTC)
 
 
 class DecoderBlock:
@@ -133,10 +143,11 @@ class DecoderBlock:
         ]
 
     def __call__(self, x_BTC: Tensor, pieces: Pieces) -> Tensor:
-        x_BTC = self.upsample(self.snake(x_BTC), pieces)
+        x_BTC = self.upsample(x_BTC, pieces, bend=self.snake)
         if x_BTC.shape[1]:
             for unit in self.units:
-                x_BTC = unit(x_BTC, pieces)
+                with scope():
+                    unit(x_BTC, pieces)
         return x_BTC
 
 
@@ -174,6 +185,10 @@ class Code2Wav:
         """Of each frame but a stream's first, which gives fewer."""
         return math.prod(self.config.upsampling_ratios) * math.prod(self.config.upsample_rates)
 
+    def begin(self) -> WaveStream:
+        """A voice that has said nothing yet."""
+        return WaveStream()
+
     def decode(self, codes: Sequence[Tensor], streams: Sequence[WaveStream]) -> list[Tensor]:
         """The next samples of each stream, fp32 [n], from its next frames int64 [T, Q].
 
@@ -185,16 +200,17 @@ class Code2Wav:
             first = waiting[0]
             kind = min(len(rest[first]), MAX_FRAMES), streams[first].stage
             together = [i for i in waiting if (min(len(rest[i]), MAX_FRAMES), streams[i].stage) == kind]
-            samples = self._decode_together(
-                torch.stack([rest[i][: kind[0]] for i in together]), [streams[i] for i in together]
-            )
+            with scope():
+                samples = self._decode_together(
+                    torch.stack([rest[i][: kind[0]] for i in together]), [streams[i] for i in together]
+                )
             for i, own in zip(together, samples, strict=True):
                 parts[i].append(own)
                 rest[i] = rest[i][kind[0] :]
         return [torch.cat(own) if own else torch.empty(0) for own in parts]
 
     def _decode_together(self, codes_BTQ: Tensor, streams: Sequence[WaveStream]) -> Tensor:
-        """Samples [B, n] of streams of one stage."""
+        """Samples fp32 [B, n] of streams of one stage."""
         pieces = Pieces(streams)
         x_BTC = self._frames(codes_BTQ, streams)
         for upsample, convnext in zip(self.upsamples, self.convnexts, strict=True):
@@ -205,11 +221,11 @@ class Code2Wav:
                 x_BTC = block(x_BTC, pieces)
         samples = x_BTC.new_empty(len(streams), 0)
         if x_BTC.shape[1]:
-            samples = self.last(self.snake(x_BTC), pieces)[..., 0]
+            samples = self.last(x_BTC, pieces, bend=self.snake)[..., 0]
         for stream in streams:
             stream.num_frames += codes_BTQ.shape[1]
             stream.num_samples += samples.shape[1]
-        return samples.float().clamp_(-1, 1)
+        return samples.float().clamp(-1, 1)  # in memory of their own
 
     def _frames(self, codes_BTQ: Tensor, streams: Sequence[WaveStream]) -> Tensor:
         """What the transformer makes of the frames [B, T, C], of which each begins as the mean of its codes' rows."""

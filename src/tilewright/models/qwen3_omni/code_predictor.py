@@ -8,8 +8,6 @@ Legend of shape suffixes: B voices, T packed rows, D model width, Q codes of a f
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,11 +18,10 @@ from tilewright.layers.linear import GatheredLinear
 from tilewright.layers.rope import Rope
 from tilewright.layers.token_embedding import TokenEmbedding
 from tilewright.models.qwen3_omni.config import TALKER, CodePredictorConfig
+from tilewright.models.speaking import Choose
 from tilewright.ops import backend
 from tilewright.ops.kv_cache import TILE_DEPTH, KvCache
-
-# Tokens from fp32 logits [B, V] of the code at this place of the frame, 1 to Q - 1.
-Choose = Callable[[Tensor, int], Tensor]
+from tilewright.ops.plan import scope
 
 
 class CodePredictor:
@@ -49,21 +46,23 @@ class CodePredictor:
         self._caches: tuple[KvCache, ...] = ()  # a page for each voice; larger ones when there are more voices
         self._batches: dict[int, list[Batch]] = {}  # by the number of voices, one for each code
 
-    def predict(self, hidden_BD: Tensor, embedded_BD: Tensor, choose: Choose) -> Tensor:
-        """The codes 1 to Q - 1 of one frame of each voice, int64 [B, Q - 1].
+    def predict(self, x_TD: Tensor, choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
+        """The codes 1 to Q - 1 of one frame of each voice, each int64 [B], and their embeddings, each [B, D].
 
-        `hidden_BD` is what the talker's head read for the first code, `embedded_BD` the talker's embedding of it.
+        Two rows of x are a voice's: what the talker's head read for the first code, and the talker's embedding of it.
+        They are overwritten. All that is done here are kernel calls, if `choose` is one: a frame can be recorded.
         """
-        num_voices = len(hidden_BD)
-        batches = self._batches_for(num_voices, hidden_BD.dtype)
+        num_voices = len(x_TD) // 2
+        batches = self._batches_for(num_voices, x_TD.dtype)
         codes: list[Tensor] = []
+        rows: list[Tensor] = []
         for i in range(self.num_codes - 1):
-            if i == 0:
-                x_TD = torch.stack((hidden_BD, embedded_BD), dim=1).flatten(0, 1)
-            else:
-                x_TD = self.embeddings[i - 1](codes[-1])
-            codes.append(choose(self.logits(x_TD, batches[i], i), i + 1).to(x_TD.device))
-        return torch.stack(codes, dim=1)
+            with scope():
+                codes.append(choose(self.logits(x_TD, batches[i], i), i + 1).to(x_TD.device))
+            rows.append(self.embeddings[i](codes[-1]))
+            if i + 2 < self.num_codes:
+                x_TD = self.embeddings[i](codes[-1])  # once more: the layers overwrite it
+        return codes, rows
 
     def logits(self, x_TD: Tensor, batch: Batch, i: int) -> Tensor:
         """fp32 [B, V] of code i + 1, from the rows that are new with it; x is overwritten."""
@@ -72,11 +71,6 @@ class CodePredictor:
             layer(x_TD, batch, cos, sin)
         last = self.layers[-1](x_TD, batch, cos, sin, batch.logit_rows)
         return self.heads[i](self.norm(last), out_dtype=torch.float32)
-
-    def embed(self, codes_BQ: Tensor) -> Tensor:
-        """The sum of the embeddings of codes 1 to Q - 1, fp32 [B, D]."""
-        rows = [table(codes_B) for table, codes_B in zip(self.embeddings, codes_BQ.t().contiguous(), strict=True)]
-        return torch.stack(rows).float().sum(0)
 
     def _batches_for(self, num_voices: int, dtype: torch.dtype) -> list[Batch]:
         """Which rows each pass has: the first two of a frame, then one after the other."""

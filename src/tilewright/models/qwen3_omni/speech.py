@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from tilewright.layers.token_embedding import TokenEmbedding
+from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.qwen3_omni.code2wav import Code2Wav
 from tilewright.models.qwen3_omni.config import CODE2WAV, TALKER, THINKER, OmniConfig, Shapes
 from tilewright.models.qwen3_omni.talker import Talker
-from tilewright.models.qwen3_omni.talker_prompt import TalkerPrompt, talker_prompt
+from tilewright.models.qwen3_omni.talker_prompt import talker_prompt
+from tilewright.models.speaking import Embed, TalkerPrompt
 from tilewright.models.text_config import Config
 from tilewright.types import ModelInputs, RequestError, UnsupportedConfig
 
@@ -40,6 +42,18 @@ class OmniSpeech:
         self.code2wav = Code2Wav(config.code2wav)
         self.table_name = f"{THINKER}.model.embed_tokens"
         self.table = TokenEmbedding(self.table_name, text.num_embeddings, text.width) if has_table else None
+
+    @property
+    def text_end_id(self) -> int:
+        return self.turns.tts_eos
+
+    @property
+    def text_padding_id(self) -> int:
+        return self.turns.tts_pad
+
+    def embed_of(self, model: DecoderModel) -> Embed:
+        """Rows of the thinker's table: this one's where there is one, else the model's."""
+        return self.table or model.decoder.embed_tokens
 
     @property
     def voices(self) -> tuple[str, ...]:

@@ -20,10 +20,14 @@ from tilewright.layers.linear import GatheredLinear, Linear
 from tilewright.layers.rope import Rope
 from tilewright.layers.token_embedding import TokenEmbedding
 from tilewright.models.protocol import KvSpec
-from tilewright.models.qwen3_omni.code_predictor import Choose, CodePredictor
+from tilewright.models.qwen3_omni.code_predictor import CodePredictor
 from tilewright.models.qwen3_omni.config import TALKER, TalkerConfig
+from tilewright.models.speaking import Choose, Embed, Predict
+from tilewright.ops.activation import add
 from tilewright.ops.plan import empty, scope
 from tilewright.types import UnsupportedConfig
+
+NUM_SPECIAL = 1024  # the last ids of the codec's vocabulary are no codes
 
 
 class Projection:
@@ -66,6 +70,24 @@ class Talker:
     def num_position_axes(self) -> int:
         return self.rope.num_axes
 
+    @property
+    def width(self) -> int:
+        return self.config.text.width
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.text.vocab_size
+
+    @property
+    def end_id(self) -> int:
+        return self.config.codec.eos
+
+    @property
+    def never_said(self) -> tuple[int, ...]:
+        """The codec's special ids but its end."""
+        special = range(self.vocab_size - NUM_SPECIAL, self.vocab_size)
+        return tuple(code for code in special if code != self.end_id)
+
     def hidden(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """What the head reads of the rows that the batch asks for [R, D]; x is overwritten. Ids are not read."""
         rows = batch.logit_rows
@@ -82,13 +104,25 @@ class Talker:
         """fp32 [T, V] of what `hidden` gives."""
         return self.head(h_TD, out_dtype=torch.float32)
 
-    def complete_frames(self, hidden_BD: Tensor, first_codes_B: Tensor, choose: Choose) -> Tensor:
-        """Frames of codes int64 [B, Q], from the first code of each and the hidden state it was chosen by."""
-        embedded = self.codec_embedding(first_codes_B)
-        rest = self.code_predictor.predict(hidden_BD, embedded, choose)
-        return torch.cat((first_codes_B[:, None], rest), dim=1)
+    def step(self, embed: Embed, text_ids_T: Tensor, codec_TD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the head reads of each row, and fp32 logits, from the ids of its text and from its codec rows.
 
-    def embed_frames(self, codes_BQ: Tensor) -> Tensor:
-        """The codec rows of frames [B, D]: the sum of the embeddings of their codes."""
-        first = self.codec_embedding(codes_BQ[:, 0].contiguous())
-        return (first.float() + self.code_predictor.embed(codes_BQ[:, 1:])).to(first.dtype)
+        Kernel calls alone: a step of one row for each voice can be recorded.
+        """
+        x_TD = self.text_projection(embed(text_ids_T))
+        hidden_TD = self.hidden(add(x_TD, codec_TD, out=x_TD), batch)
+        return hidden_TD, self.logits(hidden_TD)
+
+    def complete_frames(
+        self, hidden_BD: Tensor, first_codes_B: Tensor, choose: Choose, predict: Predict | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Frames of codes int64 [B, Q], and the codec rows [B, D] that they are for the step after.
+
+        Made from the first code of each and the hidden state it was chosen by. A codec row is the sum of the embeddings
+        of a frame's codes. `predict` stands in for the code predictor's own: one that is recorded.
+        """
+        embedded = self.codec_embedding(first_codes_B)
+        rows = torch.stack((hidden_BD, embedded), dim=1).flatten(0, 1)
+        codes, others = (predict or self.code_predictor.predict)(rows, choose)
+        total = torch.stack(others).float().sum(0) + embedded.float()
+        return torch.stack((first_codes_B, *codes), dim=1), total.to(embedded.dtype)

@@ -12,45 +12,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from tilewright.models.qwen3_omni.config import CodecTokens, TurnTokens
+from tilewright.models.speaking import TalkerPrompt
 from tilewright.types import RequestError
 
 NUM_HEADER_TOKENS = 3  # <|im_start|>, the role and a line break
 NUM_PADDING = 4
-
-
-@dataclass(frozen=True)
-class TalkerPrompt:
-    """The rows before the answer's first token, and where they stand; the row of that token is the prompt's last."""
-
-    text_ids: tuple[int, ...]  # of the thinker's vocabulary; a medium's rows have its placeholder
-    codec_ids: tuple[int, ...]  # of the talker's: of the last rows, the one of the answer's first token included
-    positions: np.ndarray  # int64 [A, rows], that of the answer's first token included; later ones follow
-    media_rows: tuple[int, ...]  # which rows are states of the thinker,
-    thinker_rows: tuple[int, ...]  # and of which tokens of its prompt
-    written_ids: tuple[int, ...] = ()  # what the prompt has of the answer itself
-
-    @property
-    def num_rows(self) -> int:
-        """With the row of the answer's first token."""
-        return len(self.text_ids) + 1
-
-    @property
-    def num_plain_rows(self) -> int:
-        """Those without a codec token."""
-        return self.num_rows - len(self.codec_ids)
-
-    def codec_id(self, row: int) -> int | None:
-        return self.codec_ids[row - self.num_plain_rows] if row >= self.num_plain_rows else None
-
-    @property
-    def next_position(self) -> int:
-        """Of the row after the prompt, on every axis."""
-        return int(self.positions[:, -1].max()) + 1
 
 
 def talker_prompt(

@@ -1,4 +1,4 @@
-"""Activations, gated activations, sigmoid gates and the residual add."""
+"""Activations, gated activations, sigmoid gates, the residual add and snakes."""
 
 import torch
 from torch import Tensor
@@ -30,3 +30,8 @@ def add(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     return into(out, (x.float() * gate.float().sigmoid()).to(x.dtype))
+
+
+def snake(x: Tensor, scale: Tensor, share: Tensor, *, out: Tensor | None = None) -> Tensor:
+    wide = x.float()
+    return into(out, (wide + torch.sin(wide * scale).square() * share).to(x.dtype))
