@@ -211,11 +211,37 @@ def test_flags_of_the_command(folder, flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_voice_that_fails_ends_its_request_alone(engine, monkeypatch):
-    def broken(rows):
+def test_a_voice_that_fails_leaves_the_others(engine, monkeypatch):
+    question, sampling = asked("Tell me more."), {"max_tokens": 20, "temperature": 0, "ignore_eos": True, **SPOKEN}
+    alone = engine.chat(question, voice="ann", **sampling)
+    runner, bob = engine.loop.core.speech.scheduler.runner, tiny_speech.TALKER["speaker_id"]["bob"]
+    speak = runner.speak
+
+    def failing(rows):
+        if any(bob in row.voice.prompt.codec_ids and len(row.voice.frames) == 3 for row in rows):
+            raise RuntimeError("out of breath")
+        speak(rows)
+
+    monkeypatch.setattr(runner, "speak", failing)
+    failed, healthy = (engine.submit_chat(question, voice=voice, **sampling) for voice in ("bob", "ann"))
+    with pytest.raises(Exception, match="out of breath"):
+        failed.result()
+    (beside,) = healthy.result()
+    assert beside.token_ids == alone.token_ids and np.array_equal(beside.audio, alone.audio)
+    core = engine.loop.core
+    assert core.speech.scheduler.pool.num_used == 0 and not core.has_work
+
+
+@pytest.mark.parametrize("where", ["talker", "scheduler"])
+def test_speech_that_fails_leaves_text(engine, monkeypatch, where):
+    def broken(*args):
         raise RuntimeError("out of breath")
 
-    monkeypatch.setattr(engine.loop.core.speech.scheduler.runner, "speak", broken)
+    scheduler = engine.loop.core.speech.scheduler
+    if where == "talker":
+        monkeypatch.setattr(scheduler.runner, "speak", broken)
+    else:
+        monkeypatch.setattr(scheduler, "_choose_rows", broken)
     speaking = engine.submit_chat(asked("Tell me more."), max_tokens=30, temperature=0, ignore_eos=True, **SPOKEN)
     assert engine.chat(asked("What?"), **GREEDY).finish_reason
     with pytest.raises(Exception, match="out of breath"):
