@@ -31,6 +31,7 @@ IDS = {token: tiny_checkpoint.FIRST_SPECIAL + i for i, token in enumerate(SPECIA
 END = IDS["<|end|>"]
 GREEDY = {"max_tokens": 10, "temperature": 0}
 SPOKEN = {"modalities": ("text", "audio")}
+OPTIONS = {"dtype": "float32", "pack_cache": False, "kv_memory": "64MB", "max_sequences": 4}
 
 
 def whole_config(byte_ids):
@@ -71,7 +72,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    with Engine(folder, dtype="float32", pack_cache=False, kv_memory="64MB", max_sequences=4) as engine:
+    with Engine(folder, **OPTIONS) as engine:
         yield engine
 
 
@@ -129,6 +130,33 @@ def test_what_is_said_is_what_transformers_says(engine, network, sounds):
         length = min(len(samples), len(ours.audio))
         assert length > 30 and np.abs(ours.audio[:length] - samples[:length]).max() < 1e-4
         assert len(ours.audio) == len(samples) or len(samples) > 58 * 48
+
+
+def said(engine, questions, monkeypatch):
+    """The answers to questions, and the codes of each."""
+    runner, frames = engine.loop.core.speech.scheduler.runner, {}
+    speak = runner.speak
+
+    def watched(rows):
+        speak(rows)
+        frames.update({row.voice.id: row.voice.frames for row in rows})
+
+    monkeypatch.setattr(runner, "speak", watched)
+    answers = [engine.chat(question, **GREEDY, **SPOKEN) for question in questions]
+    return answers, [frames[voice] for voice in sorted(frames)]
+
+
+@pytest.mark.alone  # an engine of two processes, which wait for each other
+def test_two_ranks_say_what_one_says(folder, engine, monkeypatch):
+    """The thinker is split, the hidden states of a sound that the talker reads too; the voice is on the first rank."""
+    questions = [asked("Who is it?"), asked("What is heard?", tone())]
+    answers, frames = said(engine, questions, monkeypatch)
+    with Engine(folder, tp=2, **OPTIONS) as of_two:
+        their_answers, their_frames = said(of_two, questions, monkeypatch)
+    assert frames == their_frames and len(frames) == 2 and all(len(own) > 3 for own in frames)
+    for one, two in zip(answers, their_answers, strict=True):
+        assert one.token_ids == two.token_ids and one.audio.shape == two.audio.shape
+        assert np.abs(one.audio - two.audio).max() < 1e-4 and np.abs(one.audio).max() > 0.01
 
 
 def test_sound_comes_while_text_is_written(engine):
@@ -211,11 +239,37 @@ def test_flags_of_the_command(folder, flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_voice_that_fails_ends_its_request_alone(engine, monkeypatch):
-    def broken(rows):
+def test_a_voice_that_fails_leaves_the_others(engine, monkeypatch):
+    question, sampling = asked("Tell me more."), {"max_tokens": 20, "temperature": 0, "ignore_eos": True, **SPOKEN}
+    alone = engine.chat(question, voice="ann", **sampling)
+    runner, bob = engine.loop.core.speech.scheduler.runner, tiny_speech.TALKER["speaker_id"]["bob"]
+    speak = runner.speak
+
+    def failing(rows):
+        if any(bob in row.voice.prompt.codec_ids and len(row.voice.frames) == 3 for row in rows):
+            raise RuntimeError("out of breath")
+        speak(rows)
+
+    monkeypatch.setattr(runner, "speak", failing)
+    failed, healthy = (engine.submit_chat(question, voice=voice, **sampling) for voice in ("bob", "ann"))
+    with pytest.raises(Exception, match="out of breath"):
+        failed.result()
+    (beside,) = healthy.result()
+    assert beside.token_ids == alone.token_ids and np.array_equal(beside.audio, alone.audio)
+    core = engine.loop.core
+    assert core.speech.scheduler.pool.num_used == 0 and not core.has_work
+
+
+@pytest.mark.parametrize("where", ["talker", "scheduler"])
+def test_speech_that_fails_leaves_text(engine, monkeypatch, where):
+    def broken(*args):
         raise RuntimeError("out of breath")
 
-    monkeypatch.setattr(engine.loop.core.speech.scheduler.runner, "speak", broken)
+    scheduler = engine.loop.core.speech.scheduler
+    if where == "talker":
+        monkeypatch.setattr(scheduler.runner, "speak", broken)
+    else:
+        monkeypatch.setattr(scheduler, "_choose_rows", broken)
     speaking = engine.submit_chat(asked("Tell me more."), max_tokens=30, temperature=0, ignore_eos=True, **SPOKEN)
     assert engine.chat(asked("What?"), **GREEDY).finish_reason
     with pytest.raises(Exception, match="out of breath"):

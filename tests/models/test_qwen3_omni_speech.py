@@ -239,6 +239,69 @@ def test_recorded_frames_are_those_that_are_not(seeds):
     assert all(torch.equal(one, other) for one, other in zip(said[0][1], said[1][1], strict=True))
 
 
+class OutOfBreathError(Exception):
+    pass
+
+
+class IllVoice:
+    """Makes the work on the second of a scheduler's voices raise when it is done, after so many frames."""
+
+    def __init__(self, scheduler, where, voice, num_frames):
+        self.where, self.voice, self.num_frames = where, voice, num_frames
+        self.scheduler, self.most_together = scheduler, 0
+        of, name = (scheduler.runner, "_complete") if where == "codes" else (
+            scheduler.runner.code2wav, "_decode_together"
+        )  # fmt: skip
+        self.work = getattr(of, name)
+        setattr(of, name, self)
+
+    def __call__(self, *args):
+        result, them = self.work(*args), args[-1]
+        self.most_together = max(self.most_together, len(them))
+        if self.mark in them and len(self.voice.frames) >= self.num_frames:
+            raise OutOfBreathError("out of breath")
+        return result
+
+    @property
+    def mark(self):
+        if self.where == "codes":
+            return self.voice
+        return next((item.stream for item in self.scheduler._speaking if item.voice is self.voice), None)
+
+
+def begun(scheduler, seeds):
+    token_ids = prompt_ids(CONVERSATIONS["question"])
+    voices = [make_voice(token_ids, Any(token_ids), SpeechParams(max_frames=14), seed=seed) for seed in seeds]
+    for voice in voices:
+        voice.hear([60, 61, 62, 63, 64, END], is_complete=True)
+        scheduler.add(voice)
+    return voices
+
+
+@pytest.mark.parametrize("where", ["codes", "samples"])
+@pytest.mark.parametrize("num_frames", [0, 6])
+def test_a_voice_that_fails_is_silent_alone(where, num_frames):
+    """Of three that speak together; the others say what they say without it, bit for bit."""
+    scheduler = make_scheduler()
+    healthy = begun(scheduler, (1, 3))
+    expected = spoken(scheduler, healthy)
+    scheduler = make_scheduler()
+    voices = begun(scheduler, (1, 2, 3))
+    ill = IllVoice(scheduler, where, voices[1], num_frames)
+    samples, failures = {voice: [] for voice in voices}, []
+    while scheduler.has_work:
+        for item in scheduler.step():
+            samples[item.voice].append(item.samples)
+            failures += [item] if item.error else []
+    assert ill.most_together == 3
+    (failed,) = failures
+    assert failed.voice is voices[1] and isinstance(failed.error, OutOfBreathError) and failed.is_done
+    assert scheduler.pool.num_used == 0
+    for voice, other, own in zip(voices[::2], healthy, expected, strict=True):
+        assert voice.frames == other.frames and len(voice.frames) > 4
+        assert torch.equal(torch.cat(samples[voice]), own)
+
+
 def test_sampled_speech_depends_on_its_seed_alone():
     assert drawn(1) == drawn(1, others=(2, 3)) != drawn(2)
 

@@ -68,6 +68,15 @@ def recorded():
     return step, plan, result
 
 
+def test_a_step_that_raises_leaves_its_memory():
+    arena, addresses = Arena(), []
+    for _ in range(3):
+        with pytest.raises(KeyError), arena.use(), arena.scope():
+            addresses.append(arena.empty((100,), torch.float32).data_ptr())
+            raise KeyError
+    assert len(set(addresses)) == 1
+
+
 def test_a_replay_follows_the_numbers(recorded):
     step, plan, result = recorded
     assert plan.num_calls == NUM_CALLS

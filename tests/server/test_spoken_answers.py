@@ -13,6 +13,7 @@ from conftest import serving
 from speaking_backend import PIECES, SAMPLES, SpeakingBackend
 
 from tilewright.server.link.backend import AUDIO_RATE
+from tilewright.sound_file import encode
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,21 @@ def test_other_formats(url, format):
     with av.open(io.BytesIO(base64.b64decode(message["audio"]["data"]))) as container:
         num_samples = sum(frame.samples / frame.sample_rate for frame in container.decode(audio=0)) * AUDIO_RATE
     assert abs(num_samples - len(SAMPLES)) < AUDIO_RATE / 8
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "audio/speech"])
+def test_the_server_answers_others_while_sound_is_encoded(url, path, monkeypatch):
+    """The encoder asks the server itself: on the server's event loop it would wait for its own end."""
+    seen = []
+
+    def asking(*args):
+        seen.append(httpx.get(f"{url}/v1/models", timeout=20).status_code)
+        return encode(*args)
+
+    for module in ("spoken_sound", "speech.writer"):
+        monkeypatch.setattr(f"tilewright.server.{module}.encode", asking)
+    made = asked(url, **spoken(format="mp3")) if path == "chat/completions" else read_out(url)
+    assert made.status_code == 200 and seen == [200]
 
 
 def test_a_stream_has_samples_as_they_come(url, backend):

@@ -169,23 +169,28 @@ class EngineCore:
         return results
 
     def _step_speech(self, speech: Speech, results: list[tuple[Sequence, Delta]]) -> list[tuple[Sequence, Delta]]:
-        """The text's results with those of voices. An answer that is spoken ends when all has been said."""
+        """The text's results with those of voices. An answer that is spoken ends when all has been said.
+
+        A voice that fails ends its request alone.
+        """
         for request_id in self.failures:
             speech.forget(request_id)
         heard = [self._hear(speech, sequence, delta) for sequence, delta in results]
         try:
             parts = speech.step()
-        except Exception as error:  # of whichever voice it is: they speak together
-            for sequence in speech.sequences:
-                self.failures.setdefault(sequence.request_id, error)
-            for request_id in self.failures:
-                self.scheduler.abort(request_id)
-                speech.forget(request_id)
-            return [item for item in heard if item[0].request_id not in self.failures]
+        except Exception as error:  # with no voice by itself
+            self.failures.update({sequence.request_id: error for sequence in speech.sequences})
+            parts = []
         for part in parts:
+            if part.error is not None:
+                self.failures.setdefault(part.sequence.request_id, part.error)
+                continue
             reason = self._finish_reasons.pop(part.sequence, None) if part.is_done else None
             heard.append((part.sequence, Delta(part.sequence.index, audio=part.samples, finish_reason=reason)))
-        return heard
+        for request_id in self.failures:
+            self.scheduler.abort(request_id)
+            speech.forget(request_id)
+        return [item for item in heard if item[0].request_id not in self.failures]
 
     def _hear(self, speech: Speech, sequence: Sequence, delta: Delta) -> tuple[Sequence, Delta]:
         """A Delta of text, which its voice hears first; where it is the last, the answer goes on until that is done."""

@@ -131,7 +131,10 @@ class WaveDecoder(Protocol):
         """What one voice carries from piece to piece."""
 
     def decode(self, codes: Sequence[Tensor], streams: Sequence[Any]) -> list[Tensor]:
-        """The next samples of each stream, fp32 [n], from its next frames int64 [T, Q]."""
+        """The next samples of each stream, fp32 [n], from its next frames int64 [T, Q].
+
+        Where it raises, all streams are as they were.
+        """
 
 
 class Speaker(Protocol):

@@ -62,8 +62,10 @@ class Arena:
     def scope(self) -> Iterator[None]:
         """What is handed out within is free again afterwards."""
         mark = self._chunk, self._used_bytes
-        yield
-        self._chunk, self._used_bytes = mark
+        try:
+            yield
+        finally:
+            self._chunk, self._used_bytes = mark
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ class ChatWriter(ChunkWriter):
 
     def __init__(self, body: ChatBody, model: ModelInfo) -> None:
         super().__init__(body)
+        self.has_sound = body.is_spoken
         self._body = body
         self._model = model
         self._id = f"chatcmpl-{uuid.uuid4().hex}"

@@ -14,6 +14,7 @@ class ChunkWriter(ABC):
     """A `respond.Writer` that streams chunks, with the usage at the end if stream_options.include_usage is set."""
 
     names_events = False
+    has_sound = False
 
     def __init__(self, body: SamplingBody) -> None:
         self._wants_usage = body.stream_options is not None and body.stream_options.include_usage

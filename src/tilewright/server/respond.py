@@ -34,6 +34,10 @@ class Writer(Protocol):
 
     names_events: bool  # whether a chunk's "type" is sent as the name of its event, and no [DONE] at the end
 
+    @property
+    def has_sound(self) -> bool:
+        """Whether `result` encodes sound: some seconds for minutes of it, and in another thread therefore."""
+
     def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[Mapping[str, Any]]: ...
 
     def closing_chunks(self) -> Iterator[Mapping[str, Any]]: ...
@@ -205,7 +209,11 @@ class AnswerResponse(EventResponse):
             for one in new:
                 for _ in self._writer.add(*one):
                     pass
-        await _as_response(self._writer.result())(scope, receive, send)
+        response = await asyncio.to_thread(self._whole) if self._writer.has_sound else self._whole()
+        await response(scope, receive, send)
+
+    def _whole(self) -> Response:
+        return _as_response(self._writer.result())
 
     async def _events(self, send: Send | None) -> Any:
         """The engine's events until all prompts are answered. With `send`, comments keep a silent stream alive."""

@@ -23,6 +23,8 @@ from tilewright.ops import sample as ops
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena
 
+Frame = tuple[list[int], Tensor]  # its codes, and the codec row that they are for the step after
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -76,24 +78,25 @@ class SpeechRunner:
 
     @torch.inference_mode()
     def speak(self, rows: Sequence[Rows]) -> None:
-        """Computes rows of voices. A voice whose row is asked gains a frame, or is finished."""
+        """Computes rows of voices. A voice whose row is asked gains a frame, or is finished.
+
+        Where it raises, every voice is as it was: the same rows write the same keys and values, and draw the same
+        codes, when they are computed again.
+        """
         hidden_BD, logits_BV = self._step(rows)
+        asked = [item.voice for item in rows if item.is_asked]
+        frames = self._frames(hidden_BD, logits_BV, asked) if asked else []
         for item in rows:
             item.voice.num_computed = item.end
-        asked = [item.voice for item in rows if item.is_asked]
-        if not asked:
-            return
-        codes = self._first_codes(logits_BV, asked)
-        goes_on = codes != self.talker.end_id
-        for voice, is_going in zip(asked, goes_on.tolist(), strict=True):
-            voice.is_finished = not is_going
-        going = [voice for voice in asked if not voice.is_finished]
-        if going:
-            self._complete(hidden_BD[goes_on.to(hidden_BD.device)], codes[goes_on], going)
+        for voice, frame in zip(asked, frames, strict=True):
+            if frame is None:
+                voice.is_finished = True
+            else:
+                voice.say(*frame)
 
     @torch.inference_mode()
     def decode(self, pieces: Sequence[tuple[Any, Sequence[Sequence[int]]]]) -> list[Tensor]:
-        """The samples that the next frames of each stream give, fp32 [n]."""
+        """The samples that the next frames of each stream give, fp32 [n]. Streams are as they were if it raises."""
         codes = [torch.tensor(frames, device=backend.device()) for _, frames in pieces]
         with self._arena.use():
             return [samples.cpu() for samples in self.code2wav.decode(codes, [stream for stream, _ in pieces])]
@@ -107,17 +110,27 @@ class SpeechRunner:
             hidden_BD = self.talker.hidden(self._inputs(rows), self._batch(rows))
             return hidden_BD, self.talker.logits(hidden_BD)
 
-    def _complete(self, hidden_BD: Tensor, codes_B: Tensor, voices: Sequence[Voice]) -> None:
-        """The other codes of the frames whose first are given."""
+    def _frames(self, hidden_BD: Tensor, logits_BV: Tensor, voices: Sequence[Voice]) -> list[Frame | None]:
+        """The next frame of each voice; None where the code that was drawn is the end."""
+        codes = self._first_codes(logits_BV, voices)
+        goes_on = codes != self.talker.end_id
+        is_going = goes_on.tolist()
+        going = [voice for voice, goes in zip(voices, is_going, strict=True) if goes]
+        if not going:
+            return [None] * len(voices)
+        frames = iter(self._complete(hidden_BD[goes_on.to(hidden_BD.device)], codes[goes_on], going))
+        return [next(frames) if goes else None for goes in is_going]
+
+    def _complete(self, hidden_BD: Tensor, codes_B: Tensor, voices: Sequence[Voice]) -> list[Frame]:
+        """The frames whose first codes are given."""
         count = len(voices)
-        draws = self._draws.setdefault(count, CodeDraws(count, self.talker.code_predictor.num_codes))
+        if count not in self._draws:
+            self._draws[count] = CodeDraws(count, self.talker.code_predictor.num_codes)
+        draws = self._draws[count]
         draws.fill(voices)
         predict = None if self._recorded is None or count > MAX_RECORDED_TOKENS else self._recorded.predict
         frames, rows = self.talker.complete_frames(hidden_BD, codes_B.to(hidden_BD.device), draws.choose, predict)
-        for voice, frame, row in zip(voices, frames.tolist(), rows, strict=True):
-            voice.frames.append(frame)
-            voice.codec_row = row
-            voice.is_finished = len(voice.frames) >= voice.params.max_frames
+        return list(zip(frames.tolist(), rows, strict=True))
 
     def _first_codes(self, logits_BV: Tensor, voices: Sequence[Voice]) -> Tensor:
         """The next first code of each voice, int64 [B]."""

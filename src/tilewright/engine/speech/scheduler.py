@@ -17,14 +17,17 @@ from tilewright.types import RequestError
 MAX_PROMPT_ROWS = 256
 FRAMES_PER_PIECE = 4
 
+Piece = tuple[Any, list[list[int]]]  # a stream, and its next frames
+
 
 @dataclass(frozen=True)
 class Spoken:
-    """What a step added to a voice. It is done when all its samples are there."""
+    """What a step added to a voice. It is done when all its samples are there, or when it failed."""
 
     voice: Voice
     samples: Tensor  # fp32 [n]
     is_done: bool
+    error: Exception | None = None  # why it failed
 
 
 @dataclass(eq=False)
@@ -84,15 +87,17 @@ class SpeechScheduler:
                 return
 
     def step(self) -> list[Spoken]:
-        """Each voice speaks its next frame, if its text is known, and gives samples if there are enough frames."""
+        """Each voice speaks its next frame, if its text is known, and gives samples if there are enough frames.
+
+        Voices are computed together. Where that raises, each is computed by itself, with the same result: those that
+        raise alone have failed, and hold nothing any more; the others go on.
+        """
         done = [voice for voice in self.waiting if voice.is_finished]  # with nothing to say
         for voice in done:
             self.drop(voice)
         self._admit()
-        rows = self._choose_rows()
-        if rows:
-            self.runner.speak(rows)
-        return [Spoken(voice, torch.empty(0), True) for voice in done] + self._decode()
+        failed = self._speak(self._choose_rows())
+        return [Spoken(voice, torch.empty(0), True) for voice in done] + failed + self._decode()
 
     def _admit(self) -> None:
         while self.waiting and self.pool.pages_for(self.waiting[0].num_max_rows) <= self.pool.num_free:
@@ -116,17 +121,48 @@ class SpeechScheduler:
                 budget -= count if voice.num_computed < voice.prompt.num_rows else 0
         return rows
 
+    def _speak(self, rows: list[Rows]) -> list[Spoken]:
+        """Computes the rows of voices; those that fail."""
+        if not rows:
+            return []
+        try:
+            self.runner.speak(rows)
+            return []
+        except Exception as error:
+            if len(rows) == 1:
+                return [self._fail(rows[0].voice, error)]
+        return [failed for row in rows for failed in self._speak([row])]
+
+    def _fail(self, voice: Voice, error: Exception) -> Spoken:
+        self.drop(voice)
+        return Spoken(voice, torch.empty(0), True, error)
+
     def _decode(self) -> list[Spoken]:
         """Samples of those that have enough frames for a piece, or no further ones."""
         ready = [item for item in self._speaking if item.num_pending >= FRAMES_PER_PIECE or item.voice.is_finished]
         pieces = [(item.stream, item.voice.frames[item.num_decoded :][:FRAMES_PER_PIECE]) for item in ready]
         with_frames = [piece for piece in pieces if piece[1]]
-        samples = iter(self.runner.decode(with_frames) if with_frames else ())
+        results = iter(self._samples(with_frames))
         spoken = []
         for item, (_, frames) in zip(ready, pieces, strict=True):
+            samples = next(results) if frames else torch.empty(0)
+            if isinstance(samples, Exception):
+                spoken.append(self._fail(item.voice, samples))
+                continue
             item.num_decoded += len(frames)
             is_done = item.voice.is_finished and not item.num_pending
-            spoken.append(Spoken(item.voice, next(samples) if frames else torch.empty(0), is_done))
+            spoken.append(Spoken(item.voice, samples, is_done))
             if is_done:
                 self._release(item)
         return spoken
+
+    def _samples(self, pieces: list[Piece]) -> list[Tensor | Exception]:
+        """The samples of each piece, or why it has none."""
+        if not pieces:
+            return []
+        try:
+            return [*self.runner.decode(pieces)]
+        except Exception as error:
+            if len(pieces) == 1:
+                return [error]
+        return [result for piece in pieces for result in self._samples([piece])]

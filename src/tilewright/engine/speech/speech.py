@@ -28,11 +28,12 @@ class _Spoken:
 
 @dataclass(frozen=True)
 class SpokenPart:
-    """What was added to the sound of an answer, and whether that was all of it."""
+    """What was added to the sound of an answer, and whether that was all of it, or all that there will be."""
 
     sequence: Sequence
     samples: np.ndarray
     is_done: bool
+    error: Exception | None = None  # why the rest cannot be said
 
 
 class Speech:
@@ -107,7 +108,7 @@ class Speech:
             if len(samples):
                 item.samples.append(samples)
             if len(samples) or spoken.is_done:
-                parts.append(SpokenPart(item.sequence, samples, spoken.is_done))
+                parts.append(SpokenPart(item.sequence, samples, spoken.is_done, spoken.error))
         return parts
 
     def sound(self, sequence: Sequence) -> np.ndarray | None:

@@ -64,6 +64,12 @@ class Voice:
         if is_complete and not self.text_ids:
             self.is_finished = True  # there is nothing to say
 
+    def say(self, codes: list[int], codec_row: Tensor) -> None:
+        """One frame more."""
+        self.frames.append(codes)
+        self.codec_row = codec_row
+        self.is_finished = len(self.frames) >= self.params.max_frames
+
     @property
     def num_max_rows(self) -> int:
         return self.prompt.num_rows + self.params.max_frames

@@ -59,6 +59,14 @@ class WaveStream(Stream):
         """Equal for streams whose layers carry as many rows: from the first sample on, all do."""
         return -1 if self.num_samples else self.num_frames
 
+    def mark(self) -> tuple[dict[object, Tensor], int, int]:
+        """Where it is now. What a layer carries is replaced, never written over: the tensors need no copy."""
+        return dict(self.rows), self.num_frames, self.num_samples
+
+    def go_back(self, mark: tuple[dict[object, Tensor], int, int]) -> None:
+        """To where it was."""
+        self.rows, self.num_frames, self.num_samples = mark
+
 
 class _WindowBatch:
     """Frames of several streams that attend to at most the last `window` of their own, theirs included.
@@ -192,8 +200,18 @@ class Code2Wav:
     def decode(self, codes: Sequence[Tensor], streams: Sequence[WaveStream]) -> list[Tensor]:
         """The next samples of each stream, fp32 [n], from its next frames int64 [T, Q].
 
-        Streams that are alike (as many frames, equally far) go through the network together.
+        Streams that are alike (as many frames, equally far) go through the network together. Where it raises, all
+        streams are as they were.
         """
+        before = [stream.mark() for stream in streams]
+        try:
+            return self._decode(codes, streams)
+        except BaseException:
+            for stream, mark in zip(streams, before, strict=True):
+                stream.go_back(mark)
+            raise
+
+    def _decode(self, codes: Sequence[Tensor], streams: Sequence[WaveStream]) -> list[Tensor]:
         parts: list[list[Tensor]] = [[] for _ in streams]
         rest = list(codes)
         while waiting := [i for i, frames in enumerate(rest) if len(frames)]:

@@ -18,6 +18,7 @@ class ResponsesWriter:
     """Writes the answer to one Responses request, whose conversation is `chat`."""
 
     names_events = True
+    has_sound = False
 
     def __init__(self, request: Mapping[str, Any], chat: ChatBody, model: ModelInfo, history: History) -> None:
         self._request = request

@@ -27,6 +27,7 @@ class SpeechWriter:
     """Writes what is said, and nothing of the text."""
 
     names_events = False
+    has_sound = True
 
     def __init__(self, body: SpeechBody) -> None:
         self._format = body.response_format

@@ -17,6 +17,7 @@ class TranscriptionWriter:
     """Writes what was heard: a text, an object, or events with pieces of it. Reasoning is no part of it."""
 
     names_events = False
+    has_sound = False
 
     def __init__(self, body: TranscriptionBody, chat: ChatBody, model: ModelInfo) -> None:
         self._body, self._chat, self._model = body, chat, model
