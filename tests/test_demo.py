@@ -52,7 +52,8 @@ def answered(engine, picture, question):
 
 
 def test_three_questions_about_the_bundled_picture(engine, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(embedded._FOLDERS, "tiny_draw", tmp_path)  # as in a package without it
+    for other in ("tiny_draw", "tiny_omni"):
+        monkeypatch.setitem(embedded._FOLDERS, other, tmp_path)  # as in a package without it
     assert cli.main(["demo", *FLAGS]) == 0
     captured = capsys.readouterr()
     head, *blocks = captured.out.split("\n\n")
@@ -70,9 +71,12 @@ def test_three_questions_about_the_bundled_picture(engine, tmp_path, monkeypatch
     assert captured.err.count("\n") == 1 and "Another: -m" in captured.err
 
 
-def test_then_a_picture_is_made_and_looked_at(engine, capsys):
+def test_then_a_picture_is_made_and_looked_at_and_a_spoken_question_answered(engine, capsys):
     assert cli.main(["demo", *FLAGS]) == 0
-    made, asked = capsys.readouterr().out.split("\n\n")[4:]
+    made, asked, sound, heard, told = capsys.readouterr().out.split("\n\n")[4:]
+    assert sound == f"{embedded.DEMO_SOUND}\n{embedded.OMNI_NAME}"
+    assert heard.startswith("What is said?\nWhat colour is\n6 tokens")
+    assert told.startswith("Answer the question.\nYellow")
     assert made.startswith(f'tilewright image "{demo.DRAWN}"\n{embedded.DRAWING_NAME} 256x256, ')
     with Diffusion() as diffusion:
         [picture] = diffusion.generate(demo.DRAWN, seed=demo.SEED).images

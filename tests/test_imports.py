@@ -23,10 +23,10 @@ LEVELS = [
     ["engine", "diffusion"],
     ["models"],
     ["layers"],
-    ["weights", "parallel", "inputs", "embedded"],
+    ["weights", "parallel", "inputs"],
     ["ops"],
     ["_kernels"],
-    ["host_memory"],
+    ["host_memory", "embedded"],
     ["types", "config", "control_group", "cpu_name", "event_loop", "model_files", "sound_file"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -1,4 +1,4 @@
-"""`tilewright demo`: answers questions about a picture, then makes a picture and looks at it."""
+"""`tilewright demo`: answers questions about a picture, makes a picture and looks at it, and answers what it hears."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewright import config, embedded, engine_flags
 from tilewright import terminal_chat as chat
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 QUESTIONS = ("Describe the picture.", "How many shapes are there?", "What does it say?")
 DRAWN = "a red circle left of a blue square"
 QUESTION_OF_DRAWN = "Describe the picture."
+QUESTIONS_OF_SOUND = ("What is said?", "Answer the question.")
 SEED = 1
 MAX_TOKENS = 64
 BOLD, DIM, RESET = "\033[1m", "\033[2m", "\033[0m"
@@ -36,7 +37,8 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="answer questions about a picture",
         description="Answers each QUESTION about a picture on standard output, with the time to the first token and "
         "the speed. Without arguments: three questions about a picture, for a model, which are both part of "
-        "the package; then the other model of the package makes a picture, and the first one tells what it sees. "
+        "the package; then another model of the package makes a picture, and the first one tells what it sees; a "
+        "third one answers a question that is spoken. "
         "NO_COLOR or a pipe turns colours off.",
         epilog="""examples:
   tilewright demo
@@ -73,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
                 drawn = _draw(style)
                 _show(drawn, style)
                 _ask(engine, drawn, QUESTION_OF_DRAWN, options.max_tokens, style)
+            if _is_bare(options) and embedded.has("tiny_omni"):
+                _listen(options.max_tokens, style)
         except BrokenPipeError:
             chat.discard_output()
     return 0
@@ -116,14 +120,31 @@ def _show(image: Image.Image, style: Style) -> None:
 
 
 def _ask(engine: Engine, image: Image.Image, question: str, max_tokens: int, style: Style) -> None:
+    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
+    _write_answer(engine, content, question, max_tokens, style)
+
+
+def _listen(max_tokens: int, style: Style) -> None:
+    """A spoken question: what it is in writing, and the answer, by the embedded model that hears."""
+    from tilewright.engine.engine import Engine
+
+    sound = {"type": "audio", "audio": str(embedded.DEMO_SOUND)}
+    print(f"\n{embedded.DEMO_SOUND}", flush=True)
+    with Engine(embedded.path("tiny_omni"), max_sequences=1) as engine:
+        print(style.dim(engine.loaded.name))
+        for question in QUESTIONS_OF_SOUND:
+            content = [sound, {"type": "text", "text": question}]
+            _write_answer(engine, content, question, max_tokens, style)
+
+
+def _write_answer(engine: Engine, content: list[dict[str, Any]], question: str, max_tokens: int, style: Style) -> None:
     print(f"\n{style.bold(question)}", flush=True)
-    completion = answer(engine, image, question, max_tokens)
+    completion = answer(engine, content, max_tokens)
     print(f"\n{style.dim(chat.speeds(completion))}", flush=True)
 
 
-def answer(engine: Engine, image: Image.Image, question: str, max_tokens: int) -> Completion:
+def answer(engine: Engine, content: list[dict[str, Any]], max_tokens: int) -> Completion:
     """The answer, written to standard output as it comes."""
-    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
     handle = engine.submit_chat([{"role": "user", "content": content}], temperature=0.0, max_tokens=max_tokens)
     try:
         for delta in handle:

@@ -37,6 +37,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "Without PROMPT, on a terminal: a conversation. Without -m: the model that is part of the package.",
         epilog="""examples:
   tilewright chat "What is on it?" --image shapes.png      the embedded model, which is tiny
+  tilewright chat "What is said?" --audio speech.wav       another one, which hears
   tilewright chat "What is a tile?" -m ./Qwen3-VL-2B-Instruct
   tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png
   tilewright chat "What happens here?" -m MODEL --video clip.mp4 --max-tokens 200

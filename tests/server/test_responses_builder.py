@@ -2,7 +2,7 @@ import json
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
@@ -167,6 +167,7 @@ PIECES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(PIECES, st.sampled_from(["stop", "length", "tool_calls"]))
 def test_any_order_of_pieces_makes_good_events(drawn, finish_reason):
     """Events put together give the response, and every item that is added is done."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from tilewright import embedded
 from tilewright.engine_flags import positive
 from tilewright.models.qwen3_omni.config import AudioConfig
 from tilewright.ops.mel import SAMPLE_RATE
@@ -53,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
+    parser.add_argument(
+        "--model", type=Path, default=embedded.path("tiny_omni"), metavar="DIR", help="(default: the embedded one)"
+    )
     parser.add_argument("--set", choices=tuple(SETS), default="test", help="(default: %(default)s)")
     parser.add_argument("--count", type=positive, default=500, metavar="N", help="sounds (default %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")

@@ -1,0 +1,76 @@
+"""The embedded model that hears writes down a spoken question and answers it, and transformers does so too."""
+
+import base64
+import os
+import wave
+
+import numpy as np
+import pytest
+from oracle import require
+
+from tilewright import Engine, cli, embedded
+from training.tiny_omni.evaluate import is_same, of_engine, of_transformers
+from training.tiny_omni.items import Item, items
+from training.tiny_omni.speech import is_there
+
+SAID, ANSWER = "What colour is a banana?", "Yellow."
+NUM_SOUNDS, NUM_RIGHT = 40, 34  # of 500 it gets 93.6 % right (docs/embedded.md)
+MAX_BYTES = 110_000_000  # of all embedded models together
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(embedded.OMNI_NAME, max_sequences=2) as engine:
+        yield engine
+
+
+def asked(engine, *parts):
+    return engine.chat([{"role": "user", "content": list(parts)}], temperature=0.0, max_tokens=32).text
+
+
+def test_a_spoken_question(engine):
+    sound = {"type": "audio", "audio": str(embedded.DEMO_SOUND)}
+    assert asked(engine, sound, {"type": "text", "text": "Transcribe the audio."}) == SAID
+    assert asked(engine, sound) == ANSWER
+    data = base64.b64encode(embedded.DEMO_SOUND.read_bytes()).decode()
+    assert asked(engine, {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}) == ANSWER
+
+
+def test_it_is_used_where_a_sound_is_given_and_no_model(capsys):
+    assert cli.main(["chat", "What is said?", "--audio", str(embedded.DEMO_SOUND), "--temperature", "0"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.strip() == SAID
+    assert captured.err.startswith(f"tilewright: {embedded.MODELS['tiny_omni'].notice}")
+
+
+@pytest.mark.skipif(
+    not is_there() and os.environ.get("CI", "").lower() in ("", "0", "false"),
+    reason="espeak-ng and flite are not installed",
+)
+def test_speakers_and_sentences_it_never_heard():
+    wrong = []
+    with of_engine(embedded.path("tiny_omni"), "bfloat16") as ask:
+        for item in items("test", NUM_SOUNDS):
+            if not is_same(item.answer, found := ask(item)):
+                wrong.append((item.question, item.answer, found))
+    assert len(wrong) <= NUM_SOUNDS - NUM_RIGHT, wrong
+
+
+def test_transformers_hears_the_same():
+    require("transformers")
+    samples = as_samples()
+    for question in ("", "What is said?"):
+        item = Item("demo", question, SAID if question else ANSWER, samples)
+        for asker in (of_engine, of_transformers):
+            with asker(embedded.path("tiny_omni"), "float32") as ask:
+                assert ask(item) == item.answer
+
+
+def as_samples():
+    with wave.open(str(embedded.DEMO_SOUND)) as file:
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
+
+
+def test_all_embedded_weights_together_are_small():
+    files = [file for key in embedded.MODELS for file in embedded.path(key).rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < MAX_BYTES
