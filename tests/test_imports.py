@@ -23,7 +23,7 @@ LEVELS = [
     ["engine", "diffusion"],
     ["models"],
     ["layers"],
-    ["weights", "parallel", "inputs", "embedded"],
+    ["weights", "parallel", "inputs", "embedded", "platform"],
     ["ops"],
     ["_kernels"],
     ["host_memory"],

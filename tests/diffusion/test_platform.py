@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewright.diffusion import platform
+from tilewright import platform
 from tilewright.types import RequestError
 
 
