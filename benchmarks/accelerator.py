@@ -3,7 +3,8 @@
     python benchmarks/accelerator.py --device cuda --out DIR [--sections parity counts ...] [--configs DIR]
 
 Leaves DIR/accelerator.json and DIR/accelerator.md. Weights are random. A section that fails, or takes longer than its
-time, is reported as such, and the others go on. --configs is a folder with Qwen3-VL-8B-Instruct.json and Z-Image-Turbo/.
+time, is reported as such, and the others go on. --configs is a folder with Qwen3-VL-8B-Instruct.json and
+Z-Image-Turbo/.
 """
 
 from __future__ import annotations

@@ -168,6 +168,17 @@ def test_no_torch_in_a_process_that_imports_them_all():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_engine_needs_no_package_of_other_parts():
+    """Neither the server's, nor the one that decodes media, nor the one of constraints: these load where they are used.
+
+    A machine with a GPU may have torch and little else.
+    """
+    absent = ["llguidance", "fastapi", "uvicorn", "av"]
+    command = f"import sys\nsys.modules.update(dict.fromkeys({absent}))\nimport tilewright.engine.engine\n"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_only_config_reads_the_environment():
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     wrong = []

@@ -34,11 +34,11 @@ def test_a_gpu_that_cannot_be_used(monkeypatch):
     with pytest.raises(RequestError, match="device is 'cuda:1', where layers are not streamed"):
         platform.resolve("cuda:1", streams_layers=True)
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(RequestError, match="device is 'cuda', and this torch .* was built without CUDA"):
+    with pytest.raises(RequestError, match=r"device is 'cuda', and this torch .* was built without CUDA"):
         platform.resolve("cuda")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", refuse("The NVIDIA driver on your system is too old (found 11)\nUpdate"))
-    with pytest.raises(RequestError, match="driver on your system is too old .*; expected a driver for CUDA 13.0 or"):
+    with pytest.raises(RequestError, match=r"driver on your system is too old .*; expected a driver for CUDA 13\.0 or"):
         platform.resolve("cuda")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     for count, expected in ((0, "cpu: there is none"), (1, "cuda:0"), (4, "cuda:0 to cuda:3")):

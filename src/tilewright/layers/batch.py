@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def starts_of(lengths: Iterable[int]) -> Tensor:
     place = backend.place()
     if place.is_host:
         return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=backend.device())
-    options = {"dtype": torch.int32, "device": place.torch_device}
+    options: dict[str, Any] = {"dtype": torch.int32, "device": place.torch_device}
     runs = [torch.full((len(list(run)),), length, **options) for length, run in itertools.groupby(lengths)]
     return torch.cat([torch.zeros(1, **options), *runs]).cumsum(0, dtype=torch.int32)
 

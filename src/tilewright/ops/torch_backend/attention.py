@@ -7,6 +7,7 @@ scores do not grow with the square of a batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def paged_attention(
         starts = torch.arange(0, (num_sequences + 1) * num_keys, num_keys, dtype=torch.int32, device=q.device)
         packed = keys.flatten(0, 1), values.flatten(0, 1)
         max_queries = num_tokens if num_tokens > num_sequences else 1
-        options = {"scale": scale, "causal": causal, "window": window, "key_counts": kv_lengths}
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "key_counts": kv_lengths}
         return into(out, on_gpu.attend(q, *packed, query_starts, starts, max_queries, num_keys, **options))
     sequence = sequence_of_each(query_starts, num_tokens)
     # The last query stands at the last key.
