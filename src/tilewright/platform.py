@@ -33,6 +33,11 @@ class Platform:
     available_bytes: Callable[[], int]
     place: Device = HOST  # the memory of the device, and the copies to it
 
+    def require_one_rank(self, tp: int | str) -> None:
+        """RequestError for several ranks on a device: they are processes of CPUs."""
+        if not self.place.is_host and tp != 1:
+            raise RequestError(f"tp is {tp} and device {self.device}, expected 1: ranks are processes of CPUs")
+
     def require_room(self, what: str, num_bytes: int) -> None:
         """RequestError where the device has no room for so many bytes more; a host maps what it has no room for."""
         free = self.available_bytes()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fake_device import FakeDevice
 
 from tilewright import platform
 from tilewright.types import RequestError
@@ -45,6 +46,22 @@ def test_a_gpu_that_cannot_be_used(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         with pytest.raises(RequestError, match=f"device is 'cuda:7', expected {expected}"):
             platform.resolve("cuda:7")
+
+
+def test_what_a_device_of_its_own_has_no_room_for():
+    own = platform.Platform("cuda:0", "torch", "flash", platform.WORKER, False, lambda: 10**9, FakeDevice())
+    own.require_one_rank(1)
+    own.require_room("the weights", 10**9)
+    with pytest.raises(RequestError, match="tp is 2 and device cuda:0, expected 1"):
+        own.require_one_rank(2)
+    with pytest.raises(RequestError, match=r"the weights take 2\.0 GB, and cuda:0 has 1\.0 GB free"):
+        own.require_room("the weights", 2 * 10**9)
+
+
+def test_a_host_has_ranks_and_maps_what_it_has_no_room_for():
+    own = platform.resolve("cpu")
+    own.require_one_rank(2)
+    own.require_room("the weights", 1 << 60)
 
 
 @pytest.mark.parametrize(("device", "backend"), [("tpu", "native"), ("cpu:3", "native"), ("cpu", "jax")])

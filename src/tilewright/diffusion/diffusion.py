@@ -90,6 +90,7 @@ class Diffusion:
         progress: bool = False,
     ) -> None:
         self.platform = platform.resolve(device, backend, streams_layers=stream_layers is not None)
+        self.platform.require_one_rank(tp)
         layer_bytes = None if stream_layers is None else parse_bytes(stream_layers)
         path = pipeline_folder(embedded.path("tiny_draw") if model is None else model)
         self.name = embedded.name_of(path if model is None else model)

@@ -418,8 +418,7 @@ def _require_supported(own: Platform, *, tp: int | str, quantize: str | None, kv
     """RequestError for what runs on a CPU alone."""
     if own.place.is_host:
         return
-    if tp != 1:
-        raise RequestError(f"tp is {tp} and device {own.device}, expected 1: ranks are processes of CPUs")
+    own.require_one_rank(tp)
     if quantize not in (None, "none"):
         raise RequestError(
             f"quantize is {quantize!r} and device {own.device}, expected none: weights are in bf16 or fp32 there"

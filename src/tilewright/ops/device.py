@@ -9,8 +9,7 @@ of it does anything: what is written there is read there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,12 +33,6 @@ class NoCopy:
 
     def recycle(self) -> None:
         pass
-
-
-class Recording(Protocol):
-    """Calls that were recorded once, to be made again on the same memory."""
-
-    def replay(self) -> None: ...
 
 
 class Device:
@@ -71,10 +64,6 @@ class Device:
     def fetch(self, tensor: Tensor) -> Tensor:
         """A tensor on the host, when all that it depends on is computed."""
         return tensor
-
-    def record(self, compute: Callable[[], Any]) -> tuple[Recording, Any]:
-        """What `compute` calls, to be replayed, and its result, whose memory each replay fills anew."""
-        raise NotImplementedError("the host records native kernels (ops/plan.py)")
 
 
 HOST = Device()
@@ -126,18 +115,6 @@ class CudaDevice(Device):
         done.record(self._stream)
         done.synchronize()
         return here.clone()
-
-    def record(self, compute: Callable[[], Any]) -> tuple[Recording, Any]:
-        with torch.cuda.device(self.torch_device):
-            graph = torch.cuda.CUDAGraph()
-            side = torch.cuda.Stream(self.torch_device)
-            side.wait_stream(self._stream)
-            with torch.cuda.stream(side):  # libraries choose their algorithms and workspaces before they are recorded
-                compute()
-            self._stream.wait_stream(side)
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                result = compute()
-        return graph, result
 
 
 class _CudaCopy:
