@@ -23,7 +23,7 @@ LEVELS = [
     ["engine", "diffusion"],
     ["models"],
     ["layers"],
-    ["weights", "parallel", "inputs"],
+    ["weights", "parallel", "inputs", "platform"],
     ["ops"],
     ["_kernels"],
     ["host_memory", "embedded"],
@@ -164,6 +164,17 @@ def test_no_torch_in_a_process_that_imports_them_all():
     command = "import sys\n" + "".join(
         f"import {module}\nassert 'torch' not in sys.modules, '{module} brings torch along'\n" for module in modules
     )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_engine_needs_no_package_of_other_parts():
+    """Neither the server's, nor the one that decodes media, nor the one of constraints: these load where they are used.
+
+    A machine with a GPU may have torch and little else.
+    """
+    absent = ["llguidance", "fastapi", "uvicorn", "av"]
+    command = f"import sys\nsys.modules.update(dict.fromkeys({absent}))\nimport tilewright.engine.engine\n"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

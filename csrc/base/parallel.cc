@@ -3,10 +3,8 @@
 #include <omp.h>
 #include <pthread.h>
 #include <sched.h>
-#include <strings.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <exception>
 
 #include "base/team.h"
@@ -21,15 +19,9 @@ cpu_set_t available_cpus() {
   return set;
 }
 
-bool asked_to_sleep() {
-  const char* policy = std::getenv("OMP_WAIT_POLICY");
-  return policy && strcasecmp(policy, "passive") == 0;
-}
-
 // Read at start-up, before anyone binds a thread: a bound caller would see one CPU.
 const cpu_set_t initial_cpus = available_cpus();
 const int default_threads = CPU_COUNT(&initial_cpus);
-const bool waits_asleep = asked_to_sleep();
 std::atomic<int> configured_threads{0};
 thread_local bool works_alone = false;
 thread_local Team* led_team = nullptr;  // by this thread, which is in no task
@@ -37,7 +29,7 @@ thread_local Team* led_team = nullptr;  // by this thread, which is in no task
 // Longer than what a step leaves to one thread, where each thread has a core. Waking those that sleep takes some 5 us
 // for each; with fewer cores than threads, one that looks keeps another from the work it looks for.
 std::chrono::microseconds patience() {
-  return std::chrono::microseconds(waits_asleep || num_threads() > default_threads ? 5 : 200);
+  return std::chrono::microseconds(sleeps_soon() || num_threads() > default_threads ? 5 : 200);
 }
 
 // Has `team` be the one that this thread leads, for the length of a scope.

@@ -12,7 +12,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+std::atomic<bool> asked_to_sleep_soon{false};
+
 }  // namespace
+
+void set_sleeps_soon(bool value) { asked_to_sleep_soon.store(value, std::memory_order_relaxed); }
+
+bool sleeps_soon() { return asked_to_sleep_soon.load(std::memory_order_relaxed); }
 
 void Team::run(int64_t count, TaskBody body, void* context) {
   if (count <= 0) return;

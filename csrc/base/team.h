@@ -13,6 +13,11 @@
 
 namespace tilewright {
 
+// Whether threads without work are to sleep almost at once, so that other processes have their cores (config.py reads
+// OMP_WAIT_POLICY). Otherwise they look for work first.
+void set_sleeps_soon(bool value);
+bool sleeps_soon();
+
 using TaskBody = void (*)(void* context, int64_t task);
 
 class Team {

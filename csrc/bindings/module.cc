@@ -7,6 +7,7 @@
 #include "base/isa.h"
 #include "base/memory_policy.h"
 #include "base/parallel.h"
+#include "base/team.h"
 #include "bindings/tensor.h"
 #include "kernels/manifest.h"
 
@@ -64,6 +65,7 @@ NB_MODULE(_kernels, m) {
       nb::arg("name").none());
   m.def("num_threads", &num_threads);
   m.def("work_alone", &work_alone);
+  m.def("set_sleeps_soon", &set_sleeps_soon);
   m.def("set_num_threads", [](int count) {
     if (count < 0) throw nb::value_error(("num_threads is " + std::to_string(count) + ", expected 0 or more").c_str());
     set_num_threads(count);

@@ -53,6 +53,7 @@ class Config:
     available_cpus: tuple[int, ...]  # as the process started: a pinned thread sees only its own
     max_isa: str | None = None  # None: the best there is
     num_threads: int | None = None  # None: one per CPU of `bind_cpus`, or of the process
+    threads_sleep_soon: bool = False  # those without work, instead of looking for some
     bind_cpus: tuple[int, ...] = ()  # empty: threads are not pinned
     memory_nodes: tuple[int, ...] = ()  # of a rank, where its memory comes from; empty: as the system likes
     cache_dir: Path | None = None  # None: packed weights are not kept
@@ -138,6 +139,7 @@ def resolve(
         tuple(sorted(available_cpus)),
         max_isa=max_isa,
         num_threads=num_threads,
+        threads_sleep_soon=environment.get("OMP_WAIT_POLICY", "").lower() == "passive",
         bind_cpus=bind_cpus,
         cache_dir=cache_dir,
         no_color=bool(environment.get("NO_COLOR")),

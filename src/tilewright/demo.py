@@ -120,7 +120,7 @@ def _show(image: Image.Image, style: Style) -> None:
 
 
 def _ask(engine: Engine, image: Image.Image, question: str, max_tokens: int, style: Style) -> None:
-    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
+    content: list[dict[str, Any]] = [{"type": "image", "image": image}, {"type": "text", "text": question}]
     _write_answer(engine, content, question, max_tokens, style)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tilewright.diffusion.diffusion import Diffusion, Generated
     from tilewright.diffusion.params import GenerationParams
 
-_MODEL_OPTIONS = ("dtype", "tp", "cpu_binding", "backend", "low_memory", "stream_layers", "pack_cache")
+_MODEL_OPTIONS = ("dtype", "tp", "cpu_binding", "device", "backend", "low_memory", "stream_layers", "pack_cache")
 
 
 def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     text = "memory for the layers of a network, such as 4GB; the others are read from disk in every step (default: all)"
     group.add_argument("--stream-layers", metavar="SIZE", help=text)
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: as stored")
-    text = "what computes: our kernels (default), or plain torch, slowly, to compare with"
+    group.add_argument("--device", metavar="NAME", help="cpu, or a GPU: cuda, cuda:1 (default cpu)")
+    text = "what computes on a CPU: our kernels (default), or plain torch, slowly, to compare with"
     group.add_argument("--backend", choices=("native", "torch"), help=text)
     text = "processes that the model is split over, one per NUMA node (default 1)"
     group.add_argument("--tp", type=positive, metavar="N", help=text)

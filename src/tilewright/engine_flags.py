@@ -20,6 +20,7 @@ _NAMES = (
     "quantize",
     "tp",
     "cpu_binding",
+    "device",
     "backend",
     "kv_memory",
     "kv_cache_dtype",
@@ -48,7 +49,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     text = "round weights while loading: int8 and fp8 halve what bf16 takes, int4 is a quarter, auto chooses; none: "
     text += "widen those of a quantised checkpoint (default: as they are)"
     group.add_argument("--quantize", choices=("int8", "int4", "fp8", "auto", "none"), help=text)
-    text = "what computes: our kernels (default), or plain torch, slowly, to compare with"
+    group.add_argument("--device", metavar="NAME", help="cpu, or a GPU: cuda, cuda:1 (default cpu)")
+    text = "what computes on a CPU: our kernels (default), or plain torch, slowly, to compare with"
     group.add_argument("--backend", choices=("native", "torch"), help=text)
     text = "processes that the model is split over, one per NUMA node; auto: as many as are faster (default 1)"
     group.add_argument("--tp", type=_ranks, metavar="N|auto", help=text)

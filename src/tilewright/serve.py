@@ -135,7 +135,7 @@ def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings,
     """The worker that makes pictures, whose process is started by the first request."""
     from tilewright.server.link.pictures import PictureBackend
 
-    shared = {name: getattr(options, name) for name in ("dtype", "backend", "pack_cache")}
+    shared = {name: getattr(options, name) for name in ("dtype", "device", "backend", "pack_cache")}
     shared["tp"] = options.image_tp
     given = {name: value for name, value in shared.items() if value is not None}
     return PictureBackend(

@@ -224,6 +224,7 @@ def calls_of_every_op(dtype):
         (conv3d.conv3d, (at(2, 3, 5, 4, 40), conv_3d), {"previous": at(2, 1, 5, 4, 40), "out": at(2, 3, 3, 2, 8)}),
         (conv3d.conv2d, (at(2, 5, 4, 6), conv_2d), {"upsample": True, "activation": "silu", "out": at(2, 8, 6, 8)}),
         (sample.sample, (at(3, 50, dtype=f32), *filters, at(3, dtype=torch.float64)), {}),
+        (sample.greedy, (at(3, 50, dtype=f32),), {}),
         (sample.softmax_probs, (at(3, 50, dtype=f32), *filters), {}),
         (sample.log_probs, (at(3, 50, dtype=f32), ids(3, dtype=torch.int64), 4), {}),
         (sample.mask, (at(3, 50, dtype=f32), ids(2, dtype=torch.int64), ids(2, 2)), {}),

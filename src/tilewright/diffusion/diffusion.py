@@ -15,20 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright import config, embedded
+from tilewright import config, embedded, platform
 from tilewright.cpu_name import cpu_name
-from tilewright.diffusion import platform
 from tilewright.diffusion.components import Components, pipeline_folder
 from tilewright.diffusion.expected import Expected, PastTimes, Work, estimated
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.pipeline import OnStep, Result, Timings, ignore_step
-from tilewright.diffusion.platform import Platform
 from tilewright.diffusion.ranks import Ranks, check_size
 from tilewright.diffusion.registry import open_pipeline
 from tilewright.host_memory import parse_bytes
 from tilewright.ops import backend as ops_backend
 from tilewright.ops.native import kernels
 from tilewright.parallel.topology import read_text
+from tilewright.platform import Platform
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +65,9 @@ class Diffusion:
     tp           ranks that the networks are split over, each a process with cores and memory of its own
                  (docs/parallel.md)
     cpu_binding  the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
-    device       "cpu", or "cuda" with the torch backend (docs/platforms.md)
-    backend      "native": the kernels; "torch": the same ops in plain torch, to compare with (docs/backends.md)
+    device       "cpu", or a GPU: "cuda", "cuda:1" (docs/accelerators.md)
+    backend      "native": the kernels; "torch": the same ops in plain torch, to compare with (docs/backends.md); None:
+                 the kernels on a CPU, torch on a GPU
     low_memory   text encoder, transformer and VAE are mapped and released in turn: the largest is what it takes
     stream_layers  bytes, such as "4GB", that the layers of a network may take: the others are read from the pack cache
                  as they compute, in every step; None: all stay in memory
@@ -83,19 +83,20 @@ class Diffusion:
         tp: int = 1,
         cpu_binding: str | None = None,
         device: str = "cpu",
-        backend: str = "native",
+        backend: str | None = None,
         low_memory: bool = False,
         stream_layers: int | str | None = None,
         pack_cache: bool = True,
         progress: bool = False,
     ) -> None:
         self.platform = platform.resolve(device, backend, streams_layers=stream_layers is not None)
+        self.platform.require_one_rank(tp)
         layer_bytes = None if stream_layers is None else parse_bytes(stream_layers)
         path = pipeline_folder(embedded.path("tiny_draw") if model is None else model)
         self.name = embedded.name_of(path if model is None else model)
         self._lock = threading.Lock()
         folder = config.current().cache_dir if pack_cache else None
-        how = f"{dtype}, tp {tp}, {low_memory=}, {layer_bytes=}, {backend}"
+        how = f"{dtype}, tp {tp}, {low_memory=}, {layer_bytes=}, {self.platform.backend}, {self.platform.device}"
         self._times = PastTimes(folder, f"{self.name}, {how}, {_machine()}")
         self._operations_per_s: float | None = None  # measured when it is first asked for
         options: dict[str, Any] = {"dtype": dtype, "low_memory": low_memory, "pack_cache": pack_cache}
@@ -193,7 +194,7 @@ class Diffusion:
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
         """Ops that this thread calls within are those of the platform."""
-        return ops_backend.use(self.platform.backend, self.platform.device)
+        return ops_backend.use(self.platform.backend, self.platform.place)
 
     def _close_ranks(self) -> None:
         if self._ranks is not None:

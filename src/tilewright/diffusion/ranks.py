@@ -22,7 +22,6 @@ from tilewright.diffusion.components import Components
 from tilewright.diffusion.errors import DiffusionLostError
 from tilewright.diffusion.params import Cancelled, GenerationParams
 from tilewright.diffusion.pipeline import OnStep
-from tilewright.diffusion.platform import Platform
 from tilewright.diffusion.registry import open_pipeline
 from tilewright.model_files import CheckpointError
 from tilewright.ops import backend
@@ -31,6 +30,7 @@ from tilewright.parallel.binding import apply_binding, binding_of_ranks, release
 from tilewright.parallel.group import Group
 from tilewright.parallel.launch import Workers, WorkerSpec
 from tilewright.parallel.rendezvous import MAX_RANKS, Rendezvous, make_group, open_rendezvous
+from tilewright.platform import Platform
 from tilewright.types import RequestError, UnsupportedConfig
 
 _log = logging.getLogger(__name__)

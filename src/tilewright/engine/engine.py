@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tilewright import embedded
+from tilewright import embedded, platform
 from tilewright.engine import auto_quantize
 from tilewright.engine.assembly import build_core
 from tilewright.engine.constraint.compiler import ConstraintCompiler
@@ -37,8 +38,11 @@ from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.text_limits import TextBudget, TextLimits
 from tilewright.inputs.tokenizer import PIECE_CHARACTERS
 from tilewright.ops import backend as ops_backend
+from tilewright.ops.device import HOST, Device
 from tilewright.ops.native import bind_team, work_alone
+from tilewright.platform import Platform
 from tilewright.types import Completion, Delta, MediaKind, Messages, ModelInputs, RequestError, SamplingParams
+from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.entry_check import EntryCheck
 
 _log = logging.getLogger(__name__)
@@ -65,8 +69,9 @@ class Engine:
     kv_cache_dtype  "auto": keys and values are kept in `dtype`; "int8" or "fp8": in 8 bits, with a scale for each token
                     and head, which doubles the tokens that fit (docs/quantisation.md)
     max_context     tokens a prompt and its answer may have; None: as many as the model allows
+    device          "cpu", or a GPU: "cuda", "cuda:1" (docs/accelerators.md)
     backend         "native": the kernels; "torch": the same ops in plain torch, many times slower on a CPU, to compare
-                    with (docs/backends.md)
+                    with (docs/backends.md); None: the kernels on a CPU, torch on a GPU
     max_sequences   answers computed together
     max_tokens_per_step  tokens of prompts and answers computed in one step
     speculate       tokens drafted ahead, at most: by the checkpoint's multi-token predictor, if it has one and while
@@ -95,7 +100,7 @@ class Engine:
         kv_cache_dtype: str = "auto",
         max_context: int | None = None,
         device: str = "cpu",
-        backend: str = "native",
+        backend: str | None = None,
         max_sequences: int = 64,
         max_tokens_per_step: int = StepLimits.max_tokens_per_step,
         speculate: int = 4,
@@ -107,16 +112,21 @@ class Engine:
         isolate_media: bool = False,
         allow_special_tokens: bool = False,
     ) -> None:
-        _require_supported(device=device, backend=backend)
+        self.platform = platform.resolve(device, backend)
+        backend = self.platform.backend
+        _require_supported(self.platform, tp=tp, quantize=quantize, kv_cache_dtype=kv_cache_dtype)
         self._kv_byte_dtype = kv_byte_dtype(kv_cache_dtype)
         self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
         self._cleanup = contextlib.ExitStack()  # when it is closed, or cannot be started
         self._cleanup.callback(self._opener.close)
-        with self._cleaned_up_on_error(), ops_backend.use(backend):
+        with self._cleaned_up_on_error(), ops_backend.use(backend, self.platform.place):
             name = _embedded_path() if model is None else model
+            # Packed weights are mapped from disk as the host reads them: a GPU has its own copy of the checkpoint's.
+            pack_cache = pack_cache and self.platform.place.is_host
             loading: dict[str, Any] = {"dtype": dtype, "drafting": speculate > 0, "pack_cache": pack_cache}
             # Chosen once: all ranks pack alike.
             loading["quantize"] = auto_quantize.choose(name) if quantize == auto_quantize.AUTO else quantize
+            _require_room(self.platform, name, dtype, quantize)
             ranks = self._cleanup.enter_context(start_ranks(tp, cpu_binding, name, backend=backend, **loading))
             self.loaded: LoadedModel = load_model(
                 name,
@@ -141,7 +151,7 @@ class Engine:
                 replay=_can_replay(replay, backend, ranks),
                 kv_cache_dtype=kv_cache_dtype,
             )
-            self.loop = self._start_loop(core, backend)
+            self.loop = self._start_loop(core)
             if ranks is not None:
                 ranks.watch(self.loop.fail)
             self._entry_check = _start_check(self.loaded, self.loop)
@@ -162,7 +172,8 @@ class Engine:
         if ranks is not None:  # what is free is known when all have loaded
             ranks.wait_until_loaded()
             num_ranks = ranks.size
-        own_bytes = kv_bytes(kv_memory) // num_ranks
+        own_bytes = kv_bytes(kv_memory, self.platform.available_bytes()) // num_ranks
+        self.platform.require_room("keys and values (kv_memory)", own_bytes)
         sizes = share_out(model, self.loaded.dtype.itemsize, self.limits, max_items, own_bytes, self._kv_byte_dtype)
         return build_core(
             model,
@@ -180,11 +191,13 @@ class Engine:
             **options,
         )
 
-    def _start_loop(self, core: EngineCore, backend: str) -> EngineLoop:
+    def _start_loop(self, core: EngineCore) -> EngineLoop:
+        own = self.platform
         return EngineLoop(
             core,
-            start_preparing=_on_backend(backend, work_alone),
-            start_stepping=_on_backend(backend, bind_team),
+            # Prompts and pictures are prepared on the host, wherever the model computes.
+            start_preparing=_on_backend(own.backend if own.place.is_host else "native", HOST, work_alone),
+            start_stepping=_on_backend(own.backend, own.place, bind_team),
             costs=self.costs(),
         )
 
@@ -391,21 +404,43 @@ class Engine:
         return self.loop.submit(lambda: prepare(budget), params, has_media=has_media, is_long=is_long, aborted=aborted)
 
 
-def _on_backend(backend: str, start: Callable[[], None]) -> Callable[[], None]:
+def _on_backend(backend: str, device: Device, start: Callable[[], None]) -> Callable[[], None]:
     """What a thread of the engine begins with: each has a backend of its own."""
 
     def begin() -> None:
-        ops_backend.activate(backend)
+        ops_backend.activate(backend, device)
         start()
 
     return begin
 
 
-def _require_supported(*, device: str, backend: str) -> None:
-    if device != "cpu":
-        raise RequestError(f"device is {device!r}, expected cpu")
-    if backend not in ops_backend.NAMES:
-        raise RequestError(f"backend is {backend!r}, expected {' or '.join(ops_backend.NAMES)}")
+def _require_supported(own: Platform, *, tp: int | str, quantize: str | None, kv_cache_dtype: str) -> None:
+    """RequestError for what runs on a CPU alone."""
+    if own.place.is_host:
+        return
+    own.require_one_rank(tp)
+    if quantize not in (None, "none"):
+        raise RequestError(
+            f"quantize is {quantize!r} and device {own.device}, expected none: weights are in bf16 or fp32 there"
+        )
+    if kv_cache_dtype != "auto":
+        raise RequestError(f"kv_cache_dtype is {kv_cache_dtype!r} and device {own.device}, expected auto")
+
+
+def _require_room(own: Platform, name: str | Path, dtype: str, quantize: str | None) -> None:
+    """RequestError where a GPU has no room for the weights, or no products with numbers as the checkpoint has them."""
+    if own.place.is_host:
+        return
+    checkpoint = open_checkpoint(name)
+    formats = {format[0] for tensor in checkpoint.shapes if (format := checkpoint.quantized_as(tensor)) is not None}
+    if formats and quantize != "none":
+        raise RequestError(
+            f"{name} is quantised ({', '.join(sorted(formats))}), and device is {own.device}: expected "
+            'quantize="none" (--quantize none), which widens its weights'
+        )
+    itemsize = 4 if dtype == "float32" else 2
+    num_values = sum(math.prod(shape) for shape in checkpoint.shapes.values())
+    own.require_room("the weights", num_values * itemsize)
 
 
 def _can_replay(replay: bool, backend: str, ranks: Ranks | None) -> bool:

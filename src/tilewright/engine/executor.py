@@ -52,6 +52,7 @@ class Executor:
 
     def run(self, step: Step) -> Tensor:
         """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
+        self.model_runner.recycle()
         self._load(step.encode)
         self.writer.write(step, keeps_hidden=self.keeps_hidden)
         try:
@@ -59,6 +60,9 @@ class Executor:
         finally:
             if step.encode:
                 self._note_encoded(step.encode)
+            if not step.num_logits:
+                # Nobody waits for tokens, which come after all copies: a request that ends now may give up its media.
+                self.model_runner.recycle()
         for group in step.cross_groups:
             self.cross_cache.fill(group.key)
         return logits

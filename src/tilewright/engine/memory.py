@@ -64,12 +64,17 @@ def share_out(
     return MemorySizes(num_kv_pages(page_bytes, most_pages, size_bytes), for_cross, num_slots)
 
 
-def kv_bytes(kv_memory: int | str | None) -> int:
-    """What `kv_memory` says in bytes or as a percentage of the free memory; half of that if it says nothing."""
+def kv_bytes(kv_memory: int | str | None, free_bytes: int | None = None) -> int:
+    """What `kv_memory` says in bytes or as a percentage of the free memory; half of that if it says nothing.
+
+    `free_bytes`: that of the device; None: the host's.
+    """
+    if free_bytes is None:
+        free_bytes = available_bytes()
     if kv_memory is None:
-        return int(available_bytes() * KV_SHARE)
+        return int(free_bytes * KV_SHARE)
     percentage = re.fullmatch(r"(\d{1,2}(?:\.\d+)?)%", str(kv_memory))
-    return int(available_bytes() * float(percentage[1]) / 100) if percentage else parse_bytes(kv_memory)
+    return int(free_bytes * float(percentage[1]) / 100) if percentage else parse_bytes(kv_memory)
 
 
 def num_cross_pages(page_bytes: int, pages_per_medium: int, max_media: int, size_bytes: int) -> int:

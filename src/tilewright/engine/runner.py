@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.draft.runner import DraftRunner
+from tilewright.engine.media.transfer import MediaTransfer
 from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS, RecordedSteps
 from tilewright.engine.state.memory import StateMemory
 from tilewright.engine.step_inputs import EncodedMedium, FeatureRows, StepHeader, StepInputs
 from tilewright.engine.step_limits import StepLimits
 from tilewright.layers.batch import Batch, KeptStates, MediaRun
-from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Model, Predictor
+from tilewright.ops import backend
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena
 
@@ -44,7 +45,9 @@ class ModelRunner:
         replay: bool = True,
     ) -> None:
         self.model = model
-        self.media_rows = media_rows  # the media buffer, [rows, width]; None: the model takes no media
+        self.device = backend.place()  # its own: where its weights, pages and states are
+        # From the media buffer, [rows, width]; None: the model takes no media.
+        self._media = None if media_rows is None else MediaTransfer(media_rows, self.device)
         self.kv_caches = kv_caches
         self.inputs = inputs
         self.cross_caches = cross_caches
@@ -77,6 +80,7 @@ class ModelRunner:
     def run(self) -> Tensor:
         """fp32 logits [R, V] of the rows that the step in `inputs` asks for. They are overwritten by the next step."""
         header = self.inputs.header
+        self.inputs.send()
         if header.num_dropped:
             for feature_id in self.inputs.arrays["dropped_ids"][: header.num_dropped].tolist():
                 self.features.pop(feature_id, None)
@@ -95,6 +99,12 @@ class ModelRunner:
             logits, self._hidden = self._forward(header)
         return logits
 
+    def recycle(self) -> None:
+        """Returns when `inputs` and the media that were read may be written again: copies of them are done."""
+        self.inputs.recycle()
+        if self._media is not None:
+            self._media.recycle()
+
     def draft(self) -> list[list[int]]:
         """What the predictor drafts after the step that was run last, for each sequence in `draft_inputs`."""
         assert self._drafts is not None and self._hidden is not None, "the last step kept no hidden states"
@@ -104,9 +114,9 @@ class ModelRunner:
 
     def _encode(self, count: int) -> None:
         """Keeps the features of media under their ids: those of all of them from one pass of the encoder."""
-        assert self.media_rows is not None, "a model that takes media has a buffer for them"
+        assert self._media is not None, "a model that takes media has a buffer for them"
         media = [EncodedMedium(*row) for row in self.inputs.arrays["encoded"][:count].tolist()]
-        batch = MediaBatch(self.media_rows, tuple(medium.item for medium in media))
+        batch = self._media.send([medium.item for medium in media])
         with self._arena.use():
             for medium, features in zip(media, self.model.encode(batch), strict=True):
                 self.features[medium.feature_id] = features
@@ -140,7 +150,7 @@ class ModelRunner:
         runs = [FeatureRows(*row) for row in inputs.arrays["feature_runs"][: inputs.header.num_feature_runs].tolist()]
         return [
             MediaRun(
-                torch.arange(run.first_row, run.first_row + run.length),
+                torch.arange(run.first_row, run.first_row + run.length, device=self.device.torch_device),
                 *self.model.split_features(
                     self.features[run.feature_id][run.first_feature : run.first_feature + run.length]
                 ),

@@ -20,6 +20,8 @@ from tilewright.engine.draft.drafter import num_accepted_drafts
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.step import NO_TOKEN, Chunk, Sampled, Step, last_rows
 from tilewright.engine.token_counts import TokenCounts
+from tilewright.engine.upload import Uploads
+from tilewright.ops import backend
 from tilewright.ops import sample as ops
 from tilewright.types import SamplingParams, TokenLogprob
 
@@ -49,7 +51,9 @@ class Sampler:
         # By id() of the ModelInputs: who reads raw logits of a prompt whose log-probabilities are asked for.
         self.prompt_readers: dict[int, PromptReader] = {}
         self._occurrences: WeakKeyDictionary[Sequence, TokenCounts] = WeakKeyDictionary()
-        self._masks = Masks()
+        self._device = backend.place()  # where logits are, and tokens are drawn
+        self._uploads = Uploads(self._device)
+        self._masks = Masks(self._uploads)
         self._rows: dict[int, _Rows] = {}  # by their number
         # Of the last step: the same sequences draw in the next one, as a rule.
         self._params_of_rows: list[SamplingParams] = []
@@ -61,6 +65,7 @@ class Sampler:
         chunks = step.chunks
         if not logits.shape[0]:
             return [Sampled() for _ in chunks]
+        self._uploads.begin()
         if self.prompt_readers:
             self._show_prompts(logits, chunks)
         keep_raw = any(chunk.num_prompt_rows or chunk.sequence.params.logprobs is not None for chunk in chunks)
@@ -75,14 +80,15 @@ class Sampler:
             token_ids.append(rows)
         if not keep_raw:
             return [Sampled(ids) for ids in token_ids]
-        return _with_logprobs(logits, chunks, token_ids)
+        return self._with_logprobs(logits, chunks, token_ids)
 
     def _show_prompts(self, logits: Tensor, chunks: list[Chunk]) -> None:
         first = 0
         for chunk in chunks:
             reader = self.prompt_readers.get(id(chunk.sequence.inputs))
             if reader is not None and chunk.num_prompt_rows:
-                reader(_first_target(chunk), logits[first : first + chunk.num_prompt_rows])
+                rows = logits[first : first + chunk.num_prompt_rows]
+                reader(_first_target(chunk), self._device.fetch(rows))
             first += chunk.num_logits
 
     def _draw(self, logits: Tensor, chunks: list[Chunk], keep_raw: bool) -> list[int]:
@@ -93,7 +99,8 @@ class Sampler:
             return []
         if num_rows < logits.shape[0]:
             picked = last_rows((chunk.num_logits for chunk in chunks), (chunk.num_sampled for chunk in chunks))
-            logits = logits[torch.tensor(picked)]
+            (places,) = self._uploads.send(torch.tensor(picked))
+            logits = logits[places]
             keep_raw = False  # a copy already
         is_adjusted = any(_is_adjusted(chunk.sequence) for chunk in sampled)
         is_constrained = any(chunk.sequence.matcher is not None for chunk in sampled)
@@ -103,6 +110,8 @@ class Sampler:
             self._adjust(logits, sampled)
         if is_constrained:
             self._masks.apply(logits, sampled)  # last, so that a bias brings nothing back
+        if not self._device.is_host:
+            return self._draw_there(logits, sampled)
         if num_rows not in self._rows:
             self._rows[num_rows] = _Rows.make(num_rows)
         rows = self._rows[num_rows]
@@ -112,10 +121,23 @@ class Sampler:
         result: list[int] = (rows.drawn if is_chosen.all() else np.where(is_chosen, rows.drawn, NO_TOKEN)).tolist()
         return result
 
+    def _draw_there(self, logits: Tensor, sampled: list[Chunk]) -> list[int]:
+        """The same on a device: tokens are drawn there, and come back in one copy."""
+        if all(chunk.sequence.params.temperature == 0 for chunk in sampled):
+            tokens = ops.greedy(logits)
+        else:
+            tokens = ops.sample(logits, *self._uploads.send(*self._drawn_with(sampled)))
+        is_chosen = logits.gather(1, tokens[:, None])[:, 0] > -math.inf
+        result: list[int] = self._device.fetch(torch.where(is_chosen, tokens, NO_TOKEN)).tolist()
+        return result
+
     def _parameters(self, chunks: list[Chunk], rows: _Rows) -> tuple[Tensor, ...]:
         """What `ops.sample` takes besides logits, made only if it must be."""
         if all(chunk.sequence.params.temperature == 0 for chunk in chunks):
             return rows.greedy
+        return self._drawn_with(chunks)
+
+    def _drawn_with(self, chunks: list[Chunk]) -> tuple[Tensor, ...]:
         params = [chunk.sequence.params for chunk in chunks for _ in range(chunk.num_sampled)]
         if params != self._params_of_rows:
             self._params_of_rows, self._parameters_of_rows = params, _parameters(params)
@@ -142,18 +164,65 @@ class Sampler:
                     bias.update((item, -math.inf) for item in unwanted if item < vocabulary_size)
                 biases.append(bias)
         params_of_rows = [chunk.sequence.params for chunk in chunks for _ in range(chunk.num_sampled)]
-        ops.penalize(
-            logits,
+        *penalties, bias_starts, bias_token_ids, bias_values = self._uploads.send(
             _starts([len(ids) for ids, _ in seen]),
             torch.from_numpy(np.concatenate([ids for ids, _ in seen])),
             torch.from_numpy(np.concatenate([counts for _, counts in seen])),
             torch.tensor([params.repetition_penalty for params in params_of_rows]),
             torch.tensor([params.presence_penalty for params in params_of_rows]),
             torch.tensor([params.frequency_penalty for params in params_of_rows]),
-            bias_starts=_starts([len(bias) for bias in biases]),
-            bias_token_ids=torch.tensor([item for bias in biases for item in bias], dtype=torch.int64),
-            bias=torch.tensor([item for bias in biases for item in bias.values()], dtype=torch.float32),
+            _starts([len(bias) for bias in biases]),
+            torch.tensor([item for bias in biases for item in bias], dtype=torch.int64),
+            torch.tensor([item for bias in biases for item in bias.values()], dtype=torch.float32),
         )
+        ops.penalize(logits, *penalties, bias_starts=bias_starts, bias_token_ids=bias_token_ids, bias=bias_values)
+
+    def _with_logprobs(self, logits: Tensor, chunks: list[Chunk], token_ids: list[list[int]]) -> list[Sampled]:
+        """The chunks' tokens with the log-probabilities they ask for, those of the raw logits, by one kernel call."""
+        rows: list[int] = []
+        targets: list[int] = []
+        num_top: list[int] = []
+        first = 0
+        for chunk, drawn in zip(chunks, token_ids, strict=True):
+            sequence, params = chunk.sequence, chunk.sequence.params
+            num_prompt_rows, num_logits = chunk.num_prompt_rows, chunk.num_logits
+            if num_prompt_rows:
+                rows.extend(range(first, first + num_prompt_rows))
+                next_token = _first_target(chunk)
+                targets.extend(sequence.token_ids[next_token : next_token + num_prompt_rows])
+                num_top.extend([params.prompt_logprobs or 0] * num_prompt_rows)
+            if params.logprobs is not None:
+                rows.extend(range(first + num_prompt_rows, first + num_prompt_rows + len(drawn)))
+                targets.extend(drawn)
+                num_top.extend([params.logprobs] * len(drawn))
+            first += num_logits
+        found = iter(self._log_probs(logits, rows, targets, num_top))
+        return [
+            Sampled(
+                drawn,
+                prompt_logprobs=list(itertools.islice(found, chunk.num_prompt_rows)),
+                logprobs=list(itertools.islice(found, len(drawn) if chunk.sequence.params.logprobs is not None else 0)),
+            )
+            for chunk, drawn in zip(chunks, token_ids, strict=True)
+        ]
+
+    def _log_probs(self, logits: Tensor, rows: list[int], targets: list[int], num_top: list[int]) -> list[TokenLogprob]:
+        """The log-probability of targets[i] in row rows[i], with the num_top[i] best ones."""
+        if not rows:
+            return []
+        vocabulary_size = logits.shape[1]
+        # A placeholder may lie past the head's last row: it cannot come out, and the kernel has no column for it.
+        clamped = torch.tensor(targets).clamp_(0, vocabulary_size - 1)
+        places, wanted = self._uploads.send(torch.tensor(rows), clamped)
+        picked = logits if len(rows) == logits.shape[0] else logits[places]
+        found = ops.log_probs(picked, wanted, min(max(num_top), vocabulary_size))
+        values = zip(targets, num_top, *(self._device.fetch(tensor).tolist() for tensor in found), strict=True)
+        return [
+            TokenLogprob(target, token, rank, tuple(zip(top_ids[:count], top[:count], strict=True)))
+            if target < vocabulary_size
+            else TokenLogprob(target, -math.inf, vocabulary_size, tuple(zip(top_ids[:count], top[:count], strict=True)))
+            for target, count, token, top_ids, top, rank in values
+        ]
 
 
 def uniform(sequence: Sequence, position: int) -> float:
@@ -210,51 +279,3 @@ def _is_adjusted(sequence: Sequence) -> bool:
 def _first_target(chunk: Chunk) -> int:
     """The token of the prompt that the chunk's first prompt row is about."""
     return chunk.stop - chunk.num_sampled - chunk.num_prompt_rows + 1
-
-
-def _with_logprobs(logits: Tensor, chunks: list[Chunk], token_ids: list[list[int]]) -> list[Sampled]:
-    """The chunks' tokens with the log-probabilities they ask for, those of the raw logits; one kernel call for all."""
-    rows: list[int] = []
-    targets: list[int] = []
-    num_top: list[int] = []
-    first = 0
-    for chunk, drawn in zip(chunks, token_ids, strict=True):
-        sequence, params = chunk.sequence, chunk.sequence.params
-        num_prompt_rows, num_logits = chunk.num_prompt_rows, chunk.num_logits
-        if num_prompt_rows:
-            rows.extend(range(first, first + num_prompt_rows))
-            next_token = _first_target(chunk)
-            targets.extend(sequence.token_ids[next_token : next_token + num_prompt_rows])
-            num_top.extend([params.prompt_logprobs or 0] * num_prompt_rows)
-        if params.logprobs is not None:
-            rows.extend(range(first + num_prompt_rows, first + num_prompt_rows + len(drawn)))
-            targets.extend(drawn)
-            num_top.extend([params.logprobs] * len(drawn))
-        first += num_logits
-    found = iter(_log_probs(logits, rows, targets, num_top))
-    return [
-        Sampled(
-            drawn,
-            prompt_logprobs=list(itertools.islice(found, chunk.num_prompt_rows)),
-            logprobs=list(itertools.islice(found, len(drawn) if chunk.sequence.params.logprobs is not None else 0)),
-        )
-        for chunk, drawn in zip(chunks, token_ids, strict=True)
-    ]
-
-
-def _log_probs(logits: Tensor, rows: list[int], targets: list[int], num_top: list[int]) -> list[TokenLogprob]:
-    """The log-probability of targets[i] in row rows[i], with the num_top[i] best ones."""
-    if not rows:
-        return []
-    vocabulary_size = logits.shape[1]
-    picked = logits if len(rows) == logits.shape[0] else logits[torch.tensor(rows)]
-    # A placeholder may lie past the head's last row: it cannot come out, and the kernel has no column for it.
-    clamped = torch.tensor(targets).clamp_(0, vocabulary_size - 1)
-    found = ops.log_probs(picked, clamped, min(max(num_top), vocabulary_size))
-    values = zip(targets, num_top, *(tensor.tolist() for tensor in found), strict=True)
-    return [
-        TokenLogprob(target, token, rank, tuple(zip(top_ids[:count], top[:count], strict=True)))
-        if target < vocabulary_size
-        else TokenLogprob(target, -math.inf, vocabulary_size, tuple(zip(top_ids[:count], top[:count], strict=True)))
-        for target, count, token, top_ids, top, rank in values
-    ]

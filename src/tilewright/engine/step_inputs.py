@@ -1,7 +1,8 @@
 """A step as plain data: a header of integers and arrays at fixed offsets of one flat buffer.
 
 The scheduler's side writes it (engine/step_writer.py), runners read it (engine/runner.py). Nothing in it is an address
-or a Python object, so the buffer may be shared memory that runners in other processes map.
+or a Python object, so the buffer may be shared memory that runners in other processes map, and what a model reads of it
+reaches another device in one copy.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor
 from tilewright.engine.step_limits import StepLimits
 from tilewright.layers.batch import Batch, CrossBatch, MediaRun, StateBatch
 from tilewright.models.media_batch import MediaItem
+from tilewright.ops import backend
+from tilewright.ops.device import Copy, Device, NoCopy
 from tilewright.ops.kv_cache import KvCache
 from tilewright.types import MEDIA_KINDS
 
@@ -98,7 +101,10 @@ class Place:
 
 
 class StepLayout:
-    """The offset table of the arrays. Equal arguments give equal layouts, in every process."""
+    """The offset table of the arrays. Equal arguments give equal layouts, in every process.
+
+    What models read comes first, block tables last of it: a copy to a device ends with their last row in use.
+    """
 
     def __init__(
         self, limits: StepLimits, *, num_axes: int, page_size: int, num_pages: int, num_cross_pages: int = 0
@@ -114,16 +120,22 @@ class StepLayout:
         self.places: dict[str, Place] = {}
         self.size_bytes = 0
         for name, dtype, shape in (
-            ("header", long, (len(StepHeader._fields),)),
             ("token_ids", long, (max_tokens,)),
             ("positions", long, (num_axes, max_tokens)),
             ("slots", long, (max_tokens,)),
             ("query_starts", integer, (max_sequences + 1,)),
             ("kv_lengths", integer, (max_sequences,)),
-            ("block_table", integer, (max_sequences, max_pages)),
             ("logit_rows", long, (max_tokens,)),
             ("read_slots", integer, (max_sequences,)),
             ("write_slots", integer, (max_tokens,)),
+            ("hidden_rows", long, (max_tokens,)),  # of a predictor's inputs: whose hidden states its tokens take
+            ("block_table", integer, (max_sequences, max_pages)),
+            ("cross_rows", long, (max_spans,)),
+            ("cross_query_starts", integer, (max_spans + 1,)),
+            ("cross_lengths", integer, (max_spans,)),
+            ("cross_fill_slots", long, (max_states,)),
+            ("cross_block_table", integer, (max_spans, num_cross_pages)),
+            ("header", long, (len(StepHeader._fields),)),
             # Of a predictor's inputs: the first row of each sequence in the step, how many drafts it wants, and the
             # position of the token after its last one.
             ("draft_first_rows", long, (max_sequences,)),
@@ -132,35 +144,63 @@ class StepLayout:
             ("encoded", long, (max_media, len(EncodedMedium._fields))),
             ("dropped_ids", long, (max_media,)),
             ("feature_runs", long, (max_tokens, len(FeatureRows._fields))),
-            ("cross_rows", long, (max_spans,)),
-            ("cross_query_starts", integer, (max_spans + 1,)),
-            ("cross_lengths", integer, (max_spans,)),
-            ("cross_block_table", integer, (max_spans, num_cross_pages)),
             ("cross_fills", long, (max_states, len(CrossFill._fields))),
-            ("cross_fill_slots", long, (max_states,)),
         ):
             self.places[name] = Place(self.size_bytes, dtype, shape)
             size_bytes = math.prod(shape) * dtype.itemsize
             self.size_bytes += -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The arrays, as far as they lie in `memory`."""
+        found = {}
+        for name, place in self.places.items():
+            end = place.offset + math.prod(place.shape) * place.dtype.itemsize
+            if end <= len(memory):
+                found[name] = memory[place.offset : end].view(place.dtype).view(place.shape)
+        return found
+
+    def end_of(self, name: str, num_rows: int) -> int:
+        """Where the first rows of an array end, in bytes."""
+        place = self.places[name]
+        return place.offset + num_rows * math.prod(place.shape[1:]) * place.dtype.itemsize
+
 
 class StepInputs:
     """The arrays of a layout as views of a buffer: `tensors` for the model, `arrays` to fill them through numpy.
 
-    They stay where they are: a recorded step reads them again.
+    They stay where they are: a recorded step reads them again. On a device that is not the host `tensors` are of its
+    own memory, and what was filled in gets there by `send`; before it is filled in anew comes `recycle`.
     """
 
-    def __init__(self, layout: StepLayout, buffer: Tensor | None = None) -> None:
-        """`buffer` is uint8 [layout.size_bytes]; None: memory of this process."""
+    def __init__(self, layout: StepLayout, buffer: Tensor | None = None, device: Device | None = None) -> None:
+        """`buffer` is uint8 [layout.size_bytes]; None: memory of this process. `device`: None for the backend's."""
         self.layout = layout
-        memory = torch.zeros(layout.size_bytes, dtype=torch.uint8) if buffer is None else buffer
-        self.tensors: dict[str, Tensor] = {}
-        self.arrays: dict[str, np.ndarray] = {}
-        for name, place in layout.places.items():
-            size_bytes = math.prod(place.shape) * place.dtype.itemsize
-            view = memory[place.offset : place.offset + size_bytes].view(place.dtype).view(place.shape)
-            self.tensors[name], self.arrays[name] = view, view.numpy()
+        self._device = device = device or backend.place()
+        self._memory = device.host_bytes(layout.size_bytes) if buffer is None else buffer
+        own = layout.views(self._memory)
+        self.arrays: dict[str, np.ndarray] = {name: view.numpy() for name, view in own.items()}
         self._header = self.arrays["header"].data
+        self._copy: Copy = NoCopy()
+        self.tensors = own
+        if not device.is_host:
+            num_bytes = layout.places["header"].offset
+            self._there = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
+            self.tensors = layout.views(self._there)
+
+    def send(self) -> None:
+        """Starts the one copy of what a model reads of the step; nothing on the host, where it is read in place."""
+        if self._device.is_host:
+            return
+        header = self.header
+        end = self.layout.end_of("block_table", header.num_sequences)
+        if header.num_cross_spans or header.num_cross_fills:
+            end = self.layout.end_of("cross_block_table", header.num_cross_spans)
+        _, self._copy = self._device.upload(self._memory[:end], self._there[:end])
+
+    def recycle(self) -> None:
+        """Returns when the arrays may be written again."""
+        self._copy.recycle()
+        self._copy = NoCopy()
 
     @property
     def header(self) -> StepHeader:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewright.host_memory import MAP_NORESERVE, available_bytes, shared_file
+from tilewright.ops import backend
 from tilewright.types import Region, RequestError
 
 Write = Callable[[Tensor], None]  # decodes a medium and writes its patches to the rows [num_rows, width] it is given
@@ -27,6 +28,8 @@ Write = Callable[[Tensor], None]  # decodes a medium and writes its patches to t
 # for a token of a picture or a video, its patches 6 KB or 12: they fill up first.
 SHARE_OF_FREE_MEMORY = 0.25
 MIN_BYTES = 256 << 20  # 40 pictures of 1024 x 1024
+# Memory that a GPU reads by itself is taken whole, and from all other programs: 160 pictures of 1024 x 1024.
+MAX_PINNED_BYTES = 1 << 30
 POLL_S = 0.05  # how often a request that finds no room looks again
 
 _log = logging.getLogger(__name__)
@@ -48,11 +51,17 @@ class MediaBuffer:
         if size_bytes is None:
             size_bytes = max(int(available_bytes() * SHARE_OF_FREE_MEMORY), MIN_BYTES)
         self._row_bytes = width * dtype.itemsize
-        self.fd = shared_file("media")
-        self._memory = _map_new(self.fd, max(size_bytes, self._row_bytes))
-        self.num_rows = len(self._memory) // self._row_bytes
-        self.rows = _rows(self._memory, self.num_rows, width, dtype)
-        weakref.finalize(self, os.close, self.fd)
+        place = backend.place()
+        self._memory: mmap.mmap | None = None  # None: memory that a device reads by itself, and keeps
+        if place.is_host:
+            self.fd = shared_file("media")
+            self._memory = _map_new(self.fd, max(size_bytes, self._row_bytes))
+            self.num_rows = len(self._memory) // self._row_bytes
+            self.rows = _rows(self._memory, self.num_rows, width, dtype)
+            weakref.finalize(self, os.close, self.fd)
+        else:
+            self.num_rows = max(min(size_bytes, MAX_PINNED_BYTES) // self._row_bytes, 1)
+            self.rows = place.host_bytes(self.num_rows * self._row_bytes).view(dtype).view(self.num_rows, width)
         self._unwritten: dict[int, Write] = {}  # by first row
         self._turn = threading.Lock()  # of those that allocate: a large request is not passed by small ones
         self._free = [(0, self.num_rows)]  # [begin, end) of rows, in order, none next to another
@@ -152,6 +161,8 @@ class MediaBuffer:
 
     def _give_back(self, begin: int, end: int, gap_begin: int, gap_end: int) -> None:
         """Returns the pages of rows begin to end to the system: those that no row outside the gap has a part of."""
+        if self._memory is None:
+            return
         page, row = mmap.PAGESIZE, self._row_bytes
         first = max(begin * row // page, -(-gap_begin * row // page))
         last = min(-(-end * row // page), gap_end * row // page)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,16 @@ from tilewright.ops.kv_cache import KvCache, kv_store
 
 
 def starts_of(lengths: Iterable[int]) -> Tensor:
-    """Where packed sequences of these lengths begin, and where the last one ends: int32 [B + 1], on the device."""
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=backend.device())
+    """Where packed sequences of these lengths begin, and where the last one ends: int32 [B + 1], on the device.
+
+    On another device than the host they are made there, of numbers that calls carry: copying them would take a wait.
+    """
+    place = backend.place()
+    if place.is_host:
+        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=backend.device())
+    options: dict[str, Any] = {"dtype": torch.int32, "device": place.torch_device}
+    runs = [torch.full((len(list(run)),), length, **options) for length, run in itertools.groupby(lengths)]
+    return torch.cat([torch.zeros(1, **options), *runs]).cumsum(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)

@@ -62,12 +62,14 @@ def varlen_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     mask: Tensor | None = None,
+    max_length: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention within each of several packed sequences: q [T, H, K], k and v [S, G, K], starts [B + 1] int32.
 
     `mask` is bool (true = seen) or additive, [B or 1, H or 1, Sq or 1, Sk]: a size of 1 is broadcast, not stored.
-    `window` > 0 hides keys at a distance of `window` or more, to both sides unless causal.
+    `window` > 0 hides keys at a distance of `window` or more, to both sides unless causal. `max_length`: that no
+    sequence exceeds, where the caller knows it; 0: any. A GPU then starts no blocks of work for what cannot be there.
     """
     if out is None:
         out = empty(q.shape, q.dtype)

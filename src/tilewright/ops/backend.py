@@ -16,6 +16,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from tilewright.ops.device import HOST, Device, named
+
 NAMES = ("native", "torch")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -24,7 +26,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class _Active(threading.local):
     def __init__(self) -> None:  # for each thread, when it asks first
         self.is_native = True
-        self.device = torch.device("cpu")
+        self.place = HOST
+        self.device = HOST.torch_device
 
 
 _active = _Active()
@@ -33,20 +36,20 @@ _active = _Active()
 OPS: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
-def activate(name: str, device: torch.device | str = "cpu") -> None:
+def activate(name: str, device: Device | torch.device | str = HOST) -> None:
     """Ops that this thread calls from now on are those of the backend; tensors without inputs are made on `device`."""
     if name not in NAMES:
         raise ValueError(f"backend is {name!r}, expected {' or '.join(NAMES)}")
-    device = torch.device(device)
-    if name == "native" and device.type != "cpu":
-        raise ValueError(f"device is {device}, expected cpu: the native backend runs there only")
-    _active.is_native, _active.device = name == "native", device
+    place = device if isinstance(device, Device) else named(str(device))
+    if name == "native" and place.torch_device.type != "cpu":
+        raise ValueError(f"device is {place}, expected cpu: the native backend runs there only")
+    _active.is_native, _active.place, _active.device = name == "native", place, place.torch_device
 
 
 @contextlib.contextmanager
-def use(name: str, device: torch.device | str = "cpu") -> Iterator[None]:
+def use(name: str, device: Device | torch.device | str = HOST) -> Iterator[None]:
     """The same within a block."""
-    before = active(), _active.device
+    before = active(), _active.place
     activate(name, device)
     try:
         yield
@@ -61,6 +64,11 @@ def active() -> str:
 def device() -> torch.device:
     """Where tensors are made that no input says the place of: weights, caches, tables."""
     return _active.device
+
+
+def place() -> Device:
+    """The same with the copies to it and back."""
+    return _active.place
 
 
 def op(native: Function) -> Function:

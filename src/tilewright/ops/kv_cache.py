@@ -24,7 +24,7 @@ SCALE_BYTES = 8  # of a key's and a value's scale
 class KvCache:
     """The keys and values of one layer: `num_pages` pages of `page_size` tokens, a multiple of 32."""
 
-    data: Tensor  # native: [pages, G, elements of a head], in tiles; torch: [pages, 2, page_size, G, K]
+    data: Tensor  # native: [pages, G, elements of a head], in tiles; torch: [2, pages + 1, page_size, G, K]
     page_size: int
     head_width: int
     dtype: torch.dtype  # of keys and values; int8 and float8_e4m3fn have scales
@@ -42,7 +42,7 @@ class KvCache:
 
     @property
     def num_pages(self) -> int:
-        return self.data.shape[0]
+        return self.data.shape[0] if self.data.dim() == 3 else self.data.shape[1] - 1
 
     def read(self) -> tuple[Tensor, Tensor]:
         """All keys and values as plain [pages * page_size, G, K]: for tests, a copy."""

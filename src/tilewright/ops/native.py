@@ -46,6 +46,7 @@ def apply_config() -> None:
     settings = config.current()
     kernels.set_max_isa(settings.max_isa)
     kernels.set_num_threads(settings.num_threads or len(settings.bind_cpus))
+    kernels.set_sleeps_soon(settings.threads_sleep_soon)
     if settings.bind_cpus:
         # torch's parallel loops use the same team. For another count libgomp would start threads in the middle of a
         # step, all of them on the CPU that the calling thread is pinned to.

@@ -94,6 +94,13 @@ def sample(
 
 
 @op
+def greedy(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """What `sample` gives at temperature 0: the largest of each row, int64 [B], the lowest index among equals."""
+    zeros, ones = torch.zeros(len(logits)), torch.ones(len(logits))
+    return sample(logits, zeros, zeros.long(), ones, zeros, zeros.double(), out=out)
+
+
+@op
 def softmax_probs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, out: Tensor | None = None
 ) -> Tensor:

@@ -7,16 +7,19 @@ import re
 import threading
 import time
 from collections import OrderedDict
-
-import llguidance
+from typing import TYPE_CHECKING
 
 from tilewright.engine.constraint.grammar import COMPILE_STACK_BYTES, GrammarError, build, on_deep_stack
 from tilewright.engine.constraint.matcher import Matcher
-from tilewright.engine.constraint.sandbox import CompileSandbox
 from tilewright.engine.constraint.source import grammar_of, name_of, with_reasoning
-from tilewright.engine.constraint.vocabulary import Vocabulary
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Constraint, RequestError
+
+if TYPE_CHECKING:
+    import llguidance
+
+    from tilewright.engine.constraint.sandbox import CompileSandbox
+    from tilewright.engine.constraint.vocabulary import Vocabulary
 
 MAX_GRAMMARS = 32
 MAX_REFUSALS = 1024
@@ -115,6 +118,10 @@ class ConstraintCompiler:
     def _made_vocabulary(self) -> tuple[Vocabulary, CompileSandbox]:
         with self._vocabulary_lock:
             if self._vocabulary is None:
+                # These load llguidance, which an engine without constraints does not need.
+                from tilewright.engine.constraint.sandbox import CompileSandbox
+                from tilewright.engine.constraint.vocabulary import Vocabulary
+
                 made = Vocabulary(self._tokenizer, self._vocabulary_size)
                 self._vocabulary = made, CompileSandbox(made.num_tokens, made.special_tokens, made.stop_token_ids)
             return self._vocabulary

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import llguidance
+if TYPE_CHECKING:
+    import llguidance
 
 Result = TypeVar("Result")
 
@@ -29,6 +30,8 @@ def limits() -> llguidance.LLParserLimits:
     A quarter of the library's defaults for a mask: some 5 ms of derivatives and 1 ms of parsing at its speeds, while
     masks of the schemas in benchmarks/constraints.py take less than 1 ms. Lexer states are some 1 KB each.
     """
+    import llguidance
+
     return llguidance.LLParserLimits(
         step_lexer_fuel=50_000, step_max_items=12_500, max_lexer_states=50_000, verbose_errors=False
     )
@@ -36,6 +39,8 @@ def limits() -> llguidance.LLParserLimits:
 
 def build(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
     """A matcher at the start of the grammar that has computed its first mask: later masks cost less."""
+    import llguidance
+
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
     _check(matcher)
     mask = matcher.compute_bitmask()

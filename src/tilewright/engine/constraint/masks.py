@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewright.engine.constraint.matcher import Matcher
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.step import Chunk
+from tilewright.engine.upload import Uploads
 from tilewright.ops import sample as ops
 
 
@@ -21,7 +22,8 @@ class Masks:
     model made steps 1 to 2 % longer still, since kernels keep every core busy and wait for the one that is shared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, uploads: Uploads) -> None:
+        self._uploads = uploads
         self._words = torch.empty(0, 0, dtype=torch.int32)
         self._rows = torch.empty(0, dtype=torch.int64)
 
@@ -46,7 +48,7 @@ class Masks:
             matcher.fill(self._words, first, drafts, unwanted)
             first += 1 + len(drafts)
         self._rows.numpy()[:first] = rows
-        ops.mask(logits, self._rows[:first], self._words[:first])
+        ops.mask(logits, *self._uploads.send(self._rows[:first], self._words[:first]))
 
     def _reserve(self, num_rows: int, num_words: int) -> None:
         if self._words.shape[0] < num_rows:

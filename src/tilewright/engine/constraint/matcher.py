@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
-import llguidance
 import numpy as np
 from torch import Tensor
 
 from tilewright.engine.constraint.grammar import error_of
-from tilewright.engine.constraint.vocabulary import Vocabulary
 from tilewright.types import RequestError
+
+if TYPE_CHECKING:
+    import llguidance
+
+    from tilewright.engine.constraint.vocabulary import Vocabulary
 
 
 class Matcher:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import llguidance
-
 from tilewright.types import REASONING_TAGS, Constraint, RequestError
 
 MAX_SOURCE_BYTES = 1 << 20
@@ -81,5 +79,7 @@ def _schema(source: str) -> dict[str, Any]:
 def _regex(source: str) -> str:
     if (len(source) - len(source.rstrip("\\"))) % 2:
         raise RequestError(f"the regular expression ends with a single backslash: {source[-80:]!r}")
+    import llguidance
+
     # Digits and letters of ASCII, as in JSON Schema's patterns: \d is no Arabic digit.
     return llguidance.regex_to_lark(source, "dw")

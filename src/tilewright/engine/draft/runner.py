@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Items
 from itertools import pairwise
 
@@ -15,9 +16,10 @@ from tilewright.engine.step_inputs import StepHeader, StepInputs
 from tilewright.engine.step_limits import StepLimits
 from tilewright.layers.batch import MediaRun
 from tilewright.models.protocol import Predictor
+from tilewright.ops import backend
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena
-from tilewright.ops.sample import sample
+from tilewright.ops.sample import greedy, sample
 
 
 class DraftRunner:
@@ -42,8 +44,12 @@ class DraftRunner:
         self.kv_caches = kv_caches
         self.inputs = inputs
         self.replay = replay
+        self._device = backend.place()
         self._further = StepInputs(inputs.layout)
-        self._hidden = torch.zeros(limits.max_tokens_per_step, predictor.width, dtype=dtype)
+        self._further_passes = [self._further]  # on a device: of every pass, as none waits for the one before
+        self._hidden = torch.zeros(
+            limits.max_tokens_per_step, predictor.width, dtype=dtype, device=self._device.torch_device
+        )
         self._greedy = greedy_parameters(limits.max_sequences)
         self._arena = arena
         self._recorded: RecordedSteps[tuple[Tensor, Tensor]] = RecordedSteps(arena)
@@ -59,6 +65,8 @@ class DraftRunner:
         """
         header, arrays = self.inputs.header, self.inputs.arrays
         wanted: list[int] = arrays["draft_counts"][: header.num_sequences].tolist()
+        if not self._device.is_host:
+            return self._draft_there(hidden_TD, next_media, header, wanted)
         drafts: list[list[int]] = [[] for _ in wanted]
         self._select(hidden_TD, self._first_rows(header))
         logits, source = self._run(self.inputs, header, next_media)
@@ -72,9 +80,54 @@ class DraftRunner:
             asking = [asking[row] for row in rows]
             if asking:
                 self._select(source, rows)
-                self._write_further(np.array(asking), [drafts[index] for index in asking])
+                self._write_further(self._further, np.array(asking), len(drafts[asking[0]]) - 1)
+                self._further.arrays["token_ids"][: len(asking)] = [drafts[index][-1] for index in asking]
                 logits, source = self._run(self._further, StepHeader(*[len(asking)] * 3))
         return drafts
+
+    def _draft_there(
+        self, hidden_TD: Tensor, next_media: Items[MediaRun], header: StepHeader, wanted: list[int]
+    ) -> list[list[int]]:
+        """The same on a device: a draft goes from pass to pass there, and all come back in one copy.
+
+        Who drafts how many tokens is known before any of them is.
+        """
+        inputs, sources = self.inputs, self._first_rows(header)
+        inputs.arrays["hidden_rows"][: len(sources)] = sources
+        inputs.send()
+        self._take(hidden_TD, inputs, len(sources))
+        logits, states = self._run(inputs, header, next_media)
+        asking = [index for index, count in enumerate(wanted) if count]
+        drawn: list[Tensor] = []
+        askers: list[list[int]] = []
+        while asking:
+            drawn.append(greedy(logits))
+            askers.append(asking)
+            rows = [row for row, index in enumerate(asking) if wanted[index] > len(drawn)]
+            asking = [asking[row] for row in rows]
+            if asking:
+                further, header = self._inputs_of_pass(len(drawn) - 1), StepHeader(*[len(asking)] * 3)
+                self._write_further(further, np.array(asking), len(drawn) - 1)
+                further.arrays["hidden_rows"][: len(rows)] = rows
+                further.write_header(header)
+                further.send()
+                self._take(states, further, len(rows))
+                further.tensors["token_ids"][: len(rows)] = drawn[-1][further.tensors["hidden_rows"][: len(rows)]]
+                logits, states = self._run(further, header)
+        drafts: list[list[int]] = [[] for _ in wanted]
+        tokens = iter(self._device.fetch(torch.cat(drawn)).tolist() if drawn else ())
+        for index in itertools.chain(*askers):
+            drafts[index].append(next(tokens))
+        return drafts
+
+    def _inputs_of_pass(self, number: int) -> StepInputs:
+        if number == len(self._further_passes):
+            self._further_passes.append(StepInputs(self.inputs.layout))
+        self._further_passes[number].recycle()
+        return self._further_passes[number]
+
+    def _take(self, hidden: Tensor, inputs: StepInputs, count: int) -> None:
+        torch.index_select(hidden, 0, inputs.tensors["hidden_rows"][:count], out=self._hidden[:count])
 
     def _first_rows(self, header: StepHeader) -> list[int]:
         """The rows of the step whose hidden states the first pass reads."""
@@ -86,15 +139,14 @@ class DraftRunner:
     def _select(self, hidden: Tensor, rows: list[int]) -> None:
         torch.index_select(hidden, 0, torch.tensor(rows), out=self._hidden[: len(rows)])
 
-    def _write_further(self, asking: np.ndarray, drafts: Items[list[int]]) -> None:
-        """One token of each sequence: its latest draft, at the place after the one before."""
-        count, num_before = len(asking), len(drafts[0]) - 1
-        first, further, page_size = self.inputs.arrays, self._further.arrays, self.inputs.layout.page_size
+    def _write_further(self, inputs: StepInputs, asking: np.ndarray, num_before: int) -> None:
+        """Where the latest draft of each sequence stands, at the place after the one before."""
+        count = len(asking)
+        first, further, page_size = self.inputs.arrays, inputs.arrays, self.inputs.layout.page_size
         places = first["kv_lengths"][asking].astype(np.int64) + num_before
         num_pages = int(places.max()) // page_size + 1
         table = further["block_table"][:count]
         table[:, :num_pages] = first["block_table"][asking, :num_pages]
-        further["token_ids"][:count] = [tokens[-1] for tokens in drafts]
         further["positions"][:, :count] = first["draft_positions"][asking] + num_before
         further["slots"][:count] = table[np.arange(count), places // page_size] * page_size + places % page_size
         further["query_starts"][: count + 1] = np.arange(count + 1)

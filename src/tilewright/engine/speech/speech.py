@@ -14,6 +14,7 @@ from tilewright.engine.speech.voice import SpeechParams, Voice
 from tilewright.engine.step import Step
 from tilewright.layers.batch import KeptStates
 from tilewright.models.speaking import Speaker
+from tilewright.ops import backend
 from tilewright.types import ModelInputs, SamplingParams
 
 
@@ -76,7 +77,7 @@ class Speech:
     def wanted(self, step: Step) -> KeptStates | None:
         """The tokens of a step whose hidden states voices wait for."""
         rows = [row for row, _, _ in self._wanted(step)]
-        return KeptStates(torch.tensor(rows), self.networks.accept_layer) if rows else None
+        return KeptStates(torch.tensor(rows, device=backend.device()), self.networks.accept_layer) if rows else None
 
     def take(self, step: Step, states_MD: Tensor) -> None:
         """The states of the tokens that were wanted."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.layers import partition
+from tilewright.layers.batch import starts_of
 from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import GatheredLinear, Linear
 from tilewright.layers.mlp import activation_named
@@ -174,7 +175,7 @@ def _norm(name: str, width: int, eps: float, biases: frozenset[str]) -> LayerNor
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """Every query attends to every key."""
     if len(q):
-        starts = [torch.tensor([0, len(tensor)], dtype=torch.int32, device=tensor.device) for tensor in (q, k)]
+        starts = [starts_of([len(tensor)]) for tensor in (q, k)]
         varlen_attention(q, k, v, *starts, out=out)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.layers import partition
+from tilewright.layers.batch import starts_of
 from tilewright.layers.conv import Conv2d
 from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import Linear
@@ -53,7 +54,7 @@ class AudioBlock:
     def __call__(self, x_ND: Tensor, window_starts: Tensor) -> None:
         qkv = self.qkv(self.norm1(x_ND)).view(len(x_ND), 3 * self.num_heads, self.config.head_width)
         q, k, v = qkv.split(self.num_heads, dim=1)
-        attended = varlen_attention(q, k, v, window_starts)
+        attended = varlen_attention(q, k, v, window_starts, max_length=self.config.features_per_window)
         self.output(attended.view(len(x_ND), -1), residual=x_ND, out=x_ND)
         inner = self.mlp_in(self.norm2(x_ND), activation=self.config.activation)
         self.mlp_out(inner, residual=x_ND, out=x_ND)
@@ -124,7 +125,7 @@ class AudioTower:
         config = self.config
         counts = [config.num_features(item.grid[1]) for item in batch.items]
         x_ND = self._embed(batch)
-        window_starts = _window_starts(counts, config.features_per_window).to(x_ND.device)
+        window_starts = _window_starts(counts, config.features_per_window)
         for block in self.blocks:
             with scope():
                 block(x_ND, window_starts)
@@ -164,7 +165,7 @@ def _frames(batch: MediaBatch, item: MediaItem) -> Tensor:
 
 def _window_starts(counts: Sequence[int], window: int) -> Tensor:
     lengths = [min(window, count - first) for count in counts for first in range(0, count, window)]
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return starts_of(lengths)
 
 
 def sinusoids(length: int, width: int) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.layers import partition
+from tilewright.layers.batch import starts_of
 from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import Linear, PatchEmbedding
 from tilewright.layers.mlp import activation_named
@@ -116,12 +117,12 @@ class VisionBlock:
         self.mlp_in = Linear([(f"{name}.mlp.linear_fc1", config.mlp_width, inner)], width, bias=True)
         self.mlp_out = Linear([(f"{name}.mlp.linear_fc2", width)], config.mlp_width, column_shard=inner, bias=True)
 
-    def __call__(self, x_ND: Tensor, frame_starts: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def __call__(self, x_ND: Tensor, frame_starts: Tensor, longest: int, cos: Tensor, sin: Tensor) -> None:
         heads = self.num_heads
         qkv = self.qkv(self.norm1(x_ND)).view(len(x_ND), 3 * heads, self.config.head_width)
         q, k, v = qkv.split(heads, dim=1)
         rope_qk(q, k, cos, sin)
-        attended = varlen_attention(q, k, v, frame_starts)
+        attended = varlen_attention(q, k, v, frame_starts, max_length=longest)
         self.output(attended.view(len(x_ND), -1), residual=x_ND, out=x_ND)
         inner = self.mlp_in(self.norm2(x_ND), activation=self.config.activation)
         self.mlp_out(inner, residual=x_ND, out=x_ND)
@@ -172,8 +173,9 @@ class VisionTower:
         order = sorted(range(len(batch.items)), key=lambda i: (batch.items[i].kind, batch.items[i].first_row))
         items = [batch.items[i] for i in order]
         x_ND = self._embed_patches(batch, items)
-        frame_starts = _frame_starts([item.grid for item in items]).to(x_ND.device)
-        places = torch.cat([patch_places(item.grid, config.merge_size) for item in items], dim=1).to(x_ND.device)
+        frames = [rows * columns for frames, rows, columns in (item.grid for item in items) for _ in range(frames)]
+        frame_starts, longest = starts_of(frames), max(frames)
+        places = torch.cat([patch_places(item.grid, config.merge_size, x_ND.device) for item in items], dim=1)
         cos, sin = rope_table(places, self.inv_freq, self.rope_axes)
         num_features, width = len(x_ND) // config.merge_size**2, config.output_width
         features = torch.empty(num_features, config.num_outputs * width, dtype=x_ND.dtype, device=x_ND.device)
@@ -183,7 +185,7 @@ class VisionTower:
         taken = dict(zip(sorted(mergers), outputs[1:], strict=True))
         for i, block in enumerate(self.blocks):
             with scope():
-                block(x_ND, frame_starts, cos, sin)
+                block(x_ND, frame_starts, longest, cos, sin)
                 if i in mergers:
                     mergers[i](x_ND, taken[i])
         self.merger(x_ND, outputs[0])
@@ -212,7 +214,7 @@ class VisionTower:
         """The square table of learned positions, resampled bilinearly to a grid: [rows * columns, D]."""
         side = self.config.positions_per_side
         table = self.positions.value.view(side, side, -1)
-        place = patch_places((1, rows, columns), self.config.merge_size).to(table.device)
+        place = patch_places((1, rows, columns), self.config.merge_size, table.device)
         result = torch.zeros(rows * columns, self.config.width, device=table.device)
         for row, row_share in _taps(place[0], rows, side):
             for column, column_share in _taps(place[1], columns, side):
@@ -228,14 +230,10 @@ def _taps(place: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
     return [(low, 1 - share), ((low + 1).clamp(max=side - 1), share)]
 
 
-def _frame_starts(grids: Sequence[tuple[int, int, int]]) -> Tensor:
-    lengths = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-def patch_places(grid: tuple[int, int, int], merge_size: int) -> Tensor:
+def patch_places(grid: tuple[int, int, int], merge_size: int, device: torch.device | None = None) -> Tensor:
     """Row and column of each patch, int64 [2, N]: blocks of merge_size squared neighbours, one after the other."""
     frames, rows, columns = grid
-    place = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
+    lines = torch.arange(rows, device=device), torch.arange(columns, device=device)
+    place = torch.stack(torch.meshgrid(*lines, indexing="ij"))
     place = place.view(2, rows // merge_size, merge_size, columns // merge_size, merge_size)
     return place.transpose(2, 3).reshape(2, -1).repeat(1, frames)

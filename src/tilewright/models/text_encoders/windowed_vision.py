@@ -135,7 +135,7 @@ class WindowedVisionTower:
         order, lengths = windows_of(grids, config)
         order, unit = order.to(x_ND.device), config.merge_size**2
         x_ND = x_ND.view(len(order), -1)[order].view(x_ND.shape)
-        places = torch.cat([patch_places((1, *grid), config.merge_size) for grid in grids], dim=1).to(x_ND.device)
+        places = torch.cat([patch_places((1, *grid), config.merge_size, x_ND.device) for grid in grids], dim=1)
         cos, sin = (
             table.view(len(order), -1)[order].view(table.shape)
             for table in rope_table(places, self.inv_freq, self.rope_axes)

@@ -7,13 +7,15 @@ scores do not grow with the square of a batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.torch_backend import on_gpu
 from tilewright.ops.torch_backend.common import into, sequence_of_each
-from tilewright.ops.torch_backend.kv_cache import key_row_of, rows_of
+from tilewright.ops.torch_backend.kv_cache import pages_of
 
 BLOCK_ELEMENTS = 1 << 25  # of scores, or of keys that are gathered: 128 MiB in fp32
 
@@ -36,34 +38,38 @@ def paged_attention(
     In a decode step each query has the keys of its own sequence before it, gathered. In prefill, where those would be
     copied for every query, all queries have the keys of all sequences, which are one matrix, and most are masked.
     """
-    num_tokens, num_sequences, rows = len(q), len(kv_lengths), rows_of(cache)
+    num_tokens, num_sequences = len(q), len(kv_lengths)
+    keys, values = pages_of(cache)[:, block_table.clamp(min=0)].flatten(2, 3)  # [B, L, G, K] each
+    num_keys = keys.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if on_gpu.can_attend(q, soft_cap):
+        starts = torch.arange(0, (num_sequences + 1) * num_keys, num_keys, dtype=torch.int32, device=q.device)
+        packed = keys.flatten(0, 1), values.flatten(0, 1)
+        max_queries = num_tokens if num_tokens > num_sequences else 1
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "key_counts": kv_lengths}
+        return into(out, on_gpu.attend(q, *packed, query_starts, starts, max_queries, num_keys, **options))
     sequence = sequence_of_each(query_starts, num_tokens)
     # The last query stands at the last key.
     places = torch.arange(num_tokens, device=q.device) - query_starts[1:][sequence] + kv_lengths[sequence]
-    rows_BL = _key_rows(cache, block_table)
-    num_keys = rows_BL.shape[1]
     key_places = torch.arange(num_keys, device=q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     def decode(block: slice) -> Tensor:
         own = sequence[block]
-        own_rows = rows_BL[own]
         seen = (key_places < kv_lengths[own, None]) & _visible(places[block], key_places, causal, window)
-        return _attend(q[block], rows[own_rows], rows[own_rows + cache.page_size], seen[:, None], scale, soft_cap)
+        return _attend(q[block], keys[own], values[own], seen[:, None], scale, soft_cap)
 
     if num_tokens <= num_sequences:
-        return into(out, _in_blocks(decode, q, num_keys * rows[0].numel()))
+        return into(out, _in_blocks(decode, q, keys[0].numel()))
 
-    all_rows, all_places = rows_BL.flatten(), key_places.repeat(num_sequences)
-    keys, values = rows[all_rows], rows[all_rows + cache.page_size]
+    all_keys, all_values, all_places = keys.flatten(0, 1), values.flatten(0, 1), key_places.repeat(num_sequences)
     key_sequence = torch.arange(num_sequences, device=q.device).repeat_interleave(num_keys)
     is_key = all_places < kv_lengths[key_sequence]
 
     def prefill(block: slice) -> Tensor:
         seen = (sequence[block, None] == key_sequence) & is_key & _visible(places[block], all_places, causal, window)
-        return _attend(q[block], keys, values, seen[:, None], scale, soft_cap)
+        return _attend(q[block], all_keys, all_values, seen[:, None], scale, soft_cap)
 
-    return into(out, _in_blocks(prefill, q, len(keys) * q.shape[1]))
+    return into(out, _in_blocks(prefill, q, len(all_keys) * q.shape[1]))
 
 
 def varlen_attention(
@@ -78,10 +84,17 @@ def varlen_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     mask: Tensor | None = None,
+    max_length: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
     key_starts = query_starts if key_starts is None else key_starts
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if on_gpu.can_attend(q, soft_cap, mask):
+        longest = max_length or len(q), max_length or len(k)
+        return into(
+            out,
+            on_gpu.attend(q, k, v, query_starts, key_starts, *longest, scale=scale, causal=causal, window=window),
+        )
     query_sequence, key_sequence = sequence_of_each(query_starts, len(q)), sequence_of_each(key_starts, len(k))
     query_places = torch.arange(len(q), device=q.device) - query_starts[query_sequence]
     key_places = torch.arange(len(k), device=q.device) - key_starts[key_sequence]
@@ -101,12 +114,6 @@ def varlen_attention(
         return _attend(q[block], k, v, seen, scale, soft_cap, added)
 
     return into(out, _in_blocks(attend, q, len(k) * q.shape[1]))
-
-
-def _key_rows(cache: KvCache, block_table: Tensor) -> Tensor:
-    """[B, pages * page_size]: which of the cache's rows the keys of each sequence are."""
-    first_rows = key_row_of(block_table.clamp(min=0).long() * cache.page_size, cache.page_size)
-    return (first_rows[:, :, None] + torch.arange(cache.page_size, device=block_table.device)).flatten(1)
 
 
 def _visible(query_places: Tensor, key_places: Tensor, causal: bool, window: int) -> Tensor:

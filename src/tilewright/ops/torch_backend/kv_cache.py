@@ -5,7 +5,6 @@ from torch import Tensor
 
 from tilewright.ops import backend
 from tilewright.ops.kv_cache import LARGEST, KvCache, dequantized
-from tilewright.ops.torch_backend.common import put_rows
 
 LEAST_SCALED = 1e-30  # rows of smaller values count as zeros, as in the kernels
 
@@ -15,26 +14,26 @@ def elements_per_token(head_width: int) -> int:
 
 
 def empty_pages(num_pages: int, page_size: int, num_heads: int, head_width: int, dtype: torch.dtype) -> Tensor:
-    """[pages, 2, page_size, G, K]: the keys of a page, then its values.
+    """[2, pages + 1, page_size, G, K]: all keys, then all values; the last page takes what belongs nowhere.
 
     What 8 bits stand for is kept as the bf16 that it is read as: this backend shows their error, not their size.
     """
     stored = torch.bfloat16 if dtype in LARGEST else dtype
-    return torch.zeros(num_pages, 2, page_size, num_heads, head_width, dtype=stored, device=backend.device())
+    return torch.zeros(2, num_pages + 1, page_size, num_heads, head_width, dtype=stored, device=backend.device())
 
 
 def read_pages(cache: KvCache) -> tuple[Tensor, Tensor]:
-    keys, values = cache.data.transpose(0, 1).flatten(1, 2)
+    keys, values = cache.data[:, :-1].flatten(1, 2)
     return keys, values
 
 
 def kv_store(k: Tensor, v: Tensor, cache: KvCache, slots: Tensor) -> None:
-    rows, size = rows_of(cache), cache.page_size
-    key_rows = key_row_of(slots, size)
+    """To leave out tokens of negative slots one would have to wait for their number: they go to the last page."""
     if cache.dtype in LARGEST:
         k, v = (rounded(x, cache.dtype) for x in (k, v))
-    put_rows(rows, key_rows, k)
-    put_rows(rows, key_rows + size, v)
+    slots = slots.clamp(min=-1)
+    for rows, x in zip(pages_of(cache).flatten(1, 2), (k, v), strict=True):
+        rows[slots] = x.to(rows.dtype)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,13 +49,8 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantized(numbers, scale)
 
 
-def rows_of(cache: KvCache) -> Tensor:
-    """All keys and values [pages * 2 * page_size, G, K] as they lie, without a copy."""
+def pages_of(cache: KvCache) -> Tensor:
+    """All keys and values [2, pages + 1, page_size, G, K] as they lie."""
     if cache.data.dim() != 5:
         raise ValueError("the cache has pages of the native backend, expected those of the torch backend")
-    return cache.data.flatten(0, 2)
-
-
-def key_row_of(slots: Tensor, page_size: int) -> Tensor:
-    """Where the keys of slots lie among the rows; values lie page_size further on. Negative for negative slots."""
-    return slots + slots.div(page_size, rounding_mode="floor") * page_size
+    return cache.data

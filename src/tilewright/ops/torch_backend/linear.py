@@ -13,6 +13,7 @@ from tilewright.ops import backend
 from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, empty_weight, with_columns
 from tilewright.ops.packed import WeightFormat, pack_into
 from tilewright.ops.quantized import WIDENED, Quantized, in_groups, mins_of, numbers_of, quantize_rows
+from tilewright.ops.torch_backend import on_gpu
 from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into
 from tilewright.ops.torch_backend.packed import quantized_of, rows_of
@@ -80,6 +81,8 @@ def plain_linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The same of a weight [N, K] that is no more than a tensor, or numbers and scales."""
+    if isinstance(weight, Tensor) and on_gpu.is_half(x, weight):
+        return _half_linear(x, weight, bias, gated, activation, residual, out_dtype or x.dtype)
     y = product(x, weight)
     if bias is not None:
         y = y + bias.float()
@@ -87,6 +90,22 @@ def plain_linear(
     if residual is not None:
         y = y + residual.float()
     return y.to(out_dtype or x.dtype)
+
+
+def _half_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool,
+    activation: str,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    y = on_gpu.product(x, weight, out_dtype)
+    if bias is not None:
+        y = y + bias.to(out_dtype)
+    y = epilogue(y, gated, activation)
+    return y if residual is None else y + residual
 
 
 def product(x: Tensor, weight: Tensor | Quantized) -> Tensor:

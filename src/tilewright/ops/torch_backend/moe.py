@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.moe import PackedExperts
+from tilewright.ops.torch_backend import on_gpu
 from tilewright.ops.torch_backend.common import into
 from tilewright.ops.torch_backend.linear import epilogue, product
 from tilewright.ops.torch_backend.packed import quantized_of, rows_of
@@ -88,6 +89,9 @@ def plain_moe(
     """
     num_tokens, num_choices = ids.shape
     y = torch.zeros(x.shape, device=x.device) if residual is None else residual.float()
+    if on_gpu.is_half(x, gate_up, down):
+        outputs = on_gpu.experts(x, ids, gate_up, down, lambda product: epilogue(product, True, activation))
+        return (y + (weights[..., None] * outputs.float()).sum(1)).to(x.dtype)
     if num_tokens * num_choices < len(gate_up):
         for choice in range(num_choices):
             chosen = ids[:, choice].long()

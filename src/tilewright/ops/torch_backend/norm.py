@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilewright.ops.torch_backend import on_gpu
 from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into
 
@@ -23,6 +24,8 @@ def rms_norm(
     if residual is not None:
         residual.copy_(residual.float() + x.float())
         x = residual
+    if on_gpu.is_half(x, weight) and not weight_plus_one and gate is None and activation == "none":
+        return into(out, functional.rms_norm(x, x.shape[-1:], weight, eps))  # one kernel, fp32 within
     scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     y = x.float() * scale * (weight.float() + (1.0 if weight_plus_one else 0.0))
     if gate is not None:
@@ -31,5 +34,7 @@ def rms_norm(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
+    if on_gpu.is_half(x, weight) and (bias is None or bias.dtype == x.dtype):
+        return into(out, functional.layer_norm(x, x.shape[-1:], weight, bias, eps))
     wide_bias = None if bias is None else bias.float()
     return into(out, functional.layer_norm(x.float(), x.shape[-1:], weight.float(), wide_bias, eps).to(x.dtype))

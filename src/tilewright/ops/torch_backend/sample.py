@@ -55,6 +55,10 @@ def sample(
     return into(out, (cumulative > uniform[:, None] * cumulative[:, -1:]).int().argmax(1))
 
 
+def greedy(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return into(out, logits.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf).argmax(1))
+
+
 def softmax_probs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, out: Tensor | None = None
 ) -> Tensor:

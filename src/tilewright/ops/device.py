@@ -1,0 +1,140 @@
+"""Where a model computes: the memory of that place, and the copies to it and back.
+
+A copy to an accelerator is worth one call however large it is, and one that the host waits for stops everything else.
+So data lies in `host_bytes`, memory that a device reads by itself, and goes over in one `upload` that nobody waits for:
+`before_use` orders what is computed after it, and `recycle` says when the memory may be written again. On the host none
+of it does anything: what is written there is read there.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Copy(Protocol):
+    """A copy that was started."""
+
+    def before_use(self) -> None:
+        """Whatever this thread computes from now on comes after the copy. The host does not wait."""
+
+    def recycle(self) -> None:
+        """Returns when the memory that was copied from may be written again: at once, if the copy is done."""
+
+
+class NoCopy:
+    """What lies where it is read."""
+
+    def before_use(self) -> None:
+        pass
+
+    def recycle(self) -> None:
+        pass
+
+
+class Device:
+    """The host."""
+
+    is_host = True
+
+    def __init__(self, torch_device: torch.device | str = "cpu") -> None:
+        self.torch_device = torch.device(torch_device)
+
+    def __str__(self) -> str:
+        return str(self.torch_device)
+
+    def host_bytes(self, num_bytes: int) -> Tensor:
+        """Zeroed uint8 memory of the host from which `upload` copies."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def can_read(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in such memory."""
+        return True
+
+    def upload(self, source: Tensor, target: Tensor | None = None, *, beside: bool = False) -> tuple[Tensor, Copy]:
+        """Starts to copy `source`, which lies in `host_bytes`, to `target` or to new memory; that, and the copy.
+
+        `beside`: next to what is computed, on a stream of its own; else in order with it.
+        """
+        return source.to(self.torch_device) if target is None else target.copy_(source), NoCopy()
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A tensor on the host, when all that it depends on is computed."""
+        return tensor
+
+
+HOST = Device()
+
+
+class CudaDevice(Device):
+    """A GPU by its index. Nothing here depends on which one is torch's current device."""
+
+    is_host = False
+
+    def __init__(self, torch_device: torch.device | str) -> None:
+        super().__init__(torch_device)
+        assert self.torch_device.index is not None, "a GPU has an index: a model lives on its own device"
+        with torch.cuda.device(self.torch_device):
+            self._side = torch.cuda.Stream(self.torch_device)
+        self._fetched: dict[torch.dtype, Tensor] = {}  # memory that results come back to
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        """What this thread computes on."""
+        return torch.cuda.current_stream(self.torch_device)
+
+    def host_bytes(self, num_bytes: int) -> Tensor:
+        with torch.cuda.device(self.torch_device):
+            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def can_read(self, tensor: Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def upload(self, source: Tensor, target: Tensor | None = None, *, beside: bool = False) -> tuple[Tensor, Copy]:
+        stream = self._side if beside else self._stream
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
+            if target is None:
+                target = torch.empty(source.shape, dtype=source.dtype, device=self.torch_device)
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return target, _CudaCopy(self, target, stream, done)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        count = tensor.numel()
+        room = self._fetched.get(tensor.dtype)
+        if room is None or len(room) < count:
+            room = self.host_bytes(2 * count * tensor.dtype.itemsize).view(tensor.dtype)
+            self._fetched[tensor.dtype] = room
+        here = room[:count].view(tensor.shape)
+        here.copy_(tensor, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        done.synchronize()
+        return here.clone()
+
+
+class _CudaCopy:
+    def __init__(self, device: CudaDevice, target: Tensor, stream: torch.cuda.Stream, done: torch.cuda.Event) -> None:
+        self._device, self._target, self._stream, self._done = device, target, stream, done
+
+    def before_use(self) -> None:
+        stream = self._device._stream
+        if stream != self._stream:
+            stream.wait_event(self._done)
+            self._target.record_stream(stream)  # its memory is not given to others before that has read it
+
+    def recycle(self) -> None:
+        self._done.synchronize()
+
+
+@functools.cache
+def named(name: str) -> Device:
+    """The device of a name; a GPU without an index is the first, whichever is current."""
+    device = torch.device(name)
+    if device.type != "cuda":
+        return Device(device)
+    return CudaDevice(torch.device("cuda", device.index or 0))

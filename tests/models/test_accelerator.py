@@ -1,0 +1,142 @@
+"""Models on a device of their own: one copy of a step's media, one of its other inputs, one back, and no waits."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from core_answers import CoreAnswers
+from fake_device import FakeDevice, NoValues, Upload
+from test_parity import prompts_for
+
+from tilewright.engine.media.transfer import MediaTransfer
+from tilewright.models.media_batch import MediaItem
+from tilewright.models.protocol import KvSpec
+from tilewright.ops import backend
+from tilewright.ops.device import HOST
+from tilewright.types import Medium, ModelInputs, SamplingParams, Span
+
+FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3"]
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0)
+OTHERS = {
+    "drawn": SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8, top_p=0.9, seed=3),
+    "penalized": SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0, repetition_penalty=1.3, min_tokens=2),
+    "told": SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, logprobs=2, prompt_logprobs=1),
+}
+
+
+def prompts_of(name, hf):
+    found = prompts_for(name, hf) if name in tiny.FAMILIES else None
+    if found is None:
+        found = [tiny.text_prompt(n, n, num_axes=3) for n in (9, 40)]
+        found += [tiny.media_prompt(hf, [("image", (1, 6, 8))], 2)] if name != "qwen3" else []
+    return [tiny.in_dtype(prompt.inputs, torch.float32) for prompt in found]
+
+
+def load(name, networks):
+    from tilewright.models.registry import family_of
+    from tilewright.weights import load as loading
+    from tilewright.weights.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(networks(name)[1])
+    model = family_of(checkpoint.config).build(checkpoint.config, checkpoint.shapes)
+    loading.load(model, checkpoint, dtype=torch.float32, rename=model.checkpoint_name)
+    return model
+
+
+def answers_on(device, name, networks, params=GREEDY, drafts=0):
+    """The answers, and how many steps it took."""
+    with backend.use("torch", device):
+        core = CoreAnswers(load(name, networks), torch.float32, page_size=32, drafts=drafts, replay=False)
+        return core.to(prompts_of(name, networks(name)[0]), params), core.num_steps
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_and_copies(name, networks):
+    device = FakeDevice()
+    answers, num_steps = answers_on(device, name, networks)
+    assert answers == answers_on(HOST, name, networks)[0]
+    of_media = [upload for upload in device.uploads if upload.beside]
+    assert len(device.uploads) - len(of_media) == device.num_fetches == num_steps  # one there, one back
+    assert len(of_media) == (name != "qwen3")  # all media of the prompts, which are encoded in the first step
+    assert device.num_waits == 0
+
+
+@pytest.mark.parametrize("params", OTHERS.values(), ids=OTHERS)
+def test_other_ways_to_sample(params, networks):
+    device = FakeDevice()
+    answers, num_steps = answers_on(device, "qwen3_vl", networks, params)
+    assert answers == answers_on(HOST, "qwen3_vl", networks, params)[0]
+    assert len([upload for upload in device.uploads if not upload.beside]) <= 4 * num_steps
+    assert device.num_waits == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
+def test_drafts(name, networks):
+    """Of a predictor, and by look-up."""
+    device = FakeDevice()
+    assert answers_on(device, name, networks, drafts=3)[0] == answers_on(HOST, name, networks)[0]
+    assert device.num_waits == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_asks_for_a_value(name, networks):
+    """From the schedule to the sampled tokens, which are the first of the vocabulary here."""
+    answers, _ = answers_on(NoValues(), name, networks)
+    assert {token for answer in answers for token in answer} == {0}
+
+
+class Stranger:
+    """A model of no family: tokens are sums of the rows of all media that were put in their batch."""
+
+    vocab_size = num_embeddings = tiny.VOCAB
+    num_position_axes = 1
+    kv_spec = KvSpec(num_layers=1, num_heads=1, head_width=16)
+    cross_spec = state_spec = predictor = None
+
+    def encode(self, batch):
+        return [batch.rows([item])[: item.num_features] for item in batch.items]
+
+    def split_features(self, features):
+        return features, ()
+
+    def forward(self, batch):
+        sums = sum(run.embeddings_MD.sum() for run in batch.media) if batch.media else batch.token_ids_T.sum()
+        rows = len(batch.token_ids_T) if batch.logit_rows is None else len(batch.logit_rows)
+        places = torch.arange(self.vocab_size, device=batch.token_ids_T.device)
+        return torch.sin(sums * 7.0 + places).expand(rows, -1).contiguous()
+
+
+def stranger_prompts():
+    """Three pictures of 24 patches, each in a request of its own."""
+    for number in range(3):
+        rows = torch.randn(24, tiny.ROW_WIDTH, generator=torch.Generator().manual_seed(number))
+        medium = Medium("image", b"%16d" % number, (1, 4, 6), (Span(2, 6),), tiny.UNWRITTEN, 24)
+        inputs = ModelInputs((1, 2, *[tiny.IMAGE] * 6, 3), np.arange(9)[None], 9, (medium,), tiny.DrawnPatches([rows]))
+        yield tiny.in_dtype(inputs, torch.float32)
+
+
+def test_a_model_that_nobody_knows_has_one_copy_too():
+    def answers(device):
+        with backend.use("torch", device):
+            core = CoreAnswers(Stranger(), torch.float32, page_size=32, replay=False)
+            return core.to(list(stranger_prompts()), GREEDY)
+
+    device = FakeDevice()
+    assert answers(device) == answers(HOST)
+    (of_media,) = [upload for upload in device.uploads if upload.beside]
+    assert of_media.num_bytes == 3 * 24 * tiny.ROW_WIDTH * 4
+
+
+@pytest.mark.parametrize(("first_rows", "num_bytes"), [((8, 12), 8 * 12), ((8, 13), 9 * 12), ((0, 40), 8 * 12)])
+def test_media_are_copied_from_where_they_are(first_rows, num_bytes):
+    """With the rows between them where these are few; media that lie far apart are gathered."""
+    device = FakeDevice()
+    rows = device.host_bytes(64 * 12).view(torch.float32).view(64, 3)
+    rows.copy_(torch.arange(192).view(64, 3))
+    items = [MediaItem("image", (1, 2, 2), (1, 1), first, 4, 1) for first in first_rows]
+    transfer = MediaTransfer(rows, device)
+    batch = transfer.send(items)
+    assert device.uploads == [Upload(num_bytes, beside=True)]
+    for item, first in zip(batch.items, first_rows, strict=True):
+        assert batch.rows([item]).equal(rows[first : first + 4])
+    transfer.recycle()
