@@ -1,6 +1,7 @@
 // What a fork and join costs: the OpenMP runtime the kernels share with torch, against a pool of our own that spins.
 //
-//   g++ -std=c++20 -O3 -fopenmp -Icsrc benchmarks/threads.cc csrc/base/{parallel,team}.cc -o /tmp/threads && /tmp/threads
+//   g++ -std=c++20 -O3 -fopenmp -Icsrc benchmarks/threads.cc csrc/base/{parallel,team}.cc -o /tmp/threads &&
+//   /tmp/threads
 //
 // Three patterns, interleaved, medians: regions back to back; regions with 200 us of serial work between them (the pool
 // and OpenMP may have gone to sleep); and the mixed process, in which torch's OpenMP runs a region before each of ours:

@@ -17,7 +17,7 @@ from training.tiny_omni.batches import Take, collate, features_of, log_mels, tak
 from training.tiny_omni.checkpoint import write_configs
 from training.tiny_omni.items import heard, items, score
 from training.tiny_omni.network import Network
-from training.tiny_omni.room import worn
+from training.tiny_omni.room import GAP_BINS, GAP_FRAMES, NUM_GAPS, with_gaps, worn
 from training.tiny_omni.train import train_step
 from training.tiny_omni.utterances import SETS, TRANSCRIBE, Utterance, random_utterance, spoken_words, utterances
 from training.tiny_omni.words import number_words
@@ -125,6 +125,19 @@ def test_wear_is_seeded_and_keeps_the_sound_in_bounds():
     one, again, other = (worn(sounds, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert torch.equal(one, again) and not torch.equal(one, other)
     assert one.abs().max() < 1 and one.isfinite().all()
+
+
+def test_gaps_are_few_and_others_in_every_row():
+    mel = torch.randn(64, 300, 128)
+    one, again = (with_gaps(mel, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(one, again)
+    is_missing = one != mel
+    whole_frames, whole_bins = is_missing.all(2).sum(1), is_missing.all(1).sum(1)
+    assert whole_frames.max() <= NUM_GAPS * GAP_FRAMES and whole_bins.max() <= NUM_GAPS * GAP_BINS
+    assert whole_frames.float().mean() > 4 and whole_bins.float().mean() > 8
+    assert len({tuple(row.flatten().tolist()) for row in is_missing.all(2)}) > 60
+    means = mel.mean((1, 2))
+    assert all((one[row][is_missing[row]] == means[row]).all() for row in range(64))
 
 
 def test_targets_are_the_answers_alone(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from training.loop import learning_rate_at, tell, training_parser
-from training.shards import write_weights
+from training.shards import read_weights, write_weights
 from training.tiny_draw.batches import Drawings, as_pixels
 from training.tiny_draw.checkpoint import SIDE, VAE, WEIGHTS, write_configs, write_tokenizer
 
@@ -31,7 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(options.seed)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     write_tokenizer(folder / "tokenizer")
-    vae = AutoencoderKL.from_config(VAE).to(options.device, memory_format=torch.channels_last)
+    vae = AutoencoderKL.from_config(VAE)
+    if options.decoder_of:
+        vae.load_state_dict(read_weights(Path(options.decoder_of) / "vae"))
+        vae.encoder.requires_grad_(False)
+    vae.to(options.device, memory_format=torch.channels_last)
     tell(f"{sum(parameter.numel() for parameter in vae.parameters()):,} parameters")
     batches = DataLoader(
         Drawings(folder / "tokenizer" / "tokenizer.json", options.batch_size, options.seed, ((SIDE, SIDE),)),
@@ -44,7 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
         vae.encoder.compile()
         vae.decoder.compile()
     run(options, vae, iter(batches))
-    shift, scale = statistics(vae, iter(batches), options.device)
+    if options.decoder_of:
+        known = json.loads((Path(options.decoder_of) / "vae" / "config.json").read_text())
+        shift, scale = known["shift_factor"], known["scaling_factor"]
+    else:
+        shift, scale = statistics(vae, iter(batches), options.device)
     tell(f"latents: mean {shift:.4f}, standard deviation {1 / scale:.4f}")
     write_configs(folder, vocab_size(folder), shift, scale)
     write_weights(folder / "vae", vae.state_dict(), WEIGHTS)
@@ -61,11 +70,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         batch_size=64,
         lr=1e-3,
     )
+    text = "go on with the decoder of this pipeline alone: a transformer trained on its latents stays right"
+    parser.add_argument("--decoder-of", metavar="FOLDER", help=text)
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace, vae: Any, batches: Any) -> None:
-    optimiser = torch.optim.AdamW(vae.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    trained = [parameter for parameter in vae.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.AdamW(trained, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     began_s = told_s = time.monotonic()
     total_s = options.minutes * 60
     for step, batch in enumerate(batches):
@@ -83,7 +95,7 @@ def run(options: argparse.Namespace, vae: Any, batches: Any) -> None:
         difference, kl = loss_of(drawn.float(), pixels), posterior.kl().mean() / posterior.mean[0].numel()
         loss = difference + KL_WEIGHT * kl
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         if time.monotonic() - told_s > 10:

@@ -12,6 +12,8 @@ SNR_DB = (6.0, 40.0)
 REVERBERATION_S = (0.05, 0.35)  # until an echo is 60 dB below the voice
 ECHO_DB = (-18.0, -6.0)  # of all echoes together, against the voice itself
 PEAK_DB = (-26.0, -1.0)
+# What is missing of mel frames at most, in time (a frame is 10 ms) and in frequency, and how often.
+GAP_FRAMES, GAP_BINS, NUM_GAPS = 8, 14, 2
 
 
 def worn(samples_BN: Tensor, generator: torch.Generator) -> Tensor:
@@ -20,6 +22,23 @@ def worn(samples_BN: Tensor, generator: torch.Generator) -> Tensor:
     x = _with_noise(x, generator)
     peak = x.abs().amax(1, keepdim=True).clamp(min=1e-5)
     return x / peak * _decibels(_between(x, PEAK_DB, generator))
+
+
+def with_gaps(mel_BTF: Tensor, generator: torch.Generator) -> Tensor:
+    """Mel frames of which short stretches of time and bands of frequency are missing: each row has others.
+
+    A network that has heard its speakers thousands of times knows them by little; it must not come to rely on that.
+    """
+    rows, num_frames, num_bins = mel_BTF.shape
+    device = mel_BTF.device
+    is_missing = torch.zeros(rows, num_frames, num_bins, dtype=torch.bool, device=device)
+    for size, longest, axis in ((num_frames, GAP_FRAMES, 1), (num_bins, GAP_BINS, 2)):
+        place = torch.arange(size, device=device)
+        for _ in range(NUM_GAPS):
+            length = (torch.rand(rows, 1, generator=generator, device=device) * (longest + 1)).floor()
+            start = torch.rand(rows, 1, generator=generator, device=device) * (size - length)
+            is_missing |= ((place >= start) & (place < start + length)).unsqueeze(3 - axis)
+    return torch.where(is_missing, mel_BTF.mean((1, 2), keepdim=True), mel_BTF)
 
 
 def _with_echoes(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -20,6 +20,7 @@ from training.tiny_omni.batches import Batch, Sentences, features_of
 from training.tiny_omni.checkpoint import write_configs
 from training.tiny_omni.items import score, validation_batches
 from training.tiny_omni.network import Network
+from training.tiny_omni.room import with_gaps
 from training.tiny_omni.utterances import spoken_words
 from training.tiny_vl.batches import NO_TARGET, Encoder, attention_mask
 from training.tiny_vl.optimiser import make_optimisers
@@ -117,7 +118,7 @@ def train_step(
 ) -> Tensor:
     """The losses of answers and of words."""
     device = batch.ids.device.type
-    mel = features_of(batch.samples, generator)
+    mel = with_gaps(features_of(batch.samples, generator), generator)
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         hidden, features = network(mel, batch.ids, batch.positions, attention_mask(batch.segments), batch.start)
         is_asked = batch.targets != NO_TARGET
