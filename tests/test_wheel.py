@@ -21,7 +21,7 @@ from packaging.utils import parse_wheel_filename
 from sources import PACKAGE, ROOT
 
 import tilewright
-from tilewright import demo
+from tilewright import demo, embedded
 from tilewright.ops.native import kernels
 
 BUILD_TOOLS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "as", "make", "cmake", "ninja")
@@ -120,12 +120,14 @@ def test_only_what_it_names_can_be_imported(run):
 
 def test_the_demo_answers(run):
     head, *blocks = run("tilewright", "demo").split("\n\n")
-    *about_picture, made, about_made = [block.splitlines()[:2] for block in blocks]
+    *about_picture, made, about_made, sound, heard, answered = [block.splitlines()[:2] for block in blocks]
     assert "ready in" in head and tuple(question for question, _ in about_picture) == demo.QUESTIONS
     description, count, text = (answer for _, answer in about_picture)
     assert "red circle" in description and "yellow star" in description
     assert "5 shapes" in count and "HELLO" in text
     assert demo.DRAWN in made[0] and "red circle" in about_made[1] and "blue square" in about_made[1]
+    assert sound[1] == embedded.OMNI_NAME
+    assert (heard[1], answered[1]) == ("What colour is a banana?", "Yellow.")
 
 
 def test_info_names_this_machine_and_a_kernel_of_every_op(run):
