@@ -213,8 +213,11 @@ class Sampler:
         vocabulary_size = logits.shape[1]
         # A placeholder may lie past the head's last row: it cannot come out, and the kernel has no column for it.
         clamped = torch.tensor(targets).clamp_(0, vocabulary_size - 1)
-        places, wanted = self._uploads.send(torch.tensor(rows), clamped)
-        picked = logits if len(rows) == logits.shape[0] else logits[places]
+        if len(rows) == logits.shape[0]:
+            picked, (wanted,) = logits, self._uploads.send(clamped)
+        else:
+            places, wanted = self._uploads.send(torch.tensor(rows), clamped)
+            picked = logits[places]
         found = ops.log_probs(picked, wanted, min(max(num_top), vocabulary_size))
         values = zip(targets, num_top, *(self._device.fetch(tensor).tolist() for tensor in found), strict=True)
         return [

@@ -21,7 +21,7 @@ from tilewright.engine.step_limits import StepLimits
 from tilewright.layers.batch import Batch, CrossBatch, MediaRun, StateBatch
 from tilewright.models.media_batch import MediaItem
 from tilewright.ops import backend
-from tilewright.ops.device import Copy, Device, NoCopy
+from tilewright.ops.device import Copy, NoCopy
 from tilewright.ops.kv_cache import KvCache
 from tilewright.types import MEDIA_KINDS
 
@@ -172,10 +172,10 @@ class StepInputs:
     own memory, and what was filled in gets there by `send`; before it is filled in anew comes `recycle`.
     """
 
-    def __init__(self, layout: StepLayout, buffer: Tensor | None = None, device: Device | None = None) -> None:
-        """`buffer` is uint8 [layout.size_bytes]; None: memory of this process. `device`: None for the backend's."""
+    def __init__(self, layout: StepLayout, buffer: Tensor | None = None) -> None:
+        """`buffer` is uint8 [layout.size_bytes]; None: memory of this process."""
         self.layout = layout
-        self._device = device = device or backend.place()
+        self._device = device = backend.place()
         self._memory = device.host_bytes(layout.size_bytes) if buffer is None else buffer
         own = layout.views(self._memory)
         self.arrays: dict[str, np.ndarray] = {name: view.numpy() for name, view in own.items()}
