@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
 
 WARM_UP, DECAY_FROM = 0.02, 0.45  # parts of the run: up to the learning rate, from there in a straight line to 0
+AVERAGED = 300  # steps that a mean of weights remembers
 
 
 def training_parser(
@@ -39,6 +47,42 @@ def learning_rate_at(part: float) -> float:
     if part < WARM_UP:
         return part / WARM_UP
     return min(1.0, (1 - part) / (1 - DECAY_FROM))
+
+
+class Average:
+    """A running mean of a network's weights, which does better than any of those it is the mean of."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._weights: list[Tensor] = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        self._means = [weight.detach().clone() for weight in self._weights]
+        self._step = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._step += 1
+        torch._foreach_lerp_(self._means, self._weights, max(1 / self._step, 1 / AVERAGED))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The network has the means for as long."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for weight, mean in zip(self._weights, self._means, strict=True):
+            held = weight.clone()
+            weight.copy_(mean)
+            mean.copy_(held)
+
+
+def check_finite(step: int, losses: list[float], folder: Path) -> None:
+    """SystemExit where a loss is no number any more."""
+    if not all(map(math.isfinite, losses)):
+        raise SystemExit(f"step {step}: losses are {losses}, no numbers any more; {folder} has the last weights")
 
 
 def tell(line: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, Queue
 from random import Random
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +23,8 @@ from training.tiny_draw.network import CAPTION_MULTIPLE
 SIZES = ((256, 256), (256, 256), (256, 256), (256, 256), (320, 192), (192, 320), (288, 224), (224, 288), (224, 224))
 NO_CAPTION = 0.1  # of the pictures have an empty one, which guidance leads away from
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # as the pipeline asks its text encoder
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,30 @@ class Drawings(IterableDataset[Batch]):
             if len(group) == self.batch_size:
                 yield as_batch(group, length)
                 group.clear()
+
+
+def met_again(
+    fresh: Iterator[Batch], prepare: Callable[[Batch], _Made], max_stored: int, rng: Random
+) -> Iterator[_Made]:
+    """Every batch once it is drawn, as `prepare` makes it, and ones met before while there is no new one: drawing
+    takes longer than a step, and noise is new each time.
+    """
+    drawn: Queue[Batch] = Queue(maxsize=4)
+
+    def draw() -> None:
+        for batch in fresh:
+            drawn.put(batch)
+
+    threading.Thread(target=draw, daemon=True).start()
+    stored: deque[_Made] = deque(maxlen=max_stored)
+    while True:
+        try:
+            batch = drawn.get(block=not stored)
+        except Empty:
+            yield rng.choice(stored)
+        else:
+            stored.append(prepare(batch))
+            yield stored[-1]
 
 
 def prompt_ids(tokenizer: Tokenizer, caption: str) -> list[int]:

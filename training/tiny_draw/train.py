@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -23,7 +22,7 @@ from transformers import Qwen3Config, Qwen3Model
 
 from training.loop import add_network_options, learning_rate_at, tell, training_parser
 from training.shards import read_weights, write_weights
-from training.tiny_draw.batches import Batch, Drawings, as_pixels
+from training.tiny_draw.batches import Batch, Drawings, as_pixels, met_again
 from training.tiny_draw.checkpoint import TRANSFORMER, WEIGHTS
 from training.tiny_draw.network import Transformer
 from training.tiny_vl.optimiser import make_optimisers
@@ -32,9 +31,7 @@ SHIFT = 3.0  # more lessons where there is much noise: what is drawn, and how ma
 AVERAGED_STEPS = 1000  # the weights that are kept are an average over about as many steps
 MAX_GRADIENT = 1.0
 KEPT_EVERY_S = 180  # a run that is cut short loses no more
-# A batch is used so many times, from a store of the latest ones, with other noise: drawing and encoding pictures takes
-# longer than a step.
-REUSED, STORED = 3, 2000
+MAX_STORED = 8000  # batches of latents, on the device
 NUM_COMPILING_STEPS = 30  # at a learning rate of 0, and not counted: shapes are met for the first time
 
 
@@ -134,17 +131,16 @@ def latent_batches(options: argparse.Namespace, vae: Any, folder: Path) -> Itera
         prefetch_factor=3 if options.workers else None,
         pin_memory=options.device == "cuda",
     )
-    rng = Random(options.seed)
-    store: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=STORED)
-    on_host: Batch
-    for on_host in loader:
+
+    @torch.no_grad()
+    def encode(on_host: Batch) -> tuple[Tensor, Tensor, Tensor]:
         batch = on_host.to(options.device)
-        with torch.no_grad():
-            posterior = vae.encode(as_pixels(batch.pictures).bfloat16()).latent_dist
-            latents = (posterior.mode().float() - vae.config.shift_factor) * vae.config.scaling_factor
-        store.append((latents.bfloat16(), batch.ids, batch.lengths))
-        for latents, ids, lengths in (store[-1], *rng.choices(store, k=REUSED - 1)):
-            yield latents.float(), ids, lengths
+        posterior = vae.encode(as_pixels(batch.pictures).bfloat16()).latent_dist
+        latents = (posterior.mode().float() - vae.config.shift_factor) * vae.config.scaling_factor
+        return latents.bfloat16(), batch.ids, batch.lengths
+
+    for latents, ids, lengths in met_again(iter(loader), encode, MAX_STORED, Random(options.seed)):
+        yield latents.float(), ids, lengths
 
 
 def train_step(

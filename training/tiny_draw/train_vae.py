@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from torch.utils.data import DataLoader
 
 from training.loop import learning_rate_at, tell, training_parser
 from training.shards import read_weights, write_weights
-from training.tiny_draw.batches import Drawings, as_pixels
+from training.tiny_draw.batches import Drawings, as_pixels, met_again
 from training.tiny_draw.checkpoint import SIDE, VAE, WEIGHTS, write_configs, write_tokenizer
 
 KL_WEIGHT = 2e-4  # of nats per latent: latents spread by a tenth, so the decoder forgives what denoising leaves
 EDGE_WEIGHT = 0.5  # of the difference of neighbouring pixels: edges stay sharp
 NUM_STATISTICS_BATCHES = 16
+MAX_STORED = 500  # batches of pictures, on the device
 NUM_COMPILING_STEPS = 5  # at a learning rate of 0, and not counted
 
 
@@ -80,7 +82,8 @@ def run(options: argparse.Namespace, vae: Any, batches: Any) -> None:
     optimiser = torch.optim.AdamW(trained, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     began_s = told_s = time.monotonic()
     total_s = options.minutes * 60
-    for step, batch in enumerate(batches):
+    drawings = met_again(batches, lambda batch: batch.to(options.device).pictures, MAX_STORED, Random(options.seed))
+    for step, pictures in enumerate(drawings):
         if step == NUM_COMPILING_STEPS:
             began_s = time.monotonic()
         elapsed_s = time.monotonic() - began_s if step >= NUM_COMPILING_STEPS else 0.0
@@ -88,7 +91,7 @@ def run(options: argparse.Namespace, vae: Any, batches: Any) -> None:
             break
         for group in optimiser.param_groups:
             group["lr"] = options.lr * learning_rate_at(elapsed_s / total_s)
-        pixels = as_pixels(batch.to(options.device).pictures)
+        pixels = as_pixels(pictures)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
             posterior = vae.encode(pixels).latent_dist
             drawn = vae.decode(posterior.sample()).sample
