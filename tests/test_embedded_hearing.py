@@ -9,12 +9,12 @@ import pytest
 from oracle import require
 
 from tilewright import Engine, cli, embedded
-from training.tiny_omni.evaluate import is_same, of_engine, of_transformers
+from training.tiny_omni.evaluate import is_right, of_engine, of_transformers
 from training.tiny_omni.items import Item, items
 from training.tiny_omni.speech import is_there
 
 SAID, ANSWER = "What colour is a banana?", "Yellow."
-NUM_SOUNDS, NUM_RIGHT = 40, 34  # of 500 it gets 93.6 % right (docs/embedded.md)
+NUM_SOUNDS, NUM_RIGHT = 40, 34  # of 500 it gets 93.2 % right (docs/embedded.md)
 MAX_BYTES = 110_000_000  # of all embedded models together
 
 
@@ -51,7 +51,7 @@ def test_speakers_and_sentences_it_never_heard():
     wrong = []
     with of_engine(embedded.path("tiny_omni"), "bfloat16") as ask:
         for item in items("test", NUM_SOUNDS):
-            if not is_same(item.answer, found := ask(item)):
+            if not is_right(item, found := ask(item)):
                 wrong.append((item.question, item.answer, found))
     assert len(wrong) <= NUM_SOUNDS - NUM_RIGHT, wrong
 
@@ -60,7 +60,7 @@ def test_transformers_hears_the_same():
     require("transformers")
     samples = as_samples()
     for question in ("", "What is said?"):
-        item = Item("demo", question, SAID if question else ANSWER, samples)
+        item = Item("demo", question, SAID if question else ANSWER, None, samples)
         for asker in (of_engine, of_transformers):
             with asker(embedded.path("tiny_omni"), "float32") as ask:
                 assert ask(item) == item.answer

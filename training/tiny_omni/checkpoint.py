@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -193,6 +194,7 @@ CODE2WAV = {
     "upsample_rates": [8, 5, 4, 3],
     "upsampling_ratios": [2],
 }
+SAMPLES_PER_FRAME = math.prod((*CODE2WAV["upsample_rates"], *CODE2WAV["upsampling_ratios"]))  # type: ignore[misc]
 CODEC_FILE, TALKER_FILE = "code2wav", "talker"  # stems of the files that trainings leave
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -17,8 +19,9 @@ import torch
 from torch import Tensor
 
 from training.loop import tell
+from training.tiny_omni.checkpoint import SAMPLES_PER_FRAME
 from training.tiny_omni.codec import SAMPLE_RATE
-from training.tiny_omni.said import VOICES, Said, sayings
+from training.tiny_omni.said import VOICES, sayings
 from training.tiny_omni.speech import SAMPLE_RATE as SPOKEN_RATE
 from training.tiny_omni.speech import resampled, speak
 
@@ -33,39 +36,36 @@ class Clips:
     starts: Tensor  # int64 (clips): of each in the samples
     num_frames: Tensor  # int64 (clips)
     texts: list[str]
-    speakers: list[str]
 
     def __len__(self) -> int:
         return len(self.texts)
 
 
-def samples_of(said: Said, speaker: str, samples_per_frame: int) -> np.ndarray:
+def samples_of(text: str, samples_per_frame: int) -> np.ndarray:
     """int16, whole frames."""
-    spoken = resampled(speak(said.spoken, VOICES[speaker]), Fraction(SAMPLE_RATE, SPOKEN_RATE)) * GAIN
+    [voice] = VOICES.values()
+    spoken = resampled(speak(text, voice), Fraction(SAMPLE_RATE, SPOKEN_RATE)) * GAIN
     behind = TAIL + -(LEAD + len(spoken) + TAIL) % samples_per_frame
     return (np.pad(spoken, (LEAD, behind)).clip(-1, 1) * 32767).astype(np.int16)
 
 
 def synthesised(set_name: str, count: int, seed: int, num_workers: int, samples_per_frame: int) -> Clips:
-    """So many clips of a set, voices in turn, by processes that must be started before a GPU is used."""
+    """So many clips of a set, by processes that must be started before a GPU is used."""
     began_s = time.monotonic()
     rng = Random(f"clips {set_name} {seed}")
-    jobs = [
-        (said, tuple(VOICES)[index % len(VOICES)], samples_per_frame)
-        for index, said in enumerate(islice(_short(rng, set_name), count))
-    ]
+    texts = list(islice(_short(rng, set_name), count))
+    spoken = partial(samples_of, samples_per_frame=samples_per_frame)
     if num_workers:
         with multiprocessing.get_context("fork").Pool(num_workers) as pool:
-            sounds = pool.map(_spoken, jobs, chunksize=16)
+            sounds = pool.map(spoken, texts, chunksize=16)
     else:
-        sounds = list(map(_spoken, jobs))
+        sounds = list(map(spoken, texts))
     lengths = torch.tensor([len(sound) for sound in sounds])
     clips = Clips(
         torch.from_numpy(np.concatenate(sounds)),
         lengths.cumsum(0) - lengths,
         lengths // samples_per_frame,
-        [said.text for said, _, _ in jobs],
-        [speaker for _, speaker, _ in jobs],
+        texts,
     )
     hours, took_s = len(clips.samples) / SAMPLE_RATE / 3600, time.monotonic() - began_s
     tell(f"{len(clips):,} clips of the {set_name} set, {hours:.2f} hours, spoken in {took_s:.0f} s")
@@ -86,16 +86,29 @@ def stored_clips(options: argparse.Namespace, samples_per_frame: int) -> Clips:
         return clips
     clips = synthesised("training", options.clips, options.seed, options.workers, samples_per_frame)
     if file is not None:
-        torch.save(vars(clips), file)
+        half_written = file.with_suffix(".part")
+        torch.save(vars(clips), half_written)
+        half_written.rename(file)
     return clips
 
 
-def _short(rng: Random, set_name: str) -> Iterator[Said]:
-    """Those that surely last less than MAX_SECONDS, each for every voice."""
-    for said in sayings(rng, set_name):
-        if len(said.spoken) < MAX_SECONDS * 10:
-            yield said
+def _short(rng: Random, set_name: str) -> Iterator[str]:
+    """Those that surely last less than MAX_SECONDS."""
+    for text in sayings(rng, set_name):
+        if len(text) < MAX_SECONDS * 10:
+            yield text
 
 
-def _spoken(job: tuple[Said, str, int]) -> np.ndarray:
-    return samples_of(*job)
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.tiny_omni.clips", description="Speaks the sentences that a voice is trained on."
+    )
+    add_clip_options(parser)
+    parser.add_argument("--workers", type=int, default=15, help="processes that speak (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the sentences (default: %(default)s)")
+    stored_clips(parser.parse_args(arguments), SAMPLES_PER_FRAME)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -300,6 +300,15 @@ class Codec(nn.Module):
             codes.append(chosen)
         return total.view_as(x_BTD), torch.stack(codes, 1).unflatten(0, x_BTD.shape[:2])
 
+    def misread(self, codes_BTQ: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """The rows of codes, summed up, and the codes, of which those after the first are others now and then."""
+        others = torch.randint_like(codes_BTQ, len(cast(Quantiser, self.quantisers[0]).rows))
+        is_other = torch.rand(codes_BTQ.shape, device=codes_BTQ.device) < share
+        is_other[..., 0] = False
+        codes = torch.where(is_other, others, codes_BTQ)
+        rows = [cast(Quantiser, quantiser).rows[codes[..., i]] for i, quantiser in enumerate(self.quantisers)]
+        return torch.stack(rows).sum(0), codes
+
     @torch.no_grad()
     def fill_table(self) -> None:
         """Writes code2wav's table: the mean of a frame's rows is what the decoder was trained on."""

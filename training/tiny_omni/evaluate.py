@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     with asker(options.model, options.dtype) as ask:
         for index, item in enumerate(tqdm(items(options.set, options.count), total=options.count, file=sys.stderr)):
             got = ask(item)
-            marks.append((item.kind, is_same(item.answer, got)))
+            marks.append((item.kind, is_right(item, got)))
             if not marks[-1][1]:
                 lines.append(f"{index:03d} {item.kind}: {item.question!r} expected {item.answer!r}, got {got!r}")
     shares = shares_by_kind(marks)
@@ -63,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--transformers", action="store_true", help="ask transformers instead of the library")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the shares")
     return parser
+
+
+def is_right(item: Item, got: str) -> bool:
+    """Whether it is the answer word for word, as a sentence or in as few words as may be."""
+    return any(is_same(answer, got) for answer in (item.answer, item.short) if answer is not None)
 
 
 def is_same(one: str, other: str) -> bool:

@@ -25,6 +25,7 @@ class Item:
     kind: str
     question: str  # may be empty: then the sound is all there is
     answer: str
+    short: str | None  # the same in as few words as may be, which is as right
     samples: np.ndarray  # float32, 16 kHz
 
 
@@ -34,7 +35,8 @@ def items(set_name: str, count: int) -> Iterator[Item]:
         rng = Random(f"{set_name} {index}")
         take = next(takes(rng, set_name))
         ask = rng.choice(take.utterance.asks(rng))
-        yield Item(ask.kind, ask.question, ask.answer, heard(rng, take))
+        short = take.utterance.answer if ask.kind.startswith("answer") else None
+        yield Item(ask.kind, ask.question, ask.answer, short, heard(rng, take))
 
 
 def heard(rng: Random, take: Take) -> np.ndarray:

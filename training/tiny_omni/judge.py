@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine_flags import positive
-from training.tiny_omni.said import VOICES, Said, answers
+from training.tiny_omni.said import answers
 from training.tiny_omni.speech import Voice, resampled, speak
 from training.tiny_omni.utterances import SETS
 from training.tiny_omni.words import DIGITS, TEENS, TENS
@@ -169,10 +169,10 @@ def num_errors(expected: list[str], got: list[str]) -> int:
     return row[-1]
 
 
-def of_engine(sayings: Sequence[Said], voice: Voice) -> Iterator[np.ndarray]:
+def of_engine(texts: Sequence[str], voice: Voice) -> Iterator[np.ndarray]:
     """Sounds of a speech synthesiser."""
-    for said in sayings:
-        yield speak(said.spoken, voice)
+    for text in texts:
+        yield speak(text, voice)
 
 
 def of_model(texts: Sequence[str], model: Path, voice: str | None, dtype: str) -> Iterator[np.ndarray]:
@@ -185,14 +185,14 @@ def of_model(texts: Sequence[str], model: Path, voice: str | None, dtype: str) -
             yield resampled(samples, Fraction(SAMPLE_RATE, rate))
 
 
-def of_codec(sayings: Sequence[Said], folder: Path) -> Iterator[np.ndarray]:
+def of_codec(texts: Sequence[str], folder: Path) -> Iterator[np.ndarray]:
     """Sounds of the synthesiser that have been codes in between."""
     from training.tiny_omni.clips import samples_of
     from training.tiny_omni.train_codec import read_codec
 
     codec = read_codec(folder).eval()
-    for said in sayings:
-        sound = torch.from_numpy(samples_of(said, next(iter(VOICES)), codec.samples_per_frame)).float() / 32768
+    for text in texts:
+        sound = torch.from_numpy(samples_of(text, codec.samples_per_frame)).float() / 32768
         with torch.no_grad():
             made = codec.code2wav(codec.codes(sound[None]).transpose(1, 2))[0].clamp(-1, 1)
         yield resampled(made.numpy(), Fraction(SAMPLE_RATE, 24_000))
@@ -208,17 +208,16 @@ def of_folder(folder: Path, count: int) -> Iterator[np.ndarray]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    sayings = list(answers(options.set, options.count))
-    texts = [said.text for said in sayings]
+    texts = answers(options.set, options.count)
     if options.model:
         sounds = of_model(texts, options.model, options.voice, options.dtype)
     elif options.codec:
-        sounds = of_codec(sayings, options.codec)
+        sounds = of_codec(texts, options.codec)
     elif options.folder:
         sounds = of_folder(options.folder, options.count)
     else:
         engine, name, pace = options.engine
-        sounds = of_engine(sayings, Voice(engine, name, int(pace), 50, 50, 1))
+        sounds = of_engine(texts, Voice(engine, name, int(pace), 50, 50, 1))
     judge(Whisper(options.whisper, options.tokens), texts, sounds)
     return 0
 

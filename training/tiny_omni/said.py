@@ -1,55 +1,136 @@
-"""What the voice says: answers and transcripts of the sets, and how a synthesiser is told to say them."""
+"""What the voice says: answers as sentences, drills of the same sentences with other words, and some transcripts.
+
+Sets are apart by the text itself: of no sentence of the test set has the voice been told how it sounds. Most kinds of
+answers are few, and a voice that has only ever heard those knows no word from its neighbours: in drills any word that
+could be said in a place is, whether that is true or not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator
+from itertools import islice
 from random import Random
+from string import ascii_lowercase
 
+from training.tiny_omni import words
 from training.tiny_omni.speech import Voice
-from training.tiny_omni.utterances import Utterance, utterances
-from training.tiny_vl.lesson import sentence
+from training.tiny_omni.utterances import SETS, random_utterance
+from training.tiny_omni.words import VOCABULARY, number_words
+from training.tiny_vl.lesson import sentence, with_article
 
 # By the name that requests call it. Of the synthesisers' voices, Whisper understands this one best.
-VOICES = {"chelsie": Voice("flite", "slt", 160, 50, 50, 0)}
-# Kinds whose transcripts, and kinds whose answers, are words in a row: between them there are pauses.
-LISTED_TRANSCRIPTS = frozenset(("digits", "words"))
-LISTED_ANSWERS = frozenset(("repeat", "count_to", "spell"))
+VOICES = {"chelsie": Voice("flite", "slt", 130, 50, 50, 0)}
+MODULUS = 12
+# Shares of the sentences of training: drills, and what is written down and answers nothing. The others are answers.
+DRILLS, TRANSCRIPTS = 0.6, 0.05
 
 
-@dataclass(frozen=True)
-class Said:
-    """A text as it is written, and as a synthesiser reads it."""
-
-    text: str
-    spoken: str
+def set_of(text: str) -> str:
+    """The set that a text belongs to."""
+    remainder = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") % MODULUS
+    return next((name for name, value in SETS.items() if value == remainder), "training")
 
 
-def answers(set_name: str, count: int) -> Iterator[Said]:
-    """The first answers to questions and commands of a set, each from a seed of its own."""
-    for index in range(count):
-        rng = Random(f"{set_name} {index} said")
-        yield next(answer_of(utterance) for utterance in utterances(rng, set_name) if utterance.answer)
+def answers(set_name: str, count: int) -> list[str]:
+    """The first answers of a set; no two are alike."""
+    rng = Random(f"{set_name} said")
+    return list(islice(_distinct(_answers(rng), set_name), count))
 
 
-def sayings(rng: Random, set_name: str = "training") -> Iterator[Said]:
-    """Answers and transcripts of one set, without end."""
-    for utterance in utterances(rng, set_name):
-        if utterance.answer:
-            yield answer_of(utterance)
-        if not utterance.answer or rng.random() < 0.5:
-            yield transcript_of(utterance)
+def sayings(rng: Random, set_name: str = "training") -> Iterator[str]:
+    """Sentences of one set, no two alike, as long as there are any."""
+    return _distinct(_sentences(rng), set_name)
 
 
-def answer_of(utterance: Utterance) -> Said:
-    text = sentence(utterance.answer or "")
-    return Said(text, _with_pauses(text) if utterance.kind in LISTED_ANSWERS else text)
+def _answers(rng: Random) -> Iterator[str]:
+    while True:
+        if reply := random_utterance(rng).reply:
+            yield reply
 
 
-def transcript_of(utterance: Utterance) -> Said:
-    text = utterance.transcript
-    return Said(text, _with_pauses(text) if utterance.kind in LISTED_TRANSCRIPTS else text)
+def _sentences(rng: Random) -> Iterator[str]:
+    while True:
+        way = rng.random()
+        if way < DRILLS:
+            yield sentence(rng.choice(_DRILLS)(rng))
+            continue
+        utterance = random_utterance(rng)
+        if utterance.reply:
+            yield utterance.reply
+        elif way > 1 - TRANSCRIPTS:
+            yield utterance.transcript
 
 
-def _with_pauses(text: str) -> str:
-    return text.replace(" ", ", ")
+def _word(rng: Random) -> str:
+    return rng.choice(VOCABULARY)
+
+
+def _number(rng: Random) -> str:
+    return number_words(rng.randrange(100))
+
+
+def _row(rng: Random, choices: tuple[str, ...]) -> str:
+    return ", ".join(rng.choice(choices) for _ in range(rng.choice((1, 1, 2, 2, 3, 4))))
+
+
+def _count(rng: Random) -> str:
+    start = rng.randrange(12)
+    return ", ".join(map(number_words, range(start, start + rng.randint(2, 9))))
+
+
+def _thing(rng: Random) -> str:
+    size = f"{rng.choice(words.SIZES)} " if rng.random() < 0.3 else ""
+    return f"your {size}{rng.choice(words.COLOURS)} {rng.choice(words.SHAPES)}"
+
+
+def _of_kind(rng: Random) -> str:
+    kind = rng.choice(tuple(words.KIND_OF))
+    word = rng.choice(words.KIND_OF[kind]) if rng.random() < 0.6 else _word(rng)
+    return f"{kind} is {f'the {word}' if kind in words.COUNTED else word}"
+
+
+def _neighbours(rng: Random) -> str:
+    kind, names = rng.choice((("day", words.DAYS), ("month", words.MONTHS)))
+    return f"the {kind} {rng.choice(('after', 'before'))} {rng.choice(names)} is {rng.choice(names)}"
+
+
+def _opposite(rng: Random) -> str:
+    one, other = (rng.choice((*words.OPPOSITES.keys(), *words.OPPOSITES.values())) for _ in range(2))
+    return f"the opposite of {one} is {other}"
+
+
+def _colour_of(rng: Random) -> str:
+    what = rng.choice((*words.COLOUR_OF, _word(rng), f"the {_word(rng)}", with_article(_word(rng))))
+    return f"the colour of {what} is {rng.choice(words.COLOURS)}"
+
+
+_LETTERS = tuple(ascii_lowercase)
+_DRILLS: tuple[Callable[[Random], str], ...] = (
+    lambda rng: f"the answer is {_number(rng)}",
+    lambda rng: f"the number {_number(rng)} is {rng.choice(('bigger', 'smaller'))} than {_number(rng)}",
+    lambda rng: f"the {rng.choice(('first', 'last'))} {_of_kind(rng)}",
+    lambda rng: f"the {_of_kind(rng)}",
+    lambda rng: f"there are {_number(rng)} words",
+    lambda rng: f"here is {_thing(rng)}",
+    lambda rng: f"here is {_thing(rng)} and {_thing(rng)}",
+    lambda rng: f"you said {_row(rng, VOCABULARY)}",
+    lambda rng: f"you said {_row(rng, VOCABULARY)}",
+    lambda rng: f"I count {_count(rng)}",
+    lambda rng: f"I count {_row(rng, words.DIGITS + words.TEENS)}",
+    lambda rng: f"the {_word(rng)} is {rng.choice(('on', 'off', 'open', 'closed'))}",
+    lambda rng: f"it is spelled {_row(rng, _LETTERS)}, {_row(rng, _LETTERS)}",
+    _neighbours,
+    _opposite,
+    _colour_of,
+    lambda rng: f"{with_article(rng.choice(words.ANIMALS))} says {rng.choice((*words.SOUNDS.values(), _word(rng)))}",
+    lambda rng: f"{with_article(rng.choice(words.ANIMALS))} has {rng.choice(words.DIGITS)} legs",
+)
+
+
+def _distinct(texts: Iterator[str], set_name: str) -> Iterator[str]:
+    seen = set()
+    for text in texts:
+        if text not in seen and set_of(text) == set_name:
+            seen.add(text)
+            yield text

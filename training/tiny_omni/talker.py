@@ -110,6 +110,13 @@ class Talker(nn.Module):
                 nn.init.normal_(module.weight, std=self.text["initializer_range"])
                 if isinstance(bias := getattr(module, "bias", None), Tensor):
                     nn.init.zeros_(bias)
+        self.turn_deaf()
+
+    @torch.no_grad()
+    def turn_deaf(self) -> None:
+        """What the user said is nothing to it: how a text sounds is in the text alone."""
+        for parameter in self.hidden_projection.requires_grad_(False).linear_fc2.parameters():
+            parameter.zero_()
 
     def embed_frames(self, codes_BTQ: Tensor) -> Tensor:
         """The codec rows of frames: the sum of the embeddings of their codes."""

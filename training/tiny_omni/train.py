@@ -14,20 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from training.loop import add_network_options, learning_rate_at, tell, training_parser
+from training.loop import Average, add_network_options, check_finite, learning_rate_at, tell, training_parser
 from training.shards import read_weights, write_weights
 from training.tiny_omni.batches import Batch, Sentences, features_of
 from training.tiny_omni.checkpoint import write_configs
 from training.tiny_omni.items import score, validation_batches
 from training.tiny_omni.network import Network
-from training.tiny_omni.room import with_gaps
+from training.tiny_omni.room import as_of_others, with_gaps
 from training.tiny_omni.utterances import spoken_words
 from training.tiny_vl.batches import NO_TARGET, Encoder, attention_mask
 from training.tiny_vl.optimiser import make_optimisers
 
 MAX_GRADIENT = 1.0
 WORDS_WEIGHT = 0.3  # of the loss of the words heard, against that of the answers
-KEPT_EVERY_S = 180  # a run that is cut short loses no more
+NUM_WORD_STEPS = 150  # a head for words that is new beside a tower that is not learns alone for so long
+KEPT_EVERY_S = 60  # a run that is cut short loses no more
 NUM_COMPILING_STEPS = 20  # at a learning rate of 0, and not counted: shapes are met for the first time
 NUM_VALIDATION_SENTENCES = 400
 SCORES, LATEST = "scores.json", "latest"
@@ -41,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     network = Network(write_configs(folder), len(spoken_words()))
     if options.start_from:
         network.load_stored(read_weights(Path(options.start_from)))
+        # A talker reads these rows, too: one that is trained meanwhile, or was before, goes on with them.
+        network.model.embed_tokens.requires_grad_(False)
     network.to(options.device)
     tell(f"{sum(weight.numel() for weight in network.stored_weights().values()):,} parameters")
     if options.compile:
@@ -79,6 +82,7 @@ def run(options: argparse.Namespace, network: Network, folder: Path) -> None:
             pin_memory=is_cuda,
         )
     )
+    average = Average(network)
     batches = validation_batches(Encoder(folder / "tokenizer.json"), NUM_VALIDATION_SENTENCES)
     generator = torch.Generator(options.device).manual_seed(options.seed)
     total_s = options.minutes * 60
@@ -93,39 +97,50 @@ def run(options: argparse.Namespace, network: Network, folder: Path) -> None:
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = options.lr * learning_rate_at(elapsed_s / total_s)
-        losses = train_step(network, optimisers, on_host.to(options.device), generator)
+        is_new = bool(options.start_from) and step < NUM_WORD_STEPS
+        losses = train_step(network, optimisers, on_host.to(options.device), generator, are_words_apart=is_new)
+        average.update()
         step, num_sentences = step + 1, num_sentences + len(on_host.ids)
         now_s = time.monotonic()
         if now_s - told_s > 10:
             told_s = now_s
             answers, words = losses.tolist()
+            check_finite(step, [answers, words], folder)
             tell(f"{elapsed_s:5.0f} s  step {step}  {num_sentences:,} sentences  loss {answers:.4f}, words {words:.3f}")
         if now_s - scored_s > options.score_every_s:
-            scores = score(network, batches, options.device)
-            tell(f"{elapsed_s:5.0f} s  {mean_of(scores):.4f} {scores}")
-            keep(folder, network, {"steps": step, "sentences": num_sentences, "validation": scores})
+            with average.in_place():
+                scores = score(network, batches, options.device)
+                tell(f"{elapsed_s:5.0f} s  {mean_of(scores):.4f} {scores}")
+                keep(folder, network, {"steps": step, "sentences": num_sentences, "validation": scores})
             scored_s = time.monotonic()
         if now_s - kept_s > KEPT_EVERY_S:
-            write_weights(folder / LATEST, network.stored_weights())
+            with average.in_place():
+                write_weights(folder / LATEST, network.stored_weights())
             kept_s = time.monotonic()
-    scores = score(as_stored(network), batches, options.device)
-    tell(f"{step} steps, {num_sentences:,} sentences: {mean_of(scores):.4f} {scores}")
-    keep(folder, network, {"steps": step, "sentences": num_sentences, "validation": scores})
+    with average.in_place():
+        scores = score(as_stored(network), batches, options.device)
+        tell(f"{step} steps, {num_sentences:,} sentences: {mean_of(scores):.4f} {scores}")
+        keep(folder, network, {"steps": step, "sentences": num_sentences, "validation": scores})
 
 
 def train_step(
-    network: Network, optimisers: list[torch.optim.Optimizer], batch: Batch, generator: torch.Generator
+    network: Network,
+    optimisers: list[torch.optim.Optimizer],
+    batch: Batch,
+    generator: torch.Generator,
+    *,
+    are_words_apart: bool = False,
 ) -> Tensor:
-    """The losses of answers and of words."""
+    """The losses of answers and of words, which teach the head for words alone where they are apart."""
     device = batch.ids.device.type
-    mel = with_gaps(features_of(batch.samples, generator), generator)
+    mel = with_gaps(as_of_others(features_of(batch.samples, generator), generator), generator)
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         hidden, features = network(mel, batch.ids, batch.positions, attention_mask(batch.segments), batch.start)
         is_asked = batch.targets != NO_TARGET
         logits = network.lm_head(hidden[is_asked])
-        heard = network.word_head(features)
+        spelled = network.word_head(features.detach() if are_words_apart else features)
     answers = F.cross_entropy(logits.float(), batch.targets[is_asked])
-    words = words_loss(heard, batch)
+    words = words_loss(spelled, batch)
     (answers + WORDS_WEIGHT * words).backward()
     torch.nn.utils.clip_grad_norm_(network.parameters(), MAX_GRADIENT)
     for optimiser in optimisers:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.loop import learning_rate_at, tell, training_parser
+from training.loop import Average, check_finite, learning_rate_at, tell, training_parser
 from training.shards import read_weights, write_weights
 from training.tiny_omni.checkpoint import CODE2WAV, CODEC_FILE
 from training.tiny_omni.clips import Clips, add_clip_options, stored_clips, synthesised
@@ -25,6 +25,7 @@ MAGNITUDE_WEIGHT, COMMITMENT_WEIGHT = 2.0, 0.25
 MAX_GRADIENT = 1.0
 UNQUANTISED = 0.04  # the part of the run in which latents go through as they are: rows are then put among them
 BETAS = (0.8, 0.98)
+MISREAD = 0.08  # the share of codes after the first that are others where codes are given: a talker errs in them, too
 NUM_VALIDATION_CLIPS = 64
 STATE = "codec.pt"
 
@@ -87,6 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
     clips = stored_clips(options, frame(codec))
     if options.start_from:
         codec = read_codec(Path(options.start_from))
+        # Codes stay what they are, so that a talker can be trained meanwhile.
+        codec.encoder.requires_grad_(False)
     codec.to(options.device)
     tell(f"{sum(p.numel() for p in codec.code2wav.parameters()):,} parameters in code2wav")
     run(options, codec, clips, validation, folder)
@@ -118,6 +121,7 @@ def run(options: argparse.Namespace, codec: Codec, clips: Clips, validation: Cli
     segments = Segments(clips, frame(codec), options.device, options.seed)
     held_out = Segments(validation, frame(codec), options.device, 0)
     trained = [parameter for parameter in codec.parameters() if parameter.requires_grad]
+    average = Average(codec)
     optimiser = torch.optim.AdamW(trained, options.lr, betas=BETAS, weight_decay=0.01, fused=options.device == "cuda")
     sounding = codec.code2wav.samples_of
     if options.compile:
@@ -133,12 +137,17 @@ def run(options: argparse.Namespace, codec: Codec, clips: Clips, validation: Cli
         part = elapsed_s / total_s
         for group in optimiser.param_groups:
             group["lr"] = options.lr * learning_rate_at(part)
-        is_quantised = part >= UNQUANTISED or bool(options.start_from)
+        is_quantised = part >= UNQUANTISED
         sound = segments.draw(options.batch_size)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
-            latents = codec.latents(sound).float()
-            chosen, codes = codec.quantised(latents, is_learning=True)
-            passed = latents + (chosen - latents).detach() if is_quantised else latents
+            if options.start_from:
+                with torch.no_grad():
+                    latents, codes = codec.misread(codec.codes(sound), MISREAD)
+                chosen = passed = latents
+            else:
+                latents = codec.latents(sound).float()
+                chosen, codes = codec.quantised(latents, is_learning=True)
+                passed = latents + (chosen - latents).detach() if is_quantised else latents
             made = sounding(codec.out(passed)).float()
         spectral = loss_of(made, sound[:, : made.shape[1]])
         commitment = F.mse_loss(latents, chosen.detach())
@@ -146,6 +155,7 @@ def run(options: argparse.Namespace, codec: Codec, clips: Clips, validation: Cli
         size = torch.nn.utils.clip_grad_norm_(trained, MAX_GRADIENT)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
+        average.update()
         step += 1
         if began_s is None and step == 5:
             began_s = time.monotonic()  # by then kernels are compiled and chosen
@@ -153,15 +163,14 @@ def run(options: argparse.Namespace, codec: Codec, clips: Clips, validation: Cli
         if now_s - scored_s > options.score_every_s:
             scored_s = now_s
             losses = torch.stack((spectral.detach(), commitment.detach(), size)).tolist()
-            if not all(map(math.isfinite, losses)):
-                raise SystemExit(
-                    f"step {step}: losses are {losses}, no numbers any more; {folder} has the last weights"
-                )
+            check_finite(step, losses, folder)
             tell(f"{elapsed_s:5.0f} s  step {step}  loss {losses[0]:.4f}, commitment {losses[1]:.4f}, {used(codes)}")
-            tell(f"{elapsed_s:5.0f} s  validation {score(codec, held_out, loss_of):.4f}")
-            keep(folder, codec)
-    tell(f"{step} steps: validation {score(codec, held_out, loss_of):.4f}, {used(codes)}")
-    keep(folder, codec)
+            with average.in_place():
+                tell(f"{elapsed_s:5.0f} s  validation {score(codec, held_out, loss_of):.4f}")
+                keep(folder, codec)
+    with average.in_place():
+        tell(f"{step} steps: validation {score(codec, held_out, loss_of):.4f}, {used(codes)}")
+        keep(folder, codec)
 
 
 def used(codes_BTQ: Tensor) -> str:

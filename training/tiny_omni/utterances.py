@@ -37,7 +37,7 @@ class Utterance:
 
     kind: str
     text: str
-    answer: str | None  # None: it is no question, and is only written down
+    answer: str | None  # in as few words as may be; None: it is no question, and is only written down
     content: str  # what is said, whatever the wording: no two sets share one
     is_question: bool
 
@@ -53,11 +53,16 @@ class Utterance:
     def transcript(self) -> str:
         return f"{sentence(self.text)[:-1]}{'?' if self.is_question else '.'}"
 
+    @property
+    def reply(self) -> str | None:
+        """The answer as a sentence. It begins with one of a few words, and a voice that says it is understood."""
+        return None if self.answer is None else sentence(REPLIES[self.kind](self.text, self.answer))
+
     def asks(self, rng: Random) -> list[Ask]:
         """Both tasks, or the one there is."""
         found = [Ask(f"hear {self.kind}", any_of(rng, *TRANSCRIBE), self.transcript)]
-        if self.answer is not None:
-            found.append(Ask(f"answer {self.kind}", any_of(rng, *ANSWER), sentence(self.answer)))
+        if self.reply is not None:
+            found.append(Ask(f"answer {self.kind}", any_of(rng, *ANSWER), self.reply))
         return found
 
 
@@ -162,12 +167,12 @@ def _count(rng: Random) -> _Made:
 
 
 def _draw(rng: Random) -> _Made:
-    what = joined([_thing(rng) for _ in range(rng.choice((1, 1, 2)))]).replace(",", "")
+    what = joined([_thing(rng, **words.DRAWN) for _ in range(rng.choice((1, 1, 2)))])
     return f"{any_of(rng, 'draw', 'please draw', 'paint', 'show me', 'can you draw')} {what}", what, what
 
 
 def _repeat(rng: Random) -> _Made:
-    what = " ".join(rng.sample(VOCABULARY, rng.randint(1, 4)))
+    what = " ".join(rng.sample(words.REPEATED, rng.randint(1, 4)))
     return f"{any_of(rng, 'say', 'please say', 'repeat after me', 'repeat')} {what}", what, what
 
 
@@ -238,9 +243,14 @@ def _neighbour(rng: Random, kind: str, names: tuple[str, ...]) -> tuple[str, str
     return f"what {kind} comes before {names[place]}", names[place - 1]
 
 
-def _thing(rng: Random) -> str:
-    size = f"{rng.choice(words.SIZES)} " if rng.random() < 0.3 else ""
-    return with_article(f"{size}{rng.choice(words.COLOURS)} {rng.choice(words.SHAPES)}")
+def _thing(
+    rng: Random,
+    sizes: tuple[str, ...] = words.SIZES,
+    colours: tuple[str, ...] = words.COLOURS,
+    shapes: tuple[str, ...] = words.SHAPES,
+) -> str:
+    size = f"{rng.choice(sizes)} " if rng.random() < 0.3 else ""
+    return with_article(f"{size}{rng.choice(colours)} {rng.choice(shapes)}")
 
 
 KINDS: dict[Callable[[Random], _Made], float] = {
@@ -248,6 +258,60 @@ KINDS: dict[Callable[[Random], _Made], float] = {
     _repeat: 6, _count_to: 2, _switch: 3, _spell: 2, _fact: 8,
 }  # fmt: skip
 QUESTIONS = (_sum, _bigger, _order, _odd, _count, _fact)
+
+
+def _bigger_one(text: str, answer: str) -> str:
+    """which is bigger two or six: the number six is bigger than two."""
+    word, *both = re.findall(r" is (bigger|smaller) (.+) or (.+)", text)[0]
+    return f"the number {answer} is {word} than {both[both[0] == answer]}"
+
+
+def _in_order(text: str, answer: str) -> str:
+    """which animal comes first cat or dog: the first animal is the cat."""
+    kind, place = re.findall(r"^\w+ (\w+) comes (\w+)", text)[0]
+    return f"the {place} {kind} is {_named(kind, answer)}"
+
+
+def _of_a_kind(text: str, answer: str) -> str:
+    kind = text.split()[3]
+    return f"the {kind} is {_named(kind, answer)}"
+
+
+def _named(kind: str, answer: str) -> str:
+    return f"the {answer}" if kind in words.COUNTED else answer
+
+
+def _fact_told(text: str, answer: str) -> str:
+    for pattern, reply in FACTS_TOLD.items():
+        if found := re.search(pattern, text):
+            return reply.format(*found.groups(), answer=answer)
+    raise ValueError(f"no reply to {text!r}")
+
+
+def _in_a_row(text: str, answer: str) -> str:
+    return answer.replace(" ", ", ")
+
+
+FACTS_TOLD = {
+    "what colour is (.+)": "the colour of {0} is {answer}",
+    "what does (.+) say": "{0} says {answer}",
+    "how many legs does (.+) have": "{0} has {answer} legs",
+    "what is the opposite of (.+)": "the opposite of {0} is {answer}",
+    "what (.+) comes (after|before) (.+)": "the {0} {1} {2} is {answer}",
+}
+REPLIES: dict[str, Callable[[str, str], str]] = {
+    "sum": lambda text, answer: f"the answer is {answer}",
+    "bigger": _bigger_one,
+    "order": _in_order,
+    "odd": _of_a_kind,
+    "count": lambda text, answer: f"there are {answer} words",
+    "draw": lambda text, answer: re.sub(r"\ban?\b", "your", f"here is {answer}"),
+    "repeat": lambda text, answer: f"you said {_in_a_row(text, answer)}",
+    "count_to": lambda text, answer: f"I count {_in_a_row(text, answer)}",
+    "switch": lambda text, answer: answer,
+    "spell": lambda text, answer: f"it is spelled {_in_a_row(text, answer)}",
+    "fact": _fact_told,
+}
 
 
 @cache

@@ -48,6 +48,22 @@ VOCABULARY = tuple(
         for word in group
     )
 )
+# What a listener who does not know what to expect takes for something else, as the voice says it.
+UNCLEAR = frozenset(
+    listed(
+        "ring lion frog fish pull lamp carrot weak candle doctor hat full bottle line purple belt train ladder mouth "
+        "sand plate shoe coin cloud snow rich difficult street hammer house coat arrow blanket build happy bag doll "
+        "sad ticket carry two dance strong late cheese bicycle grey holiday island glove basket sheep oval light tree "
+        "knee truck moon nose poor carpet blue ear dog cow ball king triangle january rabbit climb hand push clock "
+        "picture cold cat sock kitchen throw red cross horse leaf february loud"
+    )
+)
+REPEATED = tuple(word for word in VOCABULARY if word not in UNCLEAR)
+DRAWN = {
+    "sizes": SIZES,
+    "colours": tuple(colour for colour in COLOURS if colour != "orange"),
+    "shapes": listed("circle square star heart diamond line"),
+}
 SPELLED = listed(
     "cat dog cow pig duck lion frog fish bird apple milk door lamp cup book bag box ball sun moon tree car"
 )
@@ -66,6 +82,7 @@ COLOUR_OF = {
 KIND_OF = {
     "animal": ANIMALS, "colour": COLOURS, "shape": SHAPES, "day": DAYS, "month": MONTHS, "vehicle": VEHICLES,
 }  # fmt: skip
+COUNTED = ("animal", "shape", "vehicle")  # the kinds of things of which there are several: the cat, but red and monday
 # What a thing is told to do, and how it is then.
 SWITCHED = {"light": ("on", "off"), "radio": ("on", "off"), "camera": ("on", "off"), "lamp": ("on", "off")}
 OPENED = listed("door window box bag bottle book")
