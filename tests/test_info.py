@@ -130,3 +130,21 @@ def test_a_cpu_that_is_told_nowhere_is_unknown(arm_virtual_machine, monkeypatch,
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "none")
     monkeypatch.setattr(machine.platform, "processor", lambda: "")
     assert machine.describe().cpu_model == "unknown"
+
+
+def test_memory_of_a_loaded_model_is_told(capsys):
+    """Of the model that comes with the package."""
+    assert cli.main(["info", "--load", "--kv-memory", "8MB", "--quantize", "int8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert 0 < told["weight_bytes"] < told["resident_bytes"]
+    assert 0 < told["kv_bytes_touched"] < told["kv_bytes"] <= 8_000_000
+    assert cli.main(["info", "--load", "--kv-memory", "8MB", "--quantize", "int8"]) == 0
+    assert "int8 in groups of 64" in (text := capsys.readouterr().out) and "resident in all" in text
+    assert cli.main(["info", "--load", "--quantize", "int3"]) == 2
+    assert "int3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [("--quantize", "int4"), ("--kv-memory", "8MB")])
+def test_what_says_how_a_model_is_loaded_needs_loading(given, capsys):
+    assert cli.main(["info", *given]) == 2
+    assert "give --load too" in capsys.readouterr().err

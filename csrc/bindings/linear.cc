@@ -2,6 +2,7 @@
 
 #include "bindings/packed.h"
 #include "bindings/tensor.h"
+#include "kernels/linear/round_weight.h"
 
 namespace tilewright {
 namespace {
@@ -31,6 +32,27 @@ void pack_quantized(nb::handle values_arg, nb::handle scales_arg, nb::handle min
   launch(pack_weight, args);
 }
 
+void quantize(nb::handle weight_arg, nb::handle form_arg, nb::handle values_arg, nb::handle scales_arg,
+              nb::handle mins_arg) {
+  Op op("quantize");
+  RoundArgs args;
+  args.form = described_by(op, form_arg);
+  const WeightFormat format = args.form.format;
+  OP_REQUIRE(op, format == WeightFormat::int8 || format == WeightFormat::int4 || format == WeightFormat::uint4,
+             std::string("the format is ") + name_of(format) + ", expected int8, int4 or uint4");
+  op.bind("N", args.form.n);
+  op.bind("K", args.form.k);
+  op.bind("groups", args.form.num_groups());
+  const DTypes dtypes = one_of({args.form.scale_dtype()});
+  args.weight = op.rows(op.tensor(weight_arg, "weight", {"N", "K"}, kFloats));
+  args.values = op.rows(op.tensor(values_arg, "values", {"N", "K"}, one_of({DType::u8})));
+  args.scales = op.rows(op.tensor(scales_arg, "scales", {"N", "groups"}, dtypes));
+  const Tensor mins = op.optional(mins_arg, "mins", {"N", "groups"}, dtypes);
+  OP_REQUIRE(op, static_cast<bool>(mins) == has_mins(format), std::string(name_of(format)) + " has mins or has none");
+  args.mins = op.rows(mins);
+  launch(round_weight, args);
+}
+
 }  // namespace
 
 void bind_linear(nb::module_& m) {
@@ -45,6 +67,7 @@ void bind_linear(nb::module_& m) {
     launch(pack_weight, pack_args(op, source, "source", packed, kFloats));
   });
   m.def("pack_quantized", &pack_quantized, "values"_a, "scales"_a, "mins"_a.none(), "packed"_a);
+  m.def("quantize", &quantize, "weight"_a, "form"_a, "values"_a, "scales"_a, "mins"_a.none());
   m.def("unpack_weight", [](const nb::tuple& packed, nb::handle out) {
     Op op("unpack_weight");
     launch(unpack_weight, pack_args(op, out, "out", packed_of(op, packed, "weight", {"_"}), kFloats));

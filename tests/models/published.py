@@ -113,6 +113,26 @@ class Fp8(Writer):
         return {"weight": numbers, name: scales}, numbers.double() * wide
 
 
+class CompressedMxfp4(Writer):
+    """mxfp4-pack-quantized: two codes of e2m1 to a byte, the first in its lower half; exponents of powers of two."""
+
+    VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+        self.config = compressed("mxfp4-pack-quantized", weights, True)
+
+    def module(self, n: int, k: int) -> tuple[dict, torch.Tensor]:
+        codes = torch.randint(0, 16, (n, k), generator=self.random)
+        exponents = torch.randint(119, 124, (n, k // 32), generator=self.random)
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        magnitudes = torch.tensor(self.VALUES, dtype=torch.float64)[codes % 8]
+        scales = torch.exp2((exponents - 127).double()).repeat_interleave(32, 1)
+        tensors = {"weight_packed": packed.to(torch.uint8), "weight_scale": exponents.to(torch.uint8)}
+        return tensors, torch.where(codes < 8, magnitudes, -magnitudes) * scales
+
+
 class Gptq(Writer):
     """GPTQ: symmetric or with zeros, which its first version stores less one; `act_order`: groups of any columns."""
 

@@ -9,7 +9,7 @@ import tiny_qwen3_5
 import torch
 import transformers
 from core_answers import CoreAnswers
-from published import Awq, CompressedInt8, CompressedPacked, Fp8, Gptq, write
+from published import Awq, CompressedInt8, CompressedMxfp4, CompressedPacked, Fp8, Gptq, write
 from rank_threads import RankThreads
 from safetensors.torch import load_file, save_file
 from test_parity import rms
@@ -37,6 +37,7 @@ CASES = {
     "compressed int4 with zeros": (lambda: CompressedPacked(64, zeros=True), "uint4_zero in groups of 64", ROUNDED),
     "compressed int4, act order": (lambda: CompressedPacked(32, g_idx=True), "int4 in groups of 32", ROUNDED),
     "compressed int8 packed": (lambda: CompressedPacked(128, bits=8), "int8_exact in groups of 128", EXACT),
+    "compressed mxfp4": (CompressedMxfp4, "mxfp4 in groups of 32", ROUNDED),
     "compressed fp8 by row": (lambda: Fp8(None, True), "fp8", EXACT),
     "compressed fp8 in blocks": (lambda: Fp8(128, True), "fp8 in groups of 128", EXACT),
     "fp8 in blocks": (lambda: Fp8(128), "fp8 in groups of 128", EXACT),

@@ -40,7 +40,8 @@ def prompts_for(family, hf):
     if family in tiny.CROSS_FAMILIES:
         found = [tiny.text_prompt(40, 1), tiny.cross_prompt([4, (1, 2), 9], 4)]
     elif family in (*tiny.VISION_FAMILIES, *tiny_qwen3_5.SEEING):
-        found = [tiny.text_prompt(40, 1, num_axes=3), tiny.media_prompt(hf, [("image", (1, 6, 8))], 2)]
+        seed = 3 if family in tiny.VISION_FAMILIES else 2  # no two experts are nearly equal for a token of these
+        found = [tiny.text_prompt(40, 1, num_axes=3), tiny.media_prompt(hf, [("image", (1, 6, 8))], seed)]
     else:
         found = [tiny.text_prompt(70, 1), tiny.text_prompt(33, 3)]
     return [tiny.in_dtype(prompt.inputs, torch.float32) for prompt in found]

@@ -10,7 +10,7 @@ from tilewright.ops import backend
 from tilewright.ops.embedding import embedding
 from tilewright.ops.linear import PackedWeight, linear, pack_weight, pack_weight_rows
 from tilewright.ops.moe import PackedExperts, moe, route
-from tilewright.ops.packed import weight_format
+from tilewright.ops.packed import rounded, weight_format
 from tilewright.ops.quantized import TABLES, Quantized, concatenate, dequantize, quantize
 from tilewright.ops.torch_backend import linear as reference
 
@@ -31,7 +31,7 @@ def format(request):
 def test_linear(isa, dtype, format, m, n, k):
     x, weight, bias = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, seed=1), rand(n, seed=2)
     packed = pack_weight(weight, bias, dtype=weight_format(*format))
-    expected = reference.plain_linear(x, quantize(weight, *format), bias)
+    expected = reference.plain_linear(x, rounded(weight, weight_format(*format)), bias)
     assert_close(linear(x, packed, out=poisoned(m, n, dtype=dtype)), expected)
 
 
@@ -41,7 +41,7 @@ def test_gate_and_up_with_a_residual(isa, dtype, format, m, n, k):
     residual = rand(m, n // 2, dtype=dtype, seed=3)
     packed = pack_weight(weight, gated=True, dtype=weight_format(*format))
     given = {"activation": "silu", "residual": residual}
-    expected = reference.plain_linear(x, quantize(weight, *format), gated=True, **given)
+    expected = reference.plain_linear(x, rounded(weight, weight_format(*format)), gated=True, **given)
     assert_close(linear(x, packed, **given, out=poisoned(m, n // 2, dtype=dtype)), expected)
 
 

@@ -203,9 +203,8 @@ TILEWRIGHT_INLINE void multiply_depths_of(const Weights& weights, const uint8_t*
     const uint8_t* line =
         data + (depth - in_tile) / kQuadTileDepth * 2 * Weights::kTileBytes + in_tile / Weights::kDepths * 64;
     for (int64_t d = 0; d < count; d += Weights::kDepths, line += 64, rows.advance(Weights::kDepths)) {
-      // Few rows: weights come from memory, at its speed if they are asked for 8 KB ahead.
-      if constexpr (kRows <= 4)
-        for (int t = 0; t < kTiles; ++t) __builtin_prefetch(line + t * Weights::kTileBytes + 8192);
+      // Weights come from memory, at its speed if they are asked for 8 KB ahead; for further blocks of rows from L2.
+      for (int t = 0; t < kTiles; ++t) __builtin_prefetch(line + t * Weights::kTileBytes + 8192);
       multiply_quads<0, kRows, kTiles>(weights, rows, line, sums);
       if constexpr (Weights::kParts == 2) multiply_quads<1, kRows, kTiles>(weights, rows, line, sums);
     }

@@ -28,9 +28,9 @@ _ROWS, _COLUMNS, _NUM_WEIGHTS, _ROUNDS = 2048, 2048, 8, 3
 _log = logging.getLogger(__name__)
 
 
-def choose(model: str | Path) -> str | None:
+def choose(model: str | Path, mmproj: str | None = None) -> str | None:
     """What `quantize` should be for a model, for `layers.precision.named`; the log says why in one line."""
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, mmproj)
     chosen, reason = _choice(checkpoint, host_memory.available_bytes())
     # A warning, since commands show those: who leaves a choice to us is told it.
     _log.warning("quantize auto: %s, because %s", chosen or "as the checkpoint is", reason)

@@ -13,6 +13,7 @@ from tilewright import embedded
 from tilewright.model_files import CheckpointError
 from tilewright.ops.quantized import Quantized
 from tilewright.weights.gguf import GgufCheckpoint
+from tilewright.weights.gguf_projector import NO_PROJECTOR
 from tilewright.weights.hub import download, is_hub_id
 from tilewright.weights.quantized_checkpoint import with_linears
 from tilewright.weights.safetensors import SafetensorsCheckpoint
@@ -29,6 +30,7 @@ class Checkpoint(Protocol):
     fingerprint: str  # differs when any file's name, size, time or header does
     files: Path | None  # the folder with tokenizer and templates; None: tokenizer_metadata has them
     tokenizer_metadata: Mapping[str, object] | None  # a GGUF file's tokenizer.* keys
+    missing: str | None  # what a request with a picture is told: the file that the model sees with and that is not here
 
     def dtype(self, name: str) -> torch.dtype:
         """The type `read` gives."""
@@ -52,10 +54,17 @@ class Checkpoint(Protocol):
         """Gives back the memory of what was read of it; what `read` and `rows` gave stays valid."""
 
 
-def open_checkpoint(model: str | Path) -> Checkpoint:
-    """The checkpoint in a folder or a .gguf file, or what a hub id such as "org/name" downloads to."""
+def open_checkpoint(model: str | Path, mmproj: str | Path | None = None) -> Checkpoint:
+    """The checkpoint in a folder or a .gguf file, or what a hub id such as "org/name" downloads to.
+
+    `mmproj`: the projector of a .gguf file, for pictures; "none": text alone; None: the one beside it that fits.
+    """
     path = local_path(model)
-    return with_linears(SafetensorsCheckpoint(path)) if path.is_dir() else GgufCheckpoint(path)
+    if not path.is_dir():
+        return GgufCheckpoint(path, mmproj)
+    if mmproj not in (None, NO_PROJECTOR):
+        raise CheckpointError(f"mmproj is {mmproj}, and {path} is a folder: projector files go with GGUF files")
+    return with_linears(SafetensorsCheckpoint(path))
 
 
 def local_path(model: str | Path) -> Path:

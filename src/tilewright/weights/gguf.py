@@ -1,5 +1,7 @@
 """GGUF files of language models as checkpoints: their config and tensor names in Hugging Face's words.
 
+A model that sees comes as two files: the language model, and a projector beside it (`gguf_projector`).
+
 Quantised tensors are decoded as they are read, or taken apart into the numbers they have (`gguf_numbers`). The q and k
 rows of the llama architecture are stored in the order of the older rotary embedding, which turns neighbours instead of
 halves: reading puts them back.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,20 +20,16 @@ from torch import Tensor
 
 from tilewright.model_files import CheckpointError
 from tilewright.ops.quantized import Quantized
-from tilewright.weights.dequantize import dequantize
-from tilewright.weights.gguf_file import GgufFile, StoredTensor
+from tilewright.weights.gguf_config import (
+    ROPE_FREQUENCIES,
+    known_architecture,
+    num_deepstack_layers,
+    seeing_config,
+    text_config,
+)
+from tilewright.weights.gguf_file import GgufFile, PlacedTensor
 from tilewright.weights.gguf_numbers import SPLITS
-from tilewright.weights.mapped import MappedFile
-
-# The class and model_type of Hugging Face's config by GGUF's name of the architecture.
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
-}
-
-ROPE_FREQUENCIES = "rope_freqs.weight"  # Llama 3's scaling, worked out: the config has the rule instead
+from tilewright.weights.gguf_projector import NO_PROJECTOR, FrameTensors, Projector, find_projector
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -59,19 +57,25 @@ class GgufCheckpoint:
     """
 
     files: Path | None = None
+    missing: str | None = None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mmproj: str | Path | None = None) -> None:
+        """`mmproj` names the projector, "none" for text alone; None: the one that lies beside the file and fits it."""
         self.path = path
         files = _parts(path)
         tensors = _all_tensors(files)
-        self.config: dict = _config(files[0], tensors)
+        self.config: dict = text_config(files[0], tensors)
+        projector = self._read_projector(files[0], mmproj)
         self.tokenizer_metadata: Mapping[str, object] | None = {
             key: value for key, value in files[0].metadata.items() if key.startswith("tokenizer.")
         }
-        self._tensors: dict[str, _Placed] = {}
+        self._tensors: dict[str, PlacedTensor | FrameTensors] = {}
         for name, placed in tensors.items():
             if name != ROPE_FREQUENCIES:
                 self._tensors |= _named(name, placed)
+        if projector is not None:
+            self._tensors = {_seeing_name(name): tensor for name, tensor in self._tensors.items()} | projector.tensors
+            files = [*files, projector.file]
         self.shapes: Mapping[str, tuple[int, ...]] = {name: placed.shape for name, placed in self._tensors.items()}
         digest = hashlib.sha256()
         for file in files:
@@ -80,8 +84,28 @@ class GgufCheckpoint:
             digest.update(mapped.memory[: file.header_bytes])
         self.fingerprint = digest.hexdigest()
 
+    def _read_projector(self, file: GgufFile, mmproj: str | Path | None) -> Projector | None:
+        """The projector of a model that sees, and the config with it; else None, and what is told about pictures."""
+        name, architecture = known_architecture(file)
+        if architecture.seeing is None:
+            if mmproj not in (None, NO_PROJECTOR):
+                raise CheckpointError(f"mmproj is {mmproj}, and {self.path} is of {name}, which sees no pictures")
+            return None
+        projector = find_projector(self.path, mmproj, self.config["hidden_size"], num_deepstack_layers(file))
+        if projector is None:
+            what = "projector, the file that pictures go through"
+            self.missing = (
+                f"{self.path.name} was opened with mmproj none, without its {what}"
+                if mmproj == NO_PROJECTOR
+                else f"{self.path.name} has no {what}: put the model's mmproj-*.gguf into the same folder, or name it "
+                "with --mmproj"
+            )
+            return None
+        self.config = seeing_config(file, self.config, projector.config, projector.preprocessing)
+        return projector
+
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].format.dtype
+        return self._tensors[name].dtype
 
     def size_bytes(self, name: str) -> int:
         return self._tensors[name].size_bytes
@@ -95,29 +119,28 @@ class GgufCheckpoint:
         tensor = self._tensors[name]
         num_heads = self._num_permuted_heads(name)
         if num_heads is None:
-            return self._stored_rows(tensor, begin, end)
+            return tensor.rows(begin, end)
         # Whole heads are read, put in order and cut.
         head_rows = tensor.shape[0] // num_heads
         first, last = begin // head_rows, -(-end // head_rows)
-        heads = self._stored_rows(tensor, first * head_rows, last * head_rows)
+        heads = tensor.rows(first * head_rows, last * head_rows)
         return _in_order(heads, head_rows)[begin - first * head_rows : end - first * head_rows]
 
     def quantized_as(self, name: str) -> tuple[str, int] | None:
         """The format that has the numbers of a matrix; None: it has none, or none that kernels multiply."""
         tensor = self._tensors[name]
-        split = SPLITS.get(tensor.format.name)
+        split = SPLITS.get(tensor.format.name) if isinstance(tensor, PlacedTensor) else None
         return None if split is None or len(tensor.shape) != 2 else split.format
 
     def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
         """Rows [begin, end) of a matrix in that format."""
         tensor = self._tensors[name]
+        assert isinstance(tensor, PlacedTensor)  # others have no such format
         num_heads = self._num_permuted_heads(name)
         head_rows = 1 if num_heads is None else tensor.shape[0] // num_heads
         first, last = begin // head_rows * head_rows, -(-end // head_rows) * head_rows
-        row_bytes = tensor.size_bytes // tensor.shape[0]
-        data = tensor.file.bytes_at(tensor.offset + first * row_bytes, (last - first) * row_bytes)
         try:
-            whole = SPLITS[tensor.format.name].rows(_aligned(data), last - first)
+            whole = SPLITS[tensor.format.name].rows(tensor.stored(first, last), last - first)
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
 
@@ -129,17 +152,7 @@ class GgufCheckpoint:
 
     def release(self, name: str) -> None:
         """Releases the tensor's pages."""
-        tensor = self._tensors[name]
-        tensor.file.release(tensor.offset, tensor.size_bytes)
-
-    def _stored_rows(self, tensor: _Placed, begin: int, end: int) -> Tensor:
-        if len(tensor.shape) == 1:
-            # One row of the format holds all of a vector.
-            data = tensor.file.bytes_at(tensor.offset, tensor.size_bytes)
-            return dequantize(_aligned(data), tensor.format, tensor.shape[0])[0, begin:end]
-        row_bytes = tensor.size_bytes // max(tensor.shape[0], 1)
-        data = tensor.file.bytes_at(tensor.offset + begin * row_bytes, (end - begin) * row_bytes)
-        return dequantize(_aligned(data), tensor.format, tensor.shape[-1]).view(end - begin, *tensor.shape[1:])
+        self._tensors[name].release()
 
     def _num_permuted_heads(self, name: str) -> int | None:
         if self.config["model_type"] != "llama":
@@ -149,13 +162,6 @@ class GgufCheckpoint:
         if ".self_attn.k_proj." in name:
             return self.config["num_key_value_heads"]
         return None
-
-
-@dataclass(frozen=True)
-class _Placed(StoredTensor):
-    """A tensor and the file it lies in."""
-
-    file: MappedFile
 
 
 def _parts(path: Path) -> list[GgufFile]:
@@ -181,20 +187,20 @@ def _parts(path: Path) -> list[GgufFile]:
     return files
 
 
-def _all_tensors(files: Sequence[GgufFile]) -> dict[str, _Placed]:
-    found: dict[str, _Placed] = {}
+def _all_tensors(files: Sequence[GgufFile]) -> dict[str, PlacedTensor]:
+    found: dict[str, PlacedTensor] = {}
     for file in files:
         for name, tensor in file.tensors.items():
             if name in found:
                 raise CheckpointError(f"{file.mapped.path} has the tensor {name}, as an earlier part has")
-            found[name] = _Placed(tensor.offset, tensor.size_bytes, tensor.shape, tensor.format, file.mapped)
+            found[name] = tensor
     stated = files[0].metadata.get("split.tensors.count", len(found))
     if stated != len(found):
         raise CheckpointError(f"{files[0].mapped.path} and its parts have {len(found)} tensors, expected {stated}")
     return found
 
 
-def _named(name: str, placed: _Placed) -> dict[str, _Placed]:
+def _named(name: str, placed: PlacedTensor) -> dict[str, PlacedTensor]:
     """A tensor under Hugging Face's name; one of all experts as a tensor for each."""
     experts = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     if experts is None or experts[2] not in _EXPERT_NAMES or len(placed.shape) != 3:
@@ -213,11 +219,6 @@ def _in_order(rows: Tensor, head_rows: int) -> Tensor:
     return rows.view(-1, head_rows // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _aligned(data: Tensor) -> Tensor:
-    # A file may ask for an alignment below that of its elements.
-    return data if data.data_ptr() % 4 == 0 else data.clone()
-
-
 def huggingface_name(name: str) -> str:
     """The name a tensor has in a Hugging Face checkpoint; as it is where there is none, so that loading lists it."""
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
@@ -227,123 +228,6 @@ def huggingface_name(name: str) -> str:
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
-class _Keys:
-    """The metadata of one architecture, checked as it is asked for."""
-
-    def __init__(self, file: GgufFile, architecture: str) -> None:
-        self._file, self._prefix = file, architecture
-
-    def get(self, key: str, kind: type, default: object = None) -> object:
-        """The value of "<architecture>.<key>", a number; `default` where the file has none."""
-        value = self._file.metadata.get(f"{self._prefix}.{key}", default)
-        allowed = (int, float) if kind is float else (kind,)
-        if value is not default and (isinstance(value, bool) or not isinstance(value, allowed)):
-            raise CheckpointError(
-                f"{self._file.mapped.path}: {self._prefix}.{key} is {value!r}, expected {kind.__name__}"
-            )
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, int, default)
-        if not isinstance(value, int) or not 1 <= value < 1 << 32:
-            raise CheckpointError(f"{self._file.mapped.path}: {self._prefix}.{key} is {value}, expected 1 or more")
-        return value
-
-
-def _config(file: GgufFile, tensors: Mapping[str, _Placed]) -> dict:
-    """What config.json of the model would say. `file` has the metadata."""
-    path, metadata = file.mapped.path, file.metadata
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"{path} has the architecture {architecture!r}; those supported are {supported}")
-    class_name, model_type = ARCHITECTURES[architecture]
-    keys = _Keys(file, architecture)
-    if keys.get("expert_count", int, 0) and architecture != "qwen3moe":
-        raise CheckpointError(f"{path} is a mixture of experts of {architecture}; of these qwen3moe is supported")
-    embedding = tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{path} has no token_embd.weight: it is not a whole language model")
-    hidden_size, num_heads = keys.size("embedding_length"), keys.size("attention.head_count")
-    config: dict = {
-        "architectures": [class_name],
-        "model_type": model_type,
-        "hidden_size": hidden_size,
-        "intermediate_size": keys.size("feed_forward_length"),
-        "num_hidden_layers": keys.size("block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.size("attention.head_count_kv", num_heads),
-        "head_dim": keys.size("attention.key_length", hidden_size // num_heads),
-        "hidden_act": "silu",
-        "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon", float, 1e-6),
-        "max_position_embeddings": keys.size("context_length"),
-        "rope_theta": keys.get("rope.freq_base", float, 10000.0),
-        "rope_scaling": _rope_scaling(file, tensors, keys),
-        "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _end_tokens(metadata),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
-    }
-    if architecture == "qwen3moe":
-        config |= {
-            "num_experts": keys.size("expert_count"),
-            "num_experts_per_tok": keys.size("expert_used_count"),
-            "moe_intermediate_size": keys.size("expert_feed_forward_length"),
-            "norm_topk_prob": True,  # of all Qwen3; files do not say it
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    _check_head_rows(path, tensors, config)
-    return config
-
-
-def _check_head_rows(path: Path, tensors: Mapping[str, _Placed], config: dict) -> None:
-    """Rows that are put in order come in whole heads of an even width; a file that lies about it is refused."""
-    for name, heads in (("attn_q", config["num_attention_heads"]), ("attn_k", config["num_key_value_heads"])):
-        for stored_name, tensor in tensors.items():
-            if stored_name.endswith((f".{name}.weight", f".{name}.bias")) and tensor.shape[0] % (2 * heads):
-                raise CheckpointError(f"{path}: {stored_name} has {tensor.shape[0]} rows for {heads} heads")
-
-
-def _end_tokens(metadata: Mapping[str, object]) -> int | list[int] | None:
-    ids = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
-    found = list(dict.fromkeys(token_id for token_id in ids if isinstance(token_id, int)))
-    return found if len(found) > 1 else found[0] if found else None
-
-
-def _rope_scaling(file: GgufFile, tensors: Mapping[str, _Placed], keys: _Keys) -> dict | None:
-    kind = file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.type", "none")
-    if ROPE_FREQUENCIES in tensors:
-        return _llama3_scaling(tensors[ROPE_FREQUENCIES], keys)
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn"):
-        raise CheckpointError(f"{file.mapped.path} scales its positions by {kind!r}; linear, yarn and llama3 are known")
-    scaling: dict = {"rope_type": kind, "factor": keys.get("rope.scaling.factor", float, 1.0)}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = keys.size("rope.scaling.original_context_length")
-    return scaling
-
-
-def _llama3_scaling(tensor: _Placed, keys: _Keys) -> dict:
-    """The rule that gives the factors the file lists: Llama 3's constants, checked against every factor."""
-    data = tensor.file.bytes_at(tensor.offset, tensor.size_bytes)
-    factors = dequantize(_aligned(data), tensor.format, tensor.shape[-1]).double().flatten()
-    theta = keys.get("rope.freq_base", float, 10000.0)
-    assert isinstance(theta, (int, float))
-    original, low, high, factor = 8192, 1.0, 4.0, float(factors.max())
-    wavelengths = 2 * torch.pi * theta ** (torch.arange(len(factors), dtype=torch.float64) / len(factors))
-    smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    if not torch.allclose(factors, expected, rtol=1e-3):
-        raise CheckpointError(f"{tensor.file.path}: {ROPE_FREQUENCIES} follows no rule that is known (Llama 3's)")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
+def _seeing_name(name: str) -> str:
+    """The name that a tensor of a language model has in a model that sees."""
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tilewright.model_files import CheckpointError, foreign_kind
-from tilewright.weights.dequantize import FORMATS, Format
+from tilewright.weights.dequantize import FORMATS, Format, dequantize
 from tilewright.weights.mapped import MappedFile
 
 VERSIONS = (2, 3)
@@ -21,13 +23,42 @@ _SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", _BOOL
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class PlacedTensor:
     """Where a tensor lies, and how it is stored; `shape` with the longest stride first, as torch has it."""
 
     offset: int
     size_bytes: int
     shape: tuple[int, ...]
     format: Format
+    file: MappedFile
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of `rows`."""
+        return self.format.dtype
+
+    def stored(self, begin: int, end: int) -> Tensor:
+        """The bytes of rows [begin, end) of the first axis."""
+        row_bytes = self.size_bytes // max(self.shape[0], 1)
+        return _aligned(self.file.bytes_at(self.offset + begin * row_bytes, (end - begin) * row_bytes))
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of the first axis: in place for F32, F16 and BF16, else decoded to fp32."""
+        if len(self.shape) == 1:
+            # One row of the format holds all of a vector.
+            data = _aligned(self.file.bytes_at(self.offset, self.size_bytes))
+            return dequantize(data, self.format, self.shape[0])[0, begin:end]
+        data = dequantize(self.stored(begin, end), self.format, self.shape[-1])
+        return data.view(end - begin, *self.shape[1:])
+
+    def release(self) -> None:
+        """Releases its pages."""
+        self.file.release(self.offset, self.size_bytes)
+
+
+def _aligned(data: Tensor) -> Tensor:
+    # A file may ask for an alignment below that of its elements.
+    return data if data.data_ptr() % 4 == 0 else data.clone()
 
 
 class GgufFile:
@@ -35,15 +66,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.mapped = MappedFile(path)
-        cursor = _Cursor(self.mapped)
-        magic = cursor.take(4)
-        if magic != b"GGUF":
-            found = foreign_kind(self.mapped.memory[:256])
-            raise CheckpointError(f"{path} is {found or f'no GGUF file: it begins with {magic!r}'}")
-        version = cursor.number("u4")
-        if version not in VERSIONS:
-            raise CheckpointError(f"{path} is GGUF version {version}, expected 2 or 3, little-endian")
-        num_tensors, num_keys = cursor.number("u8"), cursor.number("u8")
+        cursor, num_tensors, num_keys = _begin(self.mapped)
         self.metadata: dict[str, object] = {}
         for _ in range(num_keys):
             key = cursor.string()
@@ -56,12 +79,12 @@ class GgufFile:
         listed = [self._tensor_info(cursor) for _ in range(num_tensors)]
         self.header_bytes = cursor.position
         data_begin = -(-cursor.position // alignment) * alignment
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, PlacedTensor] = {}
         for name, shape, stored, offset in listed:
             if name in self.tensors:
                 raise CheckpointError(f"{path} has the tensor {name} twice")
             size_bytes = math.prod(shape[:-1]) * stored.row_bytes(shape[-1])
-            self.tensors[name] = StoredTensor(data_begin + offset, size_bytes, shape, stored)
+            self.tensors[name] = PlacedTensor(data_begin + offset, size_bytes, shape, stored, self.mapped)
         self._check_extent()
 
     def _tensor_info(self, cursor: _Cursor) -> tuple[str, tuple[int, ...], Format, int]:
@@ -95,6 +118,31 @@ class GgufFile:
                 f"{self.mapped.path} is truncated: it has {self.mapped.size_bytes} bytes, {before} ends at {end}: "
                 "download it again"
             )
+
+
+def architecture_of(path: Path) -> object:
+    """A file's general.architecture, None where it has none; what comes after it, a vocabulary say, is not read."""
+    mapped = MappedFile(path)
+    cursor, _, num_keys = _begin(mapped)
+    for _ in range(num_keys):
+        key = cursor.string()
+        value = cursor.value(cursor.number("u4"), key)
+        if key == "general.architecture":
+            return value
+    return None
+
+
+def _begin(mapped: MappedFile) -> tuple[_Cursor, int, int]:
+    """A cursor at the first key of a file, and how many tensors and keys there are."""
+    cursor = _Cursor(mapped)
+    magic = cursor.take(4)
+    if magic != b"GGUF":
+        found = foreign_kind(mapped.memory[:256])
+        raise CheckpointError(f"{mapped.path} is {found or f'no GGUF file: it begins with {magic!r}'}")
+    version = cursor.number("u4")
+    if version not in VERSIONS:
+        raise CheckpointError(f"{mapped.path} is GGUF version {version}, expected 2 or 3, little-endian")
+    return cursor, cursor.number("u8"), cursor.number("u8")
 
 
 # Only to name what a file has: those of FORMATS are the ones that are read.

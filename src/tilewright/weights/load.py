@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tilewright.host_memory import trim_heap
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.packed import Packed
 from tilewright.ops.quantized import Quantized
@@ -270,16 +270,9 @@ def _build(
             for name in names:
                 checkpoint.release(name)
                 bar.update(checkpoint.size_bytes(name))
-            _trim_heap()
+            trim_heap()
 
 
 def _progress_bar(total_bytes: int, progress: bool) -> tqdm:
     # disable=None: tqdm shows a bar on a terminal only.
     return tqdm(total=total_bytes, desc="loading", unit="B", unit_scale=True, disable=None if progress else True)
-
-
-def _trim_heap() -> None:
-    """Gives freed blocks back to the system: glibc keeps those under 32 MB, and 100 MB of them gather in a load."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have no such call
-    if trim is not None:
-        trim(0)

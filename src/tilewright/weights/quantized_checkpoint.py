@@ -19,7 +19,7 @@ from tilewright.model_files import CheckpointError
 from tilewright.ops.quantized import Quantized, dequantize
 from tilewright.weights.quantized import METHODS, quantization_of
 from tilewright.weights.safetensors import SafetensorsCheckpoint
-from tilewright.weights.stored_linear import Awq, Bytes, Fp8, Gptq, PackedInts, StoredLinear, Tensors
+from tilewright.weights.stored_linear import Awq, Bytes, Fp8, Gptq, Mxfp4, PackedInts, StoredLinear, Tensors
 
 # Ends of names of what a quantised module has beside its bias.
 _OWN = (
@@ -36,6 +36,7 @@ class QuantizedCheckpoint:
     """Safetensors with quantised linears: a `weights.checkpoint.Checkpoint`."""
 
     tokenizer_metadata: Mapping[str, object] | None = None
+    missing: str | None = None
 
     def __init__(self, plain: SafetensorsCheckpoint, linears: Mapping[str, StoredLinear]) -> None:
         self._plain = plain
@@ -188,6 +189,10 @@ def _compressed(plain: SafetensorsCheckpoint, tensors: Tensors, stated: _Config)
         if strategy == "group":
             raise CheckpointError("fp8 has groups of columns, expected a scale for each tensor, row or block")
         return Fp8(tensors, _block(weights.get("block_structure")) if strategy == "block" else None)
+    if format == "mxfp4-pack-quantized" and weights.get("type") == "float":
+        _setting(weights, "num_bits", (4,))
+        _setting(weights, "group_size", (32,))
+        return Mxfp4(tensors)
     if weights.get("type", "int") != "int" or strategy == "block":
         raise CheckpointError(f"its format {format} has {weights.get('type')} in {strategy}s, which is not read")
     bits = _setting(weights, "num_bits", (4, 8))

@@ -56,6 +56,7 @@ class SafetensorsCheckpoint:
     """A folder with config.json and safetensors: a `weights.checkpoint.Checkpoint`."""
 
     tokenizer_metadata: Mapping[str, object] | None = None
+    missing: str | None = None
 
     def __init__(self, folder: Path) -> None:
         self.path = folder

@@ -159,6 +159,29 @@ class PackedInts(StoredLinear):
         return self._quantized(_in_order(values, self._columns), scales, zeros, self._columns)
 
 
+class Mxfp4(StoredLinear):
+    """compressed-tensors, mxfp4-pack-quantized: codes of e2m1 as uint8 [n, k / 2], the lower nibble first, and the
+    exponents of powers of two, 127 added, for groups of 32: uint8 [n, k / 32]."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        n, half = tensors.shapes["weight_packed"]
+        self.shape = n, 2 * half
+        self.format = "mxfp4", 32
+        tensors.expect("weight_scale", (n, -(-self.shape[1] // 32)))
+        for end in ("weight_packed", "weight_scale"):
+            if (dtype := tensors[end].dtype) != torch.uint8:
+                raise CheckpointError(f"{tensors.module}.{end} is {dtype}, expected uint8".replace("torch.", ""))
+
+    def rows(self, begin: int, end: int) -> Quantized:
+        packed, exponents = self.tensors["weight_packed"][begin:end], self.tensors["weight_scale"][begin:end]
+        if bool((exponents == 255).any()):
+            raise CheckpointError(f"{self.tensors.module}.weight_scale has an exponent of 255, which is no number")
+        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+        # Our numbers are twice e2m1.
+        return self._quantized(codes, torch.exp2(exponents.float() - 128))
+
+
 class Fp8(StoredLinear):
     """e4m3 [n, k] with a scale for all, for each row or for each block of rows and columns."""
 

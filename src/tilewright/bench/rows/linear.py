@@ -12,8 +12,8 @@ from tilewright.bench.row import Calls, Row, close, num_copies, random, rotation
 from tilewright.bench.shapes import MODELS, Vision
 from tilewright.bench.torch_dtype import fastest_dtype
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
-from tilewright.ops.packed import weight_format
-from tilewright.ops.quantized import WIDENED, Quantized, quantize, scale_dtype
+from tilewright.ops.packed import rounded, weight_format
+from tilewright.ops.quantized import WIDENED, Quantized, scale_dtype
 from tilewright.ops.torch_backend import linear as reference
 
 ROWS = (1, 4, 16, 128, 512, 1024)
@@ -90,7 +90,7 @@ def _quantized_weights(n: int, k: int, format: tuple[str, int]) -> tuple[Quantiz
     packed = pack_weight(weight, dtype=weight_format(*format))
     copies = -(-num_copies(weight) * weight.nbytes // packed.size_bytes)
     rotated = [replace(packed, data=packed.data.clone()) for _ in range(copies)]
-    return quantize(weight[:CHECKED_OUTPUTS], *format), rotated
+    return rounded(weight[:CHECKED_OUTPUTS], weight_format(*format)), rotated
 
 
 def _calls(m: int, n: int, k: int, gated: bool) -> Calls:

@@ -1,0 +1,174 @@
+// Weights as numbers of 8 or 4 bits: done once per load, so plain code for all levels, some rows per task.
+//
+// The rules, and the places and parts that are tried, are those of ops/quantized.py. Sums are added in another order,
+// so that of two nearly equal ways to round a group another one may be taken.
+#include "kernels/linear/round_weight.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/bf16.h"
+#include "base/half.h"
+#include "base/parallel.h"
+
+namespace tilewright {
+namespace {
+
+using Lanes = float __attribute__((vector_size(16)));  // what every machine of either architecture has
+constexpr int kLanes = 4, kMaxGroup = 256;
+
+Lanes all(float x) { return Lanes{x, x, x, x}; }
+Lanes load(const float* p) {
+  Lanes v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+float sum_of(Lanes v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+Lanes clamp(Lanes v, float least, float most) {
+  for (int i = 0; i < kLanes; ++i) v[i] = std::min(std::max(v[i], least), most);
+  return v;
+}
+// To the nearest whole number, ties to even: of values below 2^22, as clamped ones are.
+Lanes round(Lanes v) { return (v + all(12582912.0f)) - all(12582912.0f); }
+
+uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// fp16 nearest to a value, ties to even; an infinity where it is too large.
+f16 half_of(float value) {
+  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
+  if (magnitude >= 0x47800000u) return {static_cast<uint16_t>(sign | 0x7c00u)};
+  if (magnitude < 0x38800000u)  // below 2^-14: a multiple of 2^-24, which is the last bit of 0.5
+    return {static_cast<uint16_t>(sign | (bits_of(std::fabs(value) + 0.5f) - bits_of(0.5f)))};
+  return {static_cast<uint16_t>(sign | (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13)};
+}
+
+float inverse(float scale) { return scale == 0.0f ? 0.0f : 1.0f / scale; }
+
+// A group of a row, filled up with zeros, and how it was rounded best so far.
+struct Group {
+  alignas(16) float values[kMaxGroup];
+  int size;
+  bool is_rounded = false;
+  float least_error = 0;
+  f16 scale = {0}, min = {0};
+
+  // The first one is taken in any case: a scale that fp16 does not hold gives no error that compares, and is told.
+  void offer(float error, f16 own_scale, f16 own_min) {
+    if (is_rounded && !(error < least_error)) return;
+    is_rounded = true;
+    least_error = error;
+    scale = own_scale;
+    min = own_min;
+  }
+
+  float farthest() const {
+    return *std::max_element(values, values + size, [](float a, float b) { return std::fabs(a) < std::fabs(b); });
+  }
+};
+
+void try_int4(Group& group) {
+  const float farthest = group.farthest();
+  for (const float place : {8.0f, 7.6f, 7.2f, 6.8f, 9.0f}) {
+    const f16 scale = half_of(farthest / -place);
+    const Lanes wide = all(to_float(scale)), inverted = all(inverse(to_float(scale)));
+    Lanes error = all(0);
+    for (int i = 0; i < group.size; i += kLanes) {
+      const Lanes v = load(group.values + i);
+      const Lanes apart = v - round(clamp(v * inverted, -8, 7)) * wide;
+      error += apart * apart;
+    }
+    group.offer(sum_of(error), scale, {0});
+  }
+}
+
+void try_uint4(Group& group) {
+  const auto [least_at, most_at] = std::minmax_element(group.values, group.values + group.size);
+  const float least = *least_at, most = *most_at, count = static_cast<float>(group.size);
+  Lanes total = all(0);
+  for (int i = 0; i < group.size; i += kLanes) total += load(group.values + i);
+  const float mean = sum_of(total) / count;
+  for (const float part : {1.0f, 0.9f, 0.82f}) {
+    float step = (most - least) * (part / 15.0f), low = least + (most - least) * (0.5f - 0.5f * part);
+    for (int fit = 0; fit < 3; ++fit) {
+      const f16 scale = half_of(step), min = half_of(-low);
+      const Lanes wide = all(to_float(scale)), inverted = all(inverse(to_float(scale))), shift = all(to_float(min));
+      Lanes error = all(0), numbers = all(0), squares = all(0), products = all(0);
+      for (int i = 0; i < group.size; i += kLanes) {
+        const Lanes v = load(group.values + i), n = round(clamp((v + shift) * inverted, 0, 15));
+        const Lanes apart = (v + shift) - n * wide;
+        error += apart * apart;
+        numbers += n;
+        squares += n * n;
+        products += n * (v - all(mean));
+      }
+      group.offer(sum_of(error), scale, min);
+      // The line through the numbers with the least squared error; a group of one number keeps its own.
+      const float centre = sum_of(numbers) / count, spread = sum_of(squares) - sum_of(numbers) * centre;
+      if (spread > 0) step = sum_of(products) / spread;
+      low = mean - step * centre;
+    }
+  }
+}
+
+template <class T>
+void round_group(const RoundArgs& args, const T* x, int64_t row, int64_t g, Group& group) {
+  const WeightFormat format = args.form.format;
+  const int64_t begin = g * group.size, count = std::min<int64_t>(args.form.k - begin, group.size);
+  for (int i = 0; i < group.size; ++i) group.values[i] = i < count ? to_float(x[begin + i]) : 0.0f;
+  group.is_rounded = false;
+  if (format == WeightFormat::int8)
+    group.offer(0, half_of(std::fabs(group.farthest()) / 127.0f), {0});
+  else
+    format == WeightFormat::int4 ? try_int4(group) : try_uint4(group);
+  args.scales.row<f16>(row)[g] = group.scale;
+  if (args.mins.data) args.mins.row<f16>(row)[g] = group.min;
+  const float least = format == WeightFormat::int8 ? -127 : format == WeightFormat::int4 ? -8 : 0;
+  const float most = format == WeightFormat::int8 ? 127 : format == WeightFormat::int4 ? 7 : 15;
+  const Lanes inverted = all(inverse(to_float(group.scale))), shift = all(to_float(group.min));
+  for (int i = 0; i < group.size; i += kLanes) {
+    const Lanes n = round(clamp((load(group.values + i) + shift) * inverted, least, most));
+    std::memcpy(group.values + i, &n, sizeof(n));
+  }
+  uint8_t* numbers = args.values.row<uint8_t>(row) + begin;
+  for (int64_t i = 0; i < count; ++i) numbers[i] = static_cast<uint8_t>(static_cast<int8_t>(group.values[i]));
+}
+
+template <class T>
+void round_whole_row(const RoundArgs& args, const T* x, int64_t row) {
+  float most = 0;
+  for (int64_t i = 0; i < args.form.k; ++i) most = std::max(most, std::fabs(to_float(x[i])));
+  const float scale = most / 127.0f, inverted = inverse(scale);
+  *args.scales.row<float>(row) = scale;
+  uint8_t* numbers = args.values.row<uint8_t>(row);
+  for (int64_t i = 0; i < args.form.k; ++i) {
+    const Lanes n = round(clamp(all(to_float(x[i]) * inverted), -127, 127));
+    numbers[i] = static_cast<uint8_t>(static_cast<int8_t>(n[0]));
+  }
+}
+
+template <class T>
+void round_row(const RoundArgs& args, int64_t row) {
+  const T* x = args.weight.row<T>(row);
+  if (args.form.group_size == 0) return round_whole_row(args, x, row);
+  Group group;
+  group.size = static_cast<int>(args.form.group_size);
+  for (int64_t g = 0; g < args.form.num_groups(); ++g) round_group(args, x, row, g, group);
+}
+
+}  // namespace
+
+void round_weight(const RoundArgs& args) {
+  constexpr int64_t kRows = 8;  // of a task: some 100 us
+  parallel_for(ceil_div(args.form.n, kRows), [&](int64_t task) {
+    for (int64_t row = task * kRows; row < std::min((task + 1) * kRows, args.form.n); ++row)
+      args.weight.dtype == DType::bf16 ? round_row<bf16>(args, row) : round_row<float>(args, row);
+  });
+}
+
+}  // namespace tilewright
