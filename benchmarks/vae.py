@@ -8,14 +8,15 @@ The machine is probed before and after.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
 
 from tilewright.bench.probe import between, probe
 from tilewright.layers.conv import Conv2d, UpsampleConv2d
@@ -48,8 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     torch.manual_seed(0)
-    theirs = AutoencoderKL(**CONFIG).to(dtype).eval()
-    ours = our_network(theirs, dtype)
+    theirs, ours = networks(CONFIG, dtype)
     z = torch.randn(1, 16, args.size // 8, args.size // 8).to(dtype)
     latents = z.movedim(1, -1).unsqueeze(1).contiguous()
     with torch.inference_mode():
@@ -59,15 +59,26 @@ def main() -> None:
             compare(theirs, ours, z, latents, args.rounds)
 
 
-def our_network(theirs: AutoencoderKL, dtype: torch.dtype) -> Ours:
+def networks(config: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Ours]:
+    """diffusers' and ours, with the same random weights."""
+    from diffusers import AutoencoderKL
+
+    theirs = AutoencoderKL.from_config(config).to(dtype).eval()
     tensors = theirs.state_dict()
-    ours = build(CONFIG)
+    ours = build(config)
     for weight in iter_weights(ours):
         weight.build([tensors[source.name] for source in weight.sources], dtype)
-    return ours
+    return theirs, ours
 
 
-def compare(theirs: AutoencoderKL, ours: Ours, z: torch.Tensor, latents: torch.Tensor, rounds: int) -> None:
+def make_weights(ours: Ours) -> None:
+    """Random ones in ours alone, in bf16, that keep the size of what goes through."""
+    for weight in iter_weights(ours):
+        tensors = [torch.randn(source.shape) * math.prod(source.shape[1:]) ** -0.5 for source in weight.sources]
+        weight.build(tensors, torch.bfloat16)
+
+
+def compare(theirs: Any, ours: Ours, z: torch.Tensor, latents: torch.Tensor, rounds: int) -> None:
     expected = theirs.decode(z).sample.movedim(1, -1).float()
     difference = ((ours.decode(latents)[:, 0].float() - expected).abs().max() / expected.abs().max()).item()
     assert difference < MAX_DIFFERENCE[z.dtype], f"off by {difference:.2g} of the largest output"

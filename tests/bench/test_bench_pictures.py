@@ -1,4 +1,4 @@
-"""`tilewright bench image|video` and `bench serve --images`, from their flags to the table and the JSON."""
+"""`tilewright bench image|video` and `bench serve --images|--make-videos`, from flags to tables and JSON."""
 
 import json
 
@@ -8,7 +8,7 @@ from odd_server import OddServer, plain
 
 from tilewright import cli, diffusion_flags, machine
 from tilewright.bench import probe
-from tilewright.bench.serve import limits
+from tilewright.bench.serve import images, limits
 
 
 class Bench(FakePictures):
@@ -122,3 +122,67 @@ def test_servers_that_make_none(run):
     with server({"error": {"message": "no"}}, "404 Not Found") as running:
         status, document, said = run(*flags(running))
     assert status == 1 and document["totals"]["failures"] == {"HTTP 404": {"no": 6}}
+
+
+def video_server(states, error=None):
+    """A server whose videos go through the states, one for each time they are asked for."""
+    left = {}
+
+    def respond(request):
+        method, path = request.method, request.path
+        if path == "/v1/models":
+            return answering({"data": [{"id": "draws", "output_modalities": ["image"]},
+                                       {"id": "films", "output_modalities": ["image", "video"]}]})  # fmt: skip
+        if method == "POST":
+            number = f"video_{len(left)}"
+            left[number] = list(states)
+            return answering({"id": number, "status": "queued"})
+        number = path.split("/")[3]
+        if method == "DELETE":
+            del left[number]
+            left[f"{number} deleted"] = []
+            return answering({"id": number, "deleted": True})
+        if path.endswith("/content"):
+            return plain(b"a film", "200 OK")
+        status = left[number].pop(0)
+        timings = {"step_s": 0.25, "queued_s": 0.5} if status == "completed" else None
+        return answering({"id": number, "status": status, "timings": timings, "error": error})
+
+    return OddServer(respond), left
+
+
+def video_flags(running, *more):
+    return ["serve", running.url, "--make-videos", "--requests", "3", "--warmup", "1", "--concurrency", "2", *more]
+
+
+def test_a_server_of_videos(run, monkeypatch):
+    monkeypatch.setattr(images, "POLL_S", 0.001)
+    server, left = video_server(["queued", "in_progress", "completed"])
+    with server as running:
+        more = ("--image-size", "64x32", "--steps", "3", "--num-frames", "9")
+        status, document, said = run(*video_flags(running, *more))
+    assert status == 0 and "3 answered, 0 failed" in said.out and "videos a minute" in said.out
+    bodies = [request.json() for request in running.requests if request.method == "POST"]
+    assert {(body["model"], body["size"], body["steps"], body["num_frames"]) for body in bodies} == {
+        ("films", "64x32", 3, 9)
+    }
+    assert all("n" not in body for body in bodies) and all(name.endswith("deleted") for name in left)
+    assert document["figures"]["step"]["mean"] == 0.25 and document["totals"]["num_pictures"] == 3
+
+
+def test_videos_that_fail_are_told_and_deleted(run, monkeypatch):
+    monkeypatch.setattr(images, "POLL_S", 0.001)
+    server, left = video_server(["in_progress", "failed"], {"message": "the worker died"})
+    with server as running:
+        status, document, _ = run(*video_flags(running))
+    assert status == 1 and document["totals"]["failures"] == {"not made": {"the worker died": 3}}
+    assert all(name.endswith("deleted") for name in left)
+
+
+def test_a_video_that_takes_too_long_is_deleted(run, monkeypatch):
+    monkeypatch.setattr(images, "POLL_S", 0.001)
+    server, left = video_server(["queued"] * 100_000)
+    with server as running:
+        status, document, _ = run(*video_flags(running, "--timeout-s", "0.2", "--warmup", "0"))
+    assert status == 1 and document["totals"]["failures"] == {"timeout": {"no video within 0.2 s": 3}}
+    assert all(name.endswith("deleted") for name in left)

@@ -55,6 +55,17 @@ def test_latents_and_pictures_are_those_of_diffusers(kind, pipelines):
     assert np.abs(pictures / 255 - theirs(pipeline, "np", **options)).max() < 1e-3 + 0.5 / 255
 
 
+def test_every_level_makes_the_same(pipelines, isa):
+    """Text encoders, transformer and autoencoder, packed for the level."""
+    pipeline, folder = pipelines("dev")
+    settings = {"width": WIDTH, "height": HEIGHT, "num_steps": NUM_STEPS, "guidance": 2.5, "latents": given()}
+    with Diffusion(folder, dtype="float32", pack_cache=False) as diffusion:
+        made = diffusion.generate(PROMPT, output="array", **settings)
+    options = {"latents": given(), "guidance_scale": 2.5}
+    assert relative(made.latents, theirs(pipeline, "latent", **options)) < 1e-3
+    assert np.abs(made.images[0][0] / 255 - theirs(pipeline, "np", **options)[0]).max() < 1e-3 + 0.5 / 255
+
+
 def test_noise_is_that_of_diffusers_for_a_seed(pipelines):
     pipeline, folder = pipelines("schnell")
     expected = theirs(pipeline, "latent", generator=torch.Generator().manual_seed(7))

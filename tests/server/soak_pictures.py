@@ -1,6 +1,6 @@
 """Chat and pictures mixed, against a server that runs; nothing may be left behind.
 
-python tests/server/soak_pictures.py --requests 1000       the embedded model for chat, a tiny random one for pictures
+python tests/server/soak_pictures.py --requests 1000       the embedded models for chat and for pictures
 python tests/server/soak_pictures.py --seconds 300         as many as fit
 python tests/server/soak_pictures.py --image-model ./Z-Image-Turbo
 """
@@ -15,6 +15,7 @@ import os
 import random
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -112,28 +113,35 @@ def left_behind(pid):
     return {"processes": len(pids), **held, "memory": sum(map(memory_bytes, pids))}
 
 
+IN_USE = ("kv_pages_used", "requests_in_flight", "requests_running", "requests_waiting", "requests_preparing",
+          "pictures_running", "pictures_waiting", "picture_worker_restarts_total")  # fmt: skip
+
+
+def in_use(url):
+    """What /metrics tells of requests, pages and queues: all of it is 0 when nothing is asked."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        values = dict(line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#")
+    return {name: float(values[f"tilewright_{name}"]) for name in IN_USE}
+
+
 def main():
     from serve_process import ServerProcess
-    from tiny_pipelines import z_image_pipeline
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no request after so many")
-    parser.add_argument("--image-model", help="default: a tiny random one")
+    parser.add_argument("--image-model", help="default: the embedded one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder, temporary = Path(name), Path(name) / "temporary"
-        temporary.mkdir()
-        image_model = options.image_model
-        if image_model is None:
-            z_image_pipeline(folder / "pipeline")
-            image_model = str(folder / "pipeline")
-        server = ServerProcess(None, "--image-model", image_model, ready_s=300, TMPDIR=str(temporary))
+        temporary = Path(name)
+        flags = ["--image-model", options.image_model] if options.image_model else []
+        server = ServerProcess(None, *flags, ready_s=300, TMPDIR=str(temporary))
 
         def look():
             time.sleep(6)  # connections that wait for another request are closed after 5 s
-            return {**left_behind(server.process.pid), "temporary files": len(list(temporary.rglob("*")))}
+            files = {"temporary files": len(list(temporary.rglob("*")))}
+            return {**left_behind(server.process.pid), **files, **in_use(server.url)}
 
         try:
             asyncio.run(run(server.url, 3 * len(KINDS), options.concurrency))  # what the first requests start

@@ -168,6 +168,9 @@ def test_a_picture_by_url(serve):
         ({"num_inference_steps": 99}, "steps", "steps is 99"),
         ({"guidance": 1000}, "guidance", "guidance is 1000"),
         ({"guidance": -1}, "guidance", "guidance is -1"),
+        ({"guidance_interval": [0.5, 0.2]}, "guidance_interval", "is 0.5 to 0.2, expected the smaller first"),
+        ({"guidance_interval": [0.5]}, "guidance_interval", "at least 2 items"),
+        ({"step_cache": 2}, "step_cache", "step_cache is 2"),
         ({"n": 5}, "n", "n is 5, expected an integer from 1 to 4"),
         ({"n": 0}, "n", "n is 0"),
         ({"seed": -1}, "seed", "seed is -1"),
@@ -187,6 +190,17 @@ def test_wrong_requests_are_refused_by_name(plain, fields, param, message):
         plain.client().post("/images/generations", body={"prompt": "tile", **fields}, cast_to=object)
     assert caught.value.param == param
     assert metric(plain, "tilewright_pictures_running") == 0
+
+
+def test_what_saves_time_is_passed_on_and_told(ready):
+    client = ready.client()
+    savings = {"guidance_interval": [0, 0.5], "guidance_norm": 2, "step_cache": 0.25, "guidance": 3}
+    (made,) = client.images.generate(prompt="tile", extra_body=savings).data
+    told = {name: made.settings[name] for name in savings}
+    assert told == {"guidance_interval": [0.0, 0.5], "guidance_norm": 2.0, "step_cache": 0.25, "guidance": 3.0}
+    file = ("tile.png", base64.b64decode(made.b64_json))
+    (edited,) = client.images.edit(image=file, prompt="tile", extra_body={"guidance_interval": "0-0.5"}).data
+    assert edited.settings["guidance_interval"] == [0.0, 0.5]
 
 
 def test_models_and_their_abilities(ready, scripted):
@@ -424,7 +438,7 @@ def test_the_whole_server_with_a_pipeline(tmp_path):
 
     z_image_pipeline(tmp_path / "tiny-z-image")
     chat = write_vision_model(tmp_path / "chat")
-    server = ServerProcess(chat, "--image-model", str(tmp_path / "tiny-z-image"))
+    server = ServerProcess(chat, "--image-model", str(tmp_path / "tiny-z-image"), "--image-low-memory")
     try:
         client = server.client()
         assert [model.id for model in client.models.list()] == ["chat", "tiny-z-image"]

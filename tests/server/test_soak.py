@@ -7,9 +7,11 @@ import urllib.request
 
 import soak
 import soak_beside
+import soak_pictures
 from processes import family_of, memory_bytes
 from serve_process import ServerProcess
 from tiny_checkpoint import write_omni_model, write_vision_model
+from tiny_pipelines import z_image_pipeline
 
 NUM_REQUESTS = 2000
 CONCURRENCY = 32
@@ -72,3 +74,34 @@ def test_streams_beside_clients_that_misbehave(tmp_path):
         assert server.status() == 200
     finally:
         server.end()
+
+
+def test_chat_and_pictures_leave_nothing_behind(tmp_path):
+    """The whole server, its engine and its picture worker. A thousand: python tests/server/soak_pictures.py."""
+    z_image_pipeline(tmp_path / "pipeline")
+    (temporary := tmp_path / "temporary").mkdir()
+    chat, flags = write_vision_model(tmp_path / "chat"), ("--image-model", str(tmp_path / "pipeline"))
+    server = ServerProcess(chat, *flags, TMPDIR=str(temporary))
+
+    def held():
+        """Memory apart: it still grows up to the size of what is cached. Streams that were left end within a step."""
+        deadline = time.monotonic() + 30
+        while any(soak_pictures.in_use(server.url).values()):
+            assert time.monotonic() < deadline, soak_pictures.in_use(server.url)
+            time.sleep(0.05)
+        found = soak_pictures.left_behind(server.process.pid)
+        return {name: found[name] for name in ("processes", "threads", "files", "shared")}
+
+    try:
+        asyncio.run(soak_pictures.run(server.url, 2 * len(soak_pictures.KINDS), 8))
+        before = held()
+        statuses, wrong = asyncio.run(soak_pictures.run(server.url, 5 * len(soak_pictures.KINDS), 8, seed=1))
+        assert not wrong and statuses.total() == 5 * len(soak_pictures.KINDS)
+        deadline = time.monotonic() + 30
+        while any(after > before[name] for name, after in held().items()):  # until idle connections are closed
+            assert time.monotonic() < deadline, (before, held())
+            time.sleep(0.1)
+        assert not list(temporary.rglob("*"))
+    finally:
+        server.end()
+    assert not list(temporary.rglob("*"))

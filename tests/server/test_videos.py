@@ -50,7 +50,7 @@ def test_a_video_from_its_creation_to_its_deletion(serve, gate):
     until(lambda: client.videos.retrieve(job.id).status == "completed")
     done = client.videos.retrieve(job.id)
     assert (done.progress, done.size, done.seconds) == (100, "64x32", "1.12") and done.expires_at > done.completed_at
-    assert done.expected_s == 2.0
+    assert done.expected_s == 2.0 and done.timings["step_s"] > 0 and done.timings["queued_s"] >= 0
     assert done.settings["seed"] == 3 and done.settings["num_frames"] == 9 and done.error is None
     content = client.videos.download_content(job.id)
     assert content.response.headers["content-type"] == "video/mp4"
@@ -175,3 +175,22 @@ def test_a_model_of_stills_makes_no_video():
         running.client().images.generate(prompt="warm")
         with pytest.raises(openai.BadRequestError, match="makes pictures, not videos"):
             running.client().videos.create(prompt="tile")
+
+
+def test_the_first_video_that_cannot_be_made_is_refused(serve):
+    """No process has started by then, and none knows the limits."""
+    client = (running := serve()).client()
+    with pytest.raises(openai.BadRequestError, match="width is 33, expected a multiple of 16"):
+        client.videos.create(prompt="a tile", size="33x16")
+    with pytest.raises(openai.BadRequestError, match="num_frames is 34, expected an integer from 1 to 33"):
+        client.videos.create(prompt="a tile", extra_body={"num_frames": "34"})
+    assert not client.videos.list().data and metric(running, "tilewright_pictures_waiting") == 0
+
+
+def test_a_video_of_a_model_that_cannot_be_loaded(serve):
+    client = serve(refuses="it is no model").client()
+    for _ in range(2):  # each tries again
+        with pytest.raises(openai.InternalServerError, match="the image worker cannot be started") as caught:
+            client.videos.create(prompt="a tile")
+        assert caught.value.status_code == 503
+    assert not client.videos.list().data

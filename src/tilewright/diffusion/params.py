@@ -244,5 +244,7 @@ def _interval(value: Any) -> tuple[float, float]:
     begin = _number("the begin of guidance_interval", begin, 0.0, 1.0)
     end = _number("the end of guidance_interval", end, 0.0, 1.0)
     if begin > end:
-        raise RequestError(f"guidance_interval is {begin:g} to {end:g}, expected the smaller first")
+        raise RequestError(
+            f"guidance_interval is {begin:g} to {end:g}, expected the smaller first", param="guidance_interval"
+        )
     return begin, end

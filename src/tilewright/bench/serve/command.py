@@ -32,6 +32,7 @@ EXAMPLES = """examples:
   tilewright bench serve --videos 1 --video-frames 8 --same-media --json serve.json --plot serve.png
   tilewright bench serve --extra '{"chat_template_kwargs": {"enable_thinking": false}}'
   tilewright bench serve --images --image-size 512x512 --steps 4 --concurrency 2 --requests 8
+  tilewright bench serve --make-videos --image-size 832x480 --num-frames 17 --concurrency 1 --requests 4
   OPENAI_API_KEY=... tilewright bench serve https://example.org --model M --plain"""
 
 
@@ -115,12 +116,17 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_images(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("making pictures", "Measures /v1/images/generations instead of answers.")
-    group.add_argument("--images", action="store_true", help="make pictures; prompts are random words")
+    text = "Measures /v1/images/generations or /v1/videos instead of answers."
+    group = parser.add_argument_group("making pictures and videos", text)
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument("--images", action="store_true", help="make pictures; prompts are random words")
+    kind.add_argument("--make-videos", action="store_true", help="make videos: created, polled, read and deleted")
     text = "default: the model's own"
     group.add_argument("--image-size", type=common.size, metavar="WxH", help=text)
     group.add_argument("--steps", type=positive, metavar="N", help=text)
     group.add_argument("--images-per-request", type=positive, default=1, metavar="N", help="default 1")
+    text = "of each video (default: the model's own)"
+    group.add_argument("--num-frames", type=positive, metavar="N", help=text)
 
 
 def _above_zero(text: str) -> float:
@@ -166,14 +172,14 @@ def run(options: argparse.Namespace) -> int:
     from tilewright.bench.server_url import Server
     from tilewright.event_loop import run_loop
 
-    if options.images:
+    if options.images or options.make_videos:
         return _run_images(options)
     if options.plot and not common.can_plot():
         return 2
     server = Server.parse(options.url)
     limits_s = parse_goodput(options.goodput) if options.goodput else None
     client = Client(server, headers(options.api_key))
-    workload = workload_of(options, options.model or run_loop(first_model(client)))
+    workload = workload_of(options, options.model or run_loop(first_model(client, "text")))
     pace = pace_of(options)
     warmup, requests = _make_requests(options, workload, pace)
     is_here = not options.no_limits and limits.is_here(server.host, server.port)
@@ -199,7 +205,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_images(options: argparse.Namespace) -> int:
-    """The exit status: 0, or 1 if no picture was made."""
+    """The exit status: 0, or 1 if no picture or video was made."""
     from tilewright.bench.http_client import Client
     from tilewright.bench.serve import images, limits
     from tilewright.bench.serve.run import first_model, measure
@@ -207,12 +213,21 @@ def _run_images(options: argparse.Namespace) -> int:
     from tilewright.event_loop import run_loop
 
     if options.plot or options.goodput:
-        raise RequestError("--images has neither --plot nor --goodput")
+        raise RequestError("--images and --make-videos have neither --plot nor --goodput")
     server = Server.parse(options.url)
     client = Client(server, headers(options.api_key))
-    model = options.model or run_loop(first_model(client, "image"))
+    noun = "video" if options.make_videos else "picture"
+    # A worker that has not started yet is known to make pictures, no more.
+    modalities = ("video", "image") if options.make_videos else ("image",)
     workload = images.ImageWorkload(
-        model, options.image_size, options.steps, options.images_per_request, options.seed, options.plain
+        options.model or run_loop(first_model(client, *modalities)),
+        options.image_size,
+        options.steps,
+        options.images_per_request,
+        options.seed,
+        options.plain,
+        options.make_videos,
+        options.num_frames,
     )
     pace = pace_of(options)
     warmup, requests = _make_requests(options, workload, pace)
@@ -221,9 +236,10 @@ def _run_images(options: argparse.Namespace) -> int:
     sending = measure(client, workload.path, warmup, requests, pace, options.timeout_s, images.send_image)
     measured = run_loop(sending)
     summary = images.summarise(measured.samples)
-    print(images.as_table(summary, measured.client_cpu_share))
+    print(images.as_table(summary, measured.client_cpu_share, noun))
     if options.json:
-        about = _about(options, workload) | {"bench": "serve images", "client_cpu_share": measured.client_cpu_share}
+        bench = "serve videos" if options.make_videos else "serve images"
+        about = _about(options, workload) | {"bench": bench, "client_cpu_share": measured.client_cpu_share}
         about["load"] |= {"warmup": len(warmup), "requests": len(requests)}
         images.write_json(options.json, summary, measured.samples, about | machine)
     return 0 if summary.num_answered else 1

@@ -1,4 +1,4 @@
-"""`tilewright bench serve --images`: how fast a server makes pictures."""
+"""`tilewright bench serve --images` and `--make-videos`: how fast a server makes pictures, or videos."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tilewright.bench.serve.sample import Failure, StreamError, check
 from tilewright.bench.serve.summary import PERCENTS, Distribution
 from tilewright.bench.serve.workload import WORDS, Request
 
-PATH = "/v1/images/generations"
+PATH, VIDEOS_PATH = "/v1/images/generations", "/v1/videos"
+POLL_S = 0.1  # between two questions whether a video is done
 MAX_ANSWER_BYTES = 1 << 28
 NUM_WORDS = 12  # of a prompt
 
@@ -33,8 +34,12 @@ class ImageWorkload:
     n: int = 1
     seed: int = 0
     is_plain: bool = False  # only OpenAI's own fields
+    makes_videos: bool = False
+    num_frames: int | None = None  # of a video
 
-    path = PATH
+    @property
+    def path(self) -> str:
+        return VIDEOS_PATH if self.makes_videos else PATH
 
     def requests(self, numbers: Iterable[int]) -> Iterator[Request]:
         """The requests of these numbers: each has its own prompt and seed, the same every time."""
@@ -42,15 +47,14 @@ class ImageWorkload:
 
     def _request(self, number: int) -> Request:
         chance = random.Random(f"{self.seed} {number}")
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": " ".join(chance.choices(WORDS, k=NUM_WORDS)),
-            "n": self.n,
-        }
+        body: dict[str, Any] = {"model": self.model, "prompt": " ".join(chance.choices(WORDS, k=NUM_WORDS))}
+        if not self.makes_videos:
+            body["n"] = self.n
         if self.size is not None:
             body["size"] = f"{self.size[0]}x{self.size[1]}"
         if not self.is_plain:
-            body |= {"seed": chance.randrange(1 << 31)} | ({} if self.steps is None else {"steps": self.steps})
+            own = {"seed": chance.randrange(1 << 31), "steps": self.steps, "num_frames": self.num_frames}
+            body |= {name: value for name, value in own.items() if value is not None}
         return Request(number, json.dumps(body).encode(), 0)
 
 
@@ -72,10 +76,11 @@ async def send_image(
 ) -> ImageSample:
     """Sends a request and returns its sample, also if it fails."""
     sent_s, failure, answer = clock() - began_s, None, {}
+    read, what = (_read_video, "video") if path == VIDEOS_PATH else (_read, "picture")
     try:
-        answer = await asyncio.wait_for(_read(client, path, request.body), timeout_s)
+        answer = await asyncio.wait_for(read(client, path, request.body), timeout_s)
     except (asyncio.TimeoutError, TimeoutError):
-        failure = Failure("timeout", f"no picture within {timeout_s:g} s")
+        failure = Failure("timeout", f"no {what} within {timeout_s:g} s")
     except (HttpError, StreamError) as error:
         failure = Failure(error.kind, str(error))
     timings = answer.get("timings") or {}
@@ -101,6 +106,40 @@ async def _read(client: Client, path: str, body: bytes) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError):
         pass
     raise StreamError("malformed", "the answer has no pictures, expected data with b64_json or url")
+
+
+async def _read_video(client: Client, path: str, body: bytes) -> dict[str, Any]:
+    """Creates a video, asks until it is done, reads its file and deletes it, also where the client leaves before."""
+    job = await _object(client, "POST", path, body)
+    place = f"{path}/{job['id']}"
+    try:
+        while job["status"] in ("queued", "in_progress"):
+            await asyncio.sleep(POLL_S)
+            job = await _object(client, "GET", place)
+        if job["status"] != "completed":
+            message = (job.get("error") or {}).get("message") or f"the video is {job['status']!r}"
+            raise StreamError("not made", str(message))
+        async with client.request("GET", f"{place}/content") as response:
+            await check(response)
+            if not await response.read(MAX_ANSWER_BYTES):
+                raise StreamError("malformed", "the video's file is empty")
+    finally:
+        await _object(client, "DELETE", place)
+    return {"data": [job], "timings": job.get("timings")}
+
+
+async def _object(client: Client, method: str, path: str, body: bytes | None = None) -> dict[str, Any]:
+    """A job as the server tells it."""
+    async with client.request(method, path, body) as response:
+        await check(response)
+        data = await response.read(MAX_ANSWER_BYTES)
+    try:
+        answer = json.loads(data)
+        if isinstance(answer["id"], str) and (method == "DELETE" or isinstance(answer["status"], str)):
+            return answer
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise StreamError("malformed", "the answer is no video, expected an object with id and status")
 
 
 @dataclass(frozen=True)
@@ -149,16 +188,17 @@ def summarise(samples: Sequence[ImageSample]) -> ImageSummary:
 _TITLES = {"e2e": "whole request (E2E)", "picture": "per picture", "step": "per step", "queued": "in the queue"}
 
 
-def as_table(summary: ImageSummary, client_cpu_share: float) -> str:
+def as_table(summary: ImageSummary, client_cpu_share: float, noun: str = "picture") -> str:
     """The run for people to read."""
+    titles = {**_TITLES, "picture": f"per {noun}"}
     names = ("mean", *(f"p{percent}" for percent in PERCENTS), "max")
     rows = [("", *names, "unit")]
     for name, spread in summary.distributions.items():
-        rows.append((_TITLES[name], *(f"{getattr(spread, key):.4g}" for key in names), "s"))
+        rows.append((titles[name], *(f"{getattr(spread, key):.4g}" for key in names), "s"))
     lines = [*aligned(rows, left=(0, len(rows[0]) - 1)), ""] if summary.distributions else []
     lines.append(
         f"{summary.num_answered} answered, {summary.num_failed} failed in {summary.wall_s:.1f} s: "
-        f"{summary.requests_per_minute:.3g} requests and {summary.pictures_per_minute:.3g} pictures a minute"
+        f"{summary.requests_per_minute:.3g} requests and {summary.pictures_per_minute:.3g} {noun}s a minute"
     )
     for kind, messages in summary.failures.items():
         lines.append(f"{sum(messages.values())} failed, {kind}:")

@@ -29,8 +29,8 @@ class Measured:
     client_cpu_share: float
 
 
-async def first_model(client: Client, modality: str = "text") -> str:
-    """The name of the first model that gives texts, or pictures; the first of all where none says what it gives.
+async def first_model(client: Client, *modalities: str) -> str:
+    """The name of the first model that gives the first of these, or else the next; the first of all if none does.
 
     RequestError if the server names none.
     """
@@ -46,8 +46,10 @@ async def first_model(client: Client, modality: str = "text") -> str:
         client.close()  # its connections belong to this event loop
     try:
         models = json.loads(body)["data"]
-        fitting = [model for model in models if modality in (model.get("output_modalities") or ())]
-        return str((fitting or models)[0]["id"])
+        for modality in modalities:
+            if fitting := [model for model in models if modality in (model.get("output_modalities") or ())]:
+                return str(fitting[0]["id"])
+        return str(models[0]["id"])
     except (ValueError, LookupError, TypeError, AttributeError):
         raise RequestError(f"{client.server.url}/v1/models names no model: give --model") from None
 

@@ -36,6 +36,7 @@ ENTRY = "tilewright.server.link.picture_process:open_diffusion"  # what makes th
 NICENESS = 10  # of the process: a core that the engine wants too is the engine's for nine tenths of the time
 _FIRST_GUESS_S = 30.0  # for a picture, before any was made
 _SMOOTHING = 0.2
+_NOT_STARTED = "the image worker cannot be started; the server's log has the reason"
 
 
 @dataclass(eq=False)
@@ -78,6 +79,7 @@ class PictureBackend(SupervisedProcess):
         self._running: _Job | None = None
         self._starting: asyncio.Task[None] | None = None
         self._was_ready = False  # the process of now
+        self._waiting_for_limits: list[asyncio.Future[None]] = []
         self._mean_s = _FIRST_GUESS_S
         self._began_s = 0.0
 
@@ -98,6 +100,15 @@ class PictureBackend(SupervisedProcess):
     def pid(self) -> int | None:
         """Of the process, if there is one."""
         return None if self._process is None else self._process.pid
+
+    async def wait_for_limits(self) -> None:
+        """Returns once they are known, for which the first call starts the process; 503 if it cannot be started."""
+        if self.limits is not None:
+            return
+        self._start_once()
+        known = asyncio.get_running_loop().create_future()
+        self._waiting_for_limits.append(known)
+        await known
 
     def check(self, request: PictureRequest) -> None:
         """RequestError for what the model does not take. Before its process has started, the process checks."""
@@ -121,15 +132,19 @@ class PictureBackend(SupervisedProcess):
         job = _Job(uuid.uuid4().hex, request, listener)
         self._queue.append(job)
         self._tell_places()
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+        self._start_once()
         self._next()
         return lambda: self._cancel(job)
 
     async def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
+        self._tell_limits(_NOT_STARTED)
         await super().close()
+
+    def _start_once(self) -> None:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
         try:
@@ -142,6 +157,7 @@ class PictureBackend(SupervisedProcess):
     def on_ready(self, about: Mapping[str, Any]) -> None:
         self.limits = Limits(**about["limits"])
         self._was_ready = True
+        self._tell_limits()
         self._next()
 
     def on_message(self, message: dict[str, Any]) -> None:
@@ -172,7 +188,16 @@ class PictureBackend(SupervisedProcess):
     def _fail_waiting(self) -> None:
         jobs, self._queue = self._queue, deque()
         for job in jobs:
-            _tell(job, NotMade("unavailable", "the image worker cannot be started; the server's log has the reason"))
+            _tell(job, NotMade("unavailable", _NOT_STARTED))
+        self._tell_limits(_NOT_STARTED)
+
+    def _tell_limits(self, failure: str | None = None) -> None:
+        waiting, self._waiting_for_limits = self._waiting_for_limits, []
+        for known in (known for known in waiting if not known.done()):
+            if failure is None:
+                known.set_result(None)
+            else:
+                known.set_exception(ApiError(503, failure, kind="server_error", code="engine_unavailable"))
 
     def _next(self) -> None:
         if self._running is not None or not self._queue or not self.is_ready:

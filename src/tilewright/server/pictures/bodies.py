@@ -21,6 +21,11 @@ def _no_null(default: object) -> BeforeValidator:
     return BeforeValidator(lambda value: default if value is None else value)
 
 
+def _interval(value: object) -> object:
+    """A form has text alone: "0-0.8"."""
+    return value.split("-") if isinstance(value, str) else value
+
+
 class DiffusionBody(Body):
     """The fields that pictures and videos share."""
 
@@ -31,12 +36,31 @@ class DiffusionBody(Body):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     steps: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("steps", "num_inference_steps"))
     guidance: float | None = Field(default=None, ge=0, validation_alias=AliasChoices("guidance", "guidance_scale"))
+    guidance_interval: Annotated[list[float] | None, BeforeValidator(_interval)] = Field(
+        default=None,
+        min_length=2,
+        max_length=2,
+        description="the part of the denoising, of 0 to 1, that is guided, such as [0, 0.8]",
+    )
+    guidance_norm: float | None = Field(default=None, ge=0)
+    step_cache: float | None = Field(
+        default=None, ge=0, le=1, description="skips blocks in steps that change less: faster, other pictures"
+    )
 
     def settings(self) -> dict[str, Any]:
         """By the names of GenerationParams."""
         width, height = parse_size(self.size)
-        found = {"negative_prompt": self.negative_prompt or None, "width": width, "height": height, "seed": self.seed}
-        return {**found, "num_steps": self.steps, "guidance": self.guidance}
+        return {
+            "negative_prompt": self.negative_prompt or None,
+            "width": width,
+            "height": height,
+            "seed": self.seed,
+            "num_steps": self.steps,
+            "guidance": self.guidance,
+            "guidance_interval": self.guidance_interval,
+            "guidance_norm": self.guidance_norm,
+            "step_cache": self.step_cache,
+        }
 
 
 class ImageBody(DiffusionBody):

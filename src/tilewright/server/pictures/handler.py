@@ -84,6 +84,8 @@ class PictureHandler:
         backend.check_room()
         picture = await self._read_picture(reference_source(body), file, "input_reference", request)
         wanted = video_request(body, picture)
+        # A picture is waited for; of a video that cannot be made the client would hear when it asks again.
+        await backend.wait_for_limits()
         self._check(wanted, "input_reference")
         # The picture outlives the request that brought it, until the video is made.
         reservation: MemoryReservation = request.state.reservation

@@ -113,16 +113,19 @@ class PictureWriter:
         }
 
     def _timings(self, made: Made) -> dict[str, float]:
-        steps_s = made.steps_s
-        return {
-            "queued_s": self._queued_s,
-            "load_s": made.load_s,
-            "encode_s": made.encode_s,
-            "denoise_s": made.denoise_s,
-            "decode_s": made.decode_s,
-            "step_s": sum(steps_s) / len(steps_s),
-            "total_s": time.perf_counter() - self._began_s,
-        }
+        return {**timings_of(made, self._queued_s), "total_s": time.perf_counter() - self._began_s}
+
+
+def timings_of(made: Made, queued_s: float) -> dict[str, float]:
+    """What the parts of a request took, in seconds, and a step of it."""
+    return {
+        "queued_s": queued_s,
+        "load_s": made.load_s,
+        "encode_s": made.encode_s,
+        "denoise_s": made.denoise_s,
+        "decode_s": made.decode_s,
+        "step_s": sum(made.steps_s) / len(made.steps_s),
+    }
 
 
 class PictureResponse(EventResponse):

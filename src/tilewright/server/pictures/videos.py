@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tilewright.diffusion.requests import Began, Made, NotMade, PictureEvent, PictureRequest, Stepped
 from tilewright.server.errors import ApiError, as_api_error
 from tilewright.server.link.pictures import Cancel
-from tilewright.server.pictures.respond import failure_of
+from tilewright.server.pictures.respond import failure_of, timings_of
 from tilewright.server.pictures.results import KeptResult, ResultStore
 
 MAX_VIDEOS = 64  # jobs that are remembered; those that are done go first
@@ -38,6 +38,9 @@ class VideoJob:
     expires_at: int | None = None
     error: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, float] | None = None
+    submitted_s: float = field(default_factory=time.perf_counter)
+    queued_s: float = 0.0
     result: str | None = None  # its name in the ResultStore
     cancel: Cancel = lambda: None
     release: Callable[[], None] = lambda: None  # gives back what the request holds, once
@@ -49,7 +52,8 @@ class VideoJob:
 
     def as_object(self) -> dict[str, Any]:
         names = ("id", "model", "prompt", "size", "seconds", "created_at", "status", "progress", "completed_at")
-        found = {name: getattr(self, name) for name in (*names, "expected_s", "expires_at", "error", "settings")}
+        others = ("expected_s", "expires_at", "error", "settings", "timings")
+        found = {name: getattr(self, name) for name in (*names, *others)}
         return {"object": "video", **found, "remixed_from_video_id": None}
 
 
@@ -123,12 +127,14 @@ class VideoJobs:
         if isinstance(event, Began):
             job.status, job.size = "in_progress", f"{event.width}x{event.height}"
             job.expected_s = event.expected_s
+            job.queued_s = time.perf_counter() - job.submitted_s
             job.seconds = f"{event.num_frames / event.fps:.3g}"
         elif isinstance(event, Stepped):
             job.progress = min(99, 100 * event.step // event.num_steps)  # decoding and encoding follow
         elif isinstance(event, Made):
             (file,) = event.files
             job.result, job.settings = self._results.put(file.data, "video/mp4"), dict(file.settings)
+            job.timings = timings_of(event, job.queued_s)
             self._end(job, "completed")
             job.progress = 100
         elif isinstance(event, NotMade):
