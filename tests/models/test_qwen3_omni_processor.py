@@ -1,6 +1,8 @@
 """Qwen3-Omni's inputs are those of transformers' processor: ids, mel frames, sizes and frames of videos."""
 
+import itertools
 import json
+import re
 import shutil
 
 import numpy as np
@@ -77,6 +79,25 @@ def lengths_of(medium_frames):
     return _get_feat_extract_output_lengths(torch.tensor(medium_frames))
 
 
+def expand(oracle, text, sounds=(), pictures=(), videos=(), sound_of_video=None):
+    """The text with as many placeholders for each medium as transformers gives it."""
+    sounds = {"num_audio_tokens": lengths_of(sounds)}
+    pictures = {"image_grid_thw": torch.tensor(pictures)}
+    videos = {"video_grid_thw": torch.tensor(videos), "video_second_per_grid": [1.0] * len(videos)}
+    heard = {
+        "processed_audio": sounds,
+        "video_to_audio_indices": [sound_of_video],
+        "load_audio_from_video": sound_of_video is not None,
+        "position_id_per_seconds": 13.0,
+    }
+    replacements = {
+        oracle.audio_token: (oracle.replace_audio_token(sounds, i) for i in itertools.count()),
+        oracle.image_token: (oracle.replace_image_token(pictures, i) for i in itertools.count()),
+        oracle.video_token: (oracle.replace_video_token(videos, i, **heard) for i in itertools.count()),
+    }
+    return re.sub("|".join(map(re.escape, replacements)), lambda token: next(replacements[token.group()]), text)
+
+
 def test_a_chat_is_that_of_transformers(processor, oracle):
     """A sound, a picture, a sound and a video, in order."""
     picture = Image.fromarray(frames(1)[0])
@@ -94,16 +115,7 @@ def test_a_chat_is_that_of_transformers(processor, oracle):
     assert grids["image"] == [(1, 6, 8)] and grids["video"][0][0] == 5
     bare = [{"type": part["type"], **({"text": part["text"]} if "text" in part else {})} for part in parts]
     text = processor.template.render([messages[0], {"role": "user", "content": bare}], add_generation_prompt=True)
-    (expanded,) = oracle.replace_multimodal_special_tokens(
-        [text],
-        iter(lengths_of([237, 50])),
-        iter(torch.tensor(grids["image"])),
-        iter(torch.tensor(grids["video"])),
-        video_second_per_grid=iter([1.0]),
-        use_audio_in_video=False,
-        position_id_per_seconds=13.0,
-        seconds_per_chunk=2.0,
-    )
+    expanded = expand(oracle, text, [237, 50], grids["image"], grids["video"])
     assert list(inputs.token_ids) == processor.tokenizer.encode(expanded)
 
 
@@ -117,16 +129,7 @@ def test_a_video_with_its_sound_is_that_of_transformers(processor, oracle, tmp_p
     (heard,) = [medium for medium in inputs.media if medium.kind == "audio"]
     bare = [{"type": "video"}, {"type": "text", "text": "What?"}]
     text = processor.template.render([{"role": "user", "content": bare}], add_generation_prompt=True)
-    (expanded,) = oracle.replace_multimodal_special_tokens(
-        [text],
-        iter(lengths_of([heard.grid[1]])),
-        iter([]),
-        iter(torch.tensor([video.grid])),
-        video_second_per_grid=iter([1.0]),
-        use_audio_in_video=True,
-        position_id_per_seconds=13.0,
-        seconds_per_chunk=2.0,
-    )
+    expanded = expand(oracle, text, [heard.grid[1]], videos=[video.grid], sound_of_video=0)
     assert video.grid[0] == 3 and list(inputs.token_ids) == processor.tokenizer.encode(expanded)
 
 
