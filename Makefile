@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-CPP_FILES = $(shell find csrc benchmarks -name '*.h' -o -name '*.cc')
+CPP_FILES = $(shell find csrc benchmarks tests -name "*.h" -o -name "*.cc") src/tilewright/ops/torch_backend/gpu_kernels.cu
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt README.md \
   $(shell find csrc src -type f -not -name '*.so' -not -path '*/__pycache__/*')
 

@@ -4,7 +4,7 @@
 
 Leaves DIR/accelerator.json and DIR/accelerator.md. Weights are random. A section that fails, or takes longer than its
 time, is reported as such, and the others go on. --configs is a folder with Qwen3-VL-8B-Instruct.json and
-Z-Image-Turbo/.
+Z-Image-Turbo/{transformer,vae,scheduler}.json.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Bench:
                 make_token_decoder=NoText,
                 media_buffer=self.buffer,
                 prefix_cache=False,
-                replay=own.backend == "native",
+                replay=own.backend == "native" or not own.place.is_host,
             )
 
     def computing(self):
@@ -80,7 +80,11 @@ class Bench:
         return make_prompt(self.config, self.buffer, self.model.num_position_axes, num_words, grids, seed)
 
     def answer(self, prompts, max_tokens, each_step=lambda logits: None):
-        """Token ids of greedy answers; `each_step` sees the logits of every step."""
+        """Token ids of greedy answers; `each_step` sees the logits of every step.
+
+        `first_s` is when all had their first token, `steps_s` when each step's tokens were there.
+        """
+        self.first_s, self.steps_s = None, []
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         sample = self.core.sampler.sample
 
@@ -96,6 +100,9 @@ class Bench:
                     self.core.step()
                     if self.core.failures:
                         raise next(iter(self.core.failures.values()))
+                    self.steps_s.append(time.perf_counter())
+                    if self.first_s is None and all(sequence.output_token_ids for sequence in sequences):
+                        self.first_s = self.steps_s[-1]
         finally:
             self.core.sampler.sample = sample
         return [sequence.output_token_ids for sequence in sequences]
@@ -198,10 +205,12 @@ def counts(own, bench, name, count):
         # The profiler itself waits for the device once, when it stops.
         result["waits"] = {item: names.count(item) for item in SYNCS if names.count(item)}
         result["kernels"] = sum(item == "cudaLaunchKernel" or item.startswith("cuLaunchKernel") for item in names)
+        result["graphs"] = names.count("cudaGraphLaunch")
         return logits
 
-    prompts = [bench.prompt(10, [grid], 10 * count + i) for i, grid in enumerate(grids_of(name, count))]
-    bench.answer(prompts, 2)  # warm
+    for turn in range(2):  # op by op, then recorded
+        seed = 10 * count + 100_000 * turn
+        bench.answer([bench.prompt(10, [grid], seed + i) for i, grid in enumerate(grids_of(name, count))], 2)
     core.resources.media.features.clear()
     core.runner.run = counted
     try:
@@ -232,13 +241,8 @@ def run_decode(own, options):
     bench, rows = large(own, options, max_tokens_per_step=2048), {}
     text_bytes = sum(weight.data.nbytes for weight in packed_of(bench.model.decoder))
     for batch in (1, 8, 32):
-        times = []
-
-        def note(logits, times=times):
-            times.append(time.perf_counter())
-
-        bench.answer([bench.prompt(128, (), seed) for seed in range(batch)], 48, note)
-        steps = [end - begin for begin, end in itertools.pairwise(times)][8:]
+        bench.answer([bench.prompt(128, (), seed) for seed in range(batch)], 48)
+        steps = [end - begin for begin, end in itertools.pairwise(bench.steps_s)][8:]
         step_s = statistics.median(steps)
         rows[f"batch {batch}"] = {
             "step_ms": round(step_s * 1e3, 3),
@@ -246,7 +250,8 @@ def run_decode(own, options):
             "weights_gb_per_s": round(text_bytes / step_s / 1e9, 1),
             "share_of_copy": None if not copied else round(text_bytes / step_s / 1e9 / copied, 3),
         }
-    return {"text_weight_gb": round(text_bytes / 1e9, 2), "copy_gb_per_s": copied, **rows}
+    graphs = len(bench.core.runner.model_runner._captured)
+    return {"graphs": graphs, "text_weight_gb": round(text_bytes / 1e9, 2), "copy_gb_per_s": copied, **rows}
 
 
 def packed_of(part):
@@ -260,24 +265,35 @@ def packed_of(part):
 class BlockingTransfer(MediaTransfer):
     """A copy of each picture for itself, out of memory that the device cannot read, each waited for."""
 
-    def send(self, items):
+    def __init__(self, rows, device, plain):
+        super().__init__(rows, device)
+        # The same memory for passes that are recorded, in both variants.
+        self._kept_rows, self.is_kept = plain._kept_rows, plain.is_kept
+
+    def send_ahead(self, items):
+        return False
+
+    def send(self, items, *, ahead=False, max_kept_rows=0):
         rows = [self._rows[item.first_row : item.first_row + item.num_rows].clone() for item in items]
         there = []
         for part in rows:
             there.append(part.to(self._device.torch_device))
-            torch.cuda.synchronize(self._device.torch_device)
+            if part.device != there[-1].device:
+                torch.cuda.synchronize(self._device.torch_device)
         first, moved = 0, []
         for item in items:
             moved.append(item.__class__(item.kind, item.grid, item.tiling, first, item.num_rows, item.num_features))
             first += item.num_rows
-        return MediaBatch(torch.cat(there), tuple(moved))
+        kept = self._kept_rows(first, max_kept_rows)
+        return MediaBatch(torch.cat(there) if kept is None else torch.cat(there, out=kept), tuple(moved))
 
 
 def run_pictures(own, options):
     """16 requests with a picture each, at once, on the 8B shape: one copy of a step's media, or each for itself."""
     bench = large(own, options, max_tokens_per_step=8192, max_encode_patches=1 << 16, max_sequences=16)
     runner, rows = bench.core.runner.model_runner, {}
-    plain, blocking = runner._media, BlockingTransfer(bench.buffer.rows, own.place)
+    plain = runner._media
+    blocking = BlockingTransfer(bench.buffer.rows, own.place, plain)
     for side in (16, 32):
         tried: dict[str, list[tuple[float, float]]] = {"one copy": [], "blocking": []}
         for turn in range(4):
@@ -285,13 +301,11 @@ def run_pictures(own, options):
                 runner._media = transfer
                 prompts = [bench.prompt(32, [(side, side)], 100 * turn + i) for i in range(16)]
                 bench.core.resources.media.features.clear()
-                times = []
                 synchronize(own)
                 began = time.perf_counter()
-                bench.answer(prompts, 16, lambda logits, times=times: times.append(time.perf_counter()))
-                ended = time.perf_counter()
+                bench.answer(prompts, 16)
                 if turn:
-                    tried[name].append((times[1] - began, ended - began))
+                    tried[name].append((bench.first_s - began, bench.steps_s[-1] - began))
         rows[f"{16 * side} x {16 * side}"] = {
             name: {
                 "first_token_ms": round(min(first for first, _ in times) * 1e3, 1),
@@ -312,12 +326,53 @@ def run_pictures(own, options):
     return rows
 
 
+def run_drawing(own, options):
+    """Z-Image-Turbo: small pictures beside the CPU's, and seconds for one of 1024 x 1024 of the published shape."""
+    from accelerator_drawing import make_pipeline
+
+    folder, rows = options.configs / "Z-Image-Turbo", {}
+    for name, dtype in DTYPES.items():
+        rows[f"beside the CPU, {name}"] = attempted(drawing_parity, own, folder, dtype)
+    with backend.use(own.backend, own.place):
+        pipeline = make_pipeline(own, folder, torch.bfloat16, is_small=own.place.is_host)
+        side = 64 if own.place.is_host else 1024
+        for turn in range(3):
+            params = pipeline.limits.params(f"a picture {turn}", width=side, height=side, seed=turn)
+            synchronize(own)
+            began = time.perf_counter()
+            timings = pipeline.generate(params).timings
+            rows[f"{side} x {side}, turn {turn}"] = {
+                "seconds": round(time.perf_counter() - began, 3),
+                "text_s": round(timings.encode_s, 3),
+                "steps": params.num_steps,
+                "decode_s": round(timings.decode_s, 3),
+            }
+    return rows
+
+
+def drawing_parity(own, folder, dtype):
+    from accelerator_drawing import make_pipeline
+
+    found = []
+    for where in (platform.resolve("cpu"), own):
+        with backend.use(where.backend, where.place):
+            pipeline = make_pipeline(where, folder, dtype, is_small=True)
+            result = pipeline.generate(pipeline.limits.params("a picture", width=64, height=64, num_steps=3, seed=1))
+            found.append((result.latents.float(), torch.from_numpy(result.pixels).float()))
+    (ours, our_pixels), (theirs, their_pixels) = found
+    return {
+        "latents_relative_error": float(f"{(ours - theirs).norm() / ours.norm():.2e}"),
+        "pixels_mean_difference": round(float((our_pixels - their_pixels).abs().mean()), 3),
+    }
+
+
 SECTIONS = {
     "machine": (run_machine, 60),
     "parity": (run_parity, 120),
     "counts": (run_counts, 100),
     "decode": (run_decode, 100),
     "pictures": (run_pictures, 120),
+    "drawing": (run_drawing, 80),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Sequence
@@ -138,6 +139,11 @@ CONFIGS: dict[str, dict] = {
 SEEING = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mllama", "qwen3_omni")
 
 
+@functools.cache
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device)
+
+
 @dataclass(frozen=True)
 class _RandomReader:
     """A tensor of random values: the same on every device if it is made on the host, else made where it is used."""
@@ -154,7 +160,8 @@ class _RandomReader:
         is_norm = "norm" in self.name and self.name.endswith("weight")
         fan_in = math.prod(self.shape[1:]) if len(self.shape) > 1 else 16
         if self.device is not None:
-            values = torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(0, fan_in**-0.5)
+            values = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+            values.normal_(0, fan_in**-0.5, generator=_generator(self.device))
         else:
             seed = zlib.crc32(f"{self.name} {begin}".encode())
             values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * fan_in**-0.5

@@ -141,7 +141,7 @@ def run_server(system: System, workload: Workload, options: argparse.Namespace, 
         load_s = process.wait_until_ready(options.timeout_s)
         client = Client(Server.parse(process.url))
         try:
-            workload = replace(workload, model=run_loop(first_model(client)))
+            workload = replace(workload, model=run_loop(first_model(client, "text")))
         except RequestError as error:
             raise process.failure(f"named no model: {error}") from error
         requests = list(workload.requests(range(-options.warmup, options.requests)))

@@ -102,8 +102,11 @@ def random_value(weight: Weight, block: torch.Tensor) -> Any:
         )
     if isinstance(weight, ExpertsWeight):
         gated = weight.num_parts == 2
-        value = PackedExperts.empty(weight.num_experts, weight.rows, weight.columns, gated, torch.bfloat16)
-        fill(value.data, block)
+        own = torch.bfloat16 if weight.quantized_as is None else weight_format(*weight.quantized_as)
+        value = PackedExperts.empty(weight.num_experts, weight.rows, weight.columns, gated, own)
+        fill(value.data, block.view(value.data.dtype))
+        if value.scales is not None:
+            value.scales.fill_(1e-3)
         return value
     tensors = [torch.empty(source.shape, dtype=torch.bfloat16) for source in sources]
     for tensor in tensors:

@@ -64,6 +64,16 @@ _TEXT = {
     "rope_scaling": {"interleaved": True, "mrope_section": [12, 10, 10], "rope_type": "default"},
     "tie_word_embeddings": False,
 }
+_IDS = {  # of the published vocabulary
+    "audio_token_id": 151_675,
+    "image_token_id": 151_655,
+    "video_token_id": 151_656,
+    "audio_start_token_id": 151_669,
+    "audio_end_token_id": 151_670,
+    "vision_start_token_id": 151_652,
+    "vision_end_token_id": 151_653,
+    "position_id_per_seconds": 13,
+}
 BILLION: dict[str, Any] = {
     "model_type": "qwen3_omni_moe",
     "thinker_config": {
@@ -91,11 +101,10 @@ BILLION: dict[str, Any] = {
             "num_position_embeddings": 256,
             "hidden_act": "gelu_pytorch_tanh",
         },
-        "audio_token_id": 151_675,
-        "image_token_id": 151_655,
-        "video_token_id": 151_656,
+        **_IDS,
     },
     "talker_config": {
+        **_IDS,
         "text_config": {
             **_TEXT,
             "hidden_size": 512,
@@ -284,13 +293,18 @@ def measure_speech(core: EngineCore, num_tokens: int, num_frames: int) -> None:
 
 
 def measure_beside(
-    networks: Networks, config: Mapping[str, Any], num_tokens: int, num_frames: int, rounds: int
+    networks: Networks,
+    config: Mapping[str, Any],
+    num_tokens: int,
+    num_frames: int,
+    rounds: int,
+    their_dtype: torch.dtype,
 ) -> None:
     import transformers
 
     theirs_config = transformers.Qwen3OmniMoeConfig(**copy.deepcopy({**config, "enable_audio_output": True}))
     with torch.no_grad():
-        theirs = transformers.Qwen3OmniMoeForConditionalGeneration(theirs_config).to(torch.bfloat16).eval()
+        theirs = transformers.Qwen3OmniMoeForConditionalGeneration(theirs_config).to(their_dtype).eval()
     ids = torch.tensor([PROMPT])
 
     def generate(frames: int) -> tuple[float, int]:
@@ -337,6 +351,8 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=100, help="that are spoken of it (default: %(default)s)")
     parser.add_argument("--seconds", type=int, default=64, help="of sound to encode (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="beside transformers (default: %(default)s)")
+    text = "of transformers' model, where its bf16 is slow (default: %(default)s)"
+    parser.add_argument("--their-dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
     args = parser.parse_args()
     config = BILLION if args.config is None else json.loads(args.config.read_text())
     networks = Networks(config)
@@ -352,7 +368,7 @@ def main() -> None:
     if "speech" in args.only:
         measure_speech(core, args.tokens, args.frames)
     if "beside" in args.only:
-        measure_beside(networks, config, args.tokens, args.frames, args.rounds)
+        measure_beside(networks, config, args.tokens, args.frames, args.rounds, getattr(torch, args.their_dtype))
 
 
 if __name__ == "__main__":

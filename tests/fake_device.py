@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tilewright.ops.device import Device, NoCopy
 
@@ -29,6 +31,8 @@ class FakeDevice(Device):
         self.uploads: list[Upload] = []
         self.num_fetches = 0
         self.num_waits = 0  # of the host, for a copy that was not done
+        self.recordings: list[Tape] = []
+        self.order: list[str] = []  # of copies there and back, as they were started
         self._under_way: list[FakeCopy] = []
         self._readable: list[tuple[int, int]] = []
 
@@ -49,8 +53,10 @@ class FakeDevice(Device):
         assert self.can_read(source), "the device cannot read this memory"
         if target is None:
             target = torch.empty_like(source)
+        if beside:
             target.view(torch.uint8).fill_(0xFF)
         self.uploads.append(Upload(source.nbytes, beside))
+        self.order.append("media" if beside else "inputs")
         copy = FakeCopy(self, source, target)
         self._under_way.append(copy)
         if not beside:
@@ -59,14 +65,66 @@ class FakeDevice(Device):
 
     def fetch(self, tensor):
         self.num_fetches += 1
+        self.order.append("fetch")
         for copy in list(self._under_way):
             self.finish(copy)
         return tensor.clone()
+
+    def record(self, compute):
+        tape = Tape()
+        with tape:
+            result = compute()
+        self.recordings.append(tape)
+        return tape, result
 
     def finish(self, copy):
         if copy in self._under_way:
             self._under_way.remove(copy)
             copy.check()
+
+
+class Tape(TorchDispatchMode):
+    """Calls of torch's ops with the very tensors they had, to be made again: nothing else is asked the second time.
+
+    What they made is garbage when a replay begins.
+    """
+
+    WAITS = ("_local_scalar_dense", "nonzero", "equal", "unique", "masked_select", "is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        self.num_replays = 0
+        self._given, self._made = set(), {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        assert name not in self.WAITS, f"{name} waits for the device, in work that is recorded"
+        assert name != "lift_fresh", "a tensor is made of Python numbers, in work that is recorded"
+        kwargs = kwargs or {}
+        self._given |= {_memory(tensor) for tensor in _tensors((args, kwargs))} - self._made.keys()
+        result = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, result))
+        self._made |= {_memory(tensor): tensor for tensor in _tensors(result) if _memory(tensor) not in self._given}
+        return result
+
+    def replay(self):
+        self.num_replays += 1
+        for tensor in self._made.values():
+            tensor.untyped_storage().fill_(0xFF)
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                if _memory(old) != _memory(new):
+                    old.copy_(new)
+
+
+def _memory(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(tree):
+    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
 
 
 class FakeCopy:

@@ -18,6 +18,7 @@ from tilewright import Engine, cli
 from tilewright.batch.interruption import ENGINE_LOST
 from tilewright.batch.results import ResultFile
 from tilewright.engine.loop import EngineLoop
+from tilewright.inputs.precomputed_values import as_json
 from tilewright.ops.native import kernels
 
 FLAGS = ["--no-pack-cache", "--max-context", "256", "--kv-memory", "20MB"]
@@ -183,6 +184,20 @@ def test_pictures_by_path_and_retry_failed(vision_model, tmp_path, output):
             part = {"type": "image", "image": str(later if name == "missing" else here)}
             answer = engine.chat([{"role": "user", "content": [part, text]}], max_tokens=8, temperature=0.0)
             assert line["response"]["body"]["choices"][0]["message"]["content"] == answer.text, name
+
+
+def test_features_are_taken_where_they_are_allowed(vision_model, tmp_path, output):
+    text = {"type": "text", "text": "What is it?"}
+    picture = {"type": "image", "image": Image.effect_noise((32, 24), 90).convert("RGB")}
+    with Engine(vision_model, pack_cache=False, max_context=256) as engine:
+        part = engine.features(picture)
+        answer = engine.chat([{"role": "user", "content": [picture, text]}], max_tokens=8, temperature=0.0)
+    source = write(tmp_path / "in.jsonl", [chat("one", [as_json(part), text])])
+    assert run(source, output, vision_model) == 1
+    refused = "image 1: image_features are taken with --allow-precomputed only"
+    assert refused in read(output)["one"]["response"]["body"]["error"]["message"]
+    assert run(source, output, vision_model, "--retry-failed", "--allow-precomputed") == 0
+    assert read(output)["one"]["response"]["body"]["choices"][0]["message"]["content"] == answer.text
 
 
 def test_a_batch_is_resumed(text_model, source, output, capsys):

@@ -3,12 +3,16 @@
 import contextlib
 import io
 import re
+import wave
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
 from tilewright import Diffusion, Engine, cli, config, demo, embedded
+from tilewright.types import RequestError
 
 FLAGS = ["--max-context", "512", "--kv-memory", "32MB", "--max-tokens", "6"]
 
@@ -81,6 +85,47 @@ def test_then_a_picture_is_made_and_looked_at_and_a_spoken_question_answered(eng
     with Diffusion() as diffusion:
         [picture] = diffusion.generate(demo.DRAWN, seed=demo.SEED).images
     assert asked.startswith(f"{demo.QUESTION_OF_DRAWN}\n{answered(engine, picture, demo.QUESTION_OF_DRAWN)}\n")
+
+
+class Speaker:
+    """In place of an engine: a model that speaks where it is asked to."""
+
+    voices = ("somebody",)
+    loaded = SimpleNamespace(name="speaker")
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit_chat(self, messages, **options):
+        spoken = {"audio": np.full(12_000, 0.5, np.float32), "audio_rate": 24_000} if "modalities" in options else {}
+        timings = SimpleNamespace(first_token_s=0.1, total_s=0.2)
+        completion = SimpleNamespace(token_ids=(1,), timings=timings, **{"audio": None, "audio_rate": None, **spoken})
+        return SpokenHandle(completion)
+
+
+class SpokenHandle(list):
+    def __init__(self, completion):
+        super().__init__([SimpleNamespace(text="Yes.")])
+        self.result = lambda: (completion,)
+
+
+def test_a_model_with_a_voice_speaks_the_last_answer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tilewright.engine.engine.Engine", Speaker)
+    demo._listen(6, demo.Style(False))
+    assert capsys.readouterr().out.endswith(f"{demo.SPOKEN_FILE} 0.5 s of speech\n")
+    with wave.open(str(tmp_path / demo.SPOKEN_FILE)) as file:
+        assert (file.getnframes(), file.getframerate()) == (12_000, 24_000)
+    (tmp_path / demo.SPOKEN_FILE).unlink()
+    (tmp_path / demo.SPOKEN_FILE).mkdir()
+    with pytest.raises(RequestError, match=r"cannot be saved as tilewright-answer\.wav"):
+        demo._listen(6, demo.Style(False))
 
 
 def test_another_model_picture_and_question(engine, model, tmp_path, capsys):

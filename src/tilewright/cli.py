@@ -121,10 +121,17 @@ def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
   tilewright info --measure                  and measure its limits
   tilewright info --json > machine.json      the same as JSON
   tilewright info ./Qwen3-8B-AWQ             show the formats of a model's weights
+  tilewright info ./Qwen3-8B --load --quantize int4   load it and show what its memory goes to
   TILEWRIGHT_MAX_ISA=scalar tilewright info  as a machine without vector instructions""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder, a GGUF file or a hub id")
+    parser.add_argument(
+        "--load", action="store_true", help="load MODEL, answer a short prompt and show what the memory goes to"
+    )
+    parser.add_argument("--quantize", help="with --load: as for serve")
+    parser.add_argument("--mmproj", metavar="FILE|none", help="as for serve")
+    parser.add_argument("--kv-memory", metavar="SIZE", help="with --load: as for serve")
     parser.add_argument("--measure", action="store_true", help="measure read bandwidth and multiply peaks")
     parser.add_argument("--seconds", type=float, default=2.0, help="how long --measure takes (default 2)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -132,8 +139,13 @@ def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _run_info(options: argparse.Namespace) -> int:
+    if options.load:
+        return _run_memory_info(options)
+    if options.quantize is not None or options.kv_memory is not None:
+        print("tilewright info: --quantize and --kv-memory say how a model is loaded: give --load too", file=sys.stderr)
+        return 2
     if options.model is not None:
-        return _run_model_info(options.model, options.json)
+        return _run_model_info(options.model, options.mmproj, options.json)
     from tilewright import machine
 
     described = machine.describe()
@@ -145,14 +157,36 @@ def _run_info(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_model_info(model: str, as_json: bool) -> int:
+def _run_memory_info(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from tilewright.engine.engine import Engine
+    from tilewright.types import RequestError
+    from tilewright.weights.checkpoint import CheckpointError
+
+    try:
+        engine = Engine(options.model, quantize=options.quantize, mmproj=options.mmproj, kv_memory=options.kv_memory)
+    except (CheckpointError, RequestError) as error:
+        print(f"tilewright info: {error}", file=sys.stderr)
+        return 2
+    with engine:
+        engine.generate("Hello", max_tokens=4)
+        memory, packed_as = engine.memory(), engine.loaded.report.packed_as
+    if options.json:
+        print(json.dumps(asdict(memory) | {"other_bytes": memory.other_bytes}, indent=2))
+    else:
+        print(f"{packed_as}\n{memory.as_text()}")
+    return 0
+
+
+def _run_model_info(model: str, mmproj: str | None, as_json: bool) -> int:
     from dataclasses import asdict
 
     from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
     from tilewright.weights.summary import stored_formats
 
     try:
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(model, mmproj)
     except CheckpointError as error:
         print(f"tilewright info: {error}", file=sys.stderr)
         return 2

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright import config, embedded, engine_flags
 from tilewright import terminal_chat as chat
+from tilewright.sound_file import encode, to_pcm16
 from tilewright.types import Completion, RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL import Image
 
     from tilewright.engine.engine import Engine
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 QUESTIONS = ("Describe the picture.", "How many shapes are there?", "What does it say?")
 DRAWN = "a red circle left of a blue square"
 QUESTION_OF_DRAWN = "Describe the picture."
-QUESTIONS_OF_SOUND = ("What is said?", "Answer the question.")
+QUESTIONS_OF_SOUND = ("What is said?", "Answer the question.")  # the answer to the last is spoken, too
+SPOKEN_FILE = Path("tilewright-answer.wav")
 SEED = 1
 MAX_TOKENS = 64
 BOLD, DIM, RESET = "\033[1m", "\033[2m", "\033[0m"
@@ -38,7 +41,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Answers each QUESTION about a picture on standard output, with the time to the first token and "
         "the speed. Without arguments: three questions about a picture, for a model, which are both part of "
         "the package; then another model of the package makes a picture, and the first one tells what it sees; a "
-        "third one answers a question that is spoken. "
+        f"third one answers a question that is spoken, into {SPOKEN_FILE} too if it has a voice. "
         "NO_COLOR or a pipe turns colours off.",
         epilog="""examples:
   tilewright demo
@@ -134,18 +137,40 @@ def _listen(max_tokens: int, style: Style) -> None:
         print(style.dim(engine.loaded.name))
         for question in QUESTIONS_OF_SOUND:
             content = [sound, {"type": "text", "text": question}]
-            _write_answer(engine, content, question, max_tokens, style)
+            is_spoken = bool(engine.voices) and question == QUESTIONS_OF_SOUND[-1]
+            completion = _write_answer(engine, content, question, max_tokens, style, is_spoken=is_spoken)
+    if completion.audio is not None and completion.audio_rate is not None:
+        _save(completion.audio, completion.audio_rate, style)
 
 
-def _write_answer(engine: Engine, content: list[dict[str, Any]], question: str, max_tokens: int, style: Style) -> None:
+def _save(samples: np.ndarray, rate: int, style: Style) -> None:
+    try:
+        SPOKEN_FILE.write_bytes(encode(to_pcm16(samples), rate, "wav"))
+    except OSError as error:
+        raise RequestError(f"the spoken answer cannot be saved as {SPOKEN_FILE}: {error}") from error
+    print(f"{SPOKEN_FILE} {style.dim(f'{len(samples) / rate:.1f} s of speech')}", flush=True)
+
+
+def _write_answer(
+    engine: Engine,
+    content: list[dict[str, Any]],
+    question: str,
+    max_tokens: int,
+    style: Style,
+    *,
+    is_spoken: bool = False,
+) -> Completion:
     print(f"\n{style.bold(question)}", flush=True)
-    completion = answer(engine, content, max_tokens)
+    completion = answer(engine, content, max_tokens, is_spoken=is_spoken)
     print(f"\n{style.dim(chat.speeds(completion))}", flush=True)
+    return completion
 
 
-def answer(engine: Engine, content: list[dict[str, Any]], max_tokens: int) -> Completion:
+def answer(engine: Engine, content: list[dict[str, Any]], max_tokens: int, *, is_spoken: bool = False) -> Completion:
     """The answer, written to standard output as it comes."""
-    handle = engine.submit_chat([{"role": "user", "content": content}], temperature=0.0, max_tokens=max_tokens)
+    spoken: dict[str, Any] = {"modalities": ("text", "audio")} if is_spoken else {}
+    messages = [{"role": "user", "content": content}]
+    handle = engine.submit_chat(messages, temperature=0.0, max_tokens=max_tokens, **spoken)
     try:
         for delta in handle:
             print(delta.text, end="", flush=True)

@@ -18,6 +18,7 @@ MODEL_HELP = f"a folder, a GGUF file or a hub id (default: the embedded {embedde
 _NAMES = (
     "dtype",
     "quantize",
+    "mmproj",
     "tp",
     "cpu_binding",
     "device",
@@ -49,6 +50,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     text = "round weights while loading: int8 and fp8 halve what bf16 takes, int4 is a quarter, auto chooses; none: "
     text += "widen those of a quantised checkpoint (default: as they are)"
     group.add_argument("--quantize", choices=("int8", "int4", "fp8", "auto", "none"), help=text)
+    text = "of a GGUF model: the projector that pictures go through (default: the one in its folder); none: text alone"
+    group.add_argument("--mmproj", metavar="FILE|none", help=text)
     group.add_argument("--device", metavar="NAME", help="cpu, or a GPU: cuda, cuda:1 (default cpu)")
     text = "what computes on a CPU: our kernels (default), or plain torch, slowly, to compare with"
     group.add_argument("--backend", choices=("native", "torch"), help=text)

@@ -66,6 +66,10 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )  # fmt: skip
     text = "processes that the model for pictures is split over, one per NUMA node (default 1)"
     parser.add_argument("--image-tp", type=engine_flags.positive, metavar="N", help=text)
+    text = "hold one of its text encoder, transformer and VAE in memory at a time"
+    parser.add_argument("--image-low-memory", action="store_const", const=True, help=text)
+    text = "memory for its layers, such as 4GB; the others are read from disk in every step (default: all)"
+    parser.add_argument("--image-stream-layers", metavar="SIZE", help=text)
     parser.add_argument("--host", default=HOST, help=f"address to listen on (default {HOST}: local clients only)")
     parser.add_argument("--port", type=engine_flags.natural, default=PORT, help=f"default {PORT}; 0: any free one")
     parser.add_argument("--name", help="the model's name for clients (default: its folder's name)")
@@ -136,7 +140,7 @@ def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings,
     from tilewright.server.link.pictures import PictureBackend
 
     shared = {name: getattr(options, name) for name in ("dtype", "device", "backend", "pack_cache")}
-    shared["tp"] = options.image_tp
+    shared |= {name: getattr(options, f"image_{name}") for name in ("tp", "low_memory", "stream_layers")}
     given = {name: value for name, value in shared.items() if value is not None}
     return PictureBackend(
         embedded.name_of(model),

@@ -141,6 +141,7 @@ class Medium:
     encoder_rows: int  # rows the encoder computes, padding included: what a step's encoder budget counts
     num_states: int = 0  # encoder states that tokens attend to; 0: features take the place of tokens
     tiling: tuple[int, int] = (1, 1)  # rows and columns of tiles a picture is cut into
+    feature_width: int = 0  # of features that came with the request, in the place of patches; 0: it is to be encoded
 
     @property
     def num_features(self) -> int:

@@ -351,3 +351,20 @@ def test_whoever_holds_an_error_holds_nothing_of_the_step(stage, caplog):
     assert all(isinstance(error.__cause__.__cause__, KeyError) for error in errors)
     assert [sequence() for sequence in sequences] == [None, None]
     assert "in broken" in caplog.text  # where it happened is in the log
+
+
+def test_a_call_runs_on_the_engines_thread(loop):
+    handle = loop.submit(lambda: prompt(1), params())
+    assert loop.call(lambda: threading.current_thread().name) == "engine"
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda: 1 // 0)
+    assert list(handle.result(TIMEOUT_S)[0].token_ids) == answer(prompt(1), params())
+    loop.close()
+    with pytest.raises(EngineError, match="closed"):
+        loop.call(lambda: None)
+
+
+def test_a_call_without_threads():
+    loop = EngineLoop(make_core(), threaded=False)
+    assert loop.call(lambda: 7) == 7
+    loop.close()

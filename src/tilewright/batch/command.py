@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
 
 # As large as the library's: the files are the user's own. Paths are read by the gate, not by the engine.
-MEDIA_LIMITS = MediaLimits(allow_paths=False)
+MEDIA_LIMITS = MediaLimits(allow_paths=False, allow_precomputed=False)
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -66,6 +66,10 @@ exit status: 0 all requests succeeded, 1 some failed, 2 the batch cannot run or 
     )  # fmt: skip
     parser.add_argument("--max-line", default="128MiB", metavar="SIZE", help="size of one request (default 128MiB)")
     parser.add_argument("--allow-private-urls", action="store_true", help="also fetch media from private addresses")
+    parser.add_argument(
+        "--allow-precomputed", action="store_true",
+        help="also take what an encoder reads or makes of a medium (image_features, ...) in its place",
+    )  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     engine_flags.add_arguments(parser)
@@ -106,9 +110,13 @@ def run(options: argparse.Namespace) -> int:
         shows_loading = sys.stderr.isatty() and not options.quiet
         # Media are decoded in another process: a crash of the decoder must not end the batch each time it is resumed.
         with engine_flags.open_engine(
-            options, progress=shows_loading, isolate_media=True, media_limits=MEDIA_LIMITS
+            options, progress=shows_loading, isolate_media=True, media_limits=_media_limits(options)
         ) as engine:
             return asyncio.run(_answer_all(options, engine, requests, results, totals, answered_by))
+
+
+def _media_limits(options: argparse.Namespace) -> MediaLimits:
+    return replace(MEDIA_LIMITS, allow_precomputed=options.allow_precomputed)
 
 
 def _resume(requests: RequestFile, results: Results, totals: Totals, *, drops_failed: bool) -> set[str]:
@@ -143,7 +151,8 @@ async def _answer_all(
     model = replace(backend.model, name=options.name or backend.model.name)
     _check_names(requests, answered_by, model.name, backend.model.name)
     # The user who runs this can read the machine's files anyway.
-    policy = MediaPolicy(MEDIA_LIMITS, allow_private_addresses=options.allow_private_urls, folders=(Path("/"),))
+    limits = _media_limits(options)
+    policy = MediaPolicy(limits, allow_private_addresses=options.allow_private_urls, folders=(Path("/"),))
     gate = MediaGate(policy)
     workers = BatchWorkers(backend, model, PathGate(gate, requests.path.parent), results.append, totals)
     concurrency = min(options.concurrency or 2 * model.max_sequences, len(requests) - requests.num_done)
@@ -179,7 +188,7 @@ def _answer_by_replicas(
         name,
         requests.path,
         parse_bytes(options.max_line),
-        MEDIA_LIMITS,
+        _media_limits(options),
         options.allow_private_urls,
         connection.num_replica_cpus(options.replica_cpus, num_workers),
         num_workers,

@@ -105,7 +105,8 @@ def build_core(
         eos_token_ids=eos_token_ids,
         constraints=constraints,
         drafter=drafter,
-        speech=None if speech is None else _make_speech(speech, model, dtype, replay),
+        sends_ahead=executor.sends_ahead,
+        speech=None if speech is None else _make_speech(speech, model, dtype, replay and runner.device.is_host),
     )
 
 

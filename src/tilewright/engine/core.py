@@ -42,6 +42,10 @@ class StepRunner(Protocol):
 
     def encode(self, media: list[Medium]) -> None: ...
 
+    def send_ahead(self, media: list[Medium]) -> None: ...
+
+    def end_ahead(self) -> None: ...
+
 
 class EngineCore:
     """Takes requests, and gives what each step adds to their sequences. For one thread."""
@@ -59,8 +63,10 @@ class EngineCore:
         constraints: ConstraintCompiler | None = None,
         drafter: PredictorDrafter | None = None,
         speech: Speech | None = None,
+        sends_ahead: bool = False,
     ) -> None:
         self.runner = runner
+        self._sends_ahead = sends_ahead  # media of later steps to a device, while it computes
         self.scheduler = scheduler
         self.sampler = sampler
         self.make_token_decoder = make_token_decoder
@@ -234,11 +240,21 @@ class EngineCore:
             return []
         kept = None if self.speech is None else self.speech.wanted(step)
         if self.speech is None or kept is None:
-            return self.sampler.sample(self.runner.run(step), step)
+            return self._sample(self.runner.run(step), step)
         logits = self.runner.run_and_keep(step, kept)
         assert kept.states_MD is not None
         self.speech.take(step, kept.states_MD)
-        return self.sampler.sample(logits, step)
+        return self._sample(logits, step)
+
+    def _sample(self, logits: Tensor, step: Step) -> list[Sampled]:
+        """What was sampled; while a device still computes it, media of the next step are on their way."""
+        if not self._sends_ahead:
+            return self.sampler.sample(logits, step)
+        self.runner.send_ahead(self.scheduler.media_ahead(step))
+        try:
+            return self.sampler.sample(logits, step)
+        finally:
+            self.runner.end_ahead()
 
     def _draft(self, drafter: PredictorDrafter, step: Step) -> None:
         try:

@@ -25,14 +25,16 @@ from tilewright.engine.handle import Handle
 from tilewright.engine.kv.dtype import kv_byte_dtype
 from tilewright.engine.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
+from tilewright.engine.media.features import encode_now, features_part
 from tilewright.engine.memory import kv_bytes, share_out
-from tilewright.engine.memory_use import MemoryUse, resident_bytes
+from tilewright.engine.memory_use import MemoryUse, resident
 from tilewright.engine.ranks.processes import Ranks, start_ranks
 from tilewright.engine.sampler import PromptReader
 from tilewright.engine.stats import Stats
 from tilewright.engine.step_limits import StepLimits
 from tilewright.inputs.isolation.opener import IsolatedOpener
 from tilewright.inputs.media import MediaLimits
+from tilewright.inputs.media_processor import MediaProcessor
 from tilewright.inputs.messages import has_media
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.text_limits import TextBudget, TextLimits
@@ -61,6 +63,8 @@ class Engine:
     quantize        "int8", "int4" or "fp8": what weights are rounded to while loading (docs/quantisation.md); "auto":
                     one of them, by memory and measured speed; "none": those of a quantised checkpoint are widened to
                     `dtype`; None: all stay as the checkpoint has them
+    mmproj          the projector file of a GGUF model, which pictures go through; None: the one in its folder that
+                    fits; "none": text alone
     tp              ranks that the model is split over, each a process with cores and memory of its own
                     (docs/parallel.md); "auto": one for each NUMA node, if that is measured to be faster
     cpu_binding     the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
@@ -78,8 +82,8 @@ class Engine:
                     that saves time, else by prompt look-up; 0: none, and no predictor is loaded. Answers do not
                     depend on it
     prefix_cache    whether known prefixes of prompts are reused instead of computed again
-    replay          whether small steps are recorded and replayed natively; False runs them op by op, with equal
-                    results, as the torch backend always does
+    replay          whether small steps are recorded and replayed, natively or as CUDA graphs; False runs them op by op,
+                    with equal results, as the torch backend always does on a CPU
     pack_cache      whether packed weights are kept on disk for the next start
     progress        whether loading shows a bar
     media_limits    what pictures, videos and sounds may measure; None: `tilewright.inputs.media.MediaLimits()`
@@ -96,6 +100,7 @@ class Engine:
         tp: int | str = 1,
         cpu_binding: str | None = None,
         quantize: str | None = None,
+        mmproj: str | Path | None = None,
         kv_memory: int | str | None = None,
         kv_cache_dtype: str = "auto",
         max_context: int | None = None,
@@ -124,9 +129,10 @@ class Engine:
             # Packed weights are mapped from disk as the host reads them: a GPU has its own copy of the checkpoint's.
             pack_cache = pack_cache and self.platform.place.is_host
             loading: dict[str, Any] = {"dtype": dtype, "drafting": speculate > 0, "pack_cache": pack_cache}
+            loading["mmproj"] = projector = None if mmproj is None else str(mmproj)
             # Chosen once: all ranks pack alike.
-            loading["quantize"] = auto_quantize.choose(name) if quantize == auto_quantize.AUTO else quantize
-            _require_room(self.platform, name, dtype, quantize)
+            loading["quantize"] = auto_quantize.choose(name, projector) if quantize == auto_quantize.AUTO else quantize
+            _require_room(self.platform, name, dtype, quantize, projector)
             ranks = self._cleanup.enter_context(start_ranks(tp, cpu_binding, name, backend=backend, **loading))
             self.loaded: LoadedModel = load_model(
                 name,
@@ -148,7 +154,7 @@ class Engine:
                 ranks,
                 speculate=speculate,
                 prefix_cache=prefix_cache,
-                replay=_can_replay(replay, backend, ranks),
+                replay=_can_replay(replay, self.platform, ranks),
                 kv_cache_dtype=kv_cache_dtype,
             )
             self.loop = self._start_loop(core)
@@ -313,6 +319,18 @@ class Engine:
         finally:
             del readers[id(inputs)]
 
+    def features(self, medium: Mapping[str, Any]) -> dict[str, Any]:
+        """The part of a message that brings the features of a picture, video or sound in its place (docs/inputs.md).
+
+        `medium` is a part too, such as {"type": "image", "image": source}. Any engine of the same model takes the
+        result, and answers as to the medium, without its encoder.
+        """
+        processor, executor, own = self.loaded.processor, self.loop.core.runner, self.platform
+        if not isinstance(processor, MediaProcessor) or not isinstance(executor, Executor):
+            raise RequestError(f"{self.loaded.name} takes text alone, and has no features of media")
+        with ops_backend.use(own.backend if own.place.is_host else "native", HOST):
+            return features_part(processor, medium, lambda media: self.loop.call(lambda: encode_now(executor, media)))
+
     def _voice(self, modalities: Sequence[str] | None, voice: str | None) -> str | None:
         """The voice that speaks an answer: the one asked for, or the model's first; None: it is text alone."""
         unknown = set(modalities or ()) - {"text", "audio"}
@@ -348,16 +366,23 @@ class Engine:
         """What the engine's memory goes to, now."""
         runner, pool = self.loop.core.runner, self.loop.core.resources.kv.pool
         page_bytes = self.kv_bytes_per_token * pool.page_size
+        weight_bytes = sum(self.loaded.report.bytes_by_format.values())
+        now = resident()
         return MemoryUse(
-            weight_bytes=sum(self.loaded.report.bytes_by_format.values()),
+            weight_bytes=weight_bytes,
+            mapped_weight_bytes=weight_bytes if self.loaded.report.from_cache else 0,
             kv_bytes=pool.num_pages * page_bytes,
             kv_bytes_used=pool.num_used * page_bytes,
+            kv_bytes_touched=pool.num_touched * page_bytes,
             scratch_bytes=runner.model_runner.scratch_bytes if isinstance(runner, Executor) else 0,
-            resident_bytes=resident_bytes(),
+            feature_bytes=self.loop.core.resources.media.features.size_bytes,
+            resident_bytes=now.total,
+            resident_file_bytes=now.file,
         )
 
     def stats(self) -> Stats:
-        return dataclasses.replace(self.loop.stats(), **vars(self.memory()))
+        memory = self.memory()
+        return dataclasses.replace(self.loop.stats(), **vars(memory), other_bytes=memory.other_bytes)
 
     def close(self) -> None:
         """Aborts what is under way and ends the engine's threads."""
@@ -427,11 +452,11 @@ def _require_supported(own: Platform, *, tp: int | str, quantize: str | None, kv
         raise RequestError(f"kv_cache_dtype is {kv_cache_dtype!r} and device {own.device}, expected auto")
 
 
-def _require_room(own: Platform, name: str | Path, dtype: str, quantize: str | None) -> None:
+def _require_room(own: Platform, name: str | Path, dtype: str, quantize: str | None, mmproj: str | None) -> None:
     """RequestError where a GPU has no room for the weights, or no products with numbers as the checkpoint has them."""
     if own.place.is_host:
         return
-    checkpoint = open_checkpoint(name)
+    checkpoint = open_checkpoint(name, mmproj)
     formats = {format[0] for tensor in checkpoint.shapes if (format := checkpoint.quantized_as(tensor)) is not None}
     if formats and quantize != "none":
         raise RequestError(
@@ -443,11 +468,13 @@ def _require_room(own: Platform, name: str | Path, dtype: str, quantize: str | N
     own.require_room("the weights", num_values * itemsize)
 
 
-def _can_replay(replay: bool, backend: str, ranks: Ranks | None) -> bool:
-    if replay and backend != "native":
-        _log.info("replay is for the native backend: steps run op by op on %s", backend)
+def _can_replay(replay: bool, own: Platform, ranks: Ranks | None) -> bool:
+    if not own.place.is_host:
+        return replay
+    if replay and own.backend != "native":
+        _log.info("replay is for the native backend: steps run op by op on %s", own.backend)
     is_recordable = ranks is None or ranks.group.recordable
-    return replay and backend == "native" and is_recordable
+    return replay and own.backend == "native" and is_recordable
 
 
 def _embedded_path() -> Path:

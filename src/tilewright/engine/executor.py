@@ -15,7 +15,8 @@ from tilewright.engine.step import DraftInput, Step
 from tilewright.engine.step_writer import DraftWriter, StepWriter
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers.batch import KeptStates
-from tilewright.types import Medium
+from tilewright.models.media_batch import MediaItem
+from tilewright.types import Medium, Region
 
 Result = TypeVar("Result")
 
@@ -40,6 +41,8 @@ class Executor:
         self.features, self.cross_cache = writer.features, writer.cross_cache
         draft_inputs = model_runner.draft_inputs
         self._draft_writer = None if draft_inputs is None else DraftWriter(draft_inputs, self.features)
+        self._is_copied = not model_runner.device.is_host  # what a step reads, to another device
+        self._ahead: dict[bytes, Region] = {}  # media that were sent ahead of the step that encodes them
         self.keeps_hidden = False  # whether steps keep all hidden states for `draft`
 
     def run_and_keep(self, step: Step, kept: KeptStates) -> Tensor:
@@ -52,20 +55,49 @@ class Executor:
 
     def run(self, step: Step) -> Tensor:
         """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
-        self.model_runner.recycle()
-        self._load(step.encode)
+        if self._is_copied:
+            self.model_runner.recycle()
+        if step.encode:
+            self._load(step.encode)
+            self.model_runner.media_are_ahead = self._take_ahead(step.encode)
         self.writer.write(step, keeps_hidden=self.keeps_hidden)
         try:
             logits = self._do(Command.run, self.model_runner.run)
         finally:
             if step.encode:
                 self._note_encoded(step.encode)
-            if not step.num_logits:
+            if self._is_copied and not step.num_logits:
                 # Nobody waits for tokens, which come after all copies: a request that ends now may give up its media.
                 self.model_runner.recycle()
         for group in step.cross_groups:
             self.cross_cache.fill(group.key)
         return logits
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether media of later steps may be sent while a step is computed."""
+        return self._is_copied and self.media_buffer is not None
+
+    def send_ahead(self, media: Items[Medium]) -> None:
+        """Starts the copy of media that a later step encodes, unless it was, or some of them are not written yet."""
+        assert self.media_buffer is not None
+        wanted = {medium.key: medium.region for medium in media if self.media_buffer.is_written(medium.region)}
+        if wanted and not wanted.items() <= self._ahead.items():
+            items = [MediaItem.of(medium) for medium in media if medium.key in wanted]
+            self._ahead = wanted if self.model_runner.send_ahead(items) else {}
+
+    def end_ahead(self) -> None:
+        """Returns when what was sent ahead has arrived: with the tokens of a step that computes, as a rule.
+
+        A request that ends now may give up its media.
+        """
+        if self._ahead:
+            self.model_runner.recycle()
+
+    def _take_ahead(self, media: Items[Medium]) -> bool:
+        """Whether all of the media were sent ahead. What was is no longer then, nor where others are encoded."""
+        sent, self._ahead = self._ahead, {}
+        return all(sent.get(medium.key) == medium.region for medium in media)
 
     def encode(self, media: Items[Medium]) -> None:
         """Encodes media without computing anything else."""

@@ -66,15 +66,16 @@ def load_network(
     group: Group | None = None,
     block: int = 1,
     quantize: str | None = None,
+    mmproj: str | None = None,
 ) -> Network:
     """The part that this rank of the group has of the model in a folder, a GGUF file or behind a hub id.
 
     Without `drafting`, a multi-token predictor is left in the checkpoint. `block`: entries that are not to be split,
     because they share a scale. `quantize` names what products are packed in (`layers.precision`); None: what the
-    checkpoint has.
+    checkpoint has. `mmproj`: the projector of a GGUF file, as `open_checkpoint` takes it.
     """
     formats = precision.named(quantize)
-    checkpoint = open_checkpoint(name)
+    checkpoint = open_checkpoint(name, mmproj)
     config = config_as_stored(checkpoint)
     family = family_of(config)
     shapes = checkpoint.shapes
@@ -115,6 +116,7 @@ def load_model(
     allow_special_tokens: bool = False,
     group: Group | None = None,
     quantize: str | None = None,
+    mmproj: str | None = None,
 ) -> LoadedModel:
     """The model as `load_network` has it, with its processor and tokenizer."""
     network = load_network(
@@ -125,6 +127,7 @@ def load_model(
         progress=progress,
         group=group,
         quantize=quantize,
+        mmproj=mmproj,
     )
     checkpoint, family = network.checkpoint, network.family
     own_name = embedded.name_of(name)
@@ -135,7 +138,7 @@ def load_model(
         template = ChatTemplate(sources, tokenizer.special_tokens, allow_special_tokens=allow_special_tokens)
     processor: Processor
     if family.make_processor is None:
-        processor = TextProcessor(own_name, tokenizer, template)
+        processor = TextProcessor(own_name, tokenizer, template, checkpoint.missing)
     else:
         processor = family.make_processor(
             network.config,

@@ -9,8 +9,10 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from tilewright.engine.constraint.compiler import Grammar
 from tilewright.engine.core import EngineCore
@@ -21,7 +23,10 @@ from tilewright.engine.preparation import PreparationThreads, PromptKind
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.stats import Stats, StepCount, StepCounter
 from tilewright.engine.step_costs import draft_cost, step_cost
+from tilewright.host_memory import trim_heap
 from tilewright.types import Completion, Delta, ModelInputs, RequestError, SamplingParams
+
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +55,7 @@ class EngineLoop:
         self._changed = threading.Condition()  # guards what is above and below
         self._num_preparing = 0
         self._is_closing = False
+        self._has_read_media = False  # since the heap was trimmed
         self._failure: Exception | None = None  # why no request is taken any more
         self._counter = StepCounter()
         self._costs = costs  # None: what steps read and compute is not counted
@@ -113,6 +119,26 @@ class EngineLoop:
             self._fail(request_id, failure)
         return True
 
+    def call(self, task: Callable[[], Result]) -> Result:
+        """What `task` returns, which runs on the engine's thread between two steps."""
+        done: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(task())
+            except BaseException as error:
+                done.set_exception(error)
+
+        with self._changed:
+            if self._is_closing:
+                raise EngineError("the engine is closed")
+            if self._failure:
+                raise self._failure
+            self._post(run)
+        if not self._thread:
+            self.step()
+        return done.result()
+
     def stats(self) -> Stats:
         """Counters and speeds as of now."""
         scheduler = self.core.scheduler
@@ -165,10 +191,13 @@ class EngineLoop:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._inbox or self.core.has_work or self._can_stop)
-                if self._can_stop:
+                if self._can_stop and not self._inbox:
                     return
             self.step()
             self.after_step()
+            if self._has_read_media and not self._handles:
+                self._has_read_media = False
+                trim_heap()  # decoded pictures and what was made of them: 100 MB of freed blocks for one of 1024x1024
 
     @property
     def _can_stop(self) -> bool:
@@ -201,6 +230,7 @@ class EngineLoop:
             self._end(handle, prepared)
         else:
             handle.prompt_token_ids, handle.opens_reasoning = prepared.token_ids, prepared.opens_reasoning
+            self._has_read_media |= bool(prepared.media)
             try:
                 self.core.add(handle.request_id, prepared, handle.params, handle.submitted_s, grammar)
             except Exception as error:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tilewright.engine.captured_steps import CapturedSteps
 from tilewright.engine.draft.runner import DraftRunner
 from tilewright.engine.media.transfer import MediaTransfer
 from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS, RecordedSteps
@@ -15,18 +16,25 @@ from tilewright.engine.state.memory import StateMemory
 from tilewright.engine.step_inputs import EncodedMedium, FeatureRows, StepHeader, StepInputs
 from tilewright.engine.step_limits import StepLimits
 from tilewright.layers.batch import Batch, KeptStates, MediaRun
+from tilewright.models.media_batch import MediaBatch, MediaItem
 from tilewright.models.protocol import Model, Predictor
 from tilewright.ops import backend
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena
 
+# Rows of media that a recorded pass of an encoder has at most: 16 pictures of 512 x 512. Larger ones keep a GPU busy.
+MAX_CAPTURED_MEDIA_ROWS = 16384
+# Sequences of a recorded step of a device: one with fewer is padded to the next of these.
+CAPTURED_SEQUENCES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
 
 class ModelRunner:
     """The model with its memory: KV pages, encoder features, recurrent states. It reads steps from `inputs`.
 
-    `replay`: small steps are recorded once per shape and replayed. A model with cross-attention has a second set of
-    caches, one with recurrent layers has `states`. With a `predictor`, `draft` drafts what may follow a step, from what
-    is in `draft_inputs`. `dtype` is that of hidden states; None: that of the keys and values.
+    `replay`: small steps are recorded once per shape and replayed; on a device, those in which all decode. A model with
+    cross-attention has a second set of caches, one with recurrent layers has `states`. With a `predictor`, `draft`
+    drafts what may follow a step, from what is in `draft_inputs`. `dtype` is that of hidden states; None: that of the
+    keys and values.
     """
 
     def __init__(
@@ -46,16 +54,21 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.device = backend.place()  # its own: where its weights, pages and states are
+        self._is_host = self.device.is_host
         # From the media buffer, [rows, width]; None: the model takes no media.
         self._media = None if media_rows is None else MediaTransfer(media_rows, self.device)
         self.kv_caches = kv_caches
         self.inputs = inputs
         self.cross_caches = cross_caches
         self.states = states
+        self.media_are_ahead = False  # whether those of the next step were sent by `send_ahead`
         self.replay = replay
         self.features: dict[int, Tensor] = {}  # by the id that the scheduler's side gave them
         self._arena = Arena()
         self._recorded: RecordedSteps[tuple[Tensor, Tensor | None]] = RecordedSteps(self._arena)
+        self._captured_passes: CapturedSteps[list[Tensor]] = CapturedSteps(self.device, "passes of the encoder")
+        self._captured: CapturedSteps[tuple[Tensor, Tensor | None]] = CapturedSteps(self.device, "steps")
+        self._max_rows = min(limits.max_sequences, limits.max_tokens_per_step)
         self.predictor = predictor
         self.kept: KeptStates | None = None  # of the next step, of tokens that this rank's caller asks for
         self._hidden: Tensor | None = None  # of the last step's tokens, until the arena is used again
@@ -63,7 +76,13 @@ class ModelRunner:
         if predictor is not None:
             draft_inputs = draft_inputs or StepInputs(inputs.layout)
             self._drafts = DraftRunner(
-                predictor, kv_caches, draft_inputs, limits, self._arena, dtype or kv_caches[0].dtype, replay=replay
+                predictor,
+                kv_caches,
+                draft_inputs,
+                limits,
+                self._arena,
+                dtype or kv_caches[0].dtype,
+                replay=replay and self.device.is_host,
             )
 
     @property
@@ -80,7 +99,11 @@ class ModelRunner:
     def run(self) -> Tensor:
         """fp32 logits [R, V] of the rows that the step in `inputs` asks for. They are overwritten by the next step."""
         header = self.inputs.header
-        self.inputs.send()
+        is_captured, padded = False, header
+        if not self._is_host:
+            is_captured = self._can_capture(header)
+            padded = self._pad(header) if is_captured else header
+            self.inputs.send()
         if header.num_dropped:
             for feature_id in self.inputs.arrays["dropped_ids"][: header.num_dropped].tolist():
                 self.features.pop(feature_id, None)
@@ -90,20 +113,48 @@ class ModelRunner:
             self._fill(header.num_cross_fills)
         if not header.num_tokens:
             return torch.empty(0, self.model.vocab_size)
+        if is_captured:
+            logits, self._hidden = self._captured.run(self._captured_shape(padded), lambda: self._forward(padded, True))
+            return logits[: header.num_tokens]
         is_small = header.num_tokens <= MAX_RECORDED_TOKENS and header.wants_all_logits
-        if self.replay and is_small and not header.num_feature_runs and self.kept is None:
+        is_recorded = self.replay and self._is_host
+        if is_recorded and is_small and not header.num_feature_runs and self.kept is None:
             shape = header.num_tokens, header.num_sequences, header.num_cross_rows, header.num_cross_spans
-            logits, self._hidden = self._recorded.run(shape, lambda: self._forward(header))
+            logits, self._hidden = self._recorded.run(shape, lambda: self._forward(header, True))
             return logits
         with self._arena.use():
-            logits, self._hidden = self._forward(header)
+            logits, self._hidden = self._forward(header, is_recorded)
         return logits
+
+    def _can_capture(self, header: StepHeader) -> bool:
+        """Whether every sequence of a step has one token and nothing else to do."""
+        is_decode = 0 < header.num_tokens == header.num_sequences and header.wants_all_logits
+        is_plain = not header.num_feature_runs and self.kept is None
+        return self.replay and is_decode and is_plain and header.num_sequences <= CAPTURED_SEQUENCES[-1]
+
+    def _pad(self, header: StepHeader) -> StepHeader:
+        """The step with as many rows as a recorded one has; as it is where tokens attend to encoder states."""
+        if header.num_cross_spans:
+            return header
+        size = next(size for size in CAPTURED_SEQUENCES if size >= header.num_sequences)
+        return self.inputs.pad(header, min(size, self._max_rows))
+
+    def _captured_shape(self, header: StepHeader) -> tuple[int, ...]:
+        num_pages = self.inputs.num_pages(header, recorded=True)
+        if not header.num_cross_spans:
+            return header.num_sequences, num_pages
+        of_cross = header.num_cross_rows, header.num_cross_spans, self.inputs.num_cross_pages(header, recorded=True)
+        return header.num_sequences, num_pages, *of_cross
 
     def recycle(self) -> None:
         """Returns when `inputs` and the media that were read may be written again: copies of them are done."""
         self.inputs.recycle()
         if self._media is not None:
             self._media.recycle()
+
+    def send_ahead(self, items: Items[MediaItem]) -> bool:
+        """Starts to copy media that a later step encodes; False where they are copied with that step instead."""
+        return self._media is not None and self._media.send_ahead(items)
 
     def draft(self) -> list[list[int]]:
         """What the predictor drafts after the step that was run last, for each sequence in `draft_inputs`."""
@@ -113,27 +164,44 @@ class ModelRunner:
         return drafts
 
     def _encode(self, count: int) -> None:
-        """Keeps the features of media under their ids: those of all of them from one pass of the encoder."""
+        """Keeps the features of media under their ids: from one pass of the encoder, or as requests brought them."""
         assert self._media is not None, "a model that takes media has a buffer for them"
         media = [EncodedMedium(*row) for row in self.inputs.arrays["encoded"][:count].tolist()]
-        batch = self._media.send([medium.item for medium in media])
+        is_captured = self.replay and not self._is_host
+        limit = MAX_CAPTURED_MEDIA_ROWS if is_captured else 0
+        items = [medium.item for medium in media]
+        batch = self._media.send(items, ahead=self.media_are_ahead, max_kept_rows=limit)
+        to_encode: dict[int, MediaItem] = {}  # by the ids of their features
+        for medium, item in zip(media, batch.items, strict=True):
+            if item.feature_width:
+                self.features[medium.feature_id] = batch.features(item)
+            else:
+                to_encode[medium.feature_id] = item
+        if not to_encode:
+            return
+        unseen = MediaBatch(batch.buffer, tuple(to_encode.values()))
         with self._arena.use():
-            for medium, features in zip(media, self.model.encode(batch), strict=True):
-                self.features[medium.feature_id] = features
+            if self._media.is_kept(batch):
+                # Their place is the same in every step, as a recording's results are: those are copied.
+                passed = self._captured_passes.run(unseen.items, lambda: self.model.encode(unseen))
+                found = [features.clone() for features in passed]
+            else:
+                found = self.model.encode(unseen)
+        self.features |= dict(zip(to_encode, found, strict=True))
 
-    def _forward(self, header: StepHeader) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, header: StepHeader, is_recorded: bool) -> tuple[Tensor, Tensor | None]:
         """Logits, and all hidden states if they are kept, or computed anyway, for a predictor."""
-        batch = self._batch(header)
+        batch = self._batch(header, is_recorded)
         if self.predictor is None or (batch.logit_rows is not None and not header.keeps_hidden):
             return self.model.forward(batch), None
         return self.predictor.forward_with_hidden(batch)
 
-    def _batch(self, header: StepHeader) -> Batch:
+    def _batch(self, header: StepHeader, is_recorded: bool) -> Batch:
         inputs = self.inputs
         media = self._media_runs(inputs)
         states = None if self.states is None else self.states.batch(inputs, header)
-        cross = inputs.cross_batch(header, self.cross_caches, recorded=self.replay)
-        batch = inputs.batch(header, self.kv_caches, media, cross, states, recorded=self.replay)
+        cross = inputs.cross_batch(header, self.cross_caches, recorded=is_recorded)
+        batch = inputs.batch(header, self.kv_caches, media, cross, states, recorded=is_recorded)
         return batch if self.kept is None else replace(batch, kept=self.kept)
 
     def _fill(self, num_fills: int) -> None:

@@ -72,6 +72,10 @@ class Scheduler:
         if not sequence.is_finished:
             self.finish(sequence, "abort")
 
+    def media_ahead(self, step: Step) -> list[Medium]:
+        """Media that a step after this one is likely to encode."""
+        return self.resources.media.ahead(step, itertools.chain(self.running, self.waiting))
+
     def readers(self, media: Iterable[Medium]) -> list[Sequence]:
         """The running sequences that media are encoded for."""
         return self.resources.media.readers(media, self.running)

@@ -208,6 +208,15 @@ class Sequence:
         output = np.broadcast_to(np.arange(first, first + count, dtype=np.int64), (prompt.shape[0], count))
         return output if start >= num_prompt_tokens else np.concatenate([prompt, output], axis=1)
 
+    @property
+    def unread_media(self) -> list[Medium]:
+        """Media that tokens left to compute read."""
+        return [
+            medium
+            for medium in self.inputs.media
+            if medium.spans and medium.spans[-1].start + medium.spans[-1].length > self.num_computed_tokens
+        ]
+
     def features_in(self, start: int, stop: int) -> list[FeatureRun]:
         """The features that tokens start .. stop are replaced by, cut to that range, in order."""
         runs: list[FeatureRun] = []

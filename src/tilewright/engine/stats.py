@@ -43,10 +43,14 @@ class Stats:
     state_hit_rate: float = 0.0
     # As `engine.memory_use.MemoryUse` has them.
     weight_bytes: int = 0
+    mapped_weight_bytes: int = 0
     kv_bytes: int = 0
     kv_bytes_used: int = 0
+    kv_bytes_touched: int = 0
     scratch_bytes: int = 0
     resident_bytes: int = 0
+    resident_file_bytes: int = 0
+    other_bytes: int = 0
 
     @property
     def draft_acceptance(self) -> float:

@@ -63,16 +63,19 @@ class EncodedMedium(NamedTuple):
     first_row: int  # in the media buffer
     num_rows: int
     num_features: int
+    feature_width: int  # of features that came with the request; 0: it is to be encoded
 
     @classmethod
     def of(cls, feature_id: int, item: MediaItem) -> EncodedMedium:
         kind = MEDIA_KINDS.index(item.kind)
-        return cls(feature_id, kind, *item.grid, *item.tiling, item.first_row, item.num_rows, item.num_features)
+        sizes = item.first_row, item.num_rows, item.num_features, item.feature_width
+        return cls(feature_id, kind, *item.grid, *item.tiling, *sizes)
 
     @property
     def item(self) -> MediaItem:
         grid, tiling = (self.frames, self.rows, self.columns), (self.tile_rows, self.tile_columns)
-        return MediaItem(MEDIA_KINDS[self.kind], grid, tiling, self.first_row, self.num_rows, self.num_features)
+        sizes = self.first_row, self.num_rows, self.num_features, self.feature_width
+        return MediaItem(MEDIA_KINDS[self.kind], grid, tiling, *sizes)
 
 
 class FeatureRows(NamedTuple):
@@ -188,14 +191,27 @@ class StepInputs:
             self.tensors = layout.views(self._there)
 
     def send(self) -> None:
-        """Starts the one copy of what a model reads of the step; nothing on the host, where it is read in place."""
-        if self._device.is_host:
-            return
+        """Starts the one copy of what a model reads of the step, to a device that is not the host."""
         header = self.header
         end = self.layout.end_of("block_table", header.num_sequences)
         if header.num_cross_spans or header.num_cross_fills:
             end = self.layout.end_of("cross_block_table", header.num_cross_spans)
         _, self._copy = self._device.upload(self._memory[:end], self._there[:end])
+
+    def pad(self, header: StepHeader, num_rows: int) -> StepHeader:
+        """A step of `num_rows` sequences of one token, of which the last ones are padding: they keep and read nothing.
+
+        `header` has fewer, of one token each.
+        """
+        count, arrays = header.num_sequences, self.arrays
+        arrays["token_ids"][count:num_rows] = 0
+        arrays["positions"][:, count:num_rows] = 0
+        arrays["slots"][count:num_rows] = -1
+        arrays["query_starts"][count + 1 : num_rows + 1] = range(count + 1, num_rows + 1)
+        arrays["kv_lengths"][count:num_rows] = 0
+        arrays["read_slots"][count:num_rows] = -1
+        arrays["write_slots"][count:num_rows] = -1
+        return header._replace(num_tokens=num_rows, num_sequences=num_rows, num_logit_rows=num_rows)
 
     def recycle(self) -> None:
         """Returns when the arrays may be written again."""
@@ -225,7 +241,7 @@ class StepInputs:
     ) -> Batch:
         """What was filled in, as views. If steps are not `recorded`, the block table has only the columns in use."""
         tensors, num_tokens, num_sequences = self.tensors, header.num_tokens, header.num_sequences
-        num_pages = self._num_columns("block_table", "kv_lengths", num_sequences, recorded)
+        num_pages = self.num_pages(header, recorded=recorded)
         return Batch(
             token_ids_T=tensors["token_ids"][:num_tokens],
             positions_AT=tensors["positions"][:, :num_tokens],
@@ -246,7 +262,7 @@ class StepInputs:
         if not num_spans:
             return None
         tensors = self.tensors
-        num_pages = self._num_columns("cross_block_table", "cross_lengths", num_spans, recorded)
+        num_pages = self.num_cross_pages(header, recorded=recorded)
         return CrossBatch(
             rows_R=None if num_rows == header.num_tokens else tensors["cross_rows"][:num_rows],
             query_starts=tensors["cross_query_starts"][: num_spans + 1],
@@ -255,11 +271,20 @@ class StepInputs:
             kv_caches=kv_caches,
         )
 
+    def num_pages(self, header: StepHeader, *, recorded: bool) -> int:
+        """Columns of the block table that a batch has."""
+        return self._num_columns("block_table", "kv_lengths", header.num_sequences, recorded)
+
+    def num_cross_pages(self, header: StepHeader, *, recorded: bool) -> int:
+        return self._num_columns("cross_block_table", "cross_lengths", header.num_cross_spans, recorded)
+
     def _num_columns(self, table: str, lengths: str, num_rows: int, recorded: bool) -> int:
         """All columns of a block table for recorded steps, whose arguments stay; else those that the rows need.
 
-        The torch backend gathers the pages of every column.
+        The torch backend gathers the pages of every column. So a device has recordings for powers of two of them.
         """
-        if recorded:
-            return self.arrays[table].shape[1]
-        return -(-int(self.arrays[lengths][:num_rows].max(initial=1)) // self.layout.page_size)
+        all_columns: int = self.arrays[table].shape[1]
+        if recorded and self._device.is_host:
+            return all_columns
+        needed = -(-int(self.arrays[lengths][:num_rows].max(initial=1)) // self.layout.page_size)
+        return min(1 << (needed - 1).bit_length(), all_columns) if recorded else needed

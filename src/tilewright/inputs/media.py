@@ -28,6 +28,7 @@ class MediaLimits:
     max_total_bytes: int = 512 * 2**20  # of all items of a request, as they arrive
     max_decode_s: float = 60.0  # for one item, where a process of its own decodes it: only such can be stopped
     allow_paths: bool = True  # servers turn this off: a path in a message would read their files
+    allow_precomputed: bool = True  # patches and features instead of media; servers turn this off too
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,15 @@ def _decode_data_url(url: str, name: str, limits: MediaLimits) -> bytes:
     body = url[comma + 1 :]
     if not _is_base64(url, comma):
         return check_bytes(unquote_to_bytes(body), name, limits)
-    return check_bytes(_decode_base64(body, name), name, limits)
+    return check_bytes(decode_base64(body, name), name, limits)
 
 
-def _decode_base64(text: str, name: str) -> bytes:
+def decode_base64(text: str, name: str, what: str = "the data: URL") -> bytes:
+    """The bytes of an item; RequestError says `what` of it is not base64."""
     try:
         return base64.b64decode("".join((unquote(text) if "%" in text else text).split()), validate=True)
     except ValueError as error:
-        raise RequestError(f"{name}: the data: URL is not base64: {error}") from error
+        raise RequestError(f"{name}: {what} is not base64: {error}") from error
 
 
 def num_frames_of_url(url: str) -> int:
@@ -95,7 +97,7 @@ def open_frames_url(url: str, name: str, limits: MediaLimits) -> list[bytes]:
     check_data_url(url, name, limits)
     frames = url[len(_JPEG_FRAMES) :].split(",")
     names = [f"{name}, frame {index + 1}" for index in range(len(frames))]
-    return [check_bytes(_decode_base64(frame, one), one, limits) for frame, one in zip(frames, names, strict=True)]
+    return [check_bytes(decode_base64(frame, one), one, limits) for frame, one in zip(frames, names, strict=True)]
 
 
 def read_source(part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Any:

@@ -113,6 +113,9 @@ class MediaBuffer:
             write(self.view(region))
             self._unwritten.pop(region.first_row, None)
 
+    def is_written(self, region: Region) -> bool:
+        return region.first_row not in self._unwritten
+
     def view(self, region: Region) -> Tensor:
         """The rows [num_rows, width] of a region."""
         return self.rows[region.first_row : region.first_row + region.num_rows]

@@ -16,6 +16,9 @@ from tilewright.inputs.media import Fetch, MediaLimits, MediaPart
 from tilewright.inputs.media_buffer import Allocation, MediaBuffer, Write
 from tilewright.inputs.messages import media_of_prompt, normalize
 from tilewright.inputs.opener import InProcessOpener, Opener
+from tilewright.inputs.precomputed import Precomputed
+from tilewright.inputs.precomputed_values import PreparedValues, ValueSizes
+from tilewright.inputs.precomputed_values import prepare as prepare_values
 from tilewright.inputs.processor import prompt_ids
 from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
@@ -39,6 +42,7 @@ class PreparedMedium:
     sound: tuple[PreparedMedium, ...] = ()  # that goes with a video; or the pieces that a sound is encoded in
     num_states: int = 0
     tiling: tuple[int, int] = (1, 1)
+    feature_width: int = 0  # of features that came with the request; 0: it is encoded
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,11 @@ class MediaProcessor(ABC):
         parts = media_of_prompt(media, limits=self.limits, accepts=self.accepts)
         return self._inputs(ids, parts, None, is_known, budget)
 
+    def describe(self, medium: Mapping[str, object]) -> PreparedMedium:
+        """The grid, times and tiles of a medium that is a part of a message, read from its header."""
+        (part,) = media_of_prompt([medium], limits=self.limits, accepts=self.accepts)
+        return self._prepared(part, None)
+
     def _prompt_ids(
         self, text: str | None, token_ids: Sequence[int] | None, budget: TextBudget | None
     ) -> Sequence[int]:
@@ -135,7 +144,7 @@ class MediaProcessor(ABC):
         budget: TextBudget | None,
     ) -> ModelInputs:
         """The inputs of ids with a placeholder for each of the parts. Media are decoded once all have their place."""
-        placement = self._place(ids, [self._prepare(part, fetch) for part in parts])
+        placement = self._place(ids, [self._prepared(part, fetch) for part in parts])
         media = [medium for medium, _ in placement.media]
         check_cancelled = budget.check_cancelled if budget else lambda: None
         allocation = self.media_buffer.allocate([medium.num_rows for medium in media], check_cancelled)
@@ -156,6 +165,7 @@ class MediaProcessor(ABC):
                     encoder_rows=medium.encoder_rows,
                     num_states=medium.num_states,
                     tiling=medium.tiling,
+                    feature_width=medium.feature_width,
                 )
                 for (medium, spans), region in zip(placement.media, regions, strict=True)
             ),
@@ -180,6 +190,40 @@ class MediaProcessor(ABC):
         except BaseException:
             allocation.release()  # the error's traceback would keep it
             raise
+
+    def _prepared(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+        if not isinstance(part.source, Precomputed):
+            return self._prepare(part, fetch)
+        if part.with_sound:
+            raise RequestError(f"{part.name}: use_audio_in_video is asked for, and {part.source.type} have no sound")
+        return self._prepare_values(part.source, part.name)
+
+    def _prepare_values(self, given: Precomputed, name: str) -> PreparedMedium:
+        """A medium of which a request brings what would be made of it."""
+        sizes = self._value_sizes(given, name)
+        values = prepare_values(given, sizes, name, self.limits, self.media_buffer.rows.dtype)
+        return self._medium_of_values(given, name, sizes, values, given.grid)
+
+    def _medium_of_values(
+        self, given: Precomputed, name: str, sizes: ValueSizes, values: PreparedValues, grid: tuple[int, int, int]
+    ) -> PreparedMedium:
+        return PreparedMedium(
+            name,
+            given.kind,
+            key=values.key,
+            grid=grid,
+            num_rows=values.num_buffer_rows(self.media_buffer.shape[1]),
+            encoder_rows=1 if given.is_encoded else sizes.encoder_rows,
+            write=values.write,
+            times_s=given.times_s,
+            num_states=sizes.num_states,
+            tiling=given.tiling,
+            feature_width=sizes.feature_width if given.is_encoded else 0,
+        )
+
+    @abstractmethod
+    def _value_sizes(self, given: Precomputed, name: str) -> ValueSizes:
+        """What the model makes of a medium of such a grid; RequestError for a grid that none has."""
 
     @abstractmethod
     def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:

@@ -16,6 +16,7 @@ from tilewright.inputs.media import (
     open_frames_url,
     open_url,
 )
+from tilewright.inputs.precomputed import TYPES, Precomputed, precomputed_of, type_of
 from tilewright.types import MediaKind, Messages, RequestError
 
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
@@ -33,15 +34,17 @@ def normalize(
     fetch: Fetch | None = None,
     accepts: Sequence[MediaKind] = MEDIA_KINDS,
     model: str = "the model",
+    missing: str | None = None,
     use_audio_in_video: bool = False,
 ) -> tuple[list[dict[str, Any]], list[MediaPart]]:
     """Messages for the template, in which a medium is {"type": its kind}, and the media in the order of the messages.
 
     Takes OpenAI's parts (text, image_url, video_url, input_audio) and {"type": "image", "image": source}, video and
     audio alike; a video may say its frames' "fps", and whether its sound is heard, "use_audio_in_video", where that is
-    not as of all. Nothing is fetched here: `fetch` turns an http(s) URL into bytes.
+    not as of all. Nothing is fetched here: `fetch` turns an http(s) URL into bytes. `missing` says what pictures and
+    videos would need that the model has not.
     """
-    collected = _Media(limits or MediaLimits(), fetch, accepts, model, use_audio_in_video)
+    collected = _Media(limits or MediaLimits(), fetch, accepts, model, missing, use_audio_in_video)
     normalized = []
     for message in messages:
         if not isinstance(message, Mapping):
@@ -64,9 +67,10 @@ def media_of_prompt(
     limits: MediaLimits | None = None,
     accepts: Sequence[MediaKind],
     model: str = "the model",
+    missing: str | None = None,
 ) -> list[MediaPart]:
     """The media of a prompt, which come as the parts of a message do."""
-    collected = _Media(limits or MediaLimits(), None, accepts, model, use_audio_in_video=False)
+    collected = _Media(limits or MediaLimits(), None, accepts, model, missing, use_audio_in_video=False)
     for part in media:
         if collected.take(part)["type"] == "text":
             raise RequestError('media has an item of text, expected {"type": "image", "image": source} or the like')
@@ -82,12 +86,14 @@ class _Media:
         fetch: Fetch | None,
         accepts: Sequence[MediaKind],
         model: str,
+        missing: str | None,
         use_audio_in_video: bool,
     ) -> None:
         self._limits = limits
         self._fetch = fetch
         self._accepts = accepts
         self._model = model
+        self._missing = missing
         self._use_audio_in_video = use_audio_in_video
         self._total_bytes = 0
         self.parts: list[MediaPart] = []
@@ -100,18 +106,22 @@ class _Media:
             raise RequestError(f"a part of a message is a {type(part).__name__}, expected an object with a type")
         found = source_of(part)
         if found is None:
+            found = self._precomputed(part)
+        if found is None:
             return {"type": "text", "text": _text_of(part)}
         kind, source, is_url = found
-        name = f"{kind} {1 + sum(medium.kind == kind for medium in self.parts)}"
+        name = self._name(kind)
         if unserved := [key for key in _UNSERVED_KEYS if part.get(key) is not None]:
             raise RequestError(f"{name}: {unserved[0]} is given: media are prepared as the checkpoint says")
         if kind not in self._accepts:
+            if self._missing is not None and kind in ("image", "video"):
+                raise RequestError(f"{name}: {self._missing}")
             accepted = " and ".join(("text", *self._accepts)) if self._accepts else "text alone"
             raise RequestError(f"{name}: {self._model} takes {accepted}")
         check_count(len(self.parts) + 1, name, self._limits)
         if is_url:
             source = self._open(kind, source, name)
-        self._total_bytes += _num_bytes(source) if is_url or isinstance(source, bytes) else 0
+        self._total_bytes += _num_bytes(source) if is_url or isinstance(source, bytes | Precomputed) else 0
         check_total(self._total_bytes, name, self._limits)
         fps = part.get("fps")
         if fps is not None and (not isinstance(fps, int | float) or not 0 < fps <= 1000):
@@ -119,6 +129,18 @@ class _Media:
         with_sound = kind == "video" and self._is_heard(part, name)
         self.parts.append(MediaPart(kind, name, source, None if fps is None else float(fps), with_sound))
         return {"type": kind}
+
+    def _name(self, kind: MediaKind) -> str:
+        """Of the next one, for errors."""
+        return f"{kind} {1 + sum(medium.kind == kind for medium in self.parts)}"
+
+    def _precomputed(self, part: Mapping[str, Any]) -> tuple[MediaKind, Any, bool] | None:
+        """As `source_of`, of a part that brings what would be made of a medium."""
+        value_type = type_of(part)
+        if value_type is None:
+            return None
+        kind = TYPES[value_type].kind
+        return kind, precomputed_of(part, self._name(kind), self._limits), False
 
     def _is_heard(self, part: Mapping[str, Any], name: str) -> bool:
         """Whether a video's sound is read with its frames."""
@@ -136,7 +158,9 @@ class _Media:
         return open_url(url, name, self._limits, self._fetch)
 
 
-def _num_bytes(source: bytes | list[bytes]) -> int:
+def _num_bytes(source: bytes | list[bytes] | Precomputed) -> int:
+    if isinstance(source, Precomputed):
+        return source.size_bytes
     return len(source) if isinstance(source, bytes) else sum(map(len, source))
 
 

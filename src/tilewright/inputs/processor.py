@@ -24,8 +24,12 @@ class TextProcessor:
     picture_token_ids: tuple[int, ...] = ()
     media_buffer = None
 
-    def __init__(self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None, missing: str | None = None
+    ) -> None:
+        """`missing` says what pictures would need that the model has not, and is told instead."""
         self.name = name
+        self._missing = missing
         self.tokenizer = tokenizer
         self.template = template
         self._encoder = None if template is None else ChatEncoder(template, tokenizer)
@@ -43,7 +47,7 @@ class TextProcessor:
         """The inputs of a conversation, up to where the model answers."""
         if self._encoder is None:
             raise RequestError(f"{self.name} has no chat template: give it a prompt instead")
-        normalized, _ = normalize(messages, accepts=self.accepts, model=self.name)
+        normalized, _ = normalize(messages, accepts=self.accepts, model=self.name, missing=self._missing)
         for message in normalized:
             if isinstance(message["content"], list):
                 message["content"] = "".join(part["text"] for part in message["content"])
@@ -59,7 +63,7 @@ class TextProcessor:
         budget: TextBudget | None = None,
     ) -> ModelInputs:
         """The inputs of a text, which gets the tokenizer's beginning-of-text, or of token ids as they are."""
-        media_of_prompt(media, accepts=self.accepts, model=self.name)
+        media_of_prompt(media, accepts=self.accepts, model=self.name, missing=self._missing)
         return _inputs(prompt_ids(self.tokenizer, text, token_ids, budget))
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
 from tilewright.inputs.messages import source_of
+from tilewright.inputs.precomputed import type_of
 from tilewright.types import ContextLengthExceeded, Messages, RequestError
 
 # A template takes 60 us for a message and 15 us for a part of one: 0.25 s and 0.4 s at these limits, in which other
@@ -102,6 +103,6 @@ def _texts_of(message: object) -> list[object]:
 
 def _is_medium(part: object) -> bool:
     try:
-        return isinstance(part, Mapping) and source_of(part) is not None
+        return isinstance(part, Mapping) and (type_of(part) is not None or source_of(part) is not None)
     except RequestError:  # `normalize` raises it again, with the name of the item
         return False

@@ -23,12 +23,14 @@ class MediaItem:
     first_row: int  # in the buffer
     num_rows: int
     num_features: int  # rows of the encoder's result
+    feature_width: int = 0  # of features that came with the request; 0: it is to be encoded
 
     @classmethod
     def of(cls, medium: Medium) -> MediaItem:
         region = medium.region
         num_features = medium.num_states or medium.num_features
-        return cls(medium.kind, medium.grid, medium.tiling, region.first_row, region.num_rows, num_features)
+        rows = region.first_row, region.num_rows
+        return cls(medium.kind, medium.grid, medium.tiling, *rows, num_features, medium.feature_width)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class MediaBatch:
     @classmethod
     def of(cls, buffer: Tensor, media: Sequence[Medium]) -> MediaBatch:
         return cls(buffer, tuple(MediaItem.of(medium) for medium in media))
+
+    def features(self, item: MediaItem) -> Tensor:
+        """Those of an item that came with its features [num_features, width], in memory of their own."""
+        values = self.buffer[item.first_row : item.first_row + item.num_rows].reshape(-1)
+        count = item.num_features * item.feature_width
+        return values[:count].view(item.num_features, item.feature_width).to(backend.device(), copy=True)
 
     def rows(self, items: Sequence[MediaItem]) -> Tensor:
         """The rows of some items, one after the other: where they lie if they are neighbours, else copied once."""

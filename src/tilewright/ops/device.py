@@ -9,10 +9,15 @@ of it does anything: what is written there is read there.
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Result = TypeVar("Result")
 
 
 class Copy(Protocol):
@@ -23,6 +28,13 @@ class Copy(Protocol):
 
     def recycle(self) -> None:
         """Returns when the memory that was copied from may be written again: at once, if the copy is done."""
+
+
+class Recording(Protocol):
+    """Work of a device that was recorded."""
+
+    def replay(self) -> None:
+        """The same work again, on the same memory, in one call. The host does not wait."""
 
 
 class NoCopy:
@@ -57,13 +69,22 @@ class Device:
     def upload(self, source: Tensor, target: Tensor | None = None, *, beside: bool = False) -> tuple[Tensor, Copy]:
         """Starts to copy `source`, which lies in `host_bytes`, to `target` or to new memory; that, and the copy.
 
-        `beside`: next to what is computed, on a stream of its own; else in order with it.
+        `beside`: next to what is computed, on a stream of its own; else in order with it. To a `target` it goes after
+        all that was to be computed so far, which may read what is there.
         """
         return source.to(self.torch_device) if target is None else target.copy_(source), NoCopy()
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """A tensor on the host, when all that it depends on is computed."""
         return tensor
+
+    def record(self, compute: Callable[[], Result]) -> tuple[Recording, Result]:
+        """What `compute` gives, and the recording of its work, which was done once.
+
+        It must not wait for the device, nor decide by what is there. Inputs are read again from where they are; results
+        stay where they are, and are overwritten by a replay.
+        """
+        raise NotImplementedError(f"work of {self} is not recorded: ops/plan.py records kernels of the host")
 
 
 HOST = Device()
@@ -79,7 +100,12 @@ class CudaDevice(Device):
         assert self.torch_device.index is not None, "a GPU has an index: a model lives on its own device"
         with torch.cuda.device(self.torch_device):
             self._side = torch.cuda.Stream(self.torch_device)
+            self._recorder = torch.cuda.Stream(self.torch_device)
         self._fetched: dict[torch.dtype, Tensor] = {}  # memory that results come back to
+        # Of recordings: one runs at a time, so they share their memory. It is gone with the last graph that has it, and
+        # cannot be had again: so the first one stays.
+        self._pool: Any = None
+        self._first_graph: torch.cuda.CUDAGraph | None = None
 
     @property
     def _stream(self) -> torch.cuda.Stream:
@@ -95,6 +121,8 @@ class CudaDevice(Device):
 
     def upload(self, source: Tensor, target: Tensor | None = None, *, beside: bool = False) -> tuple[Tensor, Copy]:
         stream = self._side if beside else self._stream
+        if beside and target is not None:
+            stream.wait_stream(self._stream)
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
             if target is None:
                 target = torch.empty(source.shape, dtype=source.dtype, device=self.torch_device)
@@ -116,6 +144,70 @@ class CudaDevice(Device):
         done.synchronize()
         return here.clone()
 
+    def record(self, compute: Callable[[], Result]) -> tuple[Recording, Result]:
+        """A CUDA graph. Whoever computes has run the same once before: libraries set themselves up at the first call.
+
+        The stream is set back by hand, since torch.cuda.graph does not do it where recording fails.
+        """
+        inputs = _Inputs()
+
+        def compute_noting_inputs() -> Result:
+            with inputs:
+                return compute()
+
+        with torch.cuda.device(self.torch_device):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+                self._first_graph, _ = self._capture(lambda: torch.zeros(1, device=self.torch_device))
+            graph, result = self._capture(compute_noting_inputs)
+            recording = _CudaRecording(graph, inputs)
+            recording.replay()
+        return recording, result
+
+    def _capture(self, compute: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        graph = torch.cuda.CUDAGraph()
+        self._recorder.wait_stream(self._stream)
+        with torch.cuda.stream(self._recorder):
+            # Other threads may allocate meanwhile: what they do is not recorded.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = compute()
+            finally:
+                graph.capture_end()
+        return graph, result
+
+
+class _CudaRecording:
+    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: _Inputs) -> None:
+        self._graph, self._inputs = graph, inputs
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class _Inputs(TorchDispatchMode):
+    """Keeps what recorded work reads and did not make: what a layer forgets must not become another's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._made:
+                    self._kept[storage.data_ptr()] = storage
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                address = tensor.untyped_storage().data_ptr()
+                if address not in self._kept:
+                    self._made.add(address)
+        return result
+
 
 class _CudaCopy:
     def __init__(self, device: CudaDevice, target: Tensor, stream: torch.cuda.Stream, done: torch.cuda.Event) -> None:
@@ -128,7 +220,8 @@ class _CudaCopy:
             self._target.record_stream(stream)  # its memory is not given to others before that has read it
 
     def recycle(self) -> None:
-        self._done.synchronize()
+        if not self._done.query():
+            self._done.synchronize()
 
 
 @functools.cache

@@ -80,6 +80,10 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--allow-private-urls", action="store_true", help="also fetch URLs from private addresses")
     group.add_argument(
+        "--allow-precomputed", action="store_true",
+        help="also take what an encoder reads or makes of a medium (image_features, ...) in its place",
+    )  # fmt: skip
+    group.add_argument(
         "--media-timeout", type=_seconds, default=30.0, metavar="S", help="time to fetch one URL (default 30)"
     )
     group.add_argument("--max-media-bytes", metavar="SIZE", help="size of one item (default 64MiB)")
@@ -117,6 +121,7 @@ def make_settings(options: argparse.Namespace) -> ServerSettings:
         "max_frames": options.max_frames,
         "max_duration_s": options.max_duration,
         "max_items": options.max_media,
+        "allow_precomputed": options.allow_precomputed,
     }
     limits = dataclasses.replace(MEDIA_LIMITS, **{name: value for name, value in changes.items() if value is not None})
     folders = tuple(_folder(name) for name in options.allow_files)

@@ -10,7 +10,12 @@ from tilewright.server.media.gate import MediaPolicy
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 # Smaller than the library's own: these requests are untrusted, and many at once.
 MEDIA_LIMITS = MediaLimits(
-    max_bytes=64 * 2**20, max_total_bytes=128 * 2**20, max_duration_s=600.0, max_items=32, allow_paths=False
+    max_bytes=64 * 2**20,
+    max_total_bytes=128 * 2**20,
+    max_duration_s=600.0,
+    max_items=32,
+    allow_paths=False,
+    allow_precomputed=False,
 )
 
 

@@ -26,6 +26,7 @@ class PagePool:
         self._page_by_digest: dict[bytes, int] = {}
         self._empty = list(range(num_pages - 1, -1, -1))
         self._reusable: OrderedDict[int, None] = OrderedDict()  # named, unreferenced; least recently used first
+        self.num_touched = 0  # pages that were handed out so far: the others take no memory yet
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +57,7 @@ class PagePool:
             assert digest is not None
             self.forget(digest)
         page = self._empty.pop()
+        self.num_touched = max(self.num_touched, page + 1)  # untouched ones are handed out in order
         self._references[page] = 1
         return page
 

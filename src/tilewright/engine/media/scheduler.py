@@ -28,6 +28,20 @@ class MediaScheduler(SequenceResource):
         """Whether a medium need not be decoded: its features are cached, or its keys and values where it is alone."""
         return self.features.has(media_key) or self.cross_cache.is_filled(group_key([media_key]))
 
+    def ahead(self, step: Step, sequences: Iterable[Sequence]) -> list[Medium]:
+        """What a step after this one is likely to encode: of sequences in their order, within its limit."""
+        seen = {medium.key for medium in step.encode}
+        found: list[Medium] = []
+        num_patches = 0
+        for medium in (medium for sequence in sequences for medium in sequence.unread_media):
+            if medium.key not in seen and not self.is_known(medium.key):
+                num_patches += medium.encoder_rows
+                if found and num_patches > self.limits.max_patches(True):
+                    break
+                seen.add(medium.key)
+                found.append(medium)
+        return found
+
     def readers(self, media: Iterable[Medium], sequences: Iterable[Sequence]) -> list[Sequence]:
         """Those of the sequences that media are encoded for, even if they have no chunk yet."""
         keys = {medium.key for medium in media}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from tilewright.models.media_batch import MediaBatch, MediaItem
@@ -27,26 +28,67 @@ class MediaTransfer:
         self._device = device
         self._gathered: Tensor | None = None  # [rows, width], for media that lie far apart
         self._copy: Copy = NoCopy()
+        self._kept: Tensor | None = None  # [rows, width] on the device, for passes that are recorded
+        self._ahead: tuple[int, Tensor, Copy] | None = None  # the first row of what was sent ahead
 
-    def send(self, items: Items[MediaItem]) -> MediaBatch:
-        """The media as their encoder reads them, on the device; what is computed from now on comes after the copy."""
+    def send(self, items: Items[MediaItem], *, ahead: bool = False, max_kept_rows: int = 0) -> MediaBatch:
+        """The media as their encoder reads them, on the device; what is computed from now on comes after the copy.
+
+        `ahead`: they were sent by `send_ahead`. Media of `max_kept_rows` at most are in memory that is the same in
+        every step.
+        """
         if self._device.is_host:
             return MediaBatch(self._rows, tuple(items))
-        begin, end = min(item.first_row for item in items), max(item.first_row + item.num_rows for item in items)
-        num_rows = sum(item.num_rows for item in items)
-        if self._device.can_read(self._rows) and end - begin <= num_rows * (1 + MAX_SHARE_BETWEEN):
-            source = self._rows[begin:end]
-            items = [replace(item, first_row=item.first_row - begin) for item in items]
+        if ahead:
+            assert self._ahead is not None, "nothing was sent ahead"
+            begin, there, self._copy = self._ahead
+            self._ahead = None
+            self._copy.before_use()
+            kept = self._kept_rows(len(there), max_kept_rows)
+            return MediaBatch(there if kept is None else kept.copy_(there), _moved(items, begin))
+        begin, end = _reach(items)
+        if self._are_neighbours(items):
+            source, items = self._rows[begin:end], _moved(items, begin)
         else:
-            source, items = self._gather(items, num_rows)
-        there, self._copy = self._device.upload(source, beside=True)
+            source, items = self._gather(items, sum(item.num_rows for item in items))
+        kept = self._kept_rows(len(source), max_kept_rows)
+        there, self._copy = self._device.upload(source, kept, beside=True)
         self._copy.before_use()
         return MediaBatch(there, tuple(items))
+
+    def is_kept(self, batch: MediaBatch) -> bool:
+        """Whether a batch is in the memory that is the same in every step."""
+        return self._kept is not None and batch.buffer.data_ptr() == self._kept.data_ptr()
+
+    def _kept_rows(self, num_rows: int, max_rows: int) -> Tensor | None:
+        if num_rows > max_rows:
+            return None
+        if self._kept is None:
+            shape = max_rows, self._rows.shape[1]
+            self._kept = torch.empty(shape, dtype=self._rows.dtype, device=self._device.torch_device)
+        return self._kept[:num_rows]
+
+    def send_ahead(self, items: Items[MediaItem]) -> bool:
+        """Starts to copy media of a later step, beside the one that is computed; False where they lie far apart."""
+        if not self._are_neighbours(items):
+            return False
+        begin, end = _reach(items)
+        there, copy = self._device.upload(self._rows[begin:end], beside=True)
+        self._ahead = begin, there, copy
+        return True
 
     def recycle(self) -> None:
         """Returns when the rows that were copied may be written again."""
         self._copy.recycle()
         self._copy = NoCopy()
+        if self._ahead is not None:
+            self._ahead[2].recycle()
+
+    def _are_neighbours(self, items: Items[MediaItem]) -> bool:
+        """Whether media are copied from where they lie."""
+        begin, end = _reach(items)
+        num_rows = sum(item.num_rows for item in items)
+        return self._device.can_read(self._rows) and end - begin <= num_rows * (1 + MAX_SHARE_BETWEEN)
 
     def _gather(self, items: Items[MediaItem], num_rows: int) -> tuple[Tensor, list[MediaItem]]:
         self.recycle()
@@ -60,3 +102,13 @@ class MediaTransfer:
             moved.append(replace(item, first_row=first))
             first += item.num_rows
         return room[:num_rows], moved
+
+
+def _reach(items: Items[MediaItem]) -> tuple[int, int]:
+    """The first row of some items, and the one after their last."""
+    return min(item.first_row for item in items), max(item.first_row + item.num_rows for item in items)
+
+
+def _moved(items: Items[MediaItem], begin: int) -> tuple[MediaItem, ...]:
+    """Items of which the row `begin` is the first."""
+    return tuple(replace(item, first_row=item.first_row - begin) for item in items)

@@ -15,9 +15,12 @@ from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, content_key
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.inputs.media_processor import MediaProcessor, Placement, PreparedMedium
 from tilewright.inputs.opener import Opener
+from tilewright.inputs.precomputed import Precomputed
+from tilewright.inputs.precomputed_values import ValueSizes
 from tilewright.inputs.text_limits import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.mllama.preprocessing import Fit, fit, read_preprocessing
+from tilewright.models.mllama.vision import arrangements
 from tilewright.ops import image as image_ops
 from tilewright.types import RequestError, Span
 
@@ -42,6 +45,7 @@ class MllamaProcessor(MediaProcessor):
         buffer = MediaBuffer(NUM_CHANNELS * self.settings.patch_size**2, dtype)
         super().__init__(tokenizer, template, limits, opener, buffer)
         self.image_token_id: int = config["image_token_index"]
+        self._state_width: int = config["text_config"]["hidden_size"]
 
     @property
     def picture_token_ids(self) -> tuple[int, ...]:
@@ -91,6 +95,30 @@ class MllamaProcessor(MediaProcessor):
             write=write,
             num_states=num_tiles * (side**2 + 1),
             tiling=fitted.tiling,
+        )
+
+    def _value_sizes(self, given: Precomputed, name: str) -> ValueSizes:
+        settings, side = self.settings, self.settings.patches_per_side
+        if given.tiling not in arrangements(settings.max_tiles):
+            raise RequestError(
+                f"{name}: tiling is {given.tiling}, expected rows and columns of at most {settings.max_tiles} tiles"
+            )
+        num_tiles = given.tiling[0] * given.tiling[1]
+        if given.grid != (num_tiles, side, side):
+            raise RequestError(
+                f"{name}: grid is {given.grid}, expected {(num_tiles, side, side)}: tiles, and rows and columns of "
+                f"patches in each, for a tiling of {given.tiling}"
+            )
+        if given.times_s:
+            raise RequestError(f"{name}: times_s has {len(given.times_s)} entries, expected 0")
+        num_states = num_tiles * (side**2 + 1)
+        return ValueSizes(
+            num_rows=num_tiles * side**2,
+            row_width=self.media_buffer.shape[1],
+            num_features=num_states,
+            feature_width=self._state_width,
+            encoder_rows=settings.max_tiles * side**2,
+            num_states=num_states,
         )
 
     def _canvas(self, pixels: Tensor, fitted: Fit) -> Tensor:

@@ -259,7 +259,7 @@ class VisionTower:
                 part = x_ND[rows.filled(tile)]
                 self.norm_before(position_PD[:1], out=part[:1])
                 self.norm_before(embedded[tile] if tile < rows.num_tiles else position_PD[1:], out=part[1:])
-                x_ND[rows.filling(tile)] = 0
+                x_ND[rows.filling(tile)].zero_()
         return x_ND
 
     def _positions_of(self, arrangement: int) -> Tensor:

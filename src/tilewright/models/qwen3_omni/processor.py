@@ -13,9 +13,12 @@ from torch import Tensor
 
 from tilewright.inputs.audio import Sound
 from tilewright.inputs.chat_template import ChatTemplate
-from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, content_key
+from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, content_key
 from tilewright.inputs.media_processor import Placement, PreparedMedium
 from tilewright.inputs.opener import Opener
+from tilewright.inputs.precomputed import Precomputed
+from tilewright.inputs.precomputed_values import ValueSizes
+from tilewright.inputs.precomputed_values import prepare as prepare_values
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.inputs.video import Sampled, Video
 from tilewright.models.qwen3_omni.config import AudioConfig, MediaTokens
@@ -29,7 +32,7 @@ from tilewright.models.qwen3_omni.preprocessing import (
 from tilewright.models.qwen3_omni.prompt import place
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.text_config import integer
-from tilewright.ops.mel import HOP, SAMPLE_RATE, log_mel
+from tilewright.ops.mel import HOP, MIN_SAMPLES, SAMPLE_RATE, log_mel
 from tilewright.types import MediaKind, RequestError
 
 
@@ -97,6 +100,48 @@ class OmniProcessor(Qwen3VlProcessor):
                 )
             )
         return dataclasses.replace(pieces[0], num_rows=0, sound=tuple(pieces))
+
+    def _prepare_values(self, given: Precomputed, name: str) -> PreparedMedium:
+        if given.kind != "audio":
+            return super()._prepare_values(given, name)
+        _, num_frames, num_bins = given.grid
+        whole = self._value_sizes(given, name)
+        values = prepare_values(given, whole, name, self.limits, self.media_buffer.rows.dtype)
+        chunk, pieces, first_feature = self.sound.chunk_length(num_frames), [], 0
+        for begin, end in self.sound.pieces(num_frames):
+            sizes = self._sound_sizes(end - begin)
+            rows = (first_feature, first_feature + sizes.num_features) if given.is_encoded else (begin, end)
+            grid = (chunk, end - begin, num_bins)
+            pieces.append(self._medium_of_values(given, name, sizes, values.part(*rows), grid))
+            first_feature += sizes.num_features
+        return dataclasses.replace(pieces[0], num_rows=0, sound=tuple(pieces))
+
+    def _value_sizes(self, given: Precomputed, name: str) -> ValueSizes:
+        if given.kind != "audio":
+            return super()._value_sizes(given, name)
+        one, num_frames, num_bins = given.grid
+        fewest = MIN_SAMPLES // HOP
+        if one != 1 or num_bins != self.sound.num_mel_bins or num_frames < fewest:
+            raise RequestError(
+                f"{name}: grid is {given.grid}, expected (1, mel frames, {self.sound.num_mel_bins}), {fewest} frames "
+                "or more"
+            )
+        if given.tiling != (1, 1) or given.times_s:
+            raise RequestError(f"{name}: a sound has neither tiling nor times_s, expected grid alone")
+        check_duration(num_frames * HOP / SAMPLE_RATE, name, self.limits)
+        counts = [self.audio.num_features(end - begin) for begin, end in self.sound.pieces(num_frames)]
+        return dataclasses.replace(self._sound_sizes(num_frames), num_features=sum(counts))
+
+    def _sound_sizes(self, num_frames: int) -> ValueSizes:
+        """Of a piece that is encoded by itself."""
+        num_features = self.audio.num_features(num_frames)
+        return ValueSizes(
+            num_rows=num_frames,
+            row_width=self.sound.num_mel_bins,
+            num_features=num_features,
+            feature_width=self.audio.output_width,
+            encoder_rows=ROWS_PER_FEATURE * num_features,
+        )
 
     def _frame_indices(self, video: Video) -> Sequence[int]:
         return frame_indices(video.num_frames, video.fps, self.video)

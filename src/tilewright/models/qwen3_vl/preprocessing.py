@@ -67,8 +67,11 @@ class Preprocessing:
 def read_preprocessing(
     kind: Literal["image", "video"], config: Mapping[str, Any], folder: str | Path | None
 ) -> Preprocessing:
-    """The settings of the folder's preprocessor files, the vision config's and the released ones where it has none."""
-    settings = _read_settings(kind, Path(folder)) if folder is not None else {}
+    """The settings of the folder's preprocessor files, the vision config's and the released ones where it has none.
+
+    Without a folder those in the config itself, as GGUF files have them.
+    """
+    settings = _read_settings(kind, Path(folder)) if folder is not None else _given_settings(kind, config)
     vision = config["vision_config"]
     for name, ours in (
         ("patch_size", "patch_size"),
@@ -102,6 +105,12 @@ def read_preprocessing(
         max_frames=settings.get("max_frames") or 768,
         max_tokens_per_frame=settings.get("max_video_tokens", 768) if settings.get("cap_pixels_per_frame") else None,
     )
+
+
+def _given_settings(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config says of pictures; their sizes are not those of videos, which count all frames."""
+    given = config.get("preprocessor_config") or {}
+    return {name: value for name, value in given.items() if kind == "image" or not name.endswith("_pixels")}
 
 
 def _read_settings(kind: str, folder: Path) -> dict[str, Any]:

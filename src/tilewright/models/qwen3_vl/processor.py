@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from tilewright.inputs.chat_template import ChatTemplate
-from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, content_key
+from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, content_key
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.inputs.media_processor import MediaProcessor, Placement, PreparedMedium
 from tilewright.inputs.opener import Opener
+from tilewright.inputs.precomputed import Precomputed
+from tilewright.inputs.precomputed_values import ValueSizes
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.inputs.video import Sampled, Video
 from tilewright.models.qwen3_vl.preprocessing import (
@@ -28,6 +30,7 @@ from tilewright.models.qwen3_vl.preprocessing import (
     video_size,
 )
 from tilewright.models.qwen3_vl.prompt import Placeholders, place
+from tilewright.models.qwen3_vl.vision import VisionConfig
 from tilewright.ops import image as image_ops
 from tilewright.types import MediaKind, RequestError
 
@@ -48,6 +51,8 @@ class Qwen3VlProcessor(MediaProcessor):
         dtype: torch.dtype = torch.bfloat16,
         opener: Opener | None = None,
     ) -> None:
+        vision = VisionConfig.from_dict(config["vision_config"])
+        self._feature_width = vision.num_outputs * vision.output_width
         self.image = read_preprocessing("image", config, folder)
         self.video = read_preprocessing("video", config, folder)
         # A row is a patch of a picture; one of a video has as many rows as a group has frames.
@@ -69,6 +74,41 @@ class Qwen3VlProcessor(MediaProcessor):
 
     def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
         return self._prepare_picture(part, fetch) if part.kind == "image" else self._prepare_video(part, fetch)
+
+    def _value_sizes(self, given: Precomputed, name: str) -> ValueSizes:
+        self._check_given(given, name)
+        settings = self.image if given.kind == "image" else self.video
+        groups, rows, columns = grid = given.grid
+        if rows % settings.merge_size or columns % settings.merge_size:
+            raise RequestError(f"{name}: grid is {grid}, expected rows and columns that {settings.merge_size} divides")
+        pixels = rows * columns * settings.patch_size**2
+        if pixels > self.limits.max_pixels:
+            raise RequestError(f"{name}: grid is {grid}, {pixels} pixels, the limit is {self.limits.max_pixels}")
+        frames = 1 if given.kind == "image" else settings.temporal_patch_size
+        if groups * frames > self.limits.max_frames:
+            raise RequestError(
+                f"{name}: grid is {grid}, {groups * frames} frames, the limit is {self.limits.max_frames}"
+            )
+        num_patches = math.prod(grid)
+        return ValueSizes(
+            num_rows=num_patches,
+            row_width=frames * self.media_buffer.shape[1],
+            num_features=num_patches // settings.merge_size**2,
+            feature_width=self._feature_width,
+            encoder_rows=num_patches,
+        )
+
+    def _check_given(self, given: Precomputed, name: str) -> None:
+        """RequestError for tiles, and for groups of frames without their times, or times without frames."""
+        if given.tiling != (1, 1):
+            raise RequestError(f"{name}: tiling is {given.tiling}, and this model cuts no picture into tiles")
+        if given.kind == "image" and given.grid[0] != 1:
+            raise RequestError(f"{name}: grid is {given.grid}, expected 1 frame")
+        num_groups = given.grid[0] if given.kind == "video" else 0
+        if len(given.times_s) != num_groups:
+            raise RequestError(f"{name}: times_s has {len(given.times_s)} entries, expected {num_groups}")
+        if given.times_s:
+            check_duration(given.times_s[-1], name, self.limits)
 
     def _prepare_picture(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
         settings = self.image

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.kv_cache import KvCache
-from tilewright.ops.torch_backend import on_gpu
+from tilewright.ops.torch_backend import gpu_kernels, on_gpu
 from tilewright.ops.torch_backend.common import into, sequence_of_each
 from tilewright.ops.torch_backend.kv_cache import pages_of
 
@@ -39,9 +39,13 @@ def paged_attention(
     copied for every query, all queries have the keys of all sequences, which are one matrix, and most are masked.
     """
     num_tokens, num_sequences = len(q), len(kv_lengths)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if num_tokens == num_sequences and on_gpu.can_attend(q, soft_cap):
+        attended = gpu_kernels.decode_attention(q, pages_of(cache), block_table, kv_lengths, scale, window, out)
+        if attended is not None:
+            return attended
     keys, values = pages_of(cache)[:, block_table.clamp(min=0)].flatten(2, 3)  # [B, L, G, K] each
     num_keys = keys.shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if on_gpu.can_attend(q, soft_cap):
         starts = torch.arange(0, (num_sequences + 1) * num_keys, num_keys, dtype=torch.int32, device=q.device)
         packed = keys.flatten(0, 1), values.flatten(0, 1)

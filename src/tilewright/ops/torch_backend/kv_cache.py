@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tilewright.ops import backend
 from tilewright.ops.kv_cache import LARGEST, KvCache, dequantized
+from tilewright.ops.torch_backend import gpu_kernels
 
 LEAST_SCALED = 1e-30  # rows of smaller values count as zeros, as in the kernels
 
@@ -29,6 +30,8 @@ def read_pages(cache: KvCache) -> tuple[Tensor, Tensor]:
 
 def kv_store(k: Tensor, v: Tensor, cache: KvCache, slots: Tensor) -> None:
     """To leave out tokens of negative slots one would have to wait for their number: they go to the last page."""
+    if k.is_cuda and cache.dtype not in LARGEST and gpu_kernels.store_rows(k, v, pages_of(cache), slots):
+        return
     if cache.dtype in LARGEST:
         k, v = (rounded(x, cache.dtype) for x in (k, v))
     slots = slots.clamp(min=-1)

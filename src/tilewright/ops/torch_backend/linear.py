@@ -13,7 +13,7 @@ from tilewright.ops import backend
 from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, empty_weight, with_columns
 from tilewright.ops.packed import WeightFormat, pack_into
 from tilewright.ops.quantized import WIDENED, Quantized, in_groups, mins_of, numbers_of, quantize_rows
-from tilewright.ops.torch_backend import on_gpu
+from tilewright.ops.torch_backend import gpu_kernels, on_gpu
 from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into
 from tilewright.ops.torch_backend.packed import quantized_of, rows_of
@@ -58,9 +58,17 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     out_dtype = out_dtype if out is None else out.dtype
+    stored: Tensor | Quantized
+    if weight.form.format.is_quantized:
+        stored = replace(quantized_of(weight), columns=weight.columns)
+    else:
+        stored = rows_of(weight)
+        if on_gpu.is_half(x, stored):  # straight into `out`
+            own = stored, weight.bias, weight.gated, activation, residual
+            return _half_linear(x, *own, out_dtype or x.dtype, out)
     y = plain_linear(
         x,
-        replace(quantized_of(weight), columns=weight.columns) if weight.form.format.is_quantized else rows_of(weight),
+        stored,
         weight.bias,
         gated=weight.gated,
         activation=activation,
@@ -82,7 +90,7 @@ def plain_linear(
 ) -> Tensor:
     """The same of a weight [N, K] that is no more than a tensor, or numbers and scales."""
     if isinstance(weight, Tensor) and on_gpu.is_half(x, weight):
-        return _half_linear(x, weight, bias, gated, activation, residual, out_dtype or x.dtype)
+        return _half_linear(x, weight, bias, gated, activation, residual, out_dtype or x.dtype, None)
     y = product(x, weight)
     if bias is not None:
         y = y + bias.float()
@@ -100,12 +108,19 @@ def _half_linear(
     activation: str,
     residual: Tensor | None,
     out_dtype: torch.dtype,
+    out: Tensor | None,
 ) -> Tensor:
-    y = on_gpu.product(x, weight, out_dtype)
-    if bias is not None:
-        y = y + bias.to(out_dtype)
-    y = epilogue(y, gated, activation)
-    return y if residual is None else y + residual
+    y = gpu_kernels.few_rows(x, weight, bias, gated, activation, residual, out, out_dtype)
+    if y is not None:
+        return y
+    is_plain = not gated and activation == "none" and out_dtype == x.dtype
+    if is_plain and residual is not None and residual is out and residual.is_contiguous():
+        rows = residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+        if bias is not None:
+            rows.add_(bias)
+        return residual
+    y = epilogue(on_gpu.product(x, weight, out_dtype, bias), gated, activation)
+    return into(out, y if residual is None else y + residual)
 
 
 def product(x: Tensor, weight: Tensor | Quantized) -> Tensor:

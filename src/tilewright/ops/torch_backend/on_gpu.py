@@ -22,12 +22,13 @@ def is_half(*tensors: Tensor) -> bool:
     return first.is_cuda and first.dtype in HALVES and all(t.dtype == first.dtype for t in tensors)
 
 
-def product(x: Tensor, weight_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """x W^T in `out_dtype`, of which fp32 is not rounded before."""
+def product(x: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b in `out_dtype`, of which fp32 is not rounded before."""
     if out_dtype == torch.float32:
         flat = x.reshape(-1, x.shape[-1])
-        return torch.mm(flat, weight_NK.t(), out_dtype=torch.float32).view(*x.shape[:-1], -1)
-    return functional.linear(x, weight_NK)
+        y = torch.mm(flat, weight_NK.t(), out_dtype=torch.float32).view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+    return functional.linear(x, weight_NK, None if bias is None else bias.to(x.dtype))
 
 
 def can_attend(q: Tensor, soft_cap: float, mask: Tensor | None = None) -> bool:

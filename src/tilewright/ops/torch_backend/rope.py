@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tilewright.ops.torch_backend import gpu_kernels, on_gpu
 from tilewright.ops.torch_backend.common import into
 from tilewright.ops.torch_backend.norm import rms_norm
 
@@ -16,7 +17,7 @@ def rope_table(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The angle is what fp32 makes of it; its cosine and sine are then taken in fp64 and rounded."""
-    angle = (positions.float()[axis_of_frequency.long()].T * inv_freq).double()
+    angle = (positions.float()[axis_of_frequency.long()].T * inv_freq).double().contiguous()
     cos, sin = ((part * attention_scaling).float() for part in (angle.cos(), angle.sin()))
     return (cos, sin) if out is None else (out[0].copy_(cos), out[1].copy_(sin))
 
@@ -35,6 +36,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, out:
 
 
 def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
+    if _can_fuse(q, k, interleaved) and gpu_kernels.norm_rope(q, k, None, None, 0.0, cos, sin, False):
+        return
     for x in (q, k):
         rope(x, cos, sin, interleaved=interleaved, out=x)
 
@@ -51,8 +54,15 @@ def qk_norm_rope(
     weight_plus_one: bool = False,
     interleaved: bool = False,
 ) -> None:
+    weights = q_weight, k_weight
+    if _can_fuse(q, k, interleaved) and gpu_kernels.norm_rope(q, k, *weights, eps, cos, sin, weight_plus_one):
+        return
     for x, weight in ((q, q_weight), (k, k_weight)):
         x.copy_(norm_rope(x, weight, eps, cos, sin, weight_plus_one=weight_plus_one, interleaved=interleaved))
+
+
+def _can_fuse(q: Tensor, k: Tensor, interleaved: bool) -> bool:
+    return not interleaved and on_gpu.is_half(q, k)
 
 
 def norm_rope(

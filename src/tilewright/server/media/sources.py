@@ -16,6 +16,7 @@ from tilewright.inputs.media import (
     num_frames_of_url,
 )
 from tilewright.inputs.messages import source_of
+from tilewright.inputs.precomputed import TYPES, check_allowed, check_bytes_told, type_of
 from tilewright.types import RequestError
 
 MAX_SOURCE_LENGTH = 8192  # characters of a URL or a path; a data: URL has limits of its own
@@ -66,13 +67,16 @@ class MediaSources:
         self._count(num_bytes * source.num_uses, source.name)
 
     def _plan_part(self, part: Any) -> Any:
-        found = source_of(part) if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping):
+            return part
+        value_type = type_of(part)
+        if value_type is not None:
+            return {**part, value_type: self._plan_values(part, value_type)}
+        found = source_of(part)
         if found is None:
             return part
         kind, given, must_be_url = found
-        self._num_items[kind] += 1
-        name = f"{kind} {self._num_items[kind]}"
-        check_count(self._num_items.total(), name, self._limits)
+        name = self._count_item(kind)
         if isinstance(given, str):
             num_frames = num_frames_of_url(given) if kind == "video" else 0
             self._count_frames(num_frames, name)
@@ -87,6 +91,24 @@ class MediaSources:
             return part
         rest = {key: value for key, value in part.items() if key not in (f"{kind}_url", "input_audio")}
         return {**rest, "type": kind, kind: planned}
+
+    def _plan_values(self, part: Mapping[str, Any], value_type: str) -> Source:
+        """Of the base64 that stands for what would be made of a medium."""
+        name = self._count_item(TYPES[value_type].kind)
+        check_allowed(value_type, name, self._limits)
+        values = part.get(value_type)
+        if not isinstance(values, str):
+            found = type(values).__name__
+            raise RequestError(f"{name}: {value_type} is a {found}, expected base64 of its bytes, dtype and shape")
+        check_bytes_told(part, name, self._limits)
+        return self._add(f"data:application/octet-stream;base64,{values}", name, must_be_url=True)
+
+    def _count_item(self, kind: MediaKind) -> str:
+        """The item's name."""
+        self._num_items[kind] += 1
+        name = f"{kind} {self._num_items[kind]}"
+        check_count(self._num_items.total(), name, self._limits)
+        return name
 
     def _add(self, text: str, name: str, must_be_url: bool, is_frames: bool = False) -> Source:
         if scheme_of(text) == "data":
