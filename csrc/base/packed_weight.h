@@ -16,17 +16,31 @@ namespace tilewright {
 //   int8_exact  -127 to 127, a byte; x is not rounded
 //   int8        -127 to 127, a byte
 //   int8_min    -127 to 127, a byte, with mins
+//   int8_rotated  -127 to 127, a byte, of rows that are rotated (base/rotate.h), as those of x are for the product
 //   int4        -8 to 7, half a byte, stored as q + 8
 //   uint4       0 to 15, half a byte, with mins
 //   uint4_zero  0 to 15, half a byte, with zeros
 //   mxfp4       one of kMxfp4Values, half a byte
 //   iq4_nl      one of kIq4NlValues, half a byte
-enum class WeightFormat : int { f32, bf16, fp8, int8_exact, int8, int8_min, int4, uint4, uint4_zero, mxfp4, iq4_nl };
+enum class WeightFormat : int {
+  f32,
+  bf16,
+  fp8,
+  int8_exact,
+  int8,
+  int8_min,
+  int8_rotated,
+  int4,
+  uint4,
+  uint4_zero,
+  mxfp4,
+  iq4_nl
+};
 
 inline constexpr WeightFormat kWeightFormats[] = {
-    WeightFormat::f32,        WeightFormat::bf16,     WeightFormat::fp8,   WeightFormat::int8_exact,
-    WeightFormat::int8,       WeightFormat::int8_min, WeightFormat::int4,  WeightFormat::uint4,
-    WeightFormat::uint4_zero, WeightFormat::mxfp4,    WeightFormat::iq4_nl};
+    WeightFormat::f32,   WeightFormat::bf16,       WeightFormat::fp8,          WeightFormat::int8_exact,
+    WeightFormat::int8,  WeightFormat::int8_min,   WeightFormat::int8_rotated, WeightFormat::int4,
+    WeightFormat::uint4, WeightFormat::uint4_zero, WeightFormat::mxfp4,        WeightFormat::iq4_nl};
 
 inline constexpr bool is_quantized(WeightFormat format) { return format >= WeightFormat::fp8; }
 // Whether products are with x as it is: each byte becomes a bf16, which has all their values.
@@ -40,6 +54,8 @@ inline constexpr bool has_zeros(WeightFormat format) { return format == WeightFo
 inline constexpr bool has_mins(WeightFormat format) {  // or zeros in their place
   return format == WeightFormat::int8_min || format == WeightFormat::uint4 || has_zeros(format);
 }
+
+inline constexpr bool is_rotated(WeightFormat format) { return format == WeightFormat::int8_rotated; }
 
 // What the codes of a nibble stand for: those of mxfp4 are twice e2m1, so that all are whole.
 namespace {  // no symbols of files that have an ISA level's instructions
@@ -62,6 +78,7 @@ inline constexpr const char* name_of(WeightFormat format) {
     case WeightFormat::int8_exact: return "int8_exact";
     case WeightFormat::int8: return "int8";
     case WeightFormat::int8_min: return "int8_min";
+    case WeightFormat::int8_rotated: return "int8_rotated";
     case WeightFormat::int4: return "int4";
     case WeightFormat::uint4: return "uint4";
     case WeightFormat::uint4_zero: return "uint4_zero";
@@ -83,10 +100,12 @@ inline constexpr const char* name_of(WeightLayout) { return "tiles of 32 x 16 in
 inline constexpr int64_t kGroupSizes[] = {16, 32, 64, 128, 256};
 
 // Whether a row may have one scale for all its values, and whether there are groups of a size.
-inline constexpr bool has_whole_rows(WeightFormat format) { return format == WeightFormat::int8 || is_widened(format); }
+inline constexpr bool has_whole_rows(WeightFormat format) {
+  return format == WeightFormat::int8 || is_widened(format) || is_rotated(format);
+}
 inline constexpr bool has_groups_of(WeightFormat format, int64_t size) {
   for (const int64_t known : kGroupSizes)
-    if (size == known) return !is_widened(format) || size % kTileDepth == 0;
+    if (size == known) return is_widened(format) ? size % kTileDepth == 0 : !is_rotated(format);
   return size == 0 && has_whole_rows(format);
 }
 
@@ -111,6 +130,8 @@ struct PackedWeight {
   TILEWRIGHT_INLINE int64_t tile_depth() const { return rounds_x(format) ? kQuadTileDepth : kTileDepth; }
   TILEWRIGHT_INLINE int64_t num_depth_tiles() const { return ceil_div(k, tile_depth()); }
   TILEWRIGHT_INLINE int64_t depth() const { return num_depth_tiles() * tile_depth(); }  // k, padded to whole tiles
+  // Numbers of a row: one for each value, but a rotation takes in what fills up the tiles.
+  TILEWRIGHT_INLINE int64_t num_numbers() const { return is_rotated(format) ? depth() : k; }
   TILEWRIGHT_INLINE int64_t strip_elements() const { return depth() * kStripColumns / (has_nibbles(format) ? 2 : 1); }
   TILEWRIGHT_INLINE int64_t elements() const { return num_strips() * strip_elements(); }
   TILEWRIGHT_INLINE int64_t size_bytes() const {

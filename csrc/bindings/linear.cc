@@ -19,7 +19,9 @@ void pack_quantized(nb::handle values_arg, nb::handle scales_arg, nb::handle min
   Op op("pack_quantized");
   const PackedWeight packed = packed_of(op, packed_arg, "weight", {"_"});
   OP_REQUIRE(op, is_quantized(packed.format), std::string(name_of(packed.format)) + " is not quantised");
-  PackArgs args = pack_args(op, values_arg, "values", packed, one_of({DType::u8}));
+  op.bind("N", packed.n);
+  op.bind("numbers", packed.num_numbers());
+  PackArgs args = {op.rows(op.tensor(values_arg, "values", {"N", "numbers"}, one_of({DType::u8}))), packed};
   op.bind("groups", packed.num_groups());
   const DTypes dtypes = one_of({packed.scale_dtype()});
   const Tensor scales = op.tensor(scales_arg, "scales", {"N", "groups"}, dtypes);
@@ -38,14 +40,14 @@ void quantize(nb::handle weight_arg, nb::handle form_arg, nb::handle values_arg,
   RoundArgs args;
   args.form = described_by(op, form_arg);
   const WeightFormat format = args.form.format;
-  OP_REQUIRE(op, format == WeightFormat::int8 || format == WeightFormat::int4 || format == WeightFormat::uint4,
-             std::string("the format is ") + name_of(format) + ", expected int8, int4 or uint4");
+  OP_REQUIRE(op, has_rounding(format), std::string("the format is ") + name_of(format) + ", which is not rounded here");
   op.bind("N", args.form.n);
   op.bind("K", args.form.k);
   op.bind("groups", args.form.num_groups());
   const DTypes dtypes = one_of({args.form.scale_dtype()});
   args.weight = op.rows(op.tensor(weight_arg, "weight", {"N", "K"}, kFloats));
-  args.values = op.rows(op.tensor(values_arg, "values", {"N", "K"}, one_of({DType::u8})));
+  op.bind("numbers", args.form.num_numbers());
+  args.values = op.rows(op.tensor(values_arg, "values", {"N", "numbers"}, one_of({DType::u8})));
   args.scales = op.rows(op.tensor(scales_arg, "scales", {"N", "groups"}, dtypes));
   const Tensor mins = op.optional(mins_arg, "mins", {"N", "groups"}, dtypes);
   OP_REQUIRE(op, static_cast<bool>(mins) == has_mins(format), std::string(name_of(format)) + " has mins or has none");

@@ -108,7 +108,7 @@ def test_what_steers_much_is_not_rounded(networks):
     layers = {format for name, format in formats.items() if ".layers." in name and name not in exact}
     assert layers == {"uint4 in groups of 32"}
     assert {format for name, format in formats.items() if "lm_head" in name or "embed_tokens" in name} == {
-        "int8 in groups of 32"
+        "int8_rotated"
     }
 
 
@@ -119,8 +119,8 @@ def test_the_report_counts_bytes_by_format(networks):
         for quantize in (None, "int8", "int4")
     }
     assert list(sizes[None]) == ["bfloat16"]
-    assert set(sizes["int8"]) == {"int8 in groups of 64", "int8 in groups of 32", "bfloat16"}
-    assert set(sizes["int4"]) == {"uint4 in groups of 32", "int8 in groups of 32", "bfloat16"}
+    assert set(sizes["int8"]) == {"int8_rotated", "bfloat16"}
+    assert set(sizes["int4"]) == {"uint4 in groups of 32", "int8_rotated", "bfloat16"}
     assert sum(sizes["int4"].values()) < sum(sizes["int8"].values()) < 0.7 * sum(sizes[None].values())
 
 

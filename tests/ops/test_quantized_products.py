@@ -11,12 +11,22 @@ from tilewright.ops.embedding import embedding
 from tilewright.ops.linear import PackedWeight, linear, pack_weight, pack_weight_rows
 from tilewright.ops.moe import PackedExperts, moe, route
 from tilewright.ops.packed import rounded, weight_format
-from tilewright.ops.quantized import TABLES, Quantized, concatenate, dequantize, quantize
+from tilewright.ops.quantized import (
+    ROTATED,
+    TABLES,
+    Quantized,
+    columns_of,
+    concatenate,
+    dequantize,
+    quantize,
+    rotate,
+    rotated_length,
+)
 from tilewright.ops.torch_backend import linear as reference
 
 MULTIPLIES_BYTES = True  # conftest.py: at all levels
 FORMATS = [
-    ("int8", 0), ("int8", 32), ("int8_min", 16), ("int4", 32), ("int4", 128), ("uint4", 32), ("uint4", 64),
+    ("int8", 0), ("int8", 32), ("int8_min", 16), ("int8_rotated", 0), ("int4", 32), ("int4", 128), ("uint4", 32), ("uint4", 64),
     ("uint4_zero", 128), ("mxfp4", 32), ("iq4_nl", 32), ("fp8", 0), ("fp8", 128), ("int8_exact", 0), ("int8_exact", 32),
 ]  # fmt: skip
 SHAPES = [(1, 1, 1), (2, 31, 65), (5, 100, 129), (17, 64, 96), (70, 33, 250)]
@@ -111,6 +121,7 @@ def test_the_torch_backend_multiplies_as_the_kernels(dtype, format):
     ("format", "bound"),
     [
         (("int8", 0), 0.012),
+        (("int8_rotated", 0), 0.012),
         (("int8", 32), 0.007),
         (("int4", 32), 0.09),
         (("iq4_nl", 32), 0.09),
@@ -138,7 +149,9 @@ def test_zeros_and_constants_stay(format):
     weight = torch.zeros(3, 40)
     weight[1] = 0.5
     rounded = dequantize(quantize(weight, *format))
-    assert not rounded[::2].any() and torch.allclose(rounded[1], weight[1], rtol=2e-3)
+    # Rotated, and with zeros that fill it up, a row of one value has several.
+    rtol = 0.02 if format[0] in ROTATED else 2e-3
+    assert not rounded[::2].any() and torch.allclose(rounded[1], weight[1], rtol=rtol)
 
 
 def test_nan_and_infinity_are_not_rounded_away(isa, format):
@@ -195,6 +208,34 @@ def test_every_number_of_fp8(isa):
     packed = pack_weight(Quantized("fp8", bits, torch.ones(1, 1)))
     assert torch.equal(packed.unpack(), bits.view(torch.float8_e4m3fn).float())
     assert torch.equal(linear(torch.eye(bits.shape[1]), packed)[:, 0], packed.unpack()[0])
+
+
+@pytest.mark.parametrize("k", [1, 64, 100, 576, 896, 1024])
+def test_a_rotation_keeps_products(k):
+    """It is one of Hadamard's, of columns that lie a part of the row apart."""
+    size = min(rotated_length(k) & -rotated_length(k), 256)
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < size:
+        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), hadamard)
+    x, y = rand(3, k), rand(4, k, seed=1)
+    rows = torch.nn.functional.pad(x.double(), (0, rotated_length(k) - k)).view(3, size, -1)
+    assert_close(rotate(x), torch.einsum("ij,njw->niw", hadamard, rows).flatten(1).float())
+    assert_close(rotate(x) @ rotate(y).T / size, x @ y.T)
+    assert_close(rotate(rotate(x))[:, :k] / size, x)
+
+
+def test_values_that_stand_out_do_not_spoil_a_rotated_row():
+    x, weight = rand(8, 512), rand(64, 512, seed=1)
+    x[:, 77] *= 100
+    exact = x @ weight.T
+    # Of what the other values are worth.
+    errors = {
+        name: (linear(x, pack_weight(weight, dtype=weight_format(name))) - exact).norm() / rand(8, 512).norm()
+        for name in ("int8", "int8_rotated")
+    }
+    assert errors["int8_rotated"] < 0.25 * errors["int8"]
+    with pytest.raises(ValueError, match="its rows are rotated, which ranks cannot split"):
+        columns_of(quantize(weight, "int8_rotated"), [(0, 256)])
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "iq4_nl"])

@@ -35,7 +35,7 @@ def test_as_torch_does_it(name, group_size, dtype):
         assert (own.name, own.group_size, own.values.dtype) == (name, group_size, plain.values.dtype)
         assert own.scales.shape == plain.scales.shape and own.scales.dtype == plain.scales.dtype
         assert (own.mins is None) == (plain.mins is None)
-        if name == "int8":
+        if name in ("int8", "int8_rotated"):
             assert torch.equal(own.values, plain.values) and torch.equal(own.scales, plain.scales)
             continue
         assert error(weight, own) <= 1.002 * error(weight, plain) + 1e-12
@@ -47,7 +47,7 @@ def test_ties_go_to_even_numbers():
     assert rounded(weight, weight_format("int8")).values.tolist() == [[127, 0, 2, 0, -2, 126]]
 
 
-@pytest.mark.parametrize("name", ROUNDED_NATIVELY)
+@pytest.mark.parametrize("name", [name for name in ROUNDED_NATIVELY if 16 in group_sizes(name)])
 def test_scales_are_the_nearest_halves(name):
     """Over all exponents, those below the normal ones too; what is too large for them is an error."""
     weight = torch.exp2(torch.linspace(-24, 15, 400)).repeat_interleave(16).view(1, -1) * torch.linspace(0.9, 1, 6400)

@@ -56,13 +56,6 @@ void gather_packed_row(const T* table, T* out, int64_t id, int64_t width) {
   }
 }
 
-template <class T>
-void gather_quantized_row(const PackedWeight& table, T* out, int64_t row, int64_t width) {
-  const int64_t strip = row / kStripColumns;
-  const int column = static_cast<int>(row % kStripColumns);
-  for (int64_t k = 0; k < width; ++k) assign(out[k], packed_value(table, strip, column, k));
-}
-
 void gather_packed_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
   const auto gather = [&](auto t) {
     using T = decltype(t);
@@ -71,7 +64,7 @@ void gather_packed_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
       if (row < 0)
         clear_row(args.out, i, args.width);
       else if (is_quantized(args.packed.format))
-        gather_quantized_row(args.packed, args.out.row<T>(i), row, args.width);
+        unpack_column(args.packed, row / kStripColumns, static_cast<int>(row % kStripColumns), args.out.row<T>(i));
       else
         gather_packed_row(static_cast<const T*>(args.packed.data), args.out.row<T>(i), row, args.width);
     }

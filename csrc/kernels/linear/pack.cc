@@ -58,7 +58,7 @@ void pack_quantized_strip(const PackArgs& args, int64_t strip) {
   for (int column = 0; column < kStripColumns; ++column) {
     const int64_t row = source_row(packed, strip, column);
     const uint8_t* source = row < 0 ? nullptr : args.weight.row<uint8_t>(row);
-    for (int64_t k = 0; source && k < packed.k; ++k) {
+    for (int64_t k = 0; source && k < packed.num_numbers(); ++k) {
       const PackedPlace place(packed, column, k);
       uint8_t& byte = data[place.offset];
       if (!has_nibbles(packed.format)) {
@@ -85,9 +85,7 @@ template <class T>
 void unpack_quantized_strip(const PackArgs& args, int64_t strip) {
   for (int column = 0; column < kStripColumns; ++column) {
     const int64_t row = source_row(args.packed, strip, column);
-    if (row < 0) continue;
-    T* target = args.weight.row<T>(row);
-    for (int64_t k = 0; k < args.packed.k; ++k) assign(target[k], packed_value(args.packed, strip, column, k));
+    if (row >= 0) unpack_column(args.packed, strip, column, args.weight.row<T>(row));
   }
 }
 

@@ -1,9 +1,11 @@
-// One value of a packed quantised weight: for what reads few of them, as the rows of an embedding table.
+// Values of a packed quantised weight: for what reads few of them, as the rows of an embedding table.
 #pragma once
 
 #include "base/fp8.h"
 #include "base/half.h"
 #include "base/packed_weight.h"
+#include "base/rotate.h"
+#include "base/scratch.h"
 
 namespace tilewright {
 namespace {
@@ -50,6 +52,19 @@ inline float packed_value(const PackedWeight& weight, int64_t strip, int column,
   if (!has_mins(weight.format)) return value;
   const float min = scale_of(weight, strip, group, kStripColumns + column);
   return value - (has_zeros(weight.format) ? scale * min : min);
+}
+
+// The row of W that a column of a strip holds.
+template <class T>
+inline void unpack_column(const PackedWeight& weight, int64_t strip, int column, T* out) {
+  if (!is_rotated(weight.format)) {
+    for (int64_t k = 0; k < weight.k; ++k) assign(out[k], packed_value(weight, strip, column, k));
+    return;
+  }
+  float* row = static_cast<float*>(thread_scratch(static_cast<size_t>(weight.depth()) * sizeof(float)));
+  for (int64_t k = 0; k < weight.depth(); ++k) row[k] = packed_value(weight, strip, column, k);
+  rotate(row, weight.depth());
+  for (int64_t k = 0; k < weight.k; ++k) assign(out[k], row[k]);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "base/dot.h"
+#include "base/rotate.h"
 #include "base/scratch.h"
 #include "base/vec/row.h"
 #include "kernels/linear/epilogue.h"
@@ -58,34 +59,40 @@ inline void quantize_group(const TX* x, int64_t count, int8_t* values, float* sc
   *sum = whole == whole ? static_cast<int32_t>(whole) : 0;
 }
 
-// Columns of a row of x in the order of those of the weight.
+// A row of x with its columns in the order of those of the weight, and rotated if they are.
 template <class TX>
-inline const float* in_order(const LinearArgs& args, const TX* x, float* row) {
-  for (int64_t i = 0; i < args.weight.k; ++i) row[i] = to_float(x[args.x_columns[i]]);
+inline const float* as_weight(const LinearArgs& args, const TX* x, float* row) {
+  const PackedWeight& weight = args.weight;
+  if (args.x_columns)
+    for (int64_t i = 0; i < weight.k; ++i) row[i] = to_float(x[args.x_columns[i]]);
+  else
+    for_each_vec(weight.k, [&](int64_t i, auto some) { store_some(load_some(x + i, some), row + i, some); });
+  if (!is_rotated(weight.format)) return row;
+  std::memset(row + weight.k, 0, static_cast<size_t>(weight.depth() - weight.k) * sizeof(float));
+  rotate(row, weight.depth());
   return row;
 }
 
-// fn(row of x): as it lies, or with its columns in order.
+// fn(row of x): as it lies, or as the weight's do.
 template <class TX, class Fn>
 inline void with_columns(const LinearArgs& args, const TX* x, Fn fn) {
-  if (!args.x_columns) return fn(x);
-  fn(in_order(args, x, static_cast<float*>(thread_scratch(static_cast<size_t>(args.weight.k) * sizeof(float)))));
+  if (!args.x_columns && !is_rotated(args.weight.format)) return fn(x);
+  fn(as_weight(args, x, static_cast<float*>(thread_scratch(static_cast<size_t>(args.weight.depth()) * sizeof(float)))));
 }
 
 template <class TX>
 void quantize_rows(const LinearArgs& args, int64_t block, char* packed) {
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = quantized_row_bytes(weight), num_groups = weight.num_groups();
+  const int64_t count = weight.num_numbers();
   for (int r = 0; r < rows_in_block(args, block); ++r, packed += row_bytes) {
     int8_t* values = reinterpret_cast<int8_t*>(packed);
     float* scales = reinterpret_cast<float*>(values + weight.depth());
     int32_t* sums = reinterpret_cast<int32_t*>(scales + num_groups);
-    std::memset(values + weight.k / Vec::kLanes * Vec::kLanes, 0,
-                weight.depth() - weight.k / Vec::kLanes * Vec::kLanes);
+    std::memset(values + count / Vec::kLanes * Vec::kLanes, 0, weight.depth() - count / Vec::kLanes * Vec::kLanes);
     with_columns(args, row_of_x<TX>(args, block * kRowBlock + r), [&](const auto* x) {
       for (int64_t g = 0; g < num_groups; ++g) {
-        const int64_t begin = weight.group_begin(g),
-                      end = weight.group_end(g) < weight.k ? weight.group_end(g) : weight.k;
+        const int64_t begin = weight.group_begin(g), end = weight.group_end(g) < count ? weight.group_end(g) : count;
         quantize_group(x + begin, end - begin, values + begin, scales + g, sums + g);
       }
     });
@@ -272,7 +279,8 @@ template <class Fn>
 inline void with_weights(WeightFormat format, Fn fn) {
   switch (format) {
     case WeightFormat::int8:
-    case WeightFormat::int8_min: return fn(ByteWeights{});
+    case WeightFormat::int8_min:
+    case WeightFormat::int8_rotated: return fn(ByteWeights{});
     case WeightFormat::int4: return fn(NibbleWeights{8});
     case WeightFormat::mxfp4: return fn(TableWeights{kMxfp4Values});
     case WeightFormat::iq4_nl: return fn(TableWeights{kIq4NlValues});

@@ -11,6 +11,8 @@
 #include "base/bf16.h"
 #include "base/half.h"
 #include "base/parallel.h"
+#include "base/rotate.h"
+#include "base/scratch.h"
 
 namespace tilewright {
 namespace {
@@ -141,20 +143,33 @@ void round_group(const RoundArgs& args, const T* x, int64_t row, int64_t g, Grou
 
 template <class T>
 void round_whole_row(const RoundArgs& args, const T* x, int64_t row) {
+  const int64_t count = args.form.num_numbers();
   float most = 0;
-  for (int64_t i = 0; i < args.form.k; ++i) most = std::max(most, std::fabs(to_float(x[i])));
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::fabs(to_float(x[i])));
   const float scale = most / 127.0f, inverted = inverse(scale);
   *args.scales.row<float>(row) = scale;
   uint8_t* numbers = args.values.row<uint8_t>(row);
-  for (int64_t i = 0; i < args.form.k; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     const Lanes n = round(clamp(all(to_float(x[i]) * inverted), -127, 127));
     numbers[i] = static_cast<uint8_t>(static_cast<int8_t>(n[0]));
   }
 }
 
+// Divided by the size of the rotation, so that products with rotated rows are those with rows as they came.
+template <class T>
+void round_rotated_row(const RoundArgs& args, const T* x, int64_t row) {
+  const int64_t k = args.form.k, depth = args.form.depth();
+  float* rotated = static_cast<float*>(thread_scratch(static_cast<size_t>(depth) * sizeof(float)));
+  const float part = 1.0f / static_cast<float>(rotation_size(depth));
+  for (int64_t i = 0; i < depth; ++i) rotated[i] = i < k ? to_float(x[i]) * part : 0.0f;
+  rotate(rotated, depth);
+  round_whole_row(args, rotated, row);
+}
+
 template <class T>
 void round_row(const RoundArgs& args, int64_t row) {
   const T* x = args.weight.row<T>(row);
+  if (is_rotated(args.form.format)) return round_rotated_row(args, x, row);
   if (args.form.group_size == 0) return round_whole_row(args, x, row);
   Group group;
   group.size = static_cast<int>(args.form.group_size);

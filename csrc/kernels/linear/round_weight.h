@@ -1,4 +1,5 @@
-// A weight [N, K], fp32 or bf16, rounded to int8 (whole rows or groups), int4 or uint4, as ops/quantized.py says.
+// A weight [N, K], fp32 or bf16, rounded to int8 (whole rows, rotated or not, or groups), int4 or uint4, as
+// ops/quantized.py says.
 #pragma once
 
 #include "base/packed_weight.h"
@@ -9,9 +10,14 @@ namespace tilewright {
 struct RoundArgs {
   Rows weight;
   PackedWeight form;            // without data: format, group size, n and k
-  Rows values;                  // [N, K], a byte each
+  Rows values;                  // [N, num_numbers()], a byte each
   Rows scales = {}, mins = {};  // [N, groups] of scale_dtype(); mins of uint4
 };
+
+inline constexpr bool has_rounding(WeightFormat format) {
+  return format == WeightFormat::int8 || format == WeightFormat::int8_rotated || format == WeightFormat::int4 ||
+         format == WeightFormat::uint4;
+}
 
 void round_weight(const RoundArgs& args);
 

@@ -2,10 +2,12 @@
 #include "kernels/linear/linear.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <vector>
 
 #include "base/half.h"
+#include "base/rotate.h"
 #include "testing/testing.h"
 
 namespace tilewright::testing {
@@ -129,14 +131,14 @@ TEST(unpack_gives_back_the_weight) {
 struct Quantized {
   Quantized(WeightFormat format, int64_t group_size, int64_t n, int64_t k, bool gated, Edge edge, Random& random)
       : form{.group_size = group_size, .format = format, .n = n, .k = k, .gated = gated},
-        values(n * k, edge),
+        values(n * form.num_numbers(), edge),
         data(form.elements(), edge),
         scales(n * form.num_groups() * 4, edge),
         mins(n * form.num_groups() * 4, edge),
         packed_scales(form.num_scales() * static_cast<int64_t>(size_of(form.scale_dtype())), edge) {
     const int least = !has_nibbles(format) ? -127 : format == WeightFormat::int4 ? -8 : 0;
     const int count = has_nibbles(format) ? 16 : 255;
-    for (int64_t i = 0; i < n * k; ++i) {
+    for (int64_t i = 0; i < n * form.num_numbers(); ++i) {
       values[i] = static_cast<uint8_t>(least + static_cast<int>(random.bits() % static_cast<uint64_t>(count)));
       if (format == WeightFormat::fp8 && (values[i] & 0x7f) == 0x7f) values[i] = 3;  // NaN
     }
@@ -145,7 +147,7 @@ struct Quantized {
     form.data = data.data();
     form.scales = packed_scales.data();
     const int64_t groups = form.num_groups();
-    pack_weight({{values.data(), k, DType::u8},
+    pack_weight({{values.data(), form.num_numbers(), DType::u8},
                  form,
                  {scales.data(), groups, form.scale_dtype()},
                  {has_mins(format) ? mins.data() : nullptr, groups, form.scale_dtype()}});
@@ -174,8 +176,9 @@ struct Quantized {
     return wide;
   }
   int64_t group_of(int64_t i) const { return form.group_size ? i / form.group_size : 0; }
+  // What a number stands for; of rotated rows, in the rotated one.
   double value(int64_t row, int64_t i) const {
-    const uint8_t code = values[row * form.k + i];
+    const uint8_t code = values[row * form.num_numbers() + i];
     const double own_scale = scale(scales, row, group_of(i));
     if (form.format == WeightFormat::fp8) return own_scale * fp8(code);
     const int8_t* table = table_of(form.format);
@@ -183,6 +186,15 @@ struct Quantized {
     if (!has_mins(form.format)) return whole;
     const double min = scale(mins, row, group_of(i));
     return whole - (has_zeros(form.format) ? own_scale * min : min);
+  }
+  // Of the row as it came: a rotation is Hadamard's, of values that lie depth / size apart.
+  double turned_back(int64_t row, int64_t i) const {
+    if (!is_rotated(form.format)) return value(row, i);
+    const int64_t width = form.depth() / rotation_size(form.depth());
+    double sum = 0;
+    for (int64_t j = i % width; j < form.depth(); j += width)
+      sum += std::popcount(static_cast<uint64_t>((i / width) & (j / width))) % 2 ? -value(row, j) : value(row, j);
+    return sum;
   }
   // e4m3 by its definition.
   static double fp8(uint8_t code) {
@@ -195,25 +207,45 @@ struct Quantized {
   GuardedBuffer<uint8_t> values, data, scales, mins, packed_scales;
 };
 
-// x as quantised products round it.
+// x as quantised products round it: [m, num_numbers()].
 template <class T>
 std::vector<double> rounded(const GuardedBuffer<T>& x, int64_t m, const PackedWeight& form) {
-  std::vector<double> result(static_cast<size_t>(m * form.k));
-  if (!rounds_x(form.format)) {
-    for (size_t i = 0; i < result.size(); ++i) result[i] = to_float(x[static_cast<int64_t>(i)]);
-    return result;
-  }
-  const int64_t group = form.group_size ? form.group_size : form.k;
-  for (int64_t row = 0; row < m; ++row)
-    for (int64_t begin = 0; begin < form.k; begin += group) {
-      const int64_t end = std::min(begin + group, form.k);
+  const int64_t count = form.num_numbers(), group = form.group_size ? form.group_size : count;
+  std::vector<double> result;
+  for (int64_t row = 0; row < m; ++row) {
+    std::vector<float> own(static_cast<size_t>(count));
+    for (int64_t i = 0; i < form.k; ++i) own[static_cast<size_t>(i)] = to_float(x[row * form.k + i]);
+    if (is_rotated(form.format)) rotate(own.data(), count);
+    for (int64_t i = 0; i < count; ++i) {
+      const auto begin = own.begin() + i / group * group;
+      const auto end = own.begin() + std::min((i / group + 1) * group, count);
       float most = 0.0f;
-      for (int64_t i = begin; i < end; ++i) most = std::max(most, std::abs(to_float(x[row * form.k + i])));
-      for (int64_t i = begin; most > 0.0f && i < end; ++i)
-        result[static_cast<size_t>(row * form.k + i)] =
-            double{std::nearbyintf(to_float(x[row * form.k + i]) * (127.0f / most))} * (most / 127.0f);
+      for (auto value = begin; value < end; ++value) most = std::max(most, std::abs(*value));
+      const float value = own[static_cast<size_t>(i)];
+      const bool is_kept = !rounds_x(form.format) || most == 0.0f;
+      result.push_back(is_kept ? double{value} : double{std::nearbyintf(value * (127.0f / most))} * (most / 127.0f));
     }
+  }
   return result;
+}
+
+TEST(rotated_twice_is_the_row_times_the_size) {
+  Random random(8);
+  for (int64_t depth : {64, 128, 192, 256, 576, 896, 1024, 4864}) {
+    GuardedBuffer<float> row(depth), back(depth);
+    row.fill(random);
+    std::memcpy(back.data(), row.data(), static_cast<size_t>(depth) * sizeof(float));
+    rotate(back.data(), depth);
+    double before = 0, after = 0;
+    for (int64_t i = 0; i < depth; ++i) {
+      before += double{row[i]} * row[i];
+      after += double{back[i]} * back[i];
+    }
+    const auto size = static_cast<double>(rotation_size(depth));
+    CHECK(std::abs(after / (before * size) - 1) < 1e-5);
+    rotate(back.data(), depth);
+    for (int64_t i = 0; i < depth; ++i) CHECK(std::abs(back[i] / size - row[i]) < 1e-5);
+  }
 }
 
 struct QuantizedCase {
@@ -222,13 +254,14 @@ struct QuantizedCase {
 };
 
 constexpr QuantizedCase kQuantizedCases[] = {
-    {WeightFormat::int8, 0},      {WeightFormat::int8, 16},       {WeightFormat::int8, 128},
-    {WeightFormat::int8_min, 16}, {WeightFormat::int8_min, 128},  {WeightFormat::int4, 32},
-    {WeightFormat::int4, 64},     {WeightFormat::int4, 128},      {WeightFormat::uint4, 32},
-    {WeightFormat::uint4, 128},   {WeightFormat::uint4_zero, 32}, {WeightFormat::uint4_zero, 128},
-    {WeightFormat::mxfp4, 32},    {WeightFormat::mxfp4, 64},      {WeightFormat::iq4_nl, 32},
-    {WeightFormat::iq4_nl, 128},  {WeightFormat::fp8, 0},         {WeightFormat::fp8, 128},
-    {WeightFormat::fp8, 32},      {WeightFormat::int8_exact, 0},  {WeightFormat::int8_exact, 64}};
+    {WeightFormat::int8, 0},        {WeightFormat::int8, 16},       {WeightFormat::int8, 128},
+    {WeightFormat::int8_min, 16},   {WeightFormat::int8_min, 128},  {WeightFormat::int4, 32},
+    {WeightFormat::int4, 64},       {WeightFormat::int4, 128},      {WeightFormat::uint4, 32},
+    {WeightFormat::uint4, 128},     {WeightFormat::uint4_zero, 32}, {WeightFormat::uint4_zero, 128},
+    {WeightFormat::mxfp4, 32},      {WeightFormat::mxfp4, 64},      {WeightFormat::iq4_nl, 32},
+    {WeightFormat::iq4_nl, 128},    {WeightFormat::fp8, 0},         {WeightFormat::fp8, 128},
+    {WeightFormat::fp8, 32},        {WeightFormat::int8_exact, 0},  {WeightFormat::int8_exact, 64},
+    {WeightFormat::int8_rotated, 0}};
 
 template <class TX, class TY>
 void check_quantized(QuantizedCase which, Size size, Edge edge, bool gated) {
@@ -243,7 +276,8 @@ void check_quantized(QuantizedCase which, Size size, Edge edge, bool gated) {
   const std::vector<double> left = rounded(x, m, weight.form);
   const auto sum = [&](int64_t row, int64_t out) {
     double total = 0;
-    for (int64_t i = 0; i < k; ++i) total += left[static_cast<size_t>(row * k + i)] * weight.value(out, i);
+    const int64_t count = weight.form.num_numbers();
+    for (int64_t i = 0; i < count; ++i) total += left[static_cast<size_t>(row * count + i)] * weight.value(out, i);
     return total;
   };
   std::vector<double> expected;
@@ -362,8 +396,9 @@ TEST(unpack_gives_what_quantized_numbers_stand_for) {
       unpack_weight({rows_of(back, 133), weight.form});
       std::vector<double> expected;
       for (int64_t row = 0; row < 70; ++row)
-        for (int64_t i = 0; i < 133; ++i) expected.push_back(weight.value(row, i));
-      check_close(back.data(), expected.data(), 70 * 133, 1e-6, name_of(which.format));
+        for (int64_t i = 0; i < 133; ++i) expected.push_back(weight.turned_back(row, i));
+      check_close(back.data(), expected.data(), 70 * 133, is_rotated(which.format) ? 1e-5 : 1e-6,
+                  name_of(which.format));
     }
 }
 

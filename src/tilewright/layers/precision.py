@@ -39,9 +39,9 @@ class Precision:
 _NAMED = {
     # Activations are rounded in the groups of the weight: in whole rows they cost five times the divergence. Groups of
     # 64 are the smallest that tiles multiply; the head, which multiplies few rows, has smaller ones.
-    "int8": Precision(("int8", 64), ("int8", 32)),
+    "int8": Precision(("int8_rotated", 0), ("int8_rotated", 0)),
     # With mins: on real weights the divergence is two thirds of that of int4, whose numbers are around zero.
-    "int4": Precision(("uint4", 32), ("int8", 32)),
+    "int4": Precision(("uint4", 32), ("int8_rotated", 0)),
     "fp8": Precision(("fp8", 128), ("fp8", 128)),
     "none": Precision(keeps_numbers=False),
 }

@@ -14,10 +14,20 @@ from torch import Tensor
 from tilewright.ops.backend import op
 from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
-from tilewright.ops.quantized import NAMES, WITH_MINS, Quantized, group_sizes, quantize, scale_dtype, values_dtype
+from tilewright.ops.quantized import (
+    NAMES,
+    ROTATED,
+    WITH_MINS,
+    Quantized,
+    group_sizes,
+    quantize,
+    rotated_length,
+    scale_dtype,
+    values_dtype,
+)
 
 # What `quantize` and `auto` choose: a weight of millions of values takes a twentieth of the time that torch does.
-ROUNDED_NATIVELY = ("int8", "int4", "uint4")
+ROUNDED_NATIVELY = ("int8", "int8_rotated", "int4", "uint4")
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,10 @@ class WeightFormat:
     @property
     def has_mins(self) -> bool:
         return self.name in WITH_MINS
+
+    @property
+    def is_rotated(self) -> bool:
+        return self.name in ROTATED
 
     @property
     def storage(self) -> torch.dtype:
@@ -72,6 +86,11 @@ class PackedForm:
     n: int
     k: int
     gated: bool = False  # the rows are gate then up, as many of each: a product gives act(gate) * up, n / 2 columns
+
+    @property
+    def num_numbers(self) -> int:
+        """Those of a row, as it is before it is packed."""
+        return rotated_length(self.k) if self.format.is_rotated else self.k
 
     @property
     def num_elements(self) -> int:
@@ -169,16 +188,16 @@ def rounded(weight: Tensor, format: WeightFormat) -> Quantized:
 def _rounded_natively(weight: Tensor, format: WeightFormat) -> Quantized:
     n, k = weight.shape
     groups = -(-k // format.group_size) if format.group_size else 1
-    values = torch.empty(n, k, dtype=values_dtype(format.name))
     scales = torch.empty(n, groups, dtype=scale_dtype(format.name, format.group_size))
     mins = torch.empty_like(scales) if format.has_mins else None
     form = PackedForm(replace(format, layout=kernels.packed_layout()), n, k)
+    values = torch.empty(n, form.num_numbers, dtype=values_dtype(format.name))
     kernels.quantize(view(weight), form, view(values.view(torch.uint8)), view(scales), view_or_none(mins))
     for kept in (scales, mins):
         if kept is not None and not bool(kept.isfinite().all()):
             most = weight.abs().max().item()
             raise ValueError(f"a scale of values up to {most:.3g} cannot be kept as {kept.dtype}")
-    return Quantized(format.name, values, scales, mins, format.group_size)
+    return Quantized(format.name, values, scales, mins, format.group_size, k=k if format.is_rotated else None)
 
 
 @op

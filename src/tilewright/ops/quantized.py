@@ -4,6 +4,9 @@ A number q of a group of a row stands for scale * q, in formats with mins for sc
 scale * (q - zero). Scales and mins of groups are fp16, those of whole rows and of fp8 and int8_exact fp32: numbers are
 chosen for the scale as it is stored. csrc/base/packed_weight.h has the same formats. Products round x by
 `quantize_rows` (csrc/kernels/linear/quantized.h), but not those of `WIDENED` formats (widened.h beside it).
+
+Rows of `ROTATED` formats are rotated before they are rounded, and x is for the product: a value that stands out, for
+which a whole row would get coarse steps, is spread over up to 256 (csrc/base/rotate.h).
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NAMES = ("fp8", "int8_exact", "int8", "int8_min", "int4", "uint4", "uint4_zero", "mxfp4", "iq4_nl")
+NAMES = ("fp8", "int8_exact", "int8", "int8_min", "int8_rotated", "int4", "uint4", "uint4_zero", "mxfp4", "iq4_nl")
 WITH_ZEROS = ("uint4_zero",)
 WITH_MINS = ("int8_min", "uint4", *WITH_ZEROS)  # zeros are where others have mins
 WIDENED = ("fp8", "int8_exact")  # x is multiplied as it is
+ROTATED = ("int8_rotated",)
 # What the codes 0 to 15 stand for; those of mxfp4 are twice e2m1, so that all are whole.
 TABLES = {
     "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
@@ -26,6 +30,8 @@ TABLES = {
 _UNSIGNED = ("fp8", "uint4", "uint4_zero", *TABLES)
 _FP8_MAX = 448.0
 GROUP_SIZES = (16, 32, 64, 128, 256)
+# Rows are rotated in the length that tiles fill up, in parts of a power of two up to this one.
+_TILE_DEPTH, _MOST_ROTATED = 64, 256
 
 # Below, a group counts as zeros: 127 / max would overflow.
 LEAST_MAX = 1e-30
@@ -42,27 +48,30 @@ class Quantized:
     """A weight [n, k] as numbers. `group_size`: values of a row that share a scale; 0: all of them."""
 
     name: str
-    values: Tensor  # [n, k], int8; uint8 of numbers without a sign, codes of tables and bits of fp8
+    values: Tensor  # [n, k], int8; uint8 of numbers without a sign, codes of tables and bits of fp8; if rotated, wider
     scales: Tensor  # [n, groups]
     mins: Tensor | None = None  # or zeros
     group_size: int = 0
     columns: Tensor | None = None  # int32 [k]: which column of the weight each is, where they are not in order
+    k: int | None = None  # where there are more numbers than that: of a row that is rotated
 
     @property
     def shape(self) -> torch.Size:
-        return self.values.shape
+        """[n, k]"""
+        return self.values.shape if self.k is None else torch.Size((len(self.values), self.k))
 
 
 def quantize(weight: Tensor, name: str, group_size: int = 0) -> Quantized:
     """`weight` [n, k], fp32 or bf16, in the format of that name."""
     k = weight.shape[1]
-    grouped = in_groups(weight.float(), group_size)
+    num_numbers = rotated_length(k) if name in ROTATED else k
+    grouped = in_groups(_turned(weight) if name in ROTATED else weight.float(), group_size)
     mins: Tensor | None = None
 
     def stored(scales: Tensor) -> Tensor:
         return stored_scale(scales, name, group_size)
 
-    if name in ("int8", "int8_exact"):
+    if name in ("int8", "int8_exact", *ROTATED):
         scales = stored(grouped.abs().amax(-1) / 127)
         numbers = (grouped * _inverse(scales)).round().clamp(-127, 127)
     elif name == "fp8":
@@ -87,8 +96,35 @@ def quantize(weight: Tensor, name: str, group_size: int = 0) -> Quantized:
         numbers = ((grouped + mins.float()[..., None]) * _inverse(scales)).round().clamp(-127, 127)
     else:
         raise ValueError(f"the format is {name!r}, expected one of {', '.join(NAMES)}")
-    values = numbers.to(values_dtype(name)).flatten(1)[:, :k].contiguous()
-    return Quantized(name, values, scales, mins, group_size)
+    values = numbers.to(values_dtype(name)).flatten(1)[:, :num_numbers].contiguous()
+    return Quantized(name, values, scales, mins, group_size, k=k if name in ROTATED else None)
+
+
+def rotated_length(k: int) -> int:
+    """Of a rotated row of k values."""
+    return -(-k // _TILE_DEPTH) * _TILE_DEPTH
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x [..., k] as [..., `rotated_length`], fp32: zeros fill it up, and then columns that lie a part of the row apart
+    are added and subtracted, pairs of them, pairs of pairs and so on. Twice is x, times the size of the rotation."""
+    length = rotated_length(x.shape[-1])
+    rows = torch.nn.functional.pad(x.float(), (0, length - x.shape[-1])).view(-1, length)
+    apart = length // _rotation_size(length)
+    while apart < length:
+        one, other = rows.view(len(rows), -1, 2, apart).unbind(2)
+        rows = torch.stack([one + other, one - other], 2).view(len(rows), length)
+        apart *= 2
+    return rows.view(*x.shape[:-1], length)
+
+
+def _rotation_size(length: int) -> int:
+    return min(length & -length, _MOST_ROTATED)
+
+
+def _turned(weight: Tensor) -> Tensor:
+    """A weight rotated so that its products with rotated x are those of both as they came."""
+    return rotate(weight.float() / _rotation_size(rotated_length(weight.shape[-1])))
 
 
 def values_dtype(name: str) -> torch.dtype:
@@ -176,11 +212,13 @@ def _uint4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def dequantize(weight: Quantized) -> Tensor:
     """What the numbers stand for, fp32 [n, k], columns in order."""
-    k = weight.values.shape[1]
+    num_numbers = weight.values.shape[1]
     grouped = in_groups(numbers_of(weight), weight.group_size) * weight.scales.float()[..., None]
     if (mins := mins_of(weight)) is not None:
         grouped = grouped - mins[..., None]
-    found = grouped.flatten(1)[:, :k]
+    found = grouped.flatten(1)[:, :num_numbers]
+    if weight.name in ROTATED:
+        return rotate(found)[:, : weight.k]
     return found if weight.columns is None else torch.empty_like(found).index_copy_(1, weight.columns.long(), found)
 
 
@@ -210,7 +248,7 @@ def concatenate(parts: Sequence[Quantized]) -> Quantized:
         raise ValueError("rows of one product have their columns in different orders")
     mins = None if first.mins is None else torch.cat([part.mins for part in parts if part.mins is not None])
     values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
-    return Quantized(first.name, values, scales, mins, first.group_size, first.columns)
+    return Quantized(first.name, values, scales, mins, first.group_size, first.columns, first.k)
 
 
 def same_columns(one: Quantized, other: Quantized) -> bool:
@@ -227,7 +265,8 @@ def zeros_like(weight: Quantized, num_rows: int) -> Quantized:
         return part.new_zeros(num_rows, part.shape[1])
 
     mins = None if weight.mins is None else zeros(weight.mins)
-    return Quantized(weight.name, zeros(weight.values), zeros(weight.scales), mins, weight.group_size, weight.columns)
+    values, scales = zeros(weight.values), zeros(weight.scales)
+    return Quantized(weight.name, values, scales, mins, weight.group_size, weight.columns, weight.k)
 
 
 def columns_of(weight: Quantized, runs: Sequence[tuple[int, int]]) -> Quantized:
@@ -235,6 +274,8 @@ def columns_of(weight: Quantized, runs: Sequence[tuple[int, int]]) -> Quantized:
     size = weight.group_size
     if list(runs) == [(0, weight.shape[1])]:
         return weight
+    if weight.name in ROTATED:
+        raise ValueError("its rows are rotated, which ranks cannot split: run it on one rank")
     if weight.columns is not None:
         raise ValueError("its columns are in the order of its groups, which ranks cannot split: run it on one rank")
 
@@ -279,6 +320,8 @@ def group_sizes(name: str) -> tuple[int, ...]:
     """The groups that a format has; 0: a row is one."""
     if name in WIDENED:
         return (0, *(size for size in GROUP_SIZES if size % 32 == 0))
+    if name in ROTATED:
+        return (0,)
     return (0, *GROUP_SIZES) if name == "int8" else GROUP_SIZES
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tilewright.ops import backend
 from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, empty_weight, with_columns
 from tilewright.ops.packed import WeightFormat, pack_into
-from tilewright.ops.quantized import WIDENED, Quantized, in_groups, mins_of, numbers_of, quantize_rows
+from tilewright.ops.quantized import ROTATED, WIDENED, Quantized, in_groups, mins_of, numbers_of, quantize_rows, rotate
 from tilewright.ops.torch_backend import gpu_kernels, on_gpu
 from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into
@@ -129,6 +129,8 @@ def product(x: Tensor, weight: Tensor | Quantized) -> Tensor:
         return functional.linear(x.float(), weight.float())
     if weight.columns is not None:
         x = x[..., weight.columns.long()]
+    if weight.name in ROTATED:
+        x = rotate(x)
     if weight.name in WIDENED:
         numbers, x_scales = in_groups(x.float(), weight.group_size), None
     else:

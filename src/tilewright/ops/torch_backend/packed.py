@@ -13,7 +13,7 @@ def packed_layout() -> str:
 
 
 def packed_elements(form: PackedForm) -> int:
-    return form.n * form.k
+    return form.n * form.num_numbers
 
 
 def packed_scales(form: PackedForm) -> int:
@@ -46,15 +46,16 @@ def quantized_of(packed: Packed) -> Quantized:
     own = packed.form.format
     assert packed.scales is not None
     values = rows_of(packed).view(values_dtype(own.name))
+    k = packed.k if own.is_rotated else None
     if not own.has_mins:
-        return Quantized(own.name, values, packed.scales.unflatten(-1, (packed.n, -1)), None, own.group_size)
+        return Quantized(own.name, values, packed.scales.unflatten(-1, (packed.n, -1)), None, own.group_size, k=k)
     scales, mins = packed.scales.unflatten(-1, (2, packed.n, -1)).unbind(-3)
     return Quantized(own.name, values, scales, mins, own.group_size)
 
 
 def rows_of(packed: Packed) -> Tensor:
-    """[n, k], or [E, n, k] of experts, as they lie, without a copy."""
+    """[n, k], or [E, n, k] of experts, as they lie, without a copy; numbers of rotated rows may be more."""
     layout = packed.form.format.layout
     if layout != LAYOUT:
         raise ValueError(f"the weight has layout {layout!r}, expected {LAYOUT!r}: it was packed for the native backend")
-    return packed.data.unflatten(-1, (packed.n, packed.k))
+    return packed.data.unflatten(-1, (packed.n, packed.form.num_numbers))
