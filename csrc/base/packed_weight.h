@@ -22,6 +22,9 @@ namespace tilewright {
 //   uint4_zero  0 to 15, half a byte, with zeros
 //   mxfp4       one of kMxfp4Values, half a byte
 //   iq4_nl      one of kIq4NlValues, half a byte
+//   int4_rotated  0 to 15, half a byte, of rotated rows: stands for scale * (base + step * q), with one scale for a
+//   row,
+//               and step and base of a group whole numbers, so that base + step * q is a byte
 enum class WeightFormat : int {
   f32,
   bf16,
@@ -34,13 +37,15 @@ enum class WeightFormat : int {
   uint4,
   uint4_zero,
   mxfp4,
-  iq4_nl
+  iq4_nl,
+  int4_rotated
 };
 
 inline constexpr WeightFormat kWeightFormats[] = {
-    WeightFormat::f32,   WeightFormat::bf16,       WeightFormat::fp8,          WeightFormat::int8_exact,
-    WeightFormat::int8,  WeightFormat::int8_min,   WeightFormat::int8_rotated, WeightFormat::int4,
-    WeightFormat::uint4, WeightFormat::uint4_zero, WeightFormat::mxfp4,        WeightFormat::iq4_nl};
+    WeightFormat::f32,         WeightFormat::bf16,       WeightFormat::fp8,          WeightFormat::int8_exact,
+    WeightFormat::int8,        WeightFormat::int8_min,   WeightFormat::int8_rotated, WeightFormat::int4,
+    WeightFormat::uint4,       WeightFormat::uint4_zero, WeightFormat::mxfp4,        WeightFormat::iq4_nl,
+    WeightFormat::int4_rotated};
 
 inline constexpr bool is_quantized(WeightFormat format) { return format >= WeightFormat::fp8; }
 // Whether products are with x as it is: each byte becomes a bf16, which has all their values.
@@ -55,7 +60,10 @@ inline constexpr bool has_mins(WeightFormat format) {  // or zeros in their plac
   return format == WeightFormat::int8_min || format == WeightFormat::uint4 || has_zeros(format);
 }
 
-inline constexpr bool is_rotated(WeightFormat format) { return format == WeightFormat::int8_rotated; }
+inline constexpr bool has_steps(WeightFormat format) { return format == WeightFormat::int4_rotated; }
+inline constexpr bool is_rotated(WeightFormat format) {
+  return format == WeightFormat::int8_rotated || has_steps(format);
+}
 
 // What the codes of a nibble stand for: those of mxfp4 are twice e2m1, so that all are whole.
 namespace {  // no symbols of files that have an ISA level's instructions
@@ -84,6 +92,7 @@ inline constexpr const char* name_of(WeightFormat format) {
     case WeightFormat::uint4_zero: return "uint4_zero";
     case WeightFormat::mxfp4: return "mxfp4";
     case WeightFormat::iq4_nl: return "iq4_nl";
+    case WeightFormat::int4_rotated: return "int4_rotated";
     default: return name_of(storage_of(format));
   }
 }
@@ -101,11 +110,14 @@ inline constexpr int64_t kGroupSizes[] = {16, 32, 64, 128, 256};
 
 // Whether a row may have one scale for all its values, and whether there are groups of a size.
 inline constexpr bool has_whole_rows(WeightFormat format) {
-  return format == WeightFormat::int8 || is_widened(format) || is_rotated(format);
+  return format == WeightFormat::int8 || format == WeightFormat::int8_rotated || is_widened(format);
 }
 inline constexpr bool has_groups_of(WeightFormat format, int64_t size) {
   for (const int64_t known : kGroupSizes)
-    if (size == known) return is_widened(format) ? size % kTileDepth == 0 : !is_rotated(format);
+    if (size == known) {
+      if (has_steps(format)) return kQuadTileDepth % size == 0;  // a rotated row is whole tiles
+      return is_widened(format) ? size % kTileDepth == 0 : !is_rotated(format);
+    }
   return size == 0 && has_whole_rows(format);
 }
 
@@ -115,7 +127,8 @@ inline constexpr int64_t kMaxQuantizedDepth = 131072;
 struct PackedWeight {
   void* data = nullptr;  // elements() of storage_of(format); of several experts one after the other
   // Of quantised formats, for each strip and group 32 scales, one for each of its columns, and then as many mins where
-  // the format has them. In fp16; in fp32 where all values of a row are one group, or x is not rounded.
+  // the format has them. In fp16; in fp32 where all values of a row are one group, or x is not rounded. With steps, for
+  // each strip 32 scales in fp32, and for each of its groups 32 steps and 32 bases, a byte each.
   void* scales = nullptr;
   int64_t group_size = 0;  // values of a row that share a scale; 0: all of them
   WeightFormat format = WeightFormat::f32;
@@ -143,21 +156,34 @@ struct PackedWeight {
     return static_cast<T*>(data) + index * strip_elements();
   }
 
-  TILEWRIGHT_INLINE int64_t num_groups() const { return group_size ? ceil_div(k, group_size) : 1; }
+  TILEWRIGHT_INLINE int64_t num_groups() const { return group_size ? ceil_div(num_numbers(), group_size) : 1; }
   TILEWRIGHT_INLINE int64_t group_begin(int64_t group) const { return group * group_size; }
   TILEWRIGHT_INLINE int64_t group_end(int64_t group) const {  // in the padded depth
     const int64_t end = group_begin(group + 1);
     return group_size && end < depth() ? end : depth();
   }
-  TILEWRIGHT_INLINE DType scale_dtype() const { return group_size && rounds_x(format) ? DType::f16 : DType::f32; }
+  TILEWRIGHT_INLINE DType scale_dtype() const {
+    if (has_steps(format)) return DType::u8;
+    return group_size && rounds_x(format) ? DType::f16 : DType::f32;
+  }
   TILEWRIGHT_INLINE int64_t group_scales() const { return kStripColumns * (has_mins(format) ? 2 : 1); }
+  TILEWRIGHT_INLINE int64_t strip_step_bytes() const { return kStripColumns * (4 + 2 * num_groups()); }
   TILEWRIGHT_INLINE int64_t num_scales() const {
+    if (has_steps(format)) return num_strips() * strip_step_bytes();
     return is_quantized(format) ? num_strips() * num_groups() * group_scales() : 0;
   }
   // Where the scales of a strip and a group begin.
   TILEWRIGHT_INLINE char* scales_at(int64_t strip, int64_t group) const {
     const int64_t index = (strip * num_groups() + group) * group_scales();
     return static_cast<char*>(scales) + index * static_cast<int64_t>(size_of(scale_dtype()));
+  }
+
+  // With steps: the scales of a strip, and where the steps of one of its groups begin, before its bases.
+  TILEWRIGHT_INLINE float* row_scales(int64_t strip) const {
+    return reinterpret_cast<float*>(static_cast<char*>(scales) + strip * strip_step_bytes());
+  }
+  TILEWRIGHT_INLINE uint8_t* steps_at(int64_t strip, int64_t group) const {
+    return reinterpret_cast<uint8_t*>(row_scales(strip) + kStripColumns) + group * 2 * kStripColumns;
   }
 
   // One of several experts that lie one after the other.

@@ -15,27 +15,43 @@ PackArgs pack_args(Op& op, nb::handle plain_arg, const char* name, const PackedW
   return {op.rows(plain), packed};
 }
 
-void pack_quantized(nb::handle values_arg, nb::handle scales_arg, nb::handle mins_arg, const nb::tuple& packed_arg) {
+// Scales, and mins or steps where the format has them, of args.form or args.packed.
+template <class Args>
+void take_scales(Op& op, nb::handle scales_arg, nb::handle mins_arg, nb::handle steps_arg, const PackedWeight& weight,
+                 Args& args) {
+  const bool with_steps = has_steps(weight.format);
+  op.bind("scales", with_steps ? 1 : weight.num_groups());
+  op.bind("steps", 2 * weight.num_groups());
+  const DTypes dtypes = one_of({with_steps ? DType::f32 : weight.scale_dtype()});
+  const Tensor scales = op.tensor(scales_arg, "scales", {"N", "scales"}, dtypes);
+  const Tensor mins = op.optional(mins_arg, "mins", {"N", "scales"}, dtypes);
+  const Tensor steps = op.optional(steps_arg, "steps", {"N", "steps"}, one_of({DType::u8}));
+  const auto require = [&](const Tensor& given, bool expected, const char* name) {
+    OP_REQUIRE(op, static_cast<bool>(given) == expected,
+               std::string(name) + (given ? " are given, " : " are missing, ") + name_of(weight.format) +
+                   (given ? " has none" : " has them"));
+  };
+  require(mins, has_mins(weight.format), "mins");
+  require(steps, with_steps, "steps");
+  args.scales = op.rows(scales);
+  args.mins = op.rows(mins);
+  args.steps = op.rows(steps);
+}
+
+void pack_quantized(nb::handle values_arg, nb::handle scales_arg, nb::handle mins_arg, nb::handle steps_arg,
+                    const nb::tuple& packed_arg) {
   Op op("pack_quantized");
   const PackedWeight packed = packed_of(op, packed_arg, "weight", {"_"});
   OP_REQUIRE(op, is_quantized(packed.format), std::string(name_of(packed.format)) + " is not quantised");
   op.bind("N", packed.n);
   op.bind("numbers", packed.num_numbers());
   PackArgs args = {op.rows(op.tensor(values_arg, "values", {"N", "numbers"}, one_of({DType::u8}))), packed};
-  op.bind("groups", packed.num_groups());
-  const DTypes dtypes = one_of({packed.scale_dtype()});
-  const Tensor scales = op.tensor(scales_arg, "scales", {"N", "groups"}, dtypes);
-  const Tensor mins = op.optional(mins_arg, "mins", {"N", "groups"}, dtypes);
-  OP_REQUIRE(op, static_cast<bool>(mins) == has_mins(packed.format),
-             std::string("mins are ") + (mins ? "given, " : "missing, ") + name_of(packed.format) +
-                 (mins ? " has none" : " has them"));
-  args.scales = op.rows(scales);
-  args.mins = op.rows(mins);
+  take_scales(op, scales_arg, mins_arg, steps_arg, packed, args);
   launch(pack_weight, args);
 }
 
 void quantize(nb::handle weight_arg, nb::handle form_arg, nb::handle values_arg, nb::handle scales_arg,
-              nb::handle mins_arg) {
+              nb::handle mins_arg, nb::handle steps_arg) {
   Op op("quantize");
   RoundArgs args;
   args.form = described_by(op, form_arg);
@@ -43,15 +59,10 @@ void quantize(nb::handle weight_arg, nb::handle form_arg, nb::handle values_arg,
   OP_REQUIRE(op, has_rounding(format), std::string("the format is ") + name_of(format) + ", which is not rounded here");
   op.bind("N", args.form.n);
   op.bind("K", args.form.k);
-  op.bind("groups", args.form.num_groups());
-  const DTypes dtypes = one_of({args.form.scale_dtype()});
   args.weight = op.rows(op.tensor(weight_arg, "weight", {"N", "K"}, kFloats));
   op.bind("numbers", args.form.num_numbers());
   args.values = op.rows(op.tensor(values_arg, "values", {"N", "numbers"}, one_of({DType::u8})));
-  args.scales = op.rows(op.tensor(scales_arg, "scales", {"N", "groups"}, dtypes));
-  const Tensor mins = op.optional(mins_arg, "mins", {"N", "groups"}, dtypes);
-  OP_REQUIRE(op, static_cast<bool>(mins) == has_mins(format), std::string(name_of(format)) + " has mins or has none");
-  args.mins = op.rows(mins);
+  take_scales(op, scales_arg, mins_arg, steps_arg, args.form, args);
   launch(round_weight, args);
 }
 
@@ -68,8 +79,8 @@ void bind_linear(nb::module_& m) {
     OP_REQUIRE(op, !is_quantized(packed.format), std::string(name_of(packed.format)) + " takes quantised values");
     launch(pack_weight, pack_args(op, source, "source", packed, kFloats));
   });
-  m.def("pack_quantized", &pack_quantized, "values"_a, "scales"_a, "mins"_a.none(), "packed"_a);
-  m.def("quantize", &quantize, "weight"_a, "form"_a, "values"_a, "scales"_a, "mins"_a.none());
+  m.def("pack_quantized", &pack_quantized, "values"_a, "scales"_a, "mins"_a.none(), "steps"_a.none(), "packed"_a);
+  m.def("quantize", &quantize, "weight"_a, "form"_a, "values"_a, "scales"_a, "mins"_a.none(), "steps"_a.none());
   m.def("unpack_weight", [](const nb::tuple& packed, nb::handle out) {
     Op op("unpack_weight");
     launch(unpack_weight, pack_args(op, out, "out", packed_of(op, packed, "weight", {"_"}), kFloats));

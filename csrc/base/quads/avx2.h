@@ -17,6 +17,15 @@ struct IntVec {
   __m256i v;
   static IntVec set1(int32_t x) { return {_mm256_set1_epi32(x)}; }
   void settle() { __asm__("" : "+x"(v)); }
+  static IntVec load(const int32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+  void store(int32_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+  static IntVec load_bytes(const uint8_t* p) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))};
+  }
+  static IntVec load_bytes(const int8_t* p) {
+    return {_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))};
+  }
+  IntVec plus(IntVec a, IntVec b) const { return {_mm256_add_epi32(v, _mm256_mullo_epi32(a.v, b.v))}; }
   Vec to_float() const { return {_mm256_cvtepi32_ps(v)}; }
 };
 

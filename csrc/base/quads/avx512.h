@@ -16,6 +16,15 @@ struct IntVec {
   __m512i v;
   static IntVec set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
   void settle() { __asm__("" : "+v"(v)); }
+  static IntVec load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+  void store(int32_t* p) const { _mm512_storeu_si512(p, v); }
+  static IntVec load_bytes(const uint8_t* p) {
+    return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  static IntVec load_bytes(const int8_t* p) {
+    return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  IntVec plus(IntVec a, IntVec b) const { return {_mm512_add_epi32(v, _mm512_mullo_epi32(a.v, b.v))}; }
   Vec to_float() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 

@@ -17,6 +17,20 @@ struct IntVec {
   int32x4_t v;
   static IntVec set1(int32_t x) { return {vdupq_n_s32(x)}; }
   void settle() { __asm__("" : "+w"(v)); }
+  static IntVec load(const int32_t* p) { return {vld1q_s32(p)}; }
+  void store(int32_t* p) const { vst1q_s32(p, v); }
+  static IntVec load_bytes(const uint8_t* p) {
+    uint32_t four;
+    __builtin_memcpy(&four, p, 4);
+    const uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)));
+    return {vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide)))};
+  }
+  static IntVec load_bytes(const int8_t* p) {
+    uint32_t four;
+    __builtin_memcpy(&four, p, 4);
+    return {vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)))))};
+  }
+  IntVec plus(IntVec a, IntVec b) const { return {vmlaq_s32(v, a.v, b.v)}; }
   Vec to_float() const { return {vcvtq_f32_s32(v)}; }
 };
 

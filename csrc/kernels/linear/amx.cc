@@ -95,7 +95,7 @@ constexpr int64_t kByteRowsToTiles = 5, kNibbleRowsToTiles = 10;
 bool by_byte_tiles(const LinearArgs& args) {
   const PackedWeight& weight = args.weight;
   return rounds_x(weight.format) && args.m >= (has_nibbles(weight.format) ? kNibbleRowsToTiles : kByteRowsToTiles) &&
-         (weight.group_size == 0 || weight.group_size % kQuadTileDepth == 0);
+         (weight.group_size == 0 || has_steps(weight.format) || weight.group_size % kQuadTileDepth == 0);
 }
 
 // The nibbles of a strip as tiles of bytes: the codes, or what a table has for them.
@@ -115,11 +115,10 @@ void widen_nibbles(const uint8_t* strip, int64_t num_tiles, const int8_t* table,
 // c [rows, 32] += what the sums of a group are worth, or = for the first one: the arithmetic of quantized.h. This takes
 // as long as the products where groups are as deep as tiles, so what formats differ in is known to the compiler.
 template <bool kIsFirst, bool kHasOffset, bool kHasMins>
-void add_sums_of(const PackedWeight& weight, int64_t strip, int64_t group, const char* x, int rows, const int32_t* sums,
-                 float* c) {
+void add_sums_of(const PackedWeight& weight, int64_t strip, int64_t group, const char* x, int64_t row_bytes, int rows,
+                 const int32_t* sums, float* c) {
   const char* scales = weight.scales_at(strip, group);
   const bool is_half = weight.scale_dtype() == DType::f16;
-  const int64_t row_bytes = quantized_row_bytes(weight);
   const QuantizedRow first_row(weight, x);
   const char* x_scales = reinterpret_cast<const char*>(first_row.scales + group);
   const char* x_sums = reinterpret_cast<const char*>(first_row.sums + group);
@@ -142,12 +141,12 @@ void add_sums_of(const PackedWeight& weight, int64_t strip, int64_t group, const
   }
 }
 
-void add_sums(const PackedWeight& weight, int64_t strip, int64_t group, const char* x, int rows, const int32_t* sums,
-              float* c) {
+void add_sums(const PackedWeight& weight, int64_t strip, int64_t group, const char* x, int64_t row_bytes, int rows,
+              const int32_t* sums, float* c) {
   const auto run = [&](auto has_offset, auto has_min) {
     constexpr bool kHasOffset = decltype(has_offset)::value, kHasMins = decltype(has_min)::value;
-    group == 0 ? add_sums_of<true, kHasOffset, kHasMins>(weight, strip, group, x, rows, sums, c)
-               : add_sums_of<false, kHasOffset, kHasMins>(weight, strip, group, x, rows, sums, c);
+    group == 0 ? add_sums_of<true, kHasOffset, kHasMins>(weight, strip, group, x, row_bytes, rows, sums, c)
+               : add_sums_of<false, kHasOffset, kHasMins>(weight, strip, group, x, row_bytes, rows, sums, c);
   };
   if (has_mins(weight.format)) return run(std::false_type{}, std::true_type{});
   if (weight.format == WeightFormat::int4) return run(std::true_type{}, std::false_type{});
@@ -155,10 +154,9 @@ void add_sums(const PackedWeight& weight, int64_t strip, int64_t group, const ch
 }
 
 // One block of rows against one strip, of which `tiles` are the bytes.
-void multiply_byte_tiles(const PackedWeight& weight, int64_t strip, const int8_t* tiles, const char* x, int rows,
-                         float* c) {
+void multiply_byte_tiles(const PackedWeight& weight, int64_t strip, const int8_t* tiles, const char* x,
+                         int64_t row_bytes, int rows, float* c) {
   alignas(64) int32_t sums[kRowBlock * kStripColumns];
-  const int64_t row_bytes = quantized_row_bytes(weight);
   for (int64_t g = 0; g < weight.num_groups(); ++g) {
     const int begin = static_cast<int>(weight.group_begin(g) / kQuadTileDepth);
     const int end = static_cast<int>(weight.group_end(g) / kQuadTileDepth);
@@ -167,7 +165,7 @@ void multiply_byte_tiles(const PackedWeight& weight, int64_t strip, const int8_t
     const auto tile_at = [&](int d, int j) { return tiles + (int64_t{begin} + d) * 2048 + j * 1024; };
     const auto fetch = [&](int d, int j) { prefetch_tile(tile_at(d + 2, j)); };
     multiply_columns<2>(left, rows, end - begin, tile_at, fetch, sums, kStripColumns);
-    add_sums(weight, strip, g, x, rows, sums, c);
+    add_sums(weight, strip, g, x, row_bytes, rows, sums, c);
   }
 }
 
@@ -175,18 +173,20 @@ void run_byte_tiles(const LinearArgs& args, const void* packed_x, int64_t block_
                     int64_t strip_begin, int64_t strip_end) {
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = quantized_row_bytes(weight);
-  const bool nibbles = has_nibbles(weight.format);
+  const bool with_steps = has_steps(weight.format), nibbles = has_nibbles(weight.format);
   int8_t* wide = nibbles ? static_cast<int8_t*>(thread_scratch(weight.depth() * kStripColumns)) : nullptr;
   alignas(64) float c[kRowBlock * kStripColumns];
   TileScope tiles(rows_in_block(args, block_begin));
   for (int64_t s = strip_begin; s < strip_end; ++s) {
-    if (nibbles) widen_nibbles(weight.strip<uint8_t>(s), weight.num_depth_tiles() * 2, table_of(weight.format), wide);
+    const PackedWeight own = with_steps ? strip_as_bytes(weight, s, reinterpret_cast<uint8_t*>(wide)) : weight;
+    if (nibbles && !with_steps)
+      widen_nibbles(weight.strip<uint8_t>(s), weight.num_depth_tiles() * 2, table_of(weight.format), wide);
     const int8_t* bytes = nibbles ? wide : weight.strip<int8_t>(s);
     for (int64_t block = block_begin; block < block_end; ++block) {
       const int rows = rows_in_block(args, block);
       tiles.set_rows(rows);
-      multiply_byte_tiles(weight, s, bytes, static_cast<const char*>(packed_x) + block * kRowBlock * row_bytes, rows,
-                          c);
+      multiply_byte_tiles(own, with_steps ? 0 : s, bytes,
+                          static_cast<const char*>(packed_x) + block * kRowBlock * row_bytes, row_bytes, rows, c);
       finish_block(args, c, block * kRowBlock, rows, s);
     }
   }

@@ -59,6 +59,7 @@ struct PackArgs {
   Rows weight;  // [N, K]; of a quantised format its whole numbers, a byte each
   PackedWeight packed;
   Rows scales = {}, mins = {};  // [N, groups] of scale_dtype(), of a quantised format and of one with mins
+  Rows steps = {};              // [N, 2 groups] bytes: steps, then bases. With them scales are [N, 1] in fp32
 };
 
 void pack_weight(const PackArgs& args);

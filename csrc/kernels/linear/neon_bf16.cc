@@ -131,8 +131,7 @@ void make_byte_slabs(const PackedWeight& weight, int64_t strip, uint8_t* slabs) 
 // c [2 kPairs, 8] of stride 32, the columns from `column` on of a strip. The last row stands in for one there is not.
 template <int kPairs>
 void multiply_byte_slab(const PackedWeight& weight, int64_t strip, int column, const int8_t* slab, const char* x,
-                        int rows, float* c) {
-  const int64_t row_bytes = quantized_row_bytes(weight);
+                        int64_t row_bytes, int rows, float* c) {
   const char* row_at[2 * kPairs];
   for (int r = 0; r < 2 * kPairs; ++r) row_at[r] = x + (r < rows ? r : rows - 1) * row_bytes;
   const bool is_half = weight.scale_dtype() == DType::f16;
@@ -175,10 +174,15 @@ void run_bytes(const LinearArgs& args, const void* packed_x, int64_t block_begin
                int64_t strip_begin, int64_t strip_end) {
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = quantized_row_bytes(weight), slab_bytes = weight.depth() * kSlabColumns;
-  uint8_t* slabs = static_cast<uint8_t*>(thread_scratch(weight.depth() * kStripColumns));
+  // Where a strip with steps is turned into bytes, before the slabs that are made of them.
+  const int64_t wide_bytes = has_steps(weight.format) ? weight.depth() * kStripColumns : 0;
+  uint8_t* wide = static_cast<uint8_t*>(thread_scratch(wide_bytes + weight.depth() * kStripColumns));
+  uint8_t* slabs = wide + wide_bytes;
   alignas(64) float c[kRowBlock * kStripColumns];
   for (int64_t s = strip_begin; s < strip_end; ++s) {
-    has_nibbles(weight.format) ? make_byte_slabs<true>(weight, s, slabs) : make_byte_slabs<false>(weight, s, slabs);
+    const PackedWeight own = wide_bytes ? strip_as_bytes(weight, s, wide) : weight;
+    const int64_t strip = wide_bytes ? 0 : s;
+    has_nibbles(own.format) ? make_byte_slabs<true>(own, strip, slabs) : make_byte_slabs<false>(own, strip, slabs);
     for (int64_t block = block_begin; block < block_end; ++block) {
       const int rows = rows_in_block(args, block);
       const char* x = static_cast<const char*>(packed_x) + block * kRowBlock * row_bytes;
@@ -186,8 +190,8 @@ void run_bytes(const LinearArgs& args, const void* packed_x, int64_t block_begin
         for (int row = 0; row < rows; row += 8)
           with_rows<4>((rows - row + 1) / 2 < 4 ? (rows - row + 1) / 2 : 4, [&](auto num_pairs) {
             multiply_byte_slab<num_pairs.value>(
-                weight, s, column, reinterpret_cast<const int8_t*>(slabs) + column / kSlabColumns * slab_bytes,
-                x + row * row_bytes, rows - row, c + row * kStripColumns + column);
+                own, strip, column, reinterpret_cast<const int8_t*>(slabs) + column / kSlabColumns * slab_bytes,
+                x + row * row_bytes, row_bytes, rows - row, c + row * kStripColumns + column);
           });
       finish_block(args, c, block * kRowBlock, rows, s);
     }

@@ -49,6 +49,17 @@ void unpack_strip(const PackArgs& args, int64_t strip) {
   }
 }
 
+// Zeros for rows that there are not.
+void pack_steps(const PackArgs& args, int64_t strip, int column, int64_t row) {
+  const PackedWeight& packed = args.packed;
+  packed.row_scales(strip)[column] = row < 0 ? 0.0f : *args.scales.row<float>(row);
+  for (int64_t i = 0; i < 2 * packed.num_groups(); ++i) {
+    const bool is_base = i >= packed.num_groups();
+    uint8_t* steps = packed.steps_at(strip, is_base ? i - packed.num_groups() : i);
+    steps[(is_base ? kStripColumns : 0) + column] = row < 0 ? uint8_t{0} : args.steps.row<uint8_t>(row)[i];
+  }
+}
+
 void pack_quantized_strip(const PackArgs& args, int64_t strip) {
   const PackedWeight& packed = args.packed;
   const int bias = packed.format == WeightFormat::int4 ? 8 : 0;
@@ -67,6 +78,10 @@ void pack_quantized_strip(const PackArgs& args, int64_t strip) {
       }
       const int nibble = (source[k] + bias) & 15;
       byte = static_cast<uint8_t>(place.is_upper ? (byte & 15) | nibble << 4 : (byte & 0xf0) | nibble);
+    }
+    if (has_steps(packed.format)) {
+      pack_steps(args, strip, column, row);
+      continue;
     }
     for (int64_t g = 0; g < num_groups; ++g)
       for (int part = 0; part < (has_mins(packed.format) ? 2 : 1); ++part) {

@@ -42,6 +42,12 @@ inline float packed_value(const PackedWeight& weight, int64_t strip, int column,
   const PackedPlace place(weight, column, k);
   const uint8_t byte = weight.strip<uint8_t>(strip)[place.offset];
   const int64_t group = weight.group_size ? k / weight.group_size : 0;
+  if (has_steps(weight.format)) {
+    const uint8_t* steps = weight.steps_at(strip, group);
+    const int base = static_cast<int8_t>(steps[kStripColumns + column]);
+    const int number = base + steps[column] * (place.is_upper ? byte >> 4 : byte & 15);
+    return weight.row_scales(strip)[column] * static_cast<float>(number);
+  }
   const float scale = scale_of(weight, strip, group, column);
   if (weight.format == WeightFormat::fp8) return scale * to_float(fp8_to_bf16(byte));
   int number = static_cast<int8_t>(byte);

@@ -2,7 +2,8 @@
 //
 // x is rounded to bytes, row by row and group by group: scale = max |x| / 127, q = round(x / scale). Products of bytes
 // are added in 32 bits, exactly, and a group's sum enters the output as fma(sum * x scale, weight scale, output), in
-// order of groups, then its min. So a row has the same bits whichever kernel multiplies it, beside whatever rows.
+// order of groups, then its min. So a row has the same bits whichever kernel multiplies it, beside whatever rows. With
+// steps, x has one scale, and the sums of all groups are added exactly too.
 #pragma once
 
 #include "base/dot.h"
@@ -14,10 +15,15 @@
 namespace tilewright {
 namespace {
 
+// Groups of x that have a scale of their own.
+inline int64_t num_x_groups(const PackedWeight& weight) { return has_steps(weight.format) ? 1 : weight.num_groups(); }
+
 // A row of x as it is packed: its bytes, padded with zeros to whole tiles, then a scale and the sum of the bytes for
-// each group. Rows are not a multiple of 4 KB apart, or their lines would share a set of the L1 cache.
+// each group; with steps, for all, and then the sums of groups. Rows are not a multiple of 4 KB apart, or their lines
+// would share a set of the L1 cache.
 inline int64_t quantized_row_bytes(const PackedWeight& weight) {
-  const int64_t bytes = round_up(weight.depth() + weight.num_groups() * 8, 64);
+  const int64_t sums = has_steps(weight.format) ? weight.num_groups() : 0;
+  const int64_t bytes = round_up(weight.depth() + num_x_groups(weight) * 8 + sums * 4, 64);
   return bytes % 4096 ? bytes : bytes + 64;
 }
 
@@ -29,7 +35,7 @@ struct QuantizedRow {
   QuantizedRow(const PackedWeight& weight, const void* row)
       : values(static_cast<const int8_t*>(row)),
         scales(reinterpret_cast<const float*>(values + weight.depth())),
-        sums(reinterpret_cast<const int32_t*>(scales + weight.num_groups())) {}
+        sums(reinterpret_cast<const int32_t*>(scales + num_x_groups(weight))) {}
 };
 
 // Below, a group counts as zeros: 127 / max would overflow.
@@ -80,10 +86,19 @@ inline void with_columns(const LinearArgs& args, const TX* x, Fn fn) {
   fn(as_weight(args, x, static_cast<float*>(thread_scratch(static_cast<size_t>(args.weight.depth()) * sizeof(float)))));
 }
 
+inline void add_up_groups(const PackedWeight& weight, const int8_t* values, int32_t* sums) {
+  const int size = static_cast<int>(weight.group_size);
+  for (int64_t g = 0; g < weight.num_groups(); ++g, values += size) {
+    int32_t sum = 0;
+    for (int i = 0; i < size; ++i) sum += values[i];
+    sums[g] = sum;
+  }
+}
+
 template <class TX>
 void quantize_rows(const LinearArgs& args, int64_t block, char* packed) {
   const PackedWeight& weight = args.weight;
-  const int64_t row_bytes = quantized_row_bytes(weight), num_groups = weight.num_groups();
+  const int64_t row_bytes = quantized_row_bytes(weight), num_groups = num_x_groups(weight);
   const int64_t count = weight.num_numbers();
   for (int r = 0; r < rows_in_block(args, block); ++r, packed += row_bytes) {
     int8_t* values = reinterpret_cast<int8_t*>(packed);
@@ -92,10 +107,12 @@ void quantize_rows(const LinearArgs& args, int64_t block, char* packed) {
     std::memset(values + count / Vec::kLanes * Vec::kLanes, 0, weight.depth() - count / Vec::kLanes * Vec::kLanes);
     with_columns(args, row_of_x<TX>(args, block * kRowBlock + r), [&](const auto* x) {
       for (int64_t g = 0; g < num_groups; ++g) {
-        const int64_t begin = weight.group_begin(g), end = weight.group_end(g) < count ? weight.group_end(g) : count;
+        const int64_t begin = weight.group_begin(g);
+        const int64_t end = num_groups > 1 && weight.group_end(g) < count ? weight.group_end(g) : count;
         quantize_group(x + begin, end - begin, values + begin, scales + g, sums + g);
       }
     });
+    if (has_steps(weight.format)) add_up_groups(weight, values, sums + 1);
   }
 }
 
@@ -257,21 +274,100 @@ void multiply_rows(const Weights& weights, const PackedWeight& weight, int64_t s
   }
 }
 
-// Rows of c [rows, 32], the sums of one strip.
-template <class Weights>
-void multiply_strip_of(const Weights& weights, const PackedWeight& weight, int64_t strip, const char* x, int rows,
-                       float* c) {
-  const int64_t row_bytes = quantized_row_bytes(weight);
+// The same with steps: base + step * q of each group, added up exactly.
+template <int kRows, int kTiles>
+void multiply_rows_in_steps(const PackedWeight& weight, int64_t strip, int tile, const char* x, int64_t row_bytes,
+                            float* c) {
+  constexpr int kVecs = kColumnVecs<kTiles>;
+  constexpr NibbleWeights kWeights = {0};
+  const uint8_t* data = weight.strip<uint8_t>(strip) + tile * NibbleWeights::kTileBytes;
+  const QuantizedRow first_row(weight, x);
+  const auto in_row = [&](auto* of_first, int r) __attribute__((always_inline)) {
+    return *reinterpret_cast<decltype(of_first)>(reinterpret_cast<const char*>(of_first) + r * row_bytes);
+  };
+  alignas(64) int32_t totals[kRows * kTiles * kTileColumns] = {};
+  for (int64_t g = 0; g < weight.num_groups(); ++g) {
+    IntVec sums[kRows * kVecs];
+    unrolled<kRows * kVecs>([&](auto i) __attribute__((always_inline)) { sums[i.value] = IntVec::set1(0); });
+    multiply_depths_of<kRows, kTiles>(kWeights, data, first_row.values, row_bytes, weight.group_begin(g),
+                                      weight.group_end(g), sums);
+    unrolled<kRows * kVecs>([&](auto i) __attribute__((always_inline)) { sums[i.value].settle(); });
+    const uint8_t* steps = weight.steps_at(strip, g) + tile * kTileColumns;
+    const int8_t* bases = reinterpret_cast<const int8_t*>(steps + kStripColumns);
+    unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
+      const IntVec step = IntVec::load_bytes(steps + column_of(v.value));
+      const IntVec base = IntVec::load_bytes(bases + column_of(v.value));
+      unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+        int32_t* total = totals + r.value * kTiles * kTileColumns + column_of(v.value);
+        const IntVec x_sum = IntVec::set1(in_row(first_row.sums + 1 + g, r.value));
+        IntVec::load(total)
+            .plus(step, sums[decltype(r)::value * kVecs + decltype(v)::value])
+            .plus(base, x_sum)
+            .store(total);
+      });
+    });
+  }
+  const float* scales = weight.row_scales(strip) + tile * kTileColumns;
+  for (int r = 0; r < kRows; ++r)
+    for (int column = 0; column < kTiles * kTileColumns; column += Vec::kLanes)
+      add_group(IntVec::load(totals + r * kTiles * kTileColumns + column), in_row(first_row.scales, r),
+                Vec::load(scales + column), Vec::zero())
+          .store(c + r * kStripColumns + column);
+}
+
+// multiply(rows, tiles, first row, first tile) for blocks of rows and tiles whose sums fit the registers.
+template <class Multiply>
+inline void in_blocks(int rows, Multiply multiply) {
   int blocks = (rows + QuadTraits::kRows - 1) / QuadTraits::kRows;  // even ones, as in base/dot.h
   for (int row = 0, count = 0; blocks > 0; row += count, --blocks) {
     count = (rows - row + blocks - 1) / blocks;
     with_rows<QuadTraits::kRows>(count, [&](auto num_rows) {
       constexpr int kTiles = QuadTraits::tiles(num_rows.value);
-      for (int tile = 0; tile < 2; tile += kTiles)
-        multiply_rows<num_rows.value, kTiles>(weights, weight, strip, tile, x + row * row_bytes, row_bytes,
-                                              c + row * kStripColumns + tile * kTileColumns);
+      for (int tile = 0; tile < 2; tile += kTiles) multiply(num_rows, std::integral_constant<int, kTiles>{}, row, tile);
     });
   }
+}
+
+// Rows of c [rows, 32], the sums of one strip.
+template <class Weights>
+void multiply_strip_of(const Weights& weights, const PackedWeight& weight, int64_t strip, const char* x,
+                       int64_t row_bytes, int rows, float* c) {
+  in_blocks(rows, [&](auto num_rows, auto num_tiles, int row, int tile) {
+    multiply_rows<num_rows.value, num_tiles.value>(weights, weight, strip, tile, x + row * row_bytes, row_bytes,
+                                                   c + row * kStripColumns + tile * kTileColumns);
+  });
+}
+
+void multiply_strip_in_steps(const PackedWeight& weight, int64_t strip, const char* x, int64_t row_bytes, int rows,
+                             float* c) {
+  in_blocks(rows, [&](auto num_rows, auto num_tiles, int row, int tile) {
+    multiply_rows_in_steps<num_rows.value, num_tiles.value>(weight, strip, tile, x + row * row_bytes, row_bytes,
+                                                            c + row * kStripColumns + tile * kTileColumns);
+  });
+}
+
+// A strip with steps as the only one of a weight of int8_rotated, its bytes in `data`.
+inline PackedWeight strip_as_bytes(const PackedWeight& weight, int64_t strip, uint8_t* data) {
+  uint8_t* wide = data;
+  const uint8_t* nibbles = weight.strip<uint8_t>(strip);
+  const int64_t lines_per_group = weight.group_size / 8;
+  for (int64_t tile = 0; tile < weight.num_depth_tiles() * 2; ++tile)
+    for (int64_t line = 0; line < 8; ++line, nibbles += 64, wide += 128) {
+      const int64_t group = (tile / 2 * 8 + line) / lines_per_group;
+      const uint8_t* steps = weight.steps_at(strip, group) + tile % 2 * kTileColumns;
+      alignas(64) uint8_t step[64], base[64];
+      for (int i = 0; i < 64; ++i) step[i] = steps[i / 4];
+      for (int i = 0; i < 64; ++i) base[i] = steps[kStripColumns + i / 4];
+      // Modulo 256, as bytes with a sign are.
+      for (int i = 0; i < 64; ++i) wide[i] = static_cast<uint8_t>(base[i] + step[i] * (nibbles[i] & 15));
+      for (int i = 0; i < 64; ++i) wide[64 + i] = static_cast<uint8_t>(base[i] + step[i] * (nibbles[i] >> 4));
+    }
+  PackedWeight bytes = weight;
+  bytes.format = WeightFormat::int8_rotated;
+  bytes.group_size = 0;
+  bytes.data = data;
+  bytes.scales = weight.row_scales(strip);
+  return bytes;
 }
 
 // fn(weights) of a format.
@@ -288,8 +384,33 @@ inline void with_weights(WeightFormat format, Fn fn) {
   }
 }
 
+// From so many rows on it pays to turn a strip with steps into bytes first.
+inline constexpr int64_t kRowsToBytes = 8;
+
+void run_in_steps(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+                  int64_t strip_begin, int64_t strip_end) {
+  const PackedWeight& weight = args.weight;
+  const int64_t row_bytes = quantized_row_bytes(weight);
+  const int64_t end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
+  const bool by_bytes = end - block_begin * kRowBlock >= kRowsToBytes;
+  uint8_t* wide = by_bytes ? static_cast<uint8_t*>(thread_scratch(weight.depth() * kStripColumns)) : nullptr;
+  alignas(64) float c[kRowBlock * kStripColumns];
+  for (int64_t s = strip_begin; s < strip_end; ++s) {
+    const PackedWeight bytes = by_bytes ? strip_as_bytes(weight, s, wide) : weight;
+    for (int64_t row = block_begin * kRowBlock; row < end; row += kRowBlock) {
+      const int rows = static_cast<int>(end - row < kRowBlock ? end - row : kRowBlock);
+      const char* x = static_cast<const char*>(packed_x) + row * row_bytes;
+      by_bytes ? multiply_strip_of(ByteWeights{}, bytes, 0, x, row_bytes, rows, c)
+               : multiply_strip_in_steps(weight, s, x, row_bytes, rows, c);
+      finish_block(args, c, row, rows, s);
+    }
+  }
+}
+
 void quantized_run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                    int64_t strip_begin, int64_t strip_end) {
+  if (has_steps(args.weight.format))
+    return run_in_steps(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   const int64_t row_bytes = quantized_row_bytes(args.weight);
   const int64_t end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
   alignas(64) float c[kRowBlock * kStripColumns];
@@ -297,7 +418,8 @@ void quantized_run(const LinearArgs& args, const void* packed_x, int64_t block_b
     for (int64_t s = strip_begin; s < strip_end; ++s)
       for (int64_t row = block_begin * kRowBlock; row < end; row += kRowBlock) {
         const int rows = static_cast<int>(end - row < kRowBlock ? end - row : kRowBlock);
-        multiply_strip_of(weights, args.weight, s, static_cast<const char*>(packed_x) + row * row_bytes, rows, c);
+        multiply_strip_of(weights, args.weight, s, static_cast<const char*>(packed_x) + row * row_bytes, row_bytes,
+                          rows, c);
         finish_block(args, c, row, rows, s);
       }
   });

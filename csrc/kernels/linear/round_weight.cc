@@ -155,6 +155,66 @@ void round_whole_row(const RoundArgs& args, const T* x, int64_t row) {
   }
 }
 
+struct Steps {
+  float step, base;
+
+  // The last number that is still a byte.
+  float most() const { return std::min(std::floor((127.0f - base) / step), 15.0f); }
+  Lanes numbers(const float* values) const {
+    return round(clamp((load(values) - all(base)) * all(1.0f / step), 0, most()));
+  }
+};
+
+// Those of the least squared error among some steps, each with a base that is fitted to its numbers.
+Steps best_steps(const float* values, int size) {
+  const auto [least, most] = std::minmax_element(values, values + size);
+  Lanes total = all(0);
+  for (int i = 0; i < size; i += kLanes) total += load(values + i);
+  const float mean = sum_of(total) / static_cast<float>(size), widest = std::ceil((*most - *least) / 15.0f);
+  Steps best = {1, 0};
+  float least_error = INFINITY;
+  for (int less = 0; less < 4; ++less) {
+    const float step = std::max(widest - static_cast<float>(less), 1.0f);
+    float base = (*least + *most) * 0.5f - 7.5f * step;
+    for (int fit = 0; fit < 3; ++fit) {
+      const Steps own = {step, std::min(std::max(std::nearbyint(base), -127.0f), 127.0f)};
+      Lanes error = all(0), numbers = all(0);
+      for (int i = 0; i < size; i += kLanes) {
+        const Lanes n = own.numbers(values + i), apart = load(values + i) - (n * all(own.step) + all(own.base));
+        error += apart * apart;
+        numbers += n;
+      }
+      if (sum_of(error) < least_error) {
+        least_error = sum_of(error);
+        best = own;
+      }
+      base = mean - step * sum_of(numbers) / static_cast<float>(size);
+    }
+  }
+  return best;
+}
+
+// A rotated row, whose scale takes the value farthest from zero to 127.
+void round_in_steps(const RoundArgs& args, float* rotated, int64_t row) {
+  const int size = static_cast<int>(args.form.group_size);
+  const int64_t depth = args.form.depth(), num_groups = args.form.num_groups();
+  float most = 0;
+  for (int64_t i = 0; i < depth; ++i) most = std::max(most, std::fabs(rotated[i]));
+  const float scale = most / 127.0f, inverted = inverse(scale);
+  for (int64_t i = 0; i < depth; ++i) rotated[i] *= inverted;
+  *args.scales.row<float>(row) = scale;
+  uint8_t *numbers = args.values.row<uint8_t>(row), *steps = args.steps.row<uint8_t>(row);
+  for (int64_t g = 0; g < num_groups; ++g) {
+    const Steps best = best_steps(rotated + g * size, size);
+    steps[g] = static_cast<uint8_t>(best.step);
+    steps[num_groups + g] = static_cast<uint8_t>(static_cast<int8_t>(best.base));
+    for (int i = 0; i < size; i += kLanes) {
+      const Lanes n = best.numbers(rotated + g * size + i);
+      for (int lane = 0; lane < kLanes; ++lane) numbers[g * size + i + lane] = static_cast<uint8_t>(n[lane]);
+    }
+  }
+}
+
 // Divided by the size of the rotation, so that products with rotated rows are those with rows as they came.
 template <class T>
 void round_rotated_row(const RoundArgs& args, const T* x, int64_t row) {
@@ -163,7 +223,7 @@ void round_rotated_row(const RoundArgs& args, const T* x, int64_t row) {
   const float part = 1.0f / static_cast<float>(rotation_size(depth));
   for (int64_t i = 0; i < depth; ++i) rotated[i] = i < k ? to_float(x[i]) * part : 0.0f;
   rotate(rotated, depth);
-  round_whole_row(args, rotated, row);
+  has_steps(args.form.format) ? round_in_steps(args, rotated, row) : round_whole_row(args, rotated, row);
 }
 
 template <class T>

@@ -1,5 +1,5 @@
-// A weight [N, K], fp32 or bf16, rounded to int8 (whole rows, rotated or not, or groups), int4 or uint4, as
-// ops/quantized.py says.
+// A weight [N, K], fp32 or bf16, rounded to int8 (whole rows, rotated or not, or groups), int4, rotated or
+// not, or uint4, as ops/quantized.py says.
 #pragma once
 
 #include "base/packed_weight.h"
@@ -12,11 +12,12 @@ struct RoundArgs {
   PackedWeight form;            // without data: format, group size, n and k
   Rows values;                  // [N, num_numbers()], a byte each
   Rows scales = {}, mins = {};  // [N, groups] of scale_dtype(); mins of uint4
+  Rows steps = {};              // as in PackArgs
 };
 
 inline constexpr bool has_rounding(WeightFormat format) {
   return format == WeightFormat::int8 || format == WeightFormat::int8_rotated || format == WeightFormat::int4 ||
-         format == WeightFormat::uint4;
+         format == WeightFormat::uint4 || format == WeightFormat::int4_rotated;
 }
 
 void round_weight(const RoundArgs& args);

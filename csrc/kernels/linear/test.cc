@@ -135,12 +135,18 @@ struct Quantized {
         data(form.elements(), edge),
         scales(n * form.num_groups() * 4, edge),
         mins(n * form.num_groups() * 4, edge),
+        steps(n * form.num_groups() * 2, edge),
         packed_scales(form.num_scales() * static_cast<int64_t>(size_of(form.scale_dtype())), edge) {
     const int least = !has_nibbles(format) ? -127 : format == WeightFormat::int4 ? -8 : 0;
     const int count = has_nibbles(format) ? 16 : 255;
     for (int64_t i = 0; i < n * form.num_numbers(); ++i) {
       values[i] = static_cast<uint8_t>(least + static_cast<int>(random.bits() % static_cast<uint64_t>(count)));
       if (format == WeightFormat::fp8 && (values[i] & 0x7f) == 0x7f) values[i] = 3;  // NaN
+    }
+    // Whole steps and bases: base + 15 * step is 127 at most.
+    for (int64_t i = 0; i < steps.size(); ++i) {
+      const bool is_base = i % (2 * form.num_groups()) >= form.num_groups();
+      steps[i] = static_cast<uint8_t>(is_base ? random.bits() % 130 - 127 : 1 + random.bits() % 8);
     }
     fill_scales(scales, 0.001f, random);
     fill_scales(mins, 0.01f, random);
@@ -149,16 +155,20 @@ struct Quantized {
     const int64_t groups = form.num_groups();
     pack_weight({{values.data(), form.num_numbers(), DType::u8},
                  form,
-                 {scales.data(), groups, form.scale_dtype()},
-                 {has_mins(format) ? mins.data() : nullptr, groups, form.scale_dtype()}});
+                 {scales.data(), has_steps(format) ? 1 : groups, scale_dtype()},
+                 {has_mins(format) ? mins.data() : nullptr, groups, scale_dtype()},
+                 {steps.data(), 2 * groups, DType::u8}});
   }
+
+  // Of scales as they come.
+  DType scale_dtype() const { return has_steps(form.format) ? DType::f32 : form.scale_dtype(); }
 
   // fp16 as 1.m x 2^-7 to 2^-9, or fp32.
   void fill_scales(const GuardedBuffer<uint8_t>& to, float size, Random& random) {
     for (int64_t i = 0; i < form.n * form.num_groups(); ++i) {
       const auto half = static_cast<uint16_t>((6 + random.bits() % 3) << 10 | random.bits() % 1024);
       const float wide = size * (1.5f + random.value());
-      if (form.scale_dtype() == DType::f16)
+      if (scale_dtype() == DType::f16)
         std::memcpy(to.data() + 2 * i, &half, 2);
       else
         std::memcpy(to.data() + 4 * i, &wide, 4);
@@ -168,7 +178,7 @@ struct Quantized {
     const int64_t i = row * form.num_groups() + group;
     f16 half;
     float wide;
-    if (form.scale_dtype() == DType::f16) {
+    if (scale_dtype() == DType::f16) {
       std::memcpy(&half, from.data() + 2 * i, 2);
       return to_float(half);
     }
@@ -179,6 +189,12 @@ struct Quantized {
   // What a number stands for; of rotated rows, in the rotated one.
   double value(int64_t row, int64_t i) const {
     const uint8_t code = values[row * form.num_numbers() + i];
+    if (has_steps(form.format)) {
+      const int64_t step = row * 2 * form.num_groups() + group_of(i);
+      float own;
+      std::memcpy(&own, scales.data() + 4 * row, 4);
+      return own * (static_cast<int8_t>(steps[step + form.num_groups()]) + static_cast<double>(steps[step]) * code);
+    }
     const double own_scale = scale(scales, row, group_of(i));
     if (form.format == WeightFormat::fp8) return own_scale * fp8(code);
     const int8_t* table = table_of(form.format);
@@ -204,13 +220,14 @@ struct Quantized {
   }
 
   PackedWeight form;
-  GuardedBuffer<uint8_t> values, data, scales, mins, packed_scales;
+  GuardedBuffer<uint8_t> values, data, scales, mins, steps, packed_scales;
 };
 
 // x as quantised products round it: [m, num_numbers()].
 template <class T>
 std::vector<double> rounded(const GuardedBuffer<T>& x, int64_t m, const PackedWeight& form) {
-  const int64_t count = form.num_numbers(), group = form.group_size ? form.group_size : count;
+  const int64_t count = form.num_numbers();
+  const int64_t group = form.group_size && !has_steps(form.format) ? form.group_size : count;
   std::vector<double> result;
   for (int64_t row = 0; row < m; ++row) {
     std::vector<float> own(static_cast<size_t>(count));
@@ -254,14 +271,14 @@ struct QuantizedCase {
 };
 
 constexpr QuantizedCase kQuantizedCases[] = {
-    {WeightFormat::int8, 0},        {WeightFormat::int8, 16},       {WeightFormat::int8, 128},
-    {WeightFormat::int8_min, 16},   {WeightFormat::int8_min, 128},  {WeightFormat::int4, 32},
-    {WeightFormat::int4, 64},       {WeightFormat::int4, 128},      {WeightFormat::uint4, 32},
-    {WeightFormat::uint4, 128},     {WeightFormat::uint4_zero, 32}, {WeightFormat::uint4_zero, 128},
-    {WeightFormat::mxfp4, 32},      {WeightFormat::mxfp4, 64},      {WeightFormat::iq4_nl, 32},
-    {WeightFormat::iq4_nl, 128},    {WeightFormat::fp8, 0},         {WeightFormat::fp8, 128},
-    {WeightFormat::fp8, 32},        {WeightFormat::int8_exact, 0},  {WeightFormat::int8_exact, 64},
-    {WeightFormat::int8_rotated, 0}};
+    {WeightFormat::int8, 0},         {WeightFormat::int8, 16},         {WeightFormat::int8, 128},
+    {WeightFormat::int8_min, 16},    {WeightFormat::int8_min, 128},    {WeightFormat::int4, 32},
+    {WeightFormat::int4, 64},        {WeightFormat::int4, 128},        {WeightFormat::uint4, 32},
+    {WeightFormat::uint4, 128},      {WeightFormat::uint4_zero, 32},   {WeightFormat::uint4_zero, 128},
+    {WeightFormat::mxfp4, 32},       {WeightFormat::mxfp4, 64},        {WeightFormat::iq4_nl, 32},
+    {WeightFormat::iq4_nl, 128},     {WeightFormat::fp8, 0},           {WeightFormat::fp8, 128},
+    {WeightFormat::fp8, 32},         {WeightFormat::int8_exact, 0},    {WeightFormat::int8_exact, 64},
+    {WeightFormat::int8_rotated, 0}, {WeightFormat::int4_rotated, 16}, {WeightFormat::int4_rotated, 32}};
 
 template <class TX, class TY>
 void check_quantized(QuantizedCase which, Size size, Edge edge, bool gated) {

@@ -37,11 +37,11 @@ class Precision:
 
 # The head's rows are as many as the vocabulary's, and an error there chooses another token: 8 bits at least.
 _NAMED = {
-    # Activations are rounded in the groups of the weight: in whole rows they cost five times the divergence. Groups of
-    # 64 are the smallest that tiles multiply; the head, which multiplies few rows, has smaller ones.
+    # Rotated, since values that stand out, those of activations most of all, spoil whole rows: without it they cost ten
+    # times the divergence. Groups cost as much as their products take, where there are tiles.
     "int8": Precision(("int8_rotated", 0), ("int8_rotated", 0)),
-    # With mins: on real weights the divergence is two thirds of that of int4, whose numbers are around zero.
-    "int4": Precision(("uint4", 32), ("int8_rotated", 0)),
+    # Groups with bases, and of whole steps, so that prompts are products of bytes.
+    "int4": Precision(("int4_rotated", 32), ("int8_rotated", 0)),
     "fp8": Precision(("fp8", 128), ("fp8", 128)),
     "none": Precision(keeps_numbers=False),
 }

@@ -18,6 +18,7 @@ from tilewright.ops.quantized import (
     NAMES,
     ROTATED,
     WITH_MINS,
+    WITH_STEPS,
     Quantized,
     group_sizes,
     quantize,
@@ -27,7 +28,7 @@ from tilewright.ops.quantized import (
 )
 
 # What `quantize` and `auto` choose: a weight of millions of values takes a twentieth of the time that torch does.
-ROUNDED_NATIVELY = ("int8", "int8_rotated", "int4", "uint4")
+ROUNDED_NATIVELY = ("int8", "int8_rotated", "int4", "uint4", "int4_rotated")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class WeightFormat:
     @property
     def is_rotated(self) -> bool:
         return self.name in ROTATED
+
+    @property
+    def has_steps(self) -> bool:
+        return self.name in WITH_STEPS
 
     @property
     def storage(self) -> torch.dtype:
@@ -101,8 +106,13 @@ class PackedForm:
         return packed_scales(self)
 
     @property
+    def num_groups(self) -> int:
+        return -(-self.num_numbers // (self.format.group_size or self.num_numbers))
+
+    @property
     def _scale_dtype(self) -> torch.dtype:
-        return scale_dtype(self.format.name, self.format.group_size)
+        """Of what is kept beside the numbers: bytes of scales and of steps, where there are some."""
+        return torch.uint8 if self.format.has_steps else scale_dtype(self.format.name, self.format.group_size)
 
     def room(self, *leading: int) -> tuple[Tensor, Tensor | None]:
         """Memory for the data and the scales of a weight, or of as many as `leading` says."""
@@ -121,7 +131,8 @@ def packed_elements(form: PackedForm) -> int:
 
 @op
 def packed_scales(form: PackedForm) -> int:
-    """How many scales, and mins where it has them, a weight of a form has; 0: it is not quantised."""
+    """How many scales, and mins where it has them, a weight of a form has, or bytes of scales and steps; 0: it is not
+    quantised."""
     return kernels.packed_scales(form)
 
 
@@ -187,17 +198,21 @@ def rounded(weight: Tensor, format: WeightFormat) -> Quantized:
 
 def _rounded_natively(weight: Tensor, format: WeightFormat) -> Quantized:
     n, k = weight.shape
-    groups = -(-k // format.group_size) if format.group_size else 1
-    scales = torch.empty(n, groups, dtype=scale_dtype(format.name, format.group_size))
-    mins = torch.empty_like(scales) if format.has_mins else None
     form = PackedForm(replace(format, layout=kernels.packed_layout()), n, k)
     values = torch.empty(n, form.num_numbers, dtype=values_dtype(format.name))
-    kernels.quantize(view(weight), form, view(values.view(torch.uint8)), view(scales), view_or_none(mins))
+    num_scales = 1 if format.has_steps else form.num_groups
+    scales = torch.empty(n, num_scales, dtype=scale_dtype(format.name, format.group_size))
+    mins = torch.empty_like(scales) if format.has_mins else None
+    steps = torch.empty(n, 2 * form.num_groups, dtype=torch.uint8) if format.has_steps else None
+    given = view_or_none(mins), view_or_none(steps)
+    kernels.quantize(view(weight), form, view(values.view(torch.uint8)), view(scales), *given)
     for kept in (scales, mins):
         if kept is not None and not bool(kept.isfinite().all()):
             most = weight.abs().max().item()
             raise ValueError(f"a scale of values up to {most:.3g} cannot be kept as {kept.dtype}")
-    return Quantized(format.name, values, scales, mins, format.group_size, k=k if format.is_rotated else None)
+    own_k = k if format.is_rotated else None
+    own_steps = None if steps is None else steps.view(torch.int8)
+    return Quantized(format.name, values, scales, mins, format.group_size, k=own_k, steps=own_steps)
 
 
 @op
@@ -210,7 +225,8 @@ def pack_values(weight: Tensor, packed: Packed) -> None:
 def pack_quantized(weight: Quantized, packed: Packed) -> None:
     """The same of what is quantised already."""
     values = view(weight.values.view(torch.uint8))
-    kernels.pack_quantized(values, view(weight.scales), view_or_none(weight.mins), packed.native())
+    steps = None if weight.steps is None else view(weight.steps.view(torch.uint8))
+    kernels.pack_quantized(values, view(weight.scales), view_or_none(weight.mins), steps, packed.native())
 
 
 @op

@@ -5,8 +5,10 @@ scale * (q - zero). Scales and mins of groups are fp16, those of whole rows and 
 chosen for the scale as it is stored. csrc/base/packed_weight.h has the same formats. Products round x by
 `quantize_rows` (csrc/kernels/linear/quantized.h), but not those of `WIDENED` formats (widened.h beside it).
 
-Rows of `ROTATED` formats are rotated before they are rounded, and x is for the product: a value that stands out, for
-which a whole row would get coarse steps, is spread over up to 256 (csrc/base/rotate.h).
+Of formats with steps q stands for scale * (base + step * q), with one fp32 scale for a row, and step and base of a
+group whole numbers, so that what is multiplied is a byte. Rows of `ROTATED` formats are rotated before they are
+rounded, and x is for the product: a value that stands out, for which a whole row would get coarse steps, is spread over
+up to 256 (csrc/base/rotate.h).
 """
 
 from __future__ import annotations
@@ -17,17 +19,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NAMES = ("fp8", "int8_exact", "int8", "int8_min", "int8_rotated", "int4", "uint4", "uint4_zero", "mxfp4", "iq4_nl")
+NAMES = (
+    "fp8",
+    "int8_exact",
+    "int8",
+    "int8_min",
+    "int8_rotated",
+    "int4",
+    "uint4",
+    "uint4_zero",
+    "mxfp4",
+    "iq4_nl",
+    "int4_rotated",
+)
 WITH_ZEROS = ("uint4_zero",)
 WITH_MINS = ("int8_min", "uint4", *WITH_ZEROS)  # zeros are where others have mins
 WIDENED = ("fp8", "int8_exact")  # x is multiplied as it is
-ROTATED = ("int8_rotated",)
+WITH_STEPS = ("int4_rotated",)
+ROTATED = ("int8_rotated", *WITH_STEPS)
 # What the codes 0 to 15 stand for; those of mxfp4 are twice e2m1, so that all are whole.
 TABLES = {
     "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
-_UNSIGNED = ("fp8", "uint4", "uint4_zero", *TABLES)
+_UNSIGNED = ("fp8", "uint4", "uint4_zero", *TABLES, *WITH_STEPS)
 _FP8_MAX = 448.0
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # Rows are rotated in the length that tiles fill up, in parts of a power of two up to this one.
@@ -41,6 +56,8 @@ _INT4_PLACES = (8.0, 7.6, 7.2, 6.8, 9.0)
 # Of the range from the least to the largest value of a group of uint4, the parts that are tried. Each is then fitted to
 # its numbers so often; together that takes 15 % off the squared error, on values of normal and of Laplace shape.
 _UINT4_PARTS, _NUM_FITS = (1.0, 0.9, 0.82), 2
+# How many whole steps are tried, from that on which takes in all of a group.
+_NUM_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,12 @@ class Quantized:
     group_size: int = 0
     columns: Tensor | None = None  # int32 [k]: which column of the weight each is, where they are not in order
     k: int | None = None  # where there are more numbers than that: of a row that is rotated
+    steps: Tensor | None = None  # int8 [n, 2 * groups]: steps and then bases. With them scales are [n, 1]
+
+    @property
+    def scale_group(self) -> int:
+        """Numbers (`numbers_of`) of a row that share a scale, and values of x; 0: all of them."""
+        return 0 if self.steps is not None else self.group_size
 
     @property
     def shape(self) -> torch.Size:
@@ -64,6 +87,8 @@ class Quantized:
 def quantize(weight: Tensor, name: str, group_size: int = 0) -> Quantized:
     """`weight` [n, k], fp32 or bf16, in the format of that name."""
     k = weight.shape[1]
+    if name in WITH_STEPS:
+        return _in_steps(_turned(weight), name, group_size, k)
     num_numbers = rotated_length(k) if name in ROTATED else k
     grouped = in_groups(_turned(weight) if name in ROTATED else weight.float(), group_size)
     mins: Tensor | None = None
@@ -71,7 +96,7 @@ def quantize(weight: Tensor, name: str, group_size: int = 0) -> Quantized:
     def stored(scales: Tensor) -> Tensor:
         return stored_scale(scales, name, group_size)
 
-    if name in ("int8", "int8_exact", *ROTATED):
+    if name in ("int8", "int8_exact", "int8_rotated"):
         scales = stored(grouped.abs().amax(-1) / 127)
         numbers = (grouped * _inverse(scales)).round().clamp(-127, 127)
     elif name == "fp8":
@@ -210,10 +235,33 @@ def _uint4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return scales, mins, numbers
 
 
+def _in_steps(rotated: Tensor, name: str, group_size: int, k: int) -> Quantized:
+    """Steps and bases of the least squared error, in parts of a scale that takes the farthest value of a row to 127."""
+    scales = rotated.abs().amax(-1, keepdim=True) / 127
+    grouped = in_groups(rotated * _inverse(scales[:, 0]), group_size)
+    least, most, mean = grouped.amin(-1), grouped.amax(-1), grouped.mean(-1)
+    widest = ((most - least) / 15).ceil()
+    best = _Best()
+    for less in range(_NUM_STEPS):
+        step = (widest - less).clamp(min=1)
+        base = (least + most) * 0.5 - 7.5 * step
+        for _ in range(1 + _NUM_FITS):
+            base = base.round().clamp(-127, 127)
+            last = ((127 - base) / step).floor().clamp(max=15)  # the number whose byte is the last
+            numbers = (grouped - base[..., None]) * (1 / step)[..., None]
+            numbers = torch.minimum(numbers.clamp(min=0), last[..., None]).round()
+            error = grouped - (numbers * step[..., None] + base[..., None])
+            best.offer(error.square().sum(-1), step, base, numbers)
+            base = mean - step * numbers.mean(-1)
+    step, base, numbers = best.parts
+    steps = torch.cat([step, base], -1).to(torch.int8)
+    return Quantized(name, numbers.to(torch.uint8).flatten(1), scales, None, group_size, k=k, steps=steps)
+
+
 def dequantize(weight: Quantized) -> Tensor:
     """What the numbers stand for, fp32 [n, k], columns in order."""
     num_numbers = weight.values.shape[1]
-    grouped = in_groups(numbers_of(weight), weight.group_size) * weight.scales.float()[..., None]
+    grouped = in_groups(numbers_of(weight), weight.scale_group) * weight.scales.float()[..., None]
     if (mins := mins_of(weight)) is not None:
         grouped = grouped - mins[..., None]
     found = grouped.flatten(1)[:, :num_numbers]
@@ -223,12 +271,16 @@ def dequantize(weight: Quantized) -> Tensor:
 
 
 def numbers_of(weight: Quantized) -> Tensor:
-    """The numbers, fp32 [n, k]: what values are, or the codes of a table or the bits of fp8 stand for."""
+    """The numbers, fp32 [n, k]: what values are, or the codes of a table, the bits of fp8 or steps stand for."""
     if weight.name == "fp8":
         return weight.values.view(torch.float8_e4m3fn).float()
     if weight.name in TABLES:
         table = torch.tensor(TABLES[weight.name], dtype=torch.float32, device=weight.values.device)
         return table[weight.values.int()]
+    if weight.steps is not None:
+        step, base = weight.steps.float().chunk(2, -1)
+        grouped = in_groups(weight.values.float(), weight.group_size)
+        return (grouped * step[..., None] + base[..., None]).flatten(-2)
     return weight.values.float()
 
 
@@ -248,7 +300,8 @@ def concatenate(parts: Sequence[Quantized]) -> Quantized:
         raise ValueError("rows of one product have their columns in different orders")
     mins = None if first.mins is None else torch.cat([part.mins for part in parts if part.mins is not None])
     values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
-    return Quantized(first.name, values, scales, mins, first.group_size, first.columns, first.k)
+    steps = None if first.steps is None else torch.cat([part.steps for part in parts if part.steps is not None])
+    return Quantized(first.name, values, scales, mins, first.group_size, first.columns, first.k, steps)
 
 
 def same_columns(one: Quantized, other: Quantized) -> bool:
@@ -266,7 +319,8 @@ def zeros_like(weight: Quantized, num_rows: int) -> Quantized:
 
     mins = None if weight.mins is None else zeros(weight.mins)
     values, scales = zeros(weight.values), zeros(weight.scales)
-    return Quantized(weight.name, values, scales, mins, weight.group_size, weight.columns, weight.k)
+    steps = None if weight.steps is None else zeros(weight.steps)
+    return Quantized(weight.name, values, scales, mins, weight.group_size, weight.columns, weight.k, steps)
 
 
 def columns_of(weight: Quantized, runs: Sequence[tuple[int, int]]) -> Quantized:
@@ -320,13 +374,16 @@ def group_sizes(name: str) -> tuple[int, ...]:
     """The groups that a format has; 0: a row is one."""
     if name in WIDENED:
         return (0, *(size for size in GROUP_SIZES if size % 32 == 0))
+    if name in WITH_STEPS:
+        return tuple(size for size in GROUP_SIZES if _TILE_DEPTH % size == 0)
     if name in ROTATED:
         return (0,)
     return (0, *GROUP_SIZES) if name == "int8" else GROUP_SIZES
 
 
 def scale_dtype(name: str, group_size: int) -> torch.dtype:
-    return torch.float16 if group_size and name not in WIDENED else torch.float32
+    """Of `Quantized.scales`."""
+    return torch.float16 if group_size and name not in (*WIDENED, *WITH_STEPS) else torch.float32
 
 
 def stored_scale(scales: Tensor, name: str, group_size: int) -> Tensor:

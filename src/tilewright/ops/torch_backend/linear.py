@@ -134,8 +134,8 @@ def product(x: Tensor, weight: Tensor | Quantized) -> Tensor:
     if weight.name in WIDENED:
         numbers, x_scales = in_groups(x.float(), weight.group_size), None
     else:
-        numbers, x_scales = quantize_rows(x, weight.group_size)
-    values, mins = in_groups(numbers_of(weight), weight.group_size), mins_of(weight)
+        numbers, x_scales = quantize_rows(x, weight.scale_group)
+    values, mins = in_groups(numbers_of(weight), weight.scale_group), mins_of(weight)
     y = torch.zeros(*x.shape[:-1], len(values), device=x.device)
     for group in range(values.shape[1]):
         sums = functional.linear(numbers[..., group, :], values[:, group])

@@ -1,5 +1,6 @@
 """Weights as they came: row after row."""
 
+import torch
 from torch import Tensor
 
 from tilewright.ops.packed import Packed, PackedForm
@@ -19,8 +20,9 @@ def packed_elements(form: PackedForm) -> int:
 def packed_scales(form: PackedForm) -> int:
     if not form.format.is_quantized:
         return 0
-    num_groups = -(-form.k // (form.format.group_size or form.k))
-    return form.n * num_groups * (2 if form.format.has_mins else 1)
+    if form.format.has_steps:
+        return form.n * (4 + 2 * form.num_groups)
+    return form.n * form.num_groups * (2 if form.format.has_mins else 1)
 
 
 def pack_values(weight: Tensor, packed: Packed) -> None:
@@ -33,6 +35,8 @@ def pack_quantized(weight: Quantized, packed: Packed) -> None:
     own.scales.copy_(weight.scales)
     if own.mins is not None and weight.mins is not None:
         own.mins.copy_(weight.mins)
+    if own.steps is not None and weight.steps is not None:
+        own.steps.copy_(weight.steps)
 
 
 def unpacked(packed: Packed) -> Tensor:
@@ -47,6 +51,11 @@ def quantized_of(packed: Packed) -> Quantized:
     assert packed.scales is not None
     values = rows_of(packed).view(values_dtype(own.name))
     k = packed.k if own.is_rotated else None
+    if own.has_steps:
+        scales, steps = packed.scales.split([4 * packed.n, 2 * packed.n * packed.form.num_groups], -1)
+        scales = scales.view(torch.float32).unflatten(-1, (packed.n, 1))
+        steps = steps.view(torch.int8).unflatten(-1, (packed.n, -1))
+        return Quantized(own.name, values, scales, None, own.group_size, k=k, steps=steps)
     if not own.has_mins:
         return Quantized(own.name, values, packed.scales.unflatten(-1, (packed.n, -1)), None, own.group_size, k=k)
     scales, mins = packed.scales.unflatten(-1, (2, packed.n, -1)).unbind(-3)
