@@ -12,7 +12,6 @@ from tilewright.ops.linear import PackedWeight, linear, pack_weight, pack_weight
 from tilewright.ops.moe import PackedExperts, moe, route
 from tilewright.ops.packed import rounded, weight_format
 from tilewright.ops.quantized import (
-    ROTATED,
     TABLES,
     Quantized,
     columns_of,

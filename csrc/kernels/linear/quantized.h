@@ -346,21 +346,46 @@ void multiply_strip_in_steps(const PackedWeight& weight, int64_t strip, const ch
   });
 }
 
+// 64 bytes, as what they are made of.
+using Bytes64 = uint8_t __attribute__((vector_size(64)));
+using Words32 = uint16_t __attribute__((vector_size(64)));
+
+// A byte of each of 16 columns, times `pattern`: 0x01010101 repeats it for its quad.
+template <class Lanes>
+inline void for_quads(const uint8_t* columns, int32_t pattern, Lanes& lanes) {
+  alignas(64) int32_t quads[kTileColumns];
+  for (int i = 0; i < kTileColumns; i += Vec::kLanes)
+    IntVec::set1(0).plus(IntVec::load_bytes(columns + i), IntVec::set1(pattern)).store(quads + i);
+  std::memcpy(&lanes, quads, sizeof(lanes));
+}
+
+// A line of a tile of nibbles as two of bytes. A step times 15 is a byte, so that words multiply two at once; a base is
+// added modulo 256, as bytes with a sign are.
+inline void widen_line(const uint8_t* nibbles, const Words32& steps, const Bytes64& bases, uint8_t* wide) {
+  Words32 line;
+  std::memcpy(&line, nibbles, sizeof(line));
+  const Bytes64 first = reinterpret_cast<Bytes64>((line & 0x0f0f) * steps) + bases;
+  const Bytes64 second = reinterpret_cast<Bytes64>((line >> 4 & 0x0f0f) * steps) + bases;
+  std::memcpy(wide, &first, sizeof(first));
+  std::memcpy(wide + 64, &second, sizeof(second));
+}
+
 // A strip with steps as the only one of a weight of int8_rotated, its bytes in `data`.
 inline PackedWeight strip_as_bytes(const PackedWeight& weight, int64_t strip, uint8_t* data) {
-  uint8_t* wide = data;
+  constexpr int kLines = kQuadTileDepth / 8;  // of a tile of nibbles
+  const int group_lines = static_cast<int>(weight.group_size / 8);
   const uint8_t* nibbles = weight.strip<uint8_t>(strip);
-  const int64_t lines_per_group = weight.group_size / 8;
+  uint8_t* wide = data;
   for (int64_t tile = 0; tile < weight.num_depth_tiles() * 2; ++tile)
-    for (int64_t line = 0; line < 8; ++line, nibbles += 64, wide += 128) {
-      const int64_t group = (tile / 2 * 8 + line) / lines_per_group;
-      const uint8_t* steps = weight.steps_at(strip, group) + tile % 2 * kTileColumns;
-      alignas(64) uint8_t step[64], base[64];
-      for (int i = 0; i < 64; ++i) step[i] = steps[i / 4];
-      for (int i = 0; i < 64; ++i) base[i] = steps[kStripColumns + i / 4];
-      // Modulo 256, as bytes with a sign are.
-      for (int i = 0; i < 64; ++i) wide[i] = static_cast<uint8_t>(base[i] + step[i] * (nibbles[i] & 15));
-      for (int i = 0; i < 64; ++i) wide[64 + i] = static_cast<uint8_t>(base[i] + step[i] * (nibbles[i] >> 4));
+    for (int first = 0; first < kLines; first += group_lines) {
+      const int64_t group = (tile / 2 * kLines + first) / group_lines;
+      const uint8_t* columns = weight.steps_at(strip, group) + tile % 2 * kTileColumns;
+      Words32 steps;
+      Bytes64 bases;
+      for_quads(columns, 0x00010001, steps);
+      for_quads(columns + kStripColumns, 0x01010101, bases);
+      for (int line = 0; line < group_lines; ++line, nibbles += 64, wide += 128)
+        widen_line(nibbles, steps, bases, wide);
     }
   PackedWeight bytes = weight;
   bytes.format = WeightFormat::int8_rotated;
@@ -385,7 +410,7 @@ inline void with_weights(WeightFormat format, Fn fn) {
 }
 
 // From so many rows on it pays to turn a strip with steps into bytes first.
-inline constexpr int64_t kRowsToBytes = 8;
+inline constexpr int64_t kRowsToBytes = 14;
 
 void run_in_steps(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                   int64_t strip_begin, int64_t strip_end) {
