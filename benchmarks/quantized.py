@@ -37,6 +37,8 @@ from tilewright.ops.native import kernels
 FORMATS: dict[str, tuple[str, int] | None] = {
     "bf16": None,
     "int8, whole rows": ("int8", 0),
+    "int8, rotated": ("int8_rotated", 0),
+    "int4, rotated": ("int4_rotated", 32),
     "int8 / 256": ("int8", 256),
     "int8 / 128": ("int8", 128),
     "int8 / 64": ("int8", 64),
@@ -76,7 +78,7 @@ MODELS = {
     },
 }
 # About what packing takes of each weight: a model that does not fit is left out.
-BYTES_PER_WEIGHT = {"none": 2.0, "int8": 1.05, "int4": 0.65}
+BYTES_PER_WEIGHT = {"none": 2.0, "int8": 1.01, "int4": 0.6}
 NUM_WEIGHTS = {"8B": 8.2e9, "30B-A3B": 30.5e9}
 
 

@@ -72,6 +72,11 @@ def fill(tensor: torch.Tensor, block: torch.Tensor) -> None:
         part.copy_(block[: part.numel()])
 
 
+def fill_scales(scales: torch.Tensor) -> None:
+    """Those that are kept as bytes, with steps behind them, as 7e-4."""
+    scales.fill_(1e-3 if scales.is_floating_point() else 0x3A)
+
+
 def packed(
     n: int, k: int, gated: bool, bias: bool, block: torch.Tensor, quantized_as: tuple[str, int] | None = None
 ) -> PackedWeight:
@@ -80,7 +85,7 @@ def packed(
     data, scales = form.room()
     fill(data, block.view(data.dtype))
     if scales is not None:
-        scales.fill_(1e-3)
+        fill_scales(scales)
     padded = replace(form, format=weight_format(torch.bfloat16), k=1).num_elements // 32
     return PackedWeight(data, form, scales, torch.bfloat16, bias=torch.zeros(padded) if bias else None)
 
@@ -106,7 +111,7 @@ def random_value(weight: Weight, block: torch.Tensor) -> Any:
         value = PackedExperts.empty(weight.num_experts, weight.rows, weight.columns, gated, own)
         fill(value.data, block.view(value.data.dtype))
         if value.scales is not None:
-            value.scales.fill_(1e-3)
+            fill_scales(value.scales)
         return value
     tensors = [torch.empty(source.shape, dtype=torch.bfloat16) for source in sources]
     for tensor in tensors:

@@ -139,7 +139,7 @@ def test_memory_of_a_loaded_model_is_told(capsys):
     assert 0 < told["weight_bytes"] < told["resident_bytes"]
     assert 0 < told["kv_bytes_touched"] < told["kv_bytes"] <= 8_000_000
     assert cli.main(["info", "--load", "--kv-memory", "8MB", "--quantize", "int8"]) == 0
-    assert "int8 in groups of 64" in (text := capsys.readouterr().out) and "resident in all" in text
+    assert "int8_rotated" in (text := capsys.readouterr().out) and "resident in all" in text
     assert cli.main(["info", "--load", "--quantize", "int3"]) == 2
     assert "int3" in capsys.readouterr().err
 

@@ -12,12 +12,21 @@ from tilewright.bench.row import Calls, Row, close, num_copies, random, rotation
 from tilewright.bench.shapes import MODELS, Vision
 from tilewright.bench.torch_dtype import fastest_dtype
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
-from tilewright.ops.packed import rounded, weight_format
-from tilewright.ops.quantized import WIDENED, Quantized, scale_dtype
+from tilewright.ops.packed import PackedForm, rounded, weight_format
+from tilewright.ops.quantized import Quantized, scale_dtype
 from tilewright.ops.torch_backend import linear as reference
 
 ROWS = (1, 4, 16, 128, 512, 1024)
-QUANTIZED = (("int8", 0), ("int4", 32), ("int4", 128), ("mxfp4", 32), ("fp8", 128), ("int8_exact", 0))
+QUANTIZED = (
+    ("int8", 0),
+    ("int8_rotated", 0),
+    ("int4", 32),
+    ("int4", 128),
+    ("int4_rotated", 32),
+    ("mxfp4", 32),
+    ("fp8", 128),
+    ("int8_exact", 0),
+)
 QUANTIZED_ROWS = (1, 8, 512)
 HEAD_ROWS = (1, 16)
 VISION_ROWS = (1024, 4096)
@@ -58,9 +67,9 @@ def _row(name: str, label: str, m: int, n: int, k: int, group: str, *, gated: bo
 def _quantized_row(label: str, m: int, n: int, k: int, format: tuple[str, int]) -> Row:
     """Beside our own product of the same weight in bf16."""
     name, group = format
-    bits = 8.0 if name in ("int8", *WIDENED) else 4.0
-    bits += 8 * scale_dtype(name, group).itemsize / (group or k)
-    moved = int(n * k * bits / 8) + 2 * m * (k + n)
+    form = PackedForm(weight_format(*format), n, k)
+    num_scales, scale_bytes = form.num_scales, 1 if form.format.has_steps else scale_dtype(name, group).itemsize
+    moved = form.num_elements + num_scales * scale_bytes + 2 * m * (k + n)
     title = f"linear {name}" + (f" in groups of {group}" if group else "")
     shape = f"{label} M={m} N={n} K={k}, beside bf16"
     return Row(title, shape, moved, 2 * m * n * k, partial(_quantized_calls, m, n, k, format), f"{title} M={m}")
