@@ -12,19 +12,18 @@ namespace tilewright {
 
 // How a value is stored. Quantised ones are numbers q, which stand for scale * q, scale * q - min or scale * (q -
 // zero).
-//   fp8         e4m3, a byte; x is not rounded
-//   int8_exact  -127 to 127, a byte; x is not rounded
-//   int8        -127 to 127, a byte
-//   int8_min    -127 to 127, a byte, with mins
+//   fp8           e4m3, a byte; x is not rounded
+//   int8_exact    -127 to 127, a byte; x is not rounded
+//   int8          -127 to 127, a byte
+//   int8_min      -127 to 127, a byte, with mins
 //   int8_rotated  -127 to 127, a byte, of rows that are rotated (base/rotate.h), as those of x are for the product
-//   int4        -8 to 7, half a byte, stored as q + 8
-//   uint4       0 to 15, half a byte, with mins
-//   uint4_zero  0 to 15, half a byte, with zeros
-//   mxfp4       one of kMxfp4Values, half a byte
-//   iq4_nl      one of kIq4NlValues, half a byte
-//   int4_rotated  0 to 15, half a byte, of rotated rows: stands for scale * (base + step * q), with one scale for a
-//   row,
-//               and step and base of a group whole numbers, so that base + step * q is a byte
+//   int4          -8 to 7, half a byte, stored as q + 8
+//   uint4         0 to 15, half a byte, with mins
+//   uint4_zero    0 to 15, half a byte, with zeros
+//   mxfp4         one of kMxfp4Values, half a byte
+//   iq4_nl        one of kIq4NlValues, half a byte
+//   int4_rotated  0 to 15, half a byte, of rotated rows: stands for scale * (base + step * q), with one scale for a row.
+//                 Step and base of a group are whole numbers, so that base + step * q is a byte
 enum class WeightFormat : int {
   f32,
   bf16,

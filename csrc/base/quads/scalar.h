@@ -24,10 +24,12 @@ struct IntVec {
   }
   static IntVec load_bytes(const uint8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
   static IntVec load_bytes(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
-  // this + a * b
+  // this + a * b, modulo 2^32
   IntVec plus(IntVec a, IntVec b) const {
     IntVec sum;
-    for (int i = 0; i < Vec::kLanes; ++i) sum.v[i] = v[i] + a.v[i] * b.v[i];
+    for (int i = 0; i < Vec::kLanes; ++i)
+      sum.v[i] = static_cast<int32_t>(static_cast<uint32_t>(v[i]) +
+                                      static_cast<uint32_t>(a.v[i]) * static_cast<uint32_t>(b.v[i]));
     return sum;
   }
   Vec to_float() const {
