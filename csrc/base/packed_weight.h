@@ -22,8 +22,8 @@ namespace tilewright {
 //   uint4_zero    0 to 15, half a byte, with zeros
 //   mxfp4         one of kMxfp4Values, half a byte
 //   iq4_nl        one of kIq4NlValues, half a byte
-//   int4_rotated  0 to 15, half a byte, of rotated rows: stands for scale * (base + step * q), with one scale for a row.
-//                 Step and base of a group are whole numbers, so that base + step * q is a byte
+//   int4_rotated  0 to 15, half a byte, of rotated rows. Stands for scale * (base + step * q), with one scale for a
+//                 row; step and base of a group are whole numbers, so that base + step * q is a byte
 enum class WeightFormat : int {
   f32,
   bf16,
