@@ -114,7 +114,7 @@ inline constexpr bool has_whole_rows(WeightFormat format) {
 inline constexpr bool has_groups_of(WeightFormat format, int64_t size) {
   for (const int64_t known : kGroupSizes)
     if (size == known) {
-      if (has_steps(format)) return kQuadTileDepth % size == 0;  // a rotated row is whole tiles
+      if (has_steps(format)) return size <= 32;  // their sums, of numbers from -8 to 7, fit 16 bits
       return is_widened(format) ? size % kTileDepth == 0 : !is_rotated(format);
     }
   return size == 0 && has_whole_rows(format);

@@ -29,6 +29,19 @@ struct IntVec {
   Vec to_float() const { return {_mm256_cvtepi32_ps(v)}; }
 };
 
+struct Steps {  // as for AVX-512
+  __m256i v;
+  static Steps load(const uint8_t* steps, const int8_t* bases) {
+    const __m256i step = IntVec::load_bytes(steps).v, base = IntVec::load_bytes(bases).v;
+    const __m256i centre = _mm256_add_epi32(base, _mm256_slli_epi32(step, 3));
+    return {_mm256_blend_epi16(step, _mm256_slli_epi32(centre, 16), 0xaa)};
+  }
+};
+inline IntVec add_steps(IntVec total, IntVec sums, int32_t x_sum, const Steps& steps) {
+  const __m256i halves = _mm256_blend_epi16(sums.v, _mm256_set1_epi32(x_sum * 65536), 0xaa);
+  return {_mm256_add_epi32(total.v, _mm256_madd_epi16(halves, steps.v))};
+}
+
 struct RowQuad {
   __m256i v;
   static RowQuad load(const int8_t* p) {

@@ -28,6 +28,21 @@ struct IntVec {
   Vec to_float() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 
+// Step and base + 8 step of each column, as halves of a word: a group's sums, of numbers less 8, and the sum of x fit
+// 16 bits, so that both products and their sum are one instruction.
+struct Steps {
+  __m512i v;
+  static Steps load(const uint8_t* steps, const int8_t* bases) {
+    const __m512i step = IntVec::load_bytes(steps).v, base = IntVec::load_bytes(bases).v;
+    const __m512i centre = _mm512_add_epi32(base, _mm512_slli_epi32(step, 3));
+    return {_mm512_mask_blend_epi16(0xaaaaaaaa, step, _mm512_slli_epi32(centre, 16))};
+  }
+};
+inline IntVec add_steps(IntVec total, IntVec sums, int32_t x_sum, const Steps& steps) {
+  const __m512i halves = _mm512_mask_blend_epi16(0xaaaaaaaa, sums.v, _mm512_set1_epi32(x_sum * 65536));
+  return {_mm512_add_epi32(total.v, _mm512_madd_epi16(halves, steps.v))};
+}
+
 struct RowQuad {
   __m512i v;
   static RowQuad load(const int8_t* p) {

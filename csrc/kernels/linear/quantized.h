@@ -288,22 +288,22 @@ void multiply_rows_in_steps(const PackedWeight& weight, int64_t strip, int tile,
   alignas(64) int32_t totals[kRows * kTiles * kTileColumns] = {};
   for (int64_t g = 0; g < weight.num_groups(); ++g) {
     IntVec sums[kRows * kVecs];
-    unrolled<kRows * kVecs>([&](auto i) __attribute__((always_inline)) { sums[i.value] = IntVec::set1(0); });
+    unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
+      const IntVec start = IntVec::set1(-8 * in_row(first_row.sums + 1 + g, r.value));
+      unrolled<kVecs>([&](auto v)
+                          __attribute__((always_inline)) { sums[decltype(r)::value * kVecs + v.value] = start; });
+    });
     multiply_depths_of<kRows, kTiles>(kWeights, data, first_row.values, row_bytes, weight.group_begin(g),
                                       weight.group_end(g), sums);
     unrolled<kRows * kVecs>([&](auto i) __attribute__((always_inline)) { sums[i.value].settle(); });
     const uint8_t* steps = weight.steps_at(strip, g) + tile * kTileColumns;
     const int8_t* bases = reinterpret_cast<const int8_t*>(steps + kStripColumns);
     unrolled<kVecs>([&](auto v) __attribute__((always_inline)) {
-      const IntVec step = IntVec::load_bytes(steps + column_of(v.value));
-      const IntVec base = IntVec::load_bytes(bases + column_of(v.value));
+      const Steps own = Steps::load(steps + column_of(v.value), bases + column_of(v.value));
       unrolled<kRows>([&](auto r) __attribute__((always_inline)) {
         int32_t* total = totals + r.value * kTiles * kTileColumns + column_of(v.value);
-        const IntVec x_sum = IntVec::set1(in_row(first_row.sums + 1 + g, r.value));
-        IntVec::load(total)
-            .plus(step, sums[decltype(r)::value * kVecs + decltype(v)::value])
-            .plus(base, x_sum)
-            .store(total);
+        const IntVec own_sums = sums[decltype(r)::value * kVecs + decltype(v)::value];
+        add_steps(IntVec::load(total), own_sums, in_row(first_row.sums + 1 + g, r.value), own).store(total);
       });
     });
   }

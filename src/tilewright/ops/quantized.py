@@ -375,7 +375,7 @@ def group_sizes(name: str) -> tuple[int, ...]:
     if name in WIDENED:
         return (0, *(size for size in GROUP_SIZES if size % 32 == 0))
     if name in WITH_STEPS:
-        return tuple(size for size in GROUP_SIZES if _TILE_DEPTH % size == 0)
+        return tuple(size for size in GROUP_SIZES if size <= 32)
     if name in ROTATED:
         return (0,)
     return (0, *GROUP_SIZES) if name == "int8" else GROUP_SIZES
