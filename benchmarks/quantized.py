@@ -47,7 +47,7 @@ FORMATS: dict[str, tuple[str, int] | None] = {
     "int4 / 128": ("int4", 128),
     "fp8 / 128": ("fp8", 128),
 }
-ROWS = (1, 8, 15, 16, 64, 512, 1024)  # tiles of bytes begin at 16
+ROWS = (1, 8, 15, 16, 64, 512, 1024)  # answers, few and many of them, and prompts
 LINEAR = (12288, 4096)  # outputs and inputs: gate or up of an 8B model
 MODELS = {
     "8B": CONFIG

@@ -10,7 +10,7 @@ from components import relative, rms
 from oracle import require
 from PIL import Image
 from pipeline_ranks import run_on_ranks
-from tiny_flux import HEIGHT, NUM_STEPS, PROMPT, WIDTH, opened, ours
+from tiny_flux import HEIGHT, NUM_STEPS, PROMPT, WIDTH, opened, ours, ours_at_this_level
 
 from tilewright import Diffusion
 from tilewright.diffusion.pipelines import flux2
@@ -72,11 +72,8 @@ def test_latents_and_pictures_are_those_of_diffusers(kind, pipelines):
 
 
 def test_every_level_makes_the_same(pipelines, isa):
-    """Text encoders, transformer and autoencoder, packed for the level."""
     pipeline, folder = pipelines("base")
-    settings = {"width": WIDTH, "height": HEIGHT, "num_steps": NUM_STEPS, "guidance": 2.5, "latents": given()}
-    with Diffusion(folder, dtype="float32", pack_cache=False) as diffusion:
-        made = diffusion.generate(PROMPT, output="array", **settings)
+    made = ours_at_this_level(folder, guidance=2.5, latents=given())
     options = {"latents": given(), "guidance_scale": 2.5}
     assert relative(made.latents, denoised(pipeline, **options)) < 1e-3
     assert np.abs(made.images[0][0] / 255 - theirs(pipeline, **options)[0]).max() < 1e-3 + 0.5 / 255

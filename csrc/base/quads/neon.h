@@ -34,17 +34,6 @@ struct IntVec {
   Vec to_float() const { return {vcvtq_f32_s32(v)}; }
 };
 
-struct Steps {
-  IntVec step, centre;
-  static Steps load(const uint8_t* steps, const int8_t* bases) {
-    const IntVec step = IntVec::load_bytes(steps);
-    return {step, IntVec::load_bytes(bases).plus(step, IntVec::set1(8))};
-  }
-};
-inline IntVec add_steps(IntVec total, IntVec sums, int32_t x_sum, const Steps& steps) {
-  return total.plus(steps.step, sums).plus(steps.centre, IntVec::set1(x_sum));
-}
-
 struct RowQuad {
   int8x16_t v;
   static RowQuad load(const int8_t* p) {
@@ -102,3 +91,5 @@ struct QuadTraits {
 
 }  // namespace
 }  // namespace tilewright
+
+#include "base/quads/steps.h"

@@ -37,19 +37,6 @@ struct IntVec {
   }
 };
 
-// Steps of Vec::kLanes columns, and what the number 8 stands for.
-struct Steps {
-  IntVec step, centre;
-  static Steps load(const uint8_t* steps, const int8_t* bases) {
-    const IntVec step = IntVec::load_bytes(steps);
-    return {step, IntVec::load_bytes(bases).plus(step, IntVec::set1(8))};
-  }
-};
-// total + the products of a group: `sums` those of its numbers less 8, `x_sum` the sum of x.
-inline IntVec add_steps(IntVec total, IntVec sums, int32_t x_sum, const Steps& steps) {
-  return total.plus(steps.step, sums).plus(steps.centre, IntVec::set1(x_sum));
-}
-
 // Four depths of a row of x, the same for all columns.
 struct RowQuad {
   int8_t v[4];
@@ -107,3 +94,5 @@ struct QuadTraits {
 
 }  // namespace
 }  // namespace tilewright
+
+#include "base/quads/steps.h"

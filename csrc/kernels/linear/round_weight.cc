@@ -156,13 +156,17 @@ void round_whole_row(const RoundArgs& args, const T* x, int64_t row) {
 }
 
 struct Steps {
-  float step, base;
+  float step = 1, base = 0, inverted = 1;
+  float last = 15;  // the number whose byte is the last
 
-  // The last number that is still a byte.
-  float most() const { return std::min(std::floor((127.0f - base) / step), 15.0f); }
-  Lanes numbers(const float* values) const {
-    return round(clamp((load(values) - all(base)) * all(1.0f / step), 0, most()));
-  }
+  Steps() = default;
+  Steps(float own_step, float own_base)
+      : step(own_step),
+        base(own_base),
+        inverted(1.0f / own_step),
+        last(std::min(std::floor((127.0f - own_base) / own_step), 15.0f)) {}
+
+  Lanes numbers(const float* values) const { return round(clamp((load(values) - all(base)) * all(inverted), 0, last)); }
 };
 
 // Those of the least squared error among some steps, each with a base that is fitted to its numbers.
@@ -171,13 +175,14 @@ Steps best_steps(const float* values, int size) {
   Lanes total = all(0);
   for (int i = 0; i < size; i += kLanes) total += load(values + i);
   const float mean = sum_of(total) / static_cast<float>(size), widest = std::ceil((*most - *least) / 15.0f);
-  Steps best = {1, 0};
+  Steps best;
   float least_error = INFINITY;
   for (int less = 0; less < 4; ++less) {
+    if (less > 0 && widest - static_cast<float>(less) < 1.0f) break;  // 1 is the least
     const float step = std::max(widest - static_cast<float>(less), 1.0f);
     float base = (*least + *most) * 0.5f - 7.5f * step;
     for (int fit = 0; fit < 3; ++fit) {
-      const Steps own = {step, std::min(std::max(std::nearbyint(base), -127.0f), 127.0f)};
+      const Steps own(step, std::min(std::max(std::nearbyint(base), -127.0f), 127.0f));
       Lanes error = all(0), numbers = all(0);
       for (int i = 0; i < size; i += kLanes) {
         const Lanes n = own.numbers(values + i), apart = load(values + i) - (n * all(own.step) + all(own.base));
