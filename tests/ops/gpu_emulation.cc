@@ -9,6 +9,7 @@
 #define __global__
 #define __device__
 #define __shared__ static
+#define __launch_bounds__(threads)
 
 struct uint4 {
   unsigned x, y, z, w;
@@ -128,6 +129,7 @@ static inline float __shfl_xor_sync(unsigned, float value, int offset) {
   }
 
 EXPORTED(few_rows)
+EXPORTED(rms_norm)
 EXPORTED(norm_rope)
 EXPORTED(store_rows)
 EXPORTED(decode_attention)

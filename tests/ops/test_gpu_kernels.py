@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewright.ops.torch_backend import attention, gpu_kernels, linear, rope
+from tilewright.ops.torch_backend import attention, gpu_kernels, linear, norm, rope
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="emulation needs a C++ compiler")
@@ -54,7 +54,7 @@ def assert_near(ours, theirs):
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=1.6e-2, atol=1.6e-2)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize(("num_rows", "k"), [(1, 296), (2, 296), (4, 296), (1, 8), (1, 1024), (3, 2600)])
 @pytest.mark.parametrize(
     ("n", "gated", "activation", "bias", "residual", "out_dtype"),
     [
@@ -65,8 +65,8 @@ def assert_near(ours, theirs):
         (7, False, "gelu_erf", True, False, torch.bfloat16),
     ],
 )
-def test_products_of_few_rows(num_rows, n, gated, activation, bias, residual, out_dtype):
-    x, weight = normal(num_rows, 296, seed=1), normal(n, 296, seed=2) * 0.1
+def test_products_of_few_rows(num_rows, k, n, gated, activation, bias, residual, out_dtype):
+    x, weight = normal(num_rows, k, seed=1), normal(n, k, seed=2) * k**-0.5
     own_bias = normal(n, seed=3).float() if bias else None
     own_residual = normal(num_rows, n // 2 if gated else n, seed=4) if residual else None
     theirs = linear.plain_linear(
@@ -83,6 +83,17 @@ def test_products_that_are_for_others():
     assert gpu_kernels.few_rows(normal(5, 32), weight, None, False, "none", None, None, torch.bfloat16) is None
     assert gpu_kernels.few_rows(normal(1, 36), normal(8, 36), None, False, "none", None, None, torch.bfloat16) is None
     assert gpu_kernels.few_rows(normal(1, 32), weight, None, False, "gelu_quick", None, None, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (3, 296), (2, 4096)])
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_norm_of_rows(num_rows, width, plus_one):
+    x, weight = normal(num_rows, width, seed=1) * 3, normal(width, seed=2)
+    out = torch.full_like(x, float("nan"))
+    theirs = norm.rms_norm(x, weight, 1e-6, weight_plus_one=plus_one)
+    assert gpu_kernels.rms_norm(x, weight, 1e-6, plus_one, out) is out
+    assert_near(out, theirs)
+    assert gpu_kernels.rms_norm(normal(gpu_kernels.MAX_NORMS + 1, width), weight, 1e-6, plus_one, None) is None
 
 
 @pytest.mark.parametrize(("width", "rotated"), [(128, 128), (72, 72), (64, 16), (256, 64)])
@@ -141,7 +152,7 @@ def test_attention_of_one_query_each(heads, kv_heads, width, window):
 
 
 def test_parts_of_attention():
-    assert gpu_kernels.num_parts_of(8, 64, 132) == 1  # too few keys to share
-    assert gpu_kernels.num_parts_of(8, 1024, 132) == 16
+    assert gpu_kernels.num_parts_of(8, 32, 132) == 1  # too few keys to share
+    assert gpu_kernels.num_parts_of(8, 512, 132) == 16
     assert gpu_kernels.num_parts_of(8, 1 << 20, 132) == 32
     assert gpu_kernels.num_parts_of(512, 1 << 20, 132) == 1

@@ -1,6 +1,10 @@
-// What decoding on a GPU does too often to be several calls of torch: products of few rows, the norm and rope of heads,
-// keys and values to their pages, attention over pages. bf16 in and out, fp32 within. Compiled by gpu_kernels.py when
-// first needed; the headers of CUDA are not, so bf16 is bits here.
+// What decoding on a GPU does too often to be several calls of torch: products of few rows, norms, the norm and rope of
+// heads, keys and values to their pages, attention over pages. bf16 in and out, fp32 within. Compiled by gpu_kernels.py
+// when first needed; the headers of CUDA are not, so bf16 is bits here.
+//
+// A kernel starts while the one before it still runs, and waits for its results with `after_previous`. What comes
+// before that reads nothing but weights, which nobody writes. Every kernel waits, so that whatever came earlier is done
+// too.
 //
 // Every integer argument is a long long. T tokens, H query heads, G heads of keys, K head width, B sequences.
 
@@ -17,9 +21,37 @@
 typedef unsigned short bf16;
 typedef long long number;
 
-constexpr int kWarps = 4;  // of every block
+constexpr int kWarps = 4;      // of every block but those of `rms_norm`
+constexpr int kBlockRows = 4;  // of w that a block of `few_rows` has
 constexpr int kMaxWidth = 256;
 constexpr float kNothing = -1e30f;  // a score below all others, of which differences are still numbers
+
+// From here on the next kernel may start, up to where it waits.
+__device__ inline void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// What the kernels before have written is there.
+__device__ inline void after_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Eight elements of a weight, which are read once: they take no room in the nearest cache from what is read again.
+__device__ inline uint4 read_once(const uint4* from) {
+#ifdef __CUDA_ARCH__
+  uint4 packed;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(packed.x), "=r"(packed.y), "=r"(packed.z), "=r"(packed.w)
+               : "l"(from));
+  return packed;
+#else
+  return *from;
+#endif
+}
 
 __device__ inline float low_half(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_half(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -49,59 +81,101 @@ __device__ inline float activated(float x, number activation) {
 }
 
 // out [ROWS, n] = activation(x [ROWS, k] w [n, k]^T + bias) + residual; of a gated w activation(gate) * up, where the
-// rows of up follow those of gate and out has n / 2 columns. A warp computes two rows of w; k is a multiple of 8.
-extern "C" __global__ void few_rows(const bf16* __restrict__ x, const bf16* __restrict__ w, const float* bias,
-                                    const bf16* residual, void* out, number n, number k, number x_stride,
-                                    number residual_stride, number out_stride, number has_bias, number has_residual,
-                                    number is_gated, number activation, number is_wide) {
-  number warp = (number)blockIdx.x * kWarps + threadIdx.x / 32, half = n / 2;
-  int lane = threadIdx.x % 32;
-  number first = is_gated ? warp : 2 * warp, second = is_gated ? warp + half : first + 1;
-  if (first >= (is_gated ? half : n)) return;
-  bool has_second = second < n;
-  const uint4* a = (const uint4*)(w + first * k);
-  const uint4* b = (const uint4*)(w + (has_second ? second : first) * k);
-  float sums[2][ROWS];
-  for (int row = 0; row < ROWS; ++row) sums[0][row] = sums[1][row] = 0.0f;
-#pragma unroll 4
-  for (number i = lane; i < k / 8; i += 32) {
-    uint4 packed_a = a[i], packed_b = b[i];
-    float wide_a[8], wide_b[8], wide_x[8];
-    widen(packed_a, wide_a);
-    widen(packed_b, wide_b);
+// rows of up follow those of gate and out has n / 2 columns. A block has kBlockRows rows of w, in pairs of gate and up
+// if it is gated, and its threads share their columns: that reads long pieces of few rows at a time, which a memory
+// gives faster than short pieces of many. k is a multiple of 8.
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
+    few_rows(const bf16* x, const bf16* w, const float* bias, const bf16* residual, void* out, number n, number k,
+             number x_stride, number residual_stride, number out_stride, number has_bias, number has_residual,
+             number is_gated, number activation, number is_wide) {
+  __shared__ float parts[kWarps][kBlockRows][ROWS];
+  let_next_start();
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_loads = (int)(k / 8), load = threadIdx.x;
+  number num_columns = is_gated ? n / 2 : n;
+  int block_columns = is_gated ? kBlockRows / 2 : kBlockRows;
+  const uint4* rows[kBlockRows];
+#pragma unroll
+  for (int i = 0; i < kBlockRows; ++i) {
+    number column = (number)blockIdx.x * block_columns + (is_gated ? i / 2 : i);
+    if (column >= num_columns) column = 0;
+    rows[i] = (const uint4*)(w + (is_gated && i % 2 ? column + num_columns : column) * k);
+  }
+  uint4 next[kBlockRows];  // is under way while the loads before it are added up
+  if (load < num_loads) {
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) next[i] = read_once(rows[i] + load);
+  }
+  after_previous();
+  float sums[kBlockRows][ROWS];
+  for (int i = 0; i < kBlockRows; ++i)
+    for (int row = 0; row < ROWS; ++row) sums[i][row] = 0.0f;
+  for (; load < num_loads; load += 32 * kWarps) {
+    uint4 now[kBlockRows];
+    int later = load + 32 * kWarps;
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) {
+      now[i] = next[i];
+      if (later < num_loads) next[i] = read_once(rows[i] + later);
+    }
     for (int row = 0; row < ROWS; ++row) {
-      widen(((const uint4*)(x + row * x_stride))[i], wide_x);
-      for (int j = 0; j < 8; ++j) {
-        sums[0][row] += wide_a[j] * wide_x[j];
-        sums[1][row] += wide_b[j] * wide_x[j];
+      float wide_x[8], wide_w[8];
+      widen(*(const uint4*)(x + row * x_stride + 8 * load), wide_x);
+      for (int i = 0; i < kBlockRows; ++i) {
+        widen(now[i], wide_w);
+        for (int j = 0; j < 8; ++j) sums[i][row] += wide_w[j] * wide_x[j];
       }
     }
   }
-  for (int row = 0; row < ROWS; ++row) {
-    for (int side = 0; side < 2; ++side) {
-      for (int offset = 16; offset > 0; offset /= 2)
-        sums[side][row] += __shfl_xor_sync(0xffffffffu, sums[side][row], offset);
+  for (int i = 0; i < kBlockRows; ++i) {
+    for (int row = 0; row < ROWS; ++row) {
+      for (int offset = 16; offset > 0; offset /= 2) sums[i][row] += __shfl_xor_sync(0xffffffffu, sums[i][row], offset);
+      if (lane == 0) parts[warp][i][row] = sums[i][row];
     }
   }
-  if (lane != 0) return;
-  for (int row = 0; row < ROWS; ++row) {
-    float values[2] = {sums[0][row], sums[1][row]};
-    if (has_bias) {
-      values[0] += bias[first];
-      if (has_second) values[1] += bias[second];
+  __syncthreads();
+  for (int i = threadIdx.x; i < block_columns * ROWS; i += 32 * kWarps) {
+    int row = i / block_columns, own = i % block_columns;
+    number column = (number)blockIdx.x * block_columns + own;
+    if (column >= num_columns) continue;
+    float value = has_bias ? bias[column] : 0.0f, up = is_gated && has_bias ? bias[column + num_columns] : 0.0f;
+    for (int from = 0; from < kWarps; ++from) {
+      value += parts[from][is_gated ? 2 * own : own][row];
+      if (is_gated) up += parts[from][2 * own + 1][row];
     }
-    if (is_gated)
-      values[0] = activated(values[0], activation) * values[1];
+    value = activated(value, activation);
+    if (is_gated) value *= up;
+    if (has_residual) value += widened(residual[row * residual_stride + column]);
+    if (is_wide)
+      ((float*)out)[row * out_stride + column] = value;
     else
-      for (int side = 0; side < 2; ++side) values[side] = activated(values[side], activation);
-    for (int side = 0; side < (is_gated || !has_second ? 1 : 2); ++side) {
-      number column = first + side;
-      if (has_residual) values[side] += widened(residual[row * residual_stride + column]);
-      if (is_wide)
-        ((float*)out)[row * out_stride + column] = values[side];
-      else
-        ((bf16*)out)[row * out_stride + column] = rounded(values[side]);
-    }
+      ((bf16*)out)[row * out_stride + column] = rounded(value);
+  }
+}
+
+// out [T, width] = the RMS norm of x times a weight, to which one is added where `plus_one`. A block has a row, of
+// up to 32 warps; the width is a multiple of 8.
+extern "C" __global__ void rms_norm(const bf16* x, const bf16* weight, bf16* out, number width, number x_stride,
+                                    number out_stride, number plus_one, float eps) {
+  __shared__ float squares[32];
+  let_next_start();
+  after_previous();
+  const uint4* from = (const uint4*)(x + blockIdx.x * x_stride);
+  float wide[8], wide_weight[8], sum = 0.0f;
+  for (number i = threadIdx.x; i < width / 8; i += blockDim.x) {
+    widen(from[i], wide);
+    for (int j = 0; j < 8; ++j) sum += wide[j] * wide[j];
+  }
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+  __syncthreads();
+  float all = 0.0f;
+  for (int warp = 0; warp < (int)blockDim.x / 32; ++warp) all += squares[warp];
+  float scale = rsqrtf(all / width + eps), added = plus_one ? 1.0f : 0.0f;
+  for (number i = threadIdx.x; i < width / 8; i += blockDim.x) {
+    widen(from[i], wide);
+    widen(((const uint4*)weight)[i], wide_weight);
+    bf16* to = out + blockIdx.x * out_stride + 8 * i;
+    for (int j = 0; j < 8; ++j) to[j] = rounded(wide[j] * scale * (wide_weight[j] + added));
   }
 }
 
@@ -112,6 +186,8 @@ extern "C" __global__ void norm_rope(bf16* q, bf16* k, const bf16* q_weight, con
                                      const float* sin, number num_tokens, number q_heads, number k_heads, number width,
                                      number half, number q_stride, number q_head_stride, number k_stride,
                                      number k_head_stride, number norm, float eps) {
+  let_next_start();
+  after_previous();
   __shared__ float heads[kWarps][kMaxWidth];
   number index = (number)blockIdx.x * kWarps + threadIdx.x / 32, num_heads = q_heads + k_heads;
   int lane = threadIdx.x % 32;
@@ -145,6 +221,8 @@ extern "C" __global__ void norm_rope(bf16* q, bf16* k, const bf16* q_weight, con
 // last row, which is nobody's. A block has a token; the width is a multiple of 8.
 extern "C" __global__ void store_rows(const bf16* k, const bf16* v, bf16* keys, bf16* values, const number* slots,
                                       number num_rows, number width, number k_stride, number v_stride) {
+  let_next_start();
+  after_previous();
   number token = blockIdx.x, slot = slots[token];
   if (slot < 0) slot = num_rows - 1;
   const uint4* from_k = (const uint4*)(k + token * k_stride);
@@ -165,6 +243,8 @@ extern "C" __global__ void decode_attention(const bf16* q, const bf16* keys, con
                                             const int* kv_lengths, bf16* out, float* partial, number kv_heads,
                                             number page_size, number table_stride, number q_stride,
                                             number q_head_stride, number window, float scale) {
+  let_next_start();
+  after_previous();
   constexpr int kWidth = LANES * 8, kAtOnce = 32 / LANES, kSets = kWarps * kAtOnce;
   __shared__ float sums[kSets][GROUP][kWidth];
   __shared__ float maxima[kSets][GROUP], weights[kSets][GROUP];
@@ -232,6 +312,8 @@ extern "C" __global__ void decode_attention(const bf16* q, const bf16* keys, con
 
 // out [B * H, width] of the parts that `decode_attention` left; a block has a row of it.
 extern "C" __global__ void join_parts(const float* partial, bf16* out, number num_parts, number width) {
+  let_next_start();
+  after_previous();
   const float* own = partial + blockIdx.x * num_parts * (width + 2);
   float most = kNothing, all = 0.0f;
   for (number part = 0; part < num_parts; ++part) {

@@ -17,14 +17,39 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("gpu_kernels.cu")
-WARPS = 4  # of every block
+WARPS = 4  # of every block but those of norms
+BLOCK_ROWS = 4  # of the weight that a block multiplies
 MAX_ROWS = 4  # of x in a product: more are a library's
+MAX_NORMS = 64  # rows: of more, a library's kernel has enough to do
 MAX_WIDTH = 256  # of a head whose norm and rope are one call
 MAX_GROUP = 8
 LANES = (4, 8, 16, 32)  # that may share a key
-KEYS_PER_PART = 64  # at least, where the keys of a sequence are split over blocks
+KEYS_PER_PART = 32  # at least, where the keys of a sequence are split over blocks
 MAX_PARTS = 32
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu_erf": 3}
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, with a value that is a flag."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("flag", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+# PROGRAMMATIC_STREAM_SERIALIZATION: a kernel starts while the one before it runs. It waits for what it reads by itself.
+_STARTS_EARLY = _LaunchAttribute(6, 0, 1)
 
 
 class _Kernel:
@@ -32,14 +57,21 @@ class _Kernel:
 
     def __init__(self, driver: Any, function: ctypes.c_void_p, device: torch.device) -> None:
         self._driver, self._function, self._device = driver, function, device
+        self._num_attributes = 1 if torch.cuda.get_device_capability(device) >= (9, 0) else 0
 
     def __call__(self, grid: tuple[int, int], threads: int, *arguments: Tensor | int | float) -> None:
         values = [_as_c(argument) for argument in arguments]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.cast(ctypes.pointer(v), ctypes.c_void_p) for v in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
-        sizes = *grid, 1, threads, 1, 1, 0
+        config = _LaunchConfig(
+            (*grid, 1),
+            (threads, 1, 1),
+            0,
+            torch.cuda.current_stream(self._device).cuda_stream,
+            ctypes.pointer(_STARTS_EARLY),
+            self._num_attributes,
+        )
         with torch.cuda.device(self._device):
-            code = self._driver.cuLaunchKernel(self._function, *sizes, stream, addresses, None)
+            code = self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, addresses, None)
         if code:
             _check_driver(self._driver, code)
 
@@ -153,9 +185,8 @@ def few_rows(
         return None
     if out is None:
         out = torch.empty(*x.shape[:-1], columns, dtype=out_dtype, device=x.device)
-    num_warps = columns if gated else -(-n // 2)
     compute(
-        (-(-num_warps // WARPS), 1),
+        (-(-columns // (BLOCK_ROWS // 2 if gated else BLOCK_ROWS)), 1),
         32 * WARPS,
         flat,
         weight_NK,
@@ -173,6 +204,25 @@ def few_rows(
         ACTIVATIONS[activation],
         int(out_dtype == torch.float32),
     )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool, out: Tensor | None) -> Tensor | None:
+    """The norm of rows, times the weight; None where this is not for it."""
+    width = x.shape[-1]
+    flat = x.view(-1, width) if x.is_contiguous() else None
+    if flat is None or not 0 < len(flat) <= MAX_NORMS or width % 8 or not _is_aligned(x, weight):
+        return None
+    if any(part.dtype != torch.bfloat16 for part in (x, weight)) or not weight.is_contiguous():
+        return None
+    if out is not None and (out.dtype != torch.bfloat16 or not out.is_contiguous()):
+        return None
+    compute = kernel("rms_norm", x.device)
+    if compute is None:
+        return None
+    out = torch.empty_like(x) if out is None else out
+    threads = min(32 * -(-width // 256), 1024)  # a load each
+    compute((len(flat), 1), threads, flat, weight, out, width, width, width, int(plus_one), float(eps))
     return out
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilewright.ops.torch_backend import on_gpu
+from tilewright.ops.torch_backend import gpu_kernels, on_gpu
 from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into
 
@@ -24,8 +24,12 @@ def rms_norm(
     if residual is not None:
         residual.copy_(residual.float() + x.float())
         x = residual
-    if on_gpu.is_half(x, weight) and not weight_plus_one and gate is None and activation == "none":
-        return into(out, functional.rms_norm(x, x.shape[-1:], weight, eps))  # one kernel, fp32 within
+    if on_gpu.is_half(x, weight) and gate is None and activation == "none":
+        y = gpu_kernels.rms_norm(x, weight, eps, weight_plus_one, out)
+        if y is not None:
+            return y
+        if not weight_plus_one:
+            return into(out, functional.rms_norm(x, x.shape[-1:], weight, eps))  # one kernel, fp32 within
     scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     y = x.float() * scale * (weight.float() + (1.0 if weight_plus_one else 0.0))
     if gate is not None:
