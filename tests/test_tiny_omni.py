@@ -1,5 +1,7 @@
 """The recipe of the model that hears: answers are right, sets are apart, the network is transformers', it learns."""
 
+import dataclasses
+import multiprocessing
 import os
 from random import Random
 
@@ -21,6 +23,7 @@ from training.tiny_omni.network import Network
 from training.tiny_omni.room import GAP_BINS, GAP_FRAMES, NUM_GAPS, STRETCH, as_of_others, with_gaps, worn
 from training.tiny_omni.train import train_step
 from training.tiny_omni.utterances import SETS, TRANSCRIBE, Utterance, random_utterance, spoken_words, utterances
+from training.tiny_omni.variants import own_data, random_variant, write_variant
 from training.tiny_omni.words import number_words
 from training.tiny_vl.batches import NO_TARGET, Encoder, attention_mask
 from training.tiny_vl.lesson import listed
@@ -76,6 +79,44 @@ def test_no_two_sets_share_a_speaker():
     for one in speakers:
         for other in speakers:
             assert one == other or not speakers[one] & speakers[other]
+
+
+def test_speakers_of_training_are_drawn_and_no_others():
+    for name in ("training", *SETS):
+        voices = [speech.random_voice(Random(seed), name) for seed in range(400)]
+        variants = [voice.variant for voice in voices if voice.variant]
+        assert len(set(variants)) == len(variants)
+        assert len(variants) > 150 if name == "training" else not variants
+    assert speech.random_voice(Random(1), "training") == speech.random_voice(Random(1), "training")
+
+
+def test_a_drawn_speaker_has_values_that_espeak_takes():
+    for seed in range(300):
+        lines = [line.split() for line in random_variant(Random(seed)).splitlines()]
+        assert lines[0] == ["language", "variant"]
+        values = {
+            " ".join(line[: 1 + (line[0] == "formant")]): [*map(int, line[1 + (line[0] == "formant") :])]
+            for line in lines[1:]
+        }
+        assert len(values) == len(lines) - 1  # nothing is said twice
+        assert all(f"formant {number}" in values for number in range(9))
+        assert all(30 < values[f"formant {number}"][0] < 200 for number in range(9))
+        base, most = values["pitch"]
+        assert 50 <= base < most <= 410
+        points = values.get("tone", [0, 0])
+        assert points[::2] == sorted(points[::2]) and all(0 <= height <= 255 for height in points[1::2])
+
+
+def test_own_data_has_all_there_is_and_one_speaker_for_each_process(tmp_path):
+    (tmp_path / "voices" / "!v").mkdir(parents=True)
+    for name in ("en_dict", "voices/mb", "voices/!v/m1"):
+        (tmp_path / name).write_text(name)
+    own = own_data(tmp_path)
+    assert (own / "en_dict").read_text() == "en_dict" and (own / "voices" / "!v" / "m1").read_text() == "voices/!v/m1"
+    for text in ("a long one", "another"):
+        assert (own / "voices" / "!v" / write_variant(own, text)).read_text() == text
+    assert len([*(own / "voices" / "!v").iterdir()]) == 2
+    assert len([*(tmp_path / "voices" / "!v").iterdir()]) == 1  # nothing is written there
 
 
 def test_answers_follow_from_what_is_said():
@@ -288,6 +329,31 @@ def test_every_speaker_is_there(set_name):
         samples = speech.speak("red", voice)
         assert 0.1 < len(samples) / speech.SAMPLE_RATE < 1.5
         assert 0.02 < np.abs(samples).max() <= 1.2
+
+
+@speaking
+def test_drawn_speakers_speak_and_are_not_the_same():
+    lengths, levels = [], []
+    for seed in range(40):
+        rng = Random(seed)
+        voice = speech.Voice("espeak-ng", rng.choice(speech.ACCENTS), 160, 50, 50, 0, variant=random_variant(rng))
+        samples = speech.speak("which animal comes first", voice)
+        lengths.append(len(samples) / speech.SAMPLE_RATE)
+        levels.append(float(np.sqrt(np.square(samples).mean())))
+    assert min(lengths) > 1 and max(lengths) < 3
+    assert min(levels) > 0.01 and max(levels) < 0.6
+    assert len({*lengths}) > 30 and len({*levels}) == 40
+
+
+@speaking
+def test_a_forked_process_has_a_speaker_of_its_own():
+    voice = speech.Voice("espeak-ng", "en", 160, 50, 50, 0, variant=random_variant(Random(1)))
+    speech.speak("red", voice)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(speech.speak, ("red", dataclasses.replace(voice, variant=random_variant(Random(2)))))
+    own = speech._espeak()._data / "voices" / "!v"
+    assert (own / f".{os.getpid()}").read_text() == voice.variant
+    assert len([file for file in own.iterdir() if file.name.startswith(".")]) >= 2
 
 
 @speaking

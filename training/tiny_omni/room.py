@@ -17,8 +17,9 @@ ECHO_DB = (-18.0, -6.0)  # of all echoes together, against the voice itself
 PEAK_DB = (-26.0, -1.0)
 # What is missing of mel frames at most, in time (a frame is 10 ms) and in frequency, and how often.
 GAP_FRAMES, GAP_BINS, NUM_GAPS = 8, 14, 2
-# How a speaker differs from another in mel frames: frequencies of all resonances together, in what share of rows, and a
-# curve over the bins of so many waves, each of about such a height (0.25 is 10 dB).
+# How a speaker differs from another in mel frames: the frequencies of the lowest and the highest resonances, with those
+# between them in between, in what share of rows, and a curve over the bins of so many waves, each of about such height
+# (0.25 is 10 dB).
 STRETCH, STRETCHED, NUM_WAVES, WAVE_HEIGHT = 0.14, 0.8, 4, 0.04
 
 
@@ -31,16 +32,17 @@ def worn(samples_BN: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def as_of_others(mel_BTF: Tensor, generator: torch.Generator) -> Tensor:
-    """Mel frames as if somebody else had spoken: a throat of another length, and a voice of another colour."""
+    """Mel frames as if somebody else had spoken: a throat of another shape, and a voice of another colour."""
     rows, _, num_bins = mel_BTF.shape
     device = mel_BTF.device
     centres = _centres(num_bins).to(device)
-    by = 1 + STRETCH * (2 * _uniform(mel_BTF, generator) - 1) * (_uniform(mel_BTF, generator) < STRETCHED)
+    place = torch.arange(num_bins, device=device) / num_bins
+    lowest, highest = (2 * _uniform(mel_BTF, generator) - 1 for _ in range(2))
+    by = 1 + STRETCH * torch.lerp(lowest, highest, place) * (_uniform(mel_BTF, generator) < STRETCHED)
     wanted = (centres * by).clamp(centres[0], centres[-1])
     after = torch.searchsorted(centres, wanted).clamp(1, num_bins - 1)
     share = (wanted - centres[after - 1]) / (centres[after] - centres[after - 1])
     low, high = (mel_BTF.gather(2, at[:, None].expand_as(mel_BTF)) for at in (after - 1, after))
-    place = torch.arange(num_bins, device=device) / num_bins
     waves = torch.cos(torch.pi * torch.arange(1, NUM_WAVES + 1, device=device)[:, None] * place)
     heights = WAVE_HEIGHT * torch.randn(rows, NUM_WAVES, generator=generator, device=device)
     return torch.lerp(low, high, share[:, None]) + (heights @ waves)[:, None]

@@ -17,13 +17,17 @@ from random import Random
 
 import numpy as np
 
+from training.tiny_omni.variants import SPEAKERS as SPEAKERS_FOLDER
+from training.tiny_omni.variants import own_data, random_variant, write_variant
+
 SAMPLE_RATE = 16_000
 ROOT = "TILEWRIGHT_SPEECH_ROOT"
 
 ACCENTS = (
     "en", "en-us", "en-us", "en-gb-x-rp", "en-gb-scotland", "en-gb-x-gbclan", "en-gb-x-gbcwmd", "en-029", "en-us-nyc",
 )  # fmt: skip
-# espeak-ng's speakers, and flite's, of each set. A speaker is in one set alone, in all accents.
+# espeak-ng's speakers, and flite's, of each set. A speaker is in one set alone, in all accents. Training has others
+# besides, which are drawn at random.
 SPEAKERS = {
     "training": (
         "", "m1", "m2", "m4", "m6", "m7", "m8", "f1", "f3", "f5", "Alex", "Andrea", "Andy", "Annie", "Denis", "Diogo",
@@ -37,8 +41,18 @@ SPEAKERS = {
 }  # fmt: skip
 FLITE = {"training": ("kal16", "kal16", "awb", "slt"), "validation": (), "test": ("rms",)}
 # Of small factors, as the ratio of the sampling rates: then so has the length of what is transformed.
-SIZES = tuple(Fraction(size) for size in ("8/9", "9/10", "14/15", "20/21", "21/20", "16/15", "10/9", "9/8"))
-FLITE_SHARE = 0.12  # all but kal16 take a hundred times as long as espeak-ng
+SIZES = tuple(
+    Fraction(size)
+    for size in ("5/6", "6/7", "8/9", "9/10", "14/15", "20/21", "21/20", "16/15", "10/9", "9/8", "7/6", "6/5")
+)
+# Words a minute, pitch and its range, wider in training than elsewhere.
+MANNERS = {
+    "training": ((100, 235), (12, 88), (12, 88)),
+    "validation": ((115, 215), (25, 75), (25, 75)),
+    "test": ((115, 215), (25, 75), (25, 75)),
+}
+FLITE_SHARE = 0.12  # all but kal16 take five times as long as espeak-ng
+VARIANT_SHARE = 0.6  # of espeak-ng's sentences in training, by speakers whom nobody hears twice
 
 _SYNCHRONOUS, _KEEP_RUNNING = 2, 0x8000  # espeak-ng's output mode; no exit() where its data are not found
 _UTF8 = 1
@@ -61,19 +75,25 @@ class Voice:
     pitch_range: int  # 0 to 100
     word_gap: int  # hundredths of a second, in espeak-ng alone
     size: Fraction = Fraction(1)  # of the speaker: above 1, all of it is lower and slower, as of somebody taller
+    variant: str = ""  # espeak-ng's file of a speaker who has no name
 
     @property
     def speaker(self) -> str:
         """What no two sets share."""
+        if self.variant:
+            return f"{self.engine}/{self.variant}"
         return f"{self.engine}/{self.name.partition('+')[2] if self.engine == 'espeak-ng' else self.name}"
 
 
 def random_voice(rng: Random, set_name: str) -> Voice:
-    """One of the set's. Sizes vary in training alone, where they stand for many more speakers."""
-    size = rng.choice(SIZES) if set_name == "training" and rng.random() < 0.6 else Fraction(1)
-    manner = (rng.randint(115, 215), rng.randint(25, 75), rng.randint(25, 75), rng.choice((0, 0, 1, 3, 6)))
+    """One of the set's. In training alone sizes vary and speakers are drawn, for many more than there are."""
+    size = rng.choice(SIZES) if set_name == "training" and rng.random() < 0.7 else Fraction(1)
+    pace, pitch, pitch_range = (rng.randint(*ends) for ends in MANNERS[set_name])
+    manner = (pace, pitch, pitch_range, rng.choice((0, 0, 1, 3, 6)))
     if FLITE[set_name] and rng.random() < FLITE_SHARE:
         return Voice("flite", rng.choice(FLITE[set_name]), *manner, size)
+    if set_name == "training" and rng.random() < VARIANT_SHARE:
+        return Voice("espeak-ng", rng.choice(ACCENTS), *manner, size, random_variant(rng))
     speaker = rng.choice(SPEAKERS[set_name])
     accent = rng.choice(ACCENTS)
     return Voice("espeak-ng", f"{accent}+{speaker}" if speaker else accent, *manner, size)
@@ -140,13 +160,16 @@ class _Espeak:
     def __init__(self) -> None:
         self._library = library = _library("libespeak-ng.so.1")
         root = os.environ.get(ROOT)
-        data = str(Path(root, "espeak-ng-data")).encode() if root else None
-        self._rate = library.espeak_Initialize(_SYNCHRONOUS, 0, data, _KEEP_RUNNING)
-        if self._rate <= 0:
-            raise SpeechMissing(f"espeak-ng has no data{f' at {data.decode()}' if data else ''}")
+        library.espeak_ng_InitializePath(str(Path(root, "espeak-ng-data")).encode() if root else None)
         found = ctypes.c_char_p()
         library.espeak_Info(ctypes.byref(found))
-        self._data = Path((found.value or b"").decode())
+        data = Path((found.value or b"").decode())
+        if not (data / SPEAKERS_FOLDER).is_dir():
+            raise SpeechMissing(f"espeak-ng has no data at {data}")
+        self._data = own_data(data)
+        self._rate = library.espeak_Initialize(_SYNCHRONOUS, 0, str(self._data).encode(), _KEEP_RUNNING)
+        if self._rate <= 0:
+            raise SpeechMissing(f"espeak-ng cannot read its data at {data}")
         self._parts: list[np.ndarray] = []
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
         self._callback = kind(self._take)  # kept: the library does not
@@ -158,12 +181,14 @@ class _Espeak:
         return 0
 
     def speak(self, text: str, voice: Voice) -> tuple[np.ndarray, int]:
-        _, _, speaker = voice.name.partition("+")
+        accent, _, speaker = voice.name.partition("+")
+        if voice.variant:
+            speaker = write_variant(self._data, voice.variant)
         # The library takes a speaker it does not know for none.
-        if speaker and not (self._data / "voices" / "!v" / speaker).exists():
-            raise SpeechMissing(f"espeak-ng has no speaker {speaker} in {self._data}")
-        if self._library.espeak_SetVoiceByName(voice.name.encode()):
-            raise SpeechMissing(f"espeak-ng has no voice {voice.name} in {self._data}")
+        if speaker and not (self._data / SPEAKERS_FOLDER / speaker).exists():
+            raise SpeechMissing(f"espeak-ng has no speaker {speaker}")
+        if self._library.espeak_SetVoiceByName((f"{accent}+{speaker}" if speaker else accent).encode()):
+            raise SpeechMissing(f"espeak-ng has no voice {voice.name}")
         for parameter, value in (
             (_RATE, voice.words_per_minute),
             (_PITCH, voice.pitch),
