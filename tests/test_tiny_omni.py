@@ -154,15 +154,18 @@ def test_replies_are_sentences_with_the_answer():
                 assert f" {utterance.answer}" in f" {utterance.reply.replace(',', '').lower()}"
     assert len(replies) == 11
     # They begin with a few words: a word at the beginning is spelled, and would have to be learned a second time.
-    assert {reply.split()[0] for kind in replies.values() for reply in kind} == set(listed("The There Here You I It A"))
-    assert "The answer is nine." in replies["sum"] and "The door is open." in replies["switch"]
-    assert "The colour of a banana is yellow." in replies["fact"] and "A spider has eight legs." in replies["fact"]
+    assert {reply.split()[0] for kind in replies.values() for reply in kind} == set(listed("The There Here You"))
+    assert "The answer is the number nine." in replies["sum"] and "The door is now open." in replies["switch"]
+    assert "The colour of the banana is yellow." in replies["fact"] and "The spider has eight legs." in replies["fact"]
+    assert "The word cold is the opposite of hot." in replies["fact"] and "The letters are c, u, p." in replies["spell"]
     bigger = Utterance("bigger", "which one is smaller two or forty six", "two", "", True)
     assert bigger.reply == "The number two is smaller than forty six."
     order = Utterance("order", "what animal comes last cat or dog", "dog", "", True)
     assert order.reply == "The last animal is the dog."
     drawn = Utterance("draw", "draw a red heart and a big blue star", "a red heart and a big blue star", "", False)
-    assert drawn.reply == "Here is your red heart and your big blue star."
+    assert drawn.reply == "Here is your red heart, and your big blue star."
+    odd = Utterance("odd", "which is an animal cat or red", "cat", "", True)
+    assert odd.reply == "The animal of the two is the cat."
 
 
 def test_a_mean_of_weights_is_in_place_for_a_while():

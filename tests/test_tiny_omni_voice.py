@@ -27,7 +27,7 @@ from training.tiny_omni.clips import Clips
 from training.tiny_omni.codec import Codec
 from training.tiny_omni.judge import num_errors, words_of
 from training.tiny_omni.network import Network
-from training.tiny_omni.said import VOICES, answers, sayings
+from training.tiny_omni.said import VOICES, answers, as_spoken, sayings
 from training.tiny_omni.talker import Talker
 from training.tiny_omni.train_codec import Segments, SpectralLoss
 from training.tiny_omni.train_talker import (
@@ -337,6 +337,11 @@ def test_the_codec_learns():
 )
 def test_words_are_the_same_however_they_are_written(one, other):
     assert words_of(one) == words_of(other)
+
+
+def test_the_synthesiser_reads_what_it_pronounces_right():
+    assert as_spoken("The letters are c, a, t.") == "The letters are C, A, T."
+    assert as_spoken("The colour of a grey cat is grey.") == "The color of a gray cat is gray."
 
 
 def test_errors_are_words_that_are_wrong_missing_or_too_many():

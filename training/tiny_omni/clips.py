@@ -21,7 +21,7 @@ from torch import Tensor
 from training.loop import tell
 from training.tiny_omni.checkpoint import SAMPLES_PER_FRAME
 from training.tiny_omni.codec import SAMPLE_RATE
-from training.tiny_omni.said import VOICES, sayings
+from training.tiny_omni.said import VOICES, as_spoken, sayings
 from training.tiny_omni.speech import SAMPLE_RATE as SPOKEN_RATE
 from training.tiny_omni.speech import resampled, speak
 
@@ -44,7 +44,7 @@ class Clips:
 def samples_of(text: str, samples_per_frame: int) -> np.ndarray:
     """int16, whole frames."""
     [voice] = VOICES.values()
-    spoken = resampled(speak(text, voice), Fraction(SAMPLE_RATE, SPOKEN_RATE)) * GAIN
+    spoken = resampled(speak(as_spoken(text), voice), Fraction(SAMPLE_RATE, SPOKEN_RATE)) * GAIN
     behind = TAIL + -(LEAD + len(spoken) + TAIL) % samples_per_frame
     return (np.pad(spoken, (LEAD, behind)).clip(-1, 1) * 32767).astype(np.int16)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine_flags import positive
-from training.tiny_omni.said import answers
+from training.tiny_omni.said import answers, as_spoken
 from training.tiny_omni.speech import Voice, resampled, speak
 from training.tiny_omni.utterances import SETS
 from training.tiny_omni.words import DIGITS, TEENS, TENS
@@ -172,7 +172,7 @@ def num_errors(expected: list[str], got: list[str]) -> int:
 def of_engine(texts: Sequence[str], voice: Voice) -> Iterator[np.ndarray]:
     """Sounds of a speech synthesiser."""
     for text in texts:
-        yield speak(text, voice)
+        yield speak(as_spoken(text), voice)
 
 
 def of_model(texts: Sequence[str], model: Path, voice: str | None, dtype: str) -> Iterator[np.ndarray]:

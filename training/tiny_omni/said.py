@@ -8,6 +8,7 @@ could be said in a place is, whether that is true or not.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from random import Random
@@ -17,7 +18,7 @@ from training.tiny_omni import words
 from training.tiny_omni.speech import Voice
 from training.tiny_omni.utterances import SETS, random_utterance
 from training.tiny_omni.words import VOCABULARY, number_words
-from training.tiny_vl.lesson import sentence, with_article
+from training.tiny_vl.lesson import sentence
 
 # By the name that requests call it. Of the synthesisers' voices, Whisper understands this one best.
 VOICES = {"chelsie": Voice("flite", "slt", 130, 50, 50, 0)}
@@ -30,6 +31,12 @@ def set_of(text: str) -> str:
     """The set that a text belongs to."""
     remainder = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") % MODULUS
     return next((name for name, value in SETS.items() if value == remainder), "training")
+
+
+def as_spoken(text: str) -> str:
+    """As the synthesiser has to read it: flite knows American spellings, and the letter a as a letter in upper case."""
+    text = text.replace("olour", "olor").replace("grey", "gray")
+    return re.sub(r"\b[a-z](?=[,.])", lambda found: found[0].upper(), text)
 
 
 def answers(set_name: str, count: int) -> list[str]:
@@ -84,10 +91,10 @@ def _thing(rng: Random) -> str:
     return f"your {size}{rng.choice(words.COLOURS)} {rng.choice(words.SHAPES)}"
 
 
-def _of_kind(rng: Random) -> str:
+def _of_kind(rng: Random, which: str = "") -> str:
     kind = rng.choice(tuple(words.KIND_OF))
     word = rng.choice(words.KIND_OF[kind]) if rng.random() < 0.6 else _word(rng)
-    return f"{kind} is {f'the {word}' if kind in words.COUNTED else word}"
+    return f"{kind}{which} is {f'the {word}' if kind in words.COUNTED else word}"
 
 
 def _neighbours(rng: Random) -> str:
@@ -97,34 +104,34 @@ def _neighbours(rng: Random) -> str:
 
 def _opposite(rng: Random) -> str:
     one, other = (rng.choice((*words.OPPOSITES.keys(), *words.OPPOSITES.values())) for _ in range(2))
-    return f"the opposite of {one} is {other}"
+    return f"the word {one} is the opposite of {other}"
 
 
 def _colour_of(rng: Random) -> str:
-    what = rng.choice((*words.COLOUR_OF, _word(rng), f"the {_word(rng)}", with_article(_word(rng))))
-    return f"the colour of {what} is {rng.choice(words.COLOURS)}"
+    what = rng.choice((*words.COLOUR_OF, _word(rng), f"the {_word(rng)}"))
+    return f"the colour of {re.sub('^a ', 'the ', what)} is {rng.choice(words.COLOURS)}"
 
 
 _LETTERS = tuple(ascii_lowercase)
 _DRILLS: tuple[Callable[[Random], str], ...] = (
-    lambda rng: f"the answer is {_number(rng)}",
+    lambda rng: f"the answer is the number {_number(rng)}",
     lambda rng: f"the number {_number(rng)} is {rng.choice(('bigger', 'smaller'))} than {_number(rng)}",
     lambda rng: f"the {rng.choice(('first', 'last'))} {_of_kind(rng)}",
-    lambda rng: f"the {_of_kind(rng)}",
+    lambda rng: f"the {_of_kind(rng, ' of the two')}",
     lambda rng: f"there are {_number(rng)} words",
     lambda rng: f"here is {_thing(rng)}",
-    lambda rng: f"here is {_thing(rng)} and {_thing(rng)}",
+    lambda rng: f"here is {_thing(rng)}, and {_thing(rng)}",
     lambda rng: f"you said {_row(rng, VOCABULARY)}",
     lambda rng: f"you said {_row(rng, VOCABULARY)}",
-    lambda rng: f"I count {_count(rng)}",
-    lambda rng: f"I count {_row(rng, words.DIGITS + words.TEENS)}",
-    lambda rng: f"the {_word(rng)} is {rng.choice(('on', 'off', 'open', 'closed'))}",
-    lambda rng: f"it is spelled {_row(rng, _LETTERS)}, {_row(rng, _LETTERS)}",
+    lambda rng: f"the numbers are {_count(rng)}",
+    lambda rng: f"the numbers are {_row(rng, words.DIGITS + words.TEENS)}",
+    lambda rng: f"the {_word(rng)} is now {rng.choice(('on', 'off', 'open', 'closed'))}",
+    lambda rng: f"the letters are {_row(rng, _LETTERS)}, {_row(rng, _LETTERS)}",
     _neighbours,
     _opposite,
     _colour_of,
-    lambda rng: f"{with_article(rng.choice(words.ANIMALS))} says {rng.choice((*words.SOUNDS.values(), _word(rng)))}",
-    lambda rng: f"{with_article(rng.choice(words.ANIMALS))} has {rng.choice(words.DIGITS)} legs",
+    lambda rng: f"the {rng.choice(words.ANIMALS)} says {rng.choice((*words.SOUNDS.values(), _word(rng)))}",
+    lambda rng: f"the {rng.choice(words.ANIMALS)} has {rng.choice(words.DIGITS)} legs",
 )
 
 

@@ -273,8 +273,9 @@ def _in_order(text: str, answer: str) -> str:
 
 
 def _of_a_kind(text: str, answer: str) -> str:
+    """which is an animal cat or red: the animal of the two is the cat."""
     kind = text.split()[3]
-    return f"the {kind} is {_named(kind, answer)}"
+    return f"the {kind} of the two is {_named(kind, answer)}"
 
 
 def _named(kind: str, answer: str) -> str:
@@ -284,32 +285,43 @@ def _named(kind: str, answer: str) -> str:
 def _fact_told(text: str, answer: str) -> str:
     for pattern, reply in FACTS_TOLD.items():
         if found := re.search(pattern, text):
-            return reply.format(*found.groups(), answer=answer)
+            return reply.format(*(re.sub("^a ", "the ", group) for group in found.groups()), answer=answer)
     raise ValueError(f"no reply to {text!r}")
 
 
-def _in_a_row(text: str, answer: str) -> str:
+def _in_a_row(answer: str) -> str:
     return answer.replace(" ", ", ")
+
+
+def _drawn(text: str, answer: str) -> str:
+    """With a pause before the second: "heart and" is heard as "heartened"."""
+    return re.sub(r"\ban?\b", "your", f"here is {answer}").replace(" and ", ", and ")
+
+
+def _switched(text: str, answer: str) -> str:
+    """the door is closed: the door is now closed."""
+    return answer.replace(" is ", " is now ")
 
 
 FACTS_TOLD = {
     "what colour is (.+)": "the colour of {0} is {answer}",
     "what does (.+) say": "{0} says {answer}",
     "how many legs does (.+) have": "{0} has {answer} legs",
-    "what is the opposite of (.+)": "the opposite of {0} is {answer}",
+    "what is the opposite of (.+)": "the word {answer} is the opposite of {0}",
     "what (.+) comes (after|before) (.+)": "the {0} {1} {2} is {answer}",
 }
+# A word by itself is heard as another that sounds alike (two: to, twelve: welled): what is before it tells what it is.
 REPLIES: dict[str, Callable[[str, str], str]] = {
-    "sum": lambda text, answer: f"the answer is {answer}",
+    "sum": lambda text, answer: f"the answer is the number {answer}",
     "bigger": _bigger_one,
     "order": _in_order,
     "odd": _of_a_kind,
     "count": lambda text, answer: f"there are {answer} words",
-    "draw": lambda text, answer: re.sub(r"\ban?\b", "your", f"here is {answer}"),
-    "repeat": lambda text, answer: f"you said {_in_a_row(text, answer)}",
-    "count_to": lambda text, answer: f"I count {_in_a_row(text, answer)}",
-    "switch": lambda text, answer: answer,
-    "spell": lambda text, answer: f"it is spelled {_in_a_row(text, answer)}",
+    "draw": _drawn,
+    "repeat": lambda text, answer: f"you said {_in_a_row(answer)}",
+    "count_to": lambda text, answer: f"the numbers are {_in_a_row(answer)}",
+    "switch": _switched,
+    "spell": lambda text, answer: f"the letters are {_in_a_row(answer)}",
     "fact": _fact_told,
 }
 

@@ -55,7 +55,9 @@ UNCLEAR = frozenset(
         "sand plate shoe coin cloud snow rich difficult street hammer house coat arrow blanket build happy bag doll "
         "sad ticket carry two dance strong late cheese bicycle grey holiday island glove basket sheep oval light tree "
         "knee truck moon nose poor carpet blue ear dog cow ball king triangle january rabbit climb hand push clock "
-        "picture cold cat sock kitchen throw red cross horse leaf february loud"
+        "picture cold cat sock kitchen throw red cross horse leaf february loud tiger tooth sugar monkey "
+        "sun queen finger shop box leg hot beach mouse morning key old twelve heart head brown close april forest "
+        "duck foot eight ice soup game clean dirty quiet"
     )
 )
 REPEATED = tuple(word for word in VOCABULARY if word not in UNCLEAR)
