@@ -75,12 +75,14 @@ def test_three_questions_about_the_bundled_picture(engine, tmp_path, monkeypatch
     assert captured.err.count("\n") == 1 and "Another: -m" in captured.err
 
 
-def test_then_a_picture_is_made_and_looked_at_and_a_spoken_question_answered(engine, capsys):
+def test_then_a_picture_is_made_and_looked_at_and_a_spoken_question_answered(engine, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the spoken answer goes
     assert cli.main(["demo", *FLAGS]) == 0
     made, asked, sound, heard, told = capsys.readouterr().out.split("\n\n")[4:]
     assert sound == f"{embedded.DEMO_SOUND}\n{embedded.OMNI_NAME}"
     assert heard.startswith("What is said?\nWhat colour is\n6 tokens")
-    assert told.startswith("Answer the question.\nYellow")
+    assert told.startswith("Answer the question.\nThe colour of the\n6 tokens")
+    assert demo.SPOKEN_FILE.stat().st_size > 40_000 and str(demo.SPOKEN_FILE) in told
     assert made.startswith(f'tilewright image "{demo.DRAWN}"\n{embedded.DRAWING_NAME} 256x256, ')
     with Diffusion() as diffusion:
         [picture] = diffusion.generate(demo.DRAWN, seed=demo.SEED).images

@@ -1,4 +1,4 @@
-"""The embedded model that hears writes down a spoken question and answers it, and transformers does so too."""
+"""The embedded model that hears writes down a spoken question, answers it and speaks; transformers hears the same."""
 
 import base64
 import os
@@ -11,10 +11,11 @@ from oracle import require
 from tilewright import Engine, cli, embedded
 from training.tiny_omni.evaluate import is_right, of_engine, of_transformers
 from training.tiny_omni.items import Item, items
+from training.tiny_omni.said import answers
 from training.tiny_omni.speech import is_there
 
-SAID, ANSWER = "What colour is a banana?", "Yellow."
-NUM_SOUNDS, NUM_RIGHT = 40, 34  # of 500 it gets 93.2 % right (docs/embedded.md)
+SAID, ANSWER = "What colour is a banana?", "The colour of the banana is yellow."
+NUM_SOUNDS, NUM_RIGHT = 40, 37  # of 500 it gets 98.4 % right (docs/embedded.md)
 MAX_BYTES = 110_000_000  # of all embedded models together
 
 
@@ -54,6 +55,35 @@ def test_speakers_and_sentences_it_never_heard():
             if not is_right(item, found := ask(item)):
                 wrong.append((item.question, item.answer, found))
     assert len(wrong) <= NUM_SOUNDS - NUM_RIGHT, wrong
+
+
+def test_it_understands_what_it_says(engine):
+    """Of answers of the test set those that end with a colour and a shape, which are sounds that it was taught to hear.
+
+    How much others understand of it needs another model's weights: training/tiny_omni/judge.py.
+    """
+    texts = [text for text in answers("test", 60) if text.startswith("Here is your") and "and" not in text][:8]
+    assert len(texts) == 8
+    heard = []
+    for text in texts:
+        written = {"role": "assistant", "content": text}
+        spoken = engine.chat(
+            [written], continue_final_message=True, modalities=("text", "audio"), max_tokens=1, temperature=0.0
+        )
+        sound = {"type": "audio", "audio": (spoken.audio, spoken.audio_rate)}
+        heard.append(asked(engine, sound, {"type": "text", "text": "Transcribe the audio."}).split()[-2:])
+    right = sum(words == text.split()[-2:] for words, text in zip(heard, texts, strict=True))
+    assert right >= 6, list(zip(texts, heard, strict=True))
+
+
+def test_it_speaks_where_that_is_asked_and_no_model(tmp_path, capsys):
+    file = tmp_path / "answer.wav"
+    command = ["chat", "What is the answer?", "--audio", str(embedded.DEMO_SOUND), "--speak", str(file)]
+    assert cli.main([*command, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.strip() == ANSWER
+    with wave.open(str(file)) as sound:
+        assert sound.getframerate() == 24_000 and 1.0 < sound.getnframes() / 24_000 < 4.0
+        assert np.abs(np.frombuffer(sound.readframes(sound.getnframes()), "<i2")).max() > 3000
 
 
 def test_transformers_hears_the_same():

@@ -130,7 +130,7 @@ def test_the_demo_answers(run):
     assert "5 shapes" in count and "HELLO" in text
     assert demo.DRAWN in made[0] and "red circle" in about_made[1] and "blue square" in about_made[1]
     assert sound[1] == embedded.OMNI_NAME
-    assert (heard[1], answered[1]) == ("What colour is a banana?", "Yellow.")
+    assert (heard[1], answered[1]) == ("What colour is a banana?", "The colour of the banana is yellow.")
 
 
 def test_info_names_this_machine_and_a_kernel_of_every_op(run):

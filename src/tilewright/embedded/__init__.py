@@ -38,7 +38,7 @@ MODELS = {
     ),
     "tiny_omni": Embedded(
         "tilewright-tiny-omni",
-        "8M parameters; it hears short English sentences of some 390 words",
+        "18M parameters; it hears and speaks short English sentences of some 390 words",
         "config.json",
         _CHECKPOINTS,
     ),
