@@ -1,10 +1,11 @@
 """A GPU beside the CPU: parity of every family, copies and waits of a step, and the speed of published shapes.
 
-    python benchmarks/accelerator.py --device cuda --out DIR [--sections parity counts ...] [--configs DIR]
+    python benchmarks/accelerator.py --device cuda --out DIR [--sections parity ...] [--configs DIR] [--pipelines DIR]
 
 Leaves DIR/accelerator.json and DIR/accelerator.md. Weights are random. A section that fails, or takes longer than its
 time, is reported as such, and the others go on. --configs is a folder with Qwen3-VL-8B-Instruct.json and
-Z-Image-Turbo/{transformer,vae,scheduler}.json.
+Z-Image-Turbo/{transformer,vae,scheduler}.json. --pipelines is a folder of small checkpoints in diffusers' layout, which
+are to draw what they draw on the CPU.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tilewright.ops import backend
 from tilewright.types import SamplingParams
 
 PAGE_SIZE = 64
+SMALL = {"width": 64, "height": 64}  # pixels that pipelines draw beside the CPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
@@ -366,6 +368,30 @@ def drawing_parity(own, folder, dtype):
     }
 
 
+def run_pipelines(own, options):
+    """Small pipelines of any kind beside the CPU's: what they have drawn after three steps from the same noise."""
+    rows = {}
+    for folder in sorted(options.pipelines.iterdir()) if options.pipelines else []:
+        for name, dtype in DTYPES.items():
+            rows[f"{folder.name} {name}"] = attempted(pipeline_parity, own, folder, str(dtype).removeprefix("torch."))
+    return rows
+
+
+def pipeline_parity(own, folder, dtype):
+    from tilewright.diffusion.diffusion import Diffusion
+
+    found = []
+    for device in ("cpu", str(own.place)):
+        with Diffusion(folder, dtype=dtype, device=device, pack_cache=False) as diffusion:
+            made = diffusion.generate("a picture", num_steps=3, seed=1, output="array", **SMALL)
+            found.append((made.latents.float().cpu(), torch.from_numpy(made.images[0]).float()))
+    (ours, our_pixels), (theirs, their_pixels) = found
+    return {
+        "latents_relative_error": float(f"{(ours - theirs).norm() / ours.norm():.2e}"),
+        "pixels_mean_difference": round(float((our_pixels - their_pixels).abs().mean()), 3),
+    }
+
+
 SECTIONS = {
     "machine": (run_machine, 60),
     "parity": (run_parity, 120),
@@ -373,6 +399,7 @@ SECTIONS = {
     "decode": (run_decode, 100),
     "pictures": (run_pictures, 120),
     "drawing": (run_drawing, 80),
+    "pipelines": (run_pipelines, 100),
 }
 
 
@@ -410,6 +437,7 @@ def main():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path("build/accelerator"))
     parser.add_argument("--configs", type=Path, default=Path("configs"), help="folder of published configs by name")
+    parser.add_argument("--pipelines", type=Path, help="folder of small checkpoints in diffusers' layout")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,8 @@ MANNERS = {
     "validation": ((115, 215), (25, 75), (25, 75)),
     "test": ((115, 215), (25, 75), (25, 75)),
 }
-# Of sentences that flite says; all but kal16 take five times as long as espeak-ng. In training it is more than its share
-# of the speakers: they are few, and nothing else sounds as they do.
+# Of sentences that flite says; all but kal16 take five times as long as espeak-ng. In training it is more than their
+# share of the speakers: they are few, and nothing else sounds as they do.
 FLITE_SHARE = {"training": 0.25, "validation": 0.0, "test": 0.12}
 VARIANT_SHARE = 0.6  # of espeak-ng's sentences in training, by speakers whom nobody hears twice
 

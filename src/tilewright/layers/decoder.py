@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tilewright.layers import precision
 from tilewright.layers.attention import Attention, AttentionConfig, heads_of
 from tilewright.layers.batch import Batch, MediaRun, SequenceBatch
 from tilewright.layers.cost import Cost, DecoderCost, linear_cost
@@ -22,6 +23,8 @@ from tilewright.layers.token_embedding import TokenEmbedding
 from tilewright.ops.embedding import embedding, scatter_add_rows, scatter_rows
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import empty, scope
+
+LEAST_LAYERS_WITH_ENDS = 8  # of a decoder whose first and last layer are rounded less
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class DecoderLayer:
             self.attention = GatedDeltaNet(f"{name}.linear_attn", config.delta, own)
         else:
             scale = f"{name}.self_attn_layer_scale.scale" if config.layer_scale else None
-            self.attention = Attention(f"{name}.self_attn", config.attention_of(layer), own, row_scale=scale)
+            with precision.use(precision.current().with_care):
+                self.attention = Attention(f"{name}.self_attn", config.attention_of(layer), own, row_scale=scale)
         self.mlp_norm = hidden_norm(f"{name}.post_attention_layernorm", config)
         self.mlp: GatedMlp | SparseMlp
         if config.moe is not None and config.moe.is_sparse(layer):
@@ -109,6 +113,17 @@ class DecoderLayer:
 
     def cost(self) -> Cost:
         return linear_cost(self.attention) + self.mlp.cost()
+
+
+def _layers(name: str, config: DecoderConfig) -> list[DecoderLayer | CrossLayer]:
+    """The first and the last with care; of a few layers that would be most of them."""
+    formats, last = precision.current(), config.num_layers - 1
+    made = []
+    for layer in range(config.num_layers):
+        is_end = layer in (0, last) and config.num_layers >= LEAST_LAYERS_WITH_ENDS
+        with precision.use(formats.with_care if is_end else formats):
+            made.append(_layer(f"{name}.{layer}", config, layer))
+    return made
 
 
 def _layer(name: str, config: DecoderConfig, layer: int) -> DecoderLayer | CrossLayer:
@@ -143,7 +158,7 @@ class Decoder:
         self.embed_tokens = TokenEmbedding(
             table, config.num_embeddings, config.width, self.head if config.tied else None
         )
-        self.layers = [_layer(f"{name}.layers.{i}", config, i) for i in range(config.num_layers)]
+        self.layers = _layers(f"{name}.layers", config)
         self.norm = hidden_norm(f"{name}.norm", config)
         self.rope = Rope(config.rope)
         self.num_kv_heads = heads_of(config.attention).num_keys

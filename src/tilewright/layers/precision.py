@@ -10,7 +10,7 @@ experts and its shared gate, the gates b and a of delta nets.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.layers.thread_setting import ThreadSetting
 from tilewright.types import RequestError
@@ -23,16 +23,23 @@ Format = tuple[str, int]
 @dataclass(frozen=True)
 class Precision:
     """`products` is the format of linears and experts, `head` that of the output head, also where it is the table of
-    token embeddings too."""
+    token embeddings too. `careful`, if there is one, is that of linears where an error costs most: attention of text
+    decoders, and all of their first and last layer."""
 
     products: Format | None = None
     head: Format | None = None
+    careful: Format | None = None
     keeps_numbers: bool = True  # those of quantised tensors of a checkpoint, where `products` says nothing else
 
     @property
     def block(self) -> int:
         """Columns that share a scale: ranks that split a model keep them together."""
-        return max(format[1] for format in (self.products, self.head, ("", 1)) if format is not None)
+        return max(format[1] for format in (self.products, self.head, self.careful, ("", 1)) if format is not None)
+
+    @property
+    def with_care(self) -> Precision:
+        """That of what an error in costs most."""
+        return self if self.careful is None else replace(self, products=self.careful)
 
 
 # The head's rows are as many as the vocabulary's, and an error there chooses another token: 8 bits at least.
@@ -40,8 +47,9 @@ _NAMED = {
     # Rotated, since values that stand out, those of activations most of all, spoil whole rows: without it they cost ten
     # times the divergence. Groups cost as much as their products take, where there are tiles.
     "int8": Precision(("int8_rotated", 0), ("int8_rotated", 0)),
-    # Groups with bases, and of whole steps, so that prompts are products of bytes.
-    "int4": Precision(("int4_rotated", 32), ("int8_rotated", 0)),
+    # Groups with bases, and of whole steps, so that prompts are products of bytes. Attention is a small part of layers,
+    # and of the divergence more than half.
+    "int4": Precision(("int4_rotated", 32), ("int8_rotated", 0), careful=("int8_rotated", 0)),
     "fp8": Precision(("fp8", 128), ("fp8", 128)),
     "none": Precision(keeps_numbers=False),
 }
