@@ -167,7 +167,10 @@ def few_rows(
     out: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor | None:
-    """activation(x W^T + b) + residual of at most MAX_ROWS rows, rounded once; None where this is not for it."""
+    """activation(x W^T + b) + residual of at most MAX_ROWS rows, rounded once; None where this is not for it.
+
+    The weight is one that nothing on the stream writes: it is read before what came earlier is done.
+    """
     n, k = weight_NK.shape
     columns = n // 2 if gated else n
     flat = x.view(-1, k) if x.is_contiguous() else None
