@@ -116,13 +116,15 @@ def test_a_pinned_parent_does_not_pin_its_workers():
     ],
 )
 def test_a_death_is_told_once_and_ends_the_others(how, reason, last_line):
-    deaths = queue.Queue()
-    workers = Workers(
-        "worker_entries:die_if_told",
-        specs(1, 2, 3, payload={"rank": 2, "how": how}),
-        4,
-        on_death=lambda *death: deaths.put((*death, [is_alive(workers.pids[rank]) for rank in (1, 3)])),
-    )
+    deaths, started = queue.Queue(), threading.Event()
+
+    def note(*death):
+        assert started.wait(TIMEOUT_S)  # a worker may die before all are there
+        deaths.put((*death, [is_alive(workers.pids[rank]) for rank in (1, 3)]))
+
+    entry = "worker_entries:die_if_told"
+    workers = Workers(entry, specs(1, 2, 3, payload={"rank": 2, "how": how}), 4, on_death=note)
+    started.set()
     try:
         rank, told, others_live = deaths.get(timeout=TIMEOUT_S)
         assert rank == 2 and others_live == [True, True]
