@@ -171,6 +171,7 @@ def test_gloo_runs_handlers_in_a_collective_too(tmp_path):
 def wait_without_handlers(rendezvous, rank):
     group = make_group(rendezvous, rank)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     group.barrier()
     if rank == 0:
         return "ready"
