@@ -134,7 +134,7 @@ class Pipeline(ABC):
             if params.output != "latents" and self.components.group.rank == 0:
                 with self._timed(timings, "decode_s"):
                     pixels = self.decode(latents, params)
-            return Result(self.exported(latents).cpu(), pixels, timings)
+            return Result(backend.place().fetch(self.exported(latents)), pixels, timings)
 
     def _timed(self, timings: Timings, name: str) -> _Timer:
         return _Timer(self.components, timings, name)
@@ -188,8 +188,12 @@ def denoise_loop(
 
 
 def noise(shape: Sequence[int], seeds: Sequence[int]) -> Tensor:
-    """Normal fp32 [len(seeds), *shape], each picture by a generator of its own: in diffusers' order for one seed."""
-    return torch.stack([torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    """Normal fp32 [len(seeds), *shape], each picture by a generator of its own: in diffusers' order for one seed.
+
+    They are drawn on the host, whatever computes: a seed is the same picture everywhere.
+    """
+    drawn = [torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return torch.stack(drawn).to(backend.device())
 
 
 def given_latents(params: GenerationParams, shape: Sequence[int]) -> Tensor:
@@ -198,7 +202,7 @@ def given_latents(params: GenerationParams, shape: Sequence[int]) -> Tensor:
     A request of n pictures may give n, or one for all of them.
     """
     if params.latents is None:
-        return noise(shape, params.seeds).to(backend.device())
+        return noise(shape, params.seeds)
     try:
         latents = torch.as_tensor(params.latents).float()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -217,7 +221,8 @@ def given_latents(params: GenerationParams, shape: Sequence[int]) -> Tensor:
 
 def to_pixels(pictures: Tensor) -> np.ndarray:
     """uint8 of pictures in [-1, 1], of any shape."""
-    return ((pictures.float() + 1) * 127.5).round_().clamp_(0, 255).to(torch.uint8).cpu().numpy()
+    pixels = ((pictures.float() + 1) * 127.5).round_().clamp_(0, 255).to(torch.uint8)
+    return backend.place().fetch(pixels).numpy()
 
 
 def from_picture(picture: Any, width: int, height: int) -> Tensor:
@@ -227,4 +232,4 @@ def from_picture(picture: Any, width: int, height: int) -> Tensor:
     if not isinstance(picture, Image.Image):
         raise RequestError(f"image is a {type(picture).__name__}, expected a PIL picture", param="image")
     resized = picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.asarray(resized).copy())[None, None].float() / 127.5 - 1
+    return (torch.from_numpy(np.asarray(resized).copy())[None, None].float() / 127.5 - 1).to(backend.device())

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tilewright.ops import backend
 from tilewright.types import RequestError
 
 MIN_SIDE = 64
@@ -44,5 +45,5 @@ def fitted(picture: Image.Image, max_pixels: int, multiple: int) -> Tensor:
 
 
 def as_tensor(picture: Image.Image) -> Tensor:
-    """fp32 [1, 1, H, W, 3] in [-1, 1]."""
-    return torch.from_numpy(np.array(picture))[None, None].float() / 127.5 - 1
+    """fp32 [1, 1, H, W, 3] in [-1, 1], where it is computed with."""
+    return (torch.from_numpy(np.array(picture))[None, None].float() / 127.5 - 1).to(backend.device())

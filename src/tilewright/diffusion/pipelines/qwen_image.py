@@ -20,7 +20,6 @@ from tilewright.models import vae_registry
 from tilewright.models.qwen_image import transformer as qwen_image
 from tilewright.models.qwen_image.transformer import References
 from tilewright.models.text_encoders import decoder_encoder
-from tilewright.ops import backend
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
@@ -82,7 +81,7 @@ class QwenImage(Pipeline):
         height, width = params.height // self.spatial, params.width // self.spatial
         if params.latents is None:
             latents = noise((1, self.latent_channels, height, width), params.seeds)
-            return latents.permute(0, 1, 3, 4, 2).contiguous().to(backend.device())
+            return latents.permute(0, 1, 3, 4, 2).contiguous()
         num_patches, channels = height * width // PATCH**2, self.latent_channels * PATCH**2
         patches = given_latents(params, (num_patches, channels))
         return _pictures(patches, (height // PATCH, width // PATCH))

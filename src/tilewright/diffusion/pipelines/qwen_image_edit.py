@@ -72,7 +72,7 @@ class QwenImageEdit(QwenImage):
         prompts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         texts = self._encode_seeing(prompts, given)
         with self.components.use("vae") as vae:
-            latents = [vae.encode(as_tensor(_resized(one, AREA)).to(backend.device())).float() for one in given]
+            latents = [vae.encode(as_tensor(_resized(one, AREA))).float() for one in given]
         grids = [(one.shape[2] // PATCH, one.shape[3] // PATCH) for one in latents]
         return Conditioning(texts, References(torch.cat([patches_of(one)[0] for one in latents]), grids))
 

@@ -30,7 +30,6 @@ from tilewright.models import vae_registry
 from tilewright.models.text_encoders import t5
 from tilewright.models.wan import transformer as wan
 from tilewright.models.wan.transformer import WanText, WanTransformer
-from tilewright.ops import backend
 from tilewright.types import UnsupportedConfig
 
 TEXT_TOKENS = 512  # the transformer reads as many rows of any text, those after its end as zeros
@@ -101,7 +100,7 @@ class Wan(Pipeline):
             return [_padded(text) for text in encoder.encode(token_ids)]
 
     def _picture(self, params: GenerationParams) -> Tensor:
-        picture = from_picture(params.image, params.width, params.height).to(backend.device())
+        picture = from_picture(params.image, params.width, params.height)
         with self.components.use("vae") as vae:
             if self.keeps_first_frame:
                 return vae.encode(picture)
