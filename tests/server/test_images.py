@@ -221,6 +221,16 @@ def test_models_and_their_abilities(ready, scripted):
         running.client().images.generate(prompt="tile")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_first_picture_that_cannot_be_made_is_refused(stream):
+    """Before the model's process has started nobody knows its sizes."""
+    with serving(lambda: None, make_pictures=fake_backend) as running:
+        with pytest.raises(openai.BadRequestError, match="width is 33, expected a multiple of 16"):
+            running.client().images.generate(prompt="tile", size="33x16", stream=stream)
+        events = running.client().images.generate(prompt="tile", size="32x16", stream=True)
+        assert [event.type for event in events][-1] == "image_generation.completed"
+
+
 def test_pictures_only():
     with serving(lambda: None, make_pictures=fake_backend) as running:
         assert urllib.request.urlopen(f"{running.url}/health", timeout=WAIT_S).status == 200

@@ -60,7 +60,7 @@ class PictureHandler:
     async def generate(self, body: ImageBody, request: Request) -> Response:
         self._check_model(body)
         self._log_content(body, request)
-        return self._respond(body, image_request(body), request, "image_generation")
+        return await self._respond(body, image_request(body), request, "image_generation")
 
     async def edit(self, request: Request) -> Response:
         backend = self._backend
@@ -74,7 +74,7 @@ class PictureHandler:
             raise ApiError(400, f"{backend.name} cannot edit: it makes pictures from text alone", param="image")
         backend.check_room()
         picture = await self._read_picture(source, file, "image", request)
-        return self._respond(body, image_request(body, picture), request, "image_edit")
+        return await self._respond(body, image_request(body, picture), request, "image_edit")
 
     async def create_video(self, request: Request) -> Response:
         backend = self._backend
@@ -192,9 +192,11 @@ class PictureHandler:
         reservation: MemoryReservation = request.state.reservation
         return await read_picture(source, file, field, self._gate, reservation.add, self._settings.media.limits)
 
-    def _respond(self, body: ImageBody, wanted: PictureRequest, request: Request, kind: str) -> Response:
+    async def _respond(self, body: ImageBody, wanted: PictureRequest, request: Request, kind: str) -> Response:
         log: RequestLog = request.state.log
         log.fields["stream"] = body.stream
+        if body.stream:  # a stream has its status before the process could check it
+            await self._backend.wait_for_limits()
         self._check(wanted)
         events: asyncio.Queue[Event] = asyncio.Queue()
         cancel = self._submit(wanted, events.put_nowait)
