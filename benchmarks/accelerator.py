@@ -360,11 +360,18 @@ def drawing_parity(own, folder, dtype):
         with backend.use(where.backend, where.place):
             pipeline = make_pipeline(where, folder, dtype, is_small=True)
             result = pipeline.generate(pipeline.limits.params("a picture", width=64, height=64, num_steps=3, seed=1))
-            found.append((result.latents.float(), torch.from_numpy(result.pixels).float()))
-    (ours, our_pixels), (theirs, their_pixels) = found
+            found.append((result.latents, result.pixels))
+    return distance(*found)
+
+
+def distance(ours, theirs):
+    """How far apart two runs are, each its latents and its pixels, both on the host."""
+    (latents, pixels), (their_latents, their_pixels) = ours, theirs
+    error = (latents.float() - their_latents.float()).norm() / latents.float().norm()
+    difference = (torch.from_numpy(pixels).float() - torch.from_numpy(their_pixels).float()).abs().mean()
     return {
-        "latents_relative_error": float(f"{(ours - theirs).norm() / ours.norm():.2e}"),
-        "pixels_mean_difference": round(float((our_pixels - their_pixels).abs().mean()), 3),
+        "latents_relative_error": float(f"{error:.2e}"),
+        "pixels_mean_difference": round(float(difference), 3),
     }
 
 
@@ -384,12 +391,8 @@ def pipeline_parity(own, folder, dtype):
     for device in ("cpu", str(own.place)):
         with Diffusion(folder, dtype=dtype, device=device, pack_cache=False) as diffusion:
             made = diffusion.generate("a picture", num_steps=3, seed=1, output="array", **SMALL)
-            found.append((made.latents.float().cpu(), torch.from_numpy(made.images[0]).float()))
-    (ours, our_pixels), (theirs, their_pixels) = found
-    return {
-        "latents_relative_error": float(f"{(ours - theirs).norm() / ours.norm():.2e}"),
-        "pixels_mean_difference": round(float((our_pixels - their_pixels).abs().mean()), 3),
-    }
+            found.append((made.latents, made.images[0]))
+    return distance(*found)
 
 
 SECTIONS = {

@@ -229,7 +229,8 @@ def from_picture(picture: Any, width: int, height: int) -> Tensor:
     """fp32 [1, 1, H, W, 3] in [-1, 1] of a PIL picture, resized to fit."""
     from PIL import Image
 
+    from tilewright.diffusion.references import as_tensor
+
     if not isinstance(picture, Image.Image):
         raise RequestError(f"image is a {type(picture).__name__}, expected a PIL picture", param="image")
-    resized = picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
-    return (torch.from_numpy(np.asarray(resized).copy())[None, None].float() / 127.5 - 1).to(backend.device())
+    return as_tensor(picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS))

@@ -43,7 +43,7 @@ def _choice(checkpoint: Checkpoint, available_bytes: int) -> tuple[str | None, s
     limit = _SHARE * available_bytes
     plain = sum(checkpoint.size_bytes(name) for name in checkpoint.shapes)
     num_values = sum(math.prod(shape) for shape in checkpoint.shapes.values())
-    sizes = {"int8": num_values * 1.0, "fp8": num_values * (1 + 4 / 128), "int4": num_values * 0.65}
+    sizes = {"int8": num_values * 1.0, "fp8": num_values * (1 + 4 / 128)}
     room = f"of {available_bytes / 1e9:.1f} GB free"
     if sizes["int8"] > limit:
         return "int4", f"int8 would take {sizes['int8'] / 1e9:.1f} GB {room}"
