@@ -69,6 +69,8 @@ struct DotTraits {
   static constexpr int kRows = 6, kRowsOf32 = 4;
   static constexpr int kDepthTiles = 0;
   static constexpr int tiles(int rows) { return rows <= 3 ? 2 : 1; }
+  static constexpr bool prefetches(int rows, size_t) { return rows <= 4; }
+  static constexpr int kPrefetchBytes = 8192;
 };
 
 inline void stream_fence() { _mm_sfence(); }

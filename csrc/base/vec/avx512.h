@@ -112,6 +112,8 @@ struct DotTraits {
   static constexpr int kRows = 12, kRowsOf32 = 8;
   static constexpr int kDepthTiles = 0;
   static constexpr int tiles(int) { return 2; }
+  static constexpr bool prefetches(int rows, size_t) { return rows <= 4; }
+  static constexpr int kPrefetchBytes = 8192;
 };
 
 inline void stream_fence() { _mm_sfence(); }

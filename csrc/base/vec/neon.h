@@ -87,6 +87,9 @@ struct DotTraits {
   static constexpr int kRows = 4, kRowsOf32 = 4;
   static constexpr int kDepthTiles = 8;  // 2 columns of 8 fp32 tiles are 32 KB, half of the L1 cache
   static constexpr int tiles(int rows) { return rows <= 2 ? 2 : 1; }
+  // Four rows of fp32 tiles are one of many such blocks, whose tiles are in the cache.
+  static constexpr bool prefetches(int rows, size_t element_bytes) { return rows <= (element_bytes == 2 ? 4 : 2); }
+  static constexpr int kPrefetchBytes = 2048;
 };
 
 inline void stream_fence() {}
@@ -146,9 +149,10 @@ inline Vec keep_flagged(Vec a, const uint8_t* flags, Vec other) {
 }
 
 inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
-  const uint32x4_t pairs = vld1q_u32(reinterpret_cast<const uint32_t*>(p));
-  even.v = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
-  odd.v = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000)));
+  // Both by a transposition with zeros: shifts have one pipe only.
+  const uint16x8_t pairs = vld1q_u16(reinterpret_cast<const uint16_t*>(p));
+  even.v = vreinterpretq_f32_u16(vtrn1q_u16(vdupq_n_u16(0), pairs));
+  odd.v = vreinterpretq_f32_u16(vtrn2q_u16(vdupq_n_u16(0), pairs));
 }
 
 inline void load_interleaved(const float* p, Vec& even, Vec& odd) {

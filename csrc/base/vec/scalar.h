@@ -53,6 +53,8 @@ struct DotTraits {
   static constexpr int kRows = 2, kRowsOf32 = 2;
   static constexpr int kDepthTiles = 0;
   static constexpr int tiles(int) { return 1; }
+  static constexpr bool prefetches(int rows, size_t) { return rows <= 4; }
+  static constexpr int kPrefetchBytes = 8192;
 };
 
 // Makes streamed stores visible before whatever tells others of them.

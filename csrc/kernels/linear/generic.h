@@ -39,62 +39,85 @@ void linear_pack_block(const LinearArgs& args, int64_t block, void* packed) {
     pack_rows<bf16>(args, block, static_cast<float*>(packed));
 }
 
-// multiply(accumulate, begin, count) for as many tiles of depth at a time as the L1 cache keeps from one kDotRows to
-// the next.
-template <class Multiply>
-inline void multiply_in_parts(int depth_tiles, Multiply multiply) {
+// Tiles of depth that all rows are multiplied with before the next ones.
+inline int tiles_at_once(const LinearArgs& args, int64_t rows) {
   constexpr int kPart = DotTraits::kDepthTiles;
-  multiply(std::false_type{}, 0, depth_tiles < kPart ? depth_tiles : kPart);
-  for (int begin = kPart; begin < depth_tiles; begin += kPart)
-    multiply(std::true_type{}, begin, depth_tiles - begin < kPart ? depth_tiles - begin : kPart);
+  const int depth_tiles = static_cast<int>(args.weight.num_depth_tiles());
+  return kPart > 0 && rows > kDotRows && depth_tiles > kPart ? kPart : depth_tiles;
 }
 
-template <class TB, class Left>
-void multiply_strip(const LinearArgs& args, const Left* x, const TB* strip, int64_t block_begin, int64_t block_end,
-                    int64_t strip_index) {
+inline int64_t rows_of_blocks(const LinearArgs& args, int64_t block_begin, int64_t block_end) {
+  return (block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m) - block_begin * kRowBlock;
+}
+
+// c [rows, 32] = x times a strip, where tiles(begin, count) is where those tiles of depth are, up to `step` at a time.
+template <class Left, class Tiles>
+void multiply_rows(const Left* x, int64_t width, int rows, int depth_tiles, int step, Tiles tiles, float* c) {
+  for (int begin = 0; begin < depth_tiles; begin += step) {
+    const int count = depth_tiles - begin < step ? depth_tiles - begin : step;
+    const auto* from = tiles(begin, count);
+    using TB = std::remove_cvref_t<decltype(*from)>;
+    const auto tile_at = [&](int d, int j) { return from + (d * 2 + j) * kTileElements; };
+    const Left* left = x + begin * kTileDepth;
+    begin == 0 ? multiply_tiles<TB, false>(left, width, rows, tile_at, 2, count, c, kStripColumns)
+               : multiply_tiles<TB, true>(left, width, rows, tile_at, 2, count, c, kStripColumns);
+  }
+}
+
+// All rows of the blocks times one strip; tiles(row, begin, count) as above, for the rows from `row` on.
+template <class Left, class Tiles>
+void multiply_strip(const LinearArgs& args, const Left* x, int64_t block_begin, int64_t block_end, int64_t strip,
+                    int step, Tiles tiles) {
   const int depth_tiles = static_cast<int>(args.weight.num_depth_tiles());
   const int64_t width = int64_t{depth_tiles} * kTileDepth;
   const int64_t end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
   alignas(64) float c[kRowsAtOnce * kStripColumns];
   for (int64_t row = block_begin * kRowBlock; row < end; row += kRowsAtOnce) {
     const int rows = static_cast<int>(end - row < kRowsAtOnce ? end - row : kRowsAtOnce);
-    const auto multiply = [&](auto accumulate, int begin, int count) {
-      multiply_tiles<TB, accumulate.value>(
-          x + row * width + begin * kTileDepth, width, rows,
-          [&](int d, int j) { return strip + ((begin + d) * 2 + j) * kTileElements; }, 2, count, c, kStripColumns);
-    };
-    if constexpr (DotTraits::kDepthTiles > 0) {
-      if (rows > kDotRows) {
-        multiply_in_parts(depth_tiles, multiply);
-        finish_block(args, c, row, rows, strip_index);
-        continue;
-      }
-    }
-    multiply(std::false_type{}, 0, depth_tiles);
-    finish_block(args, c, row, rows, strip_index);
+    multiply_rows(
+        x + row * width, width, rows, depth_tiles, step, [&](int begin, int count) { return tiles(row, begin, count); }, c);
+    finish_block(args, c, row, rows, strip);
   }
 }
 
-// fp32 products: bf16 weights are turned into fp32 tiles once per strip when enough rows will use them.
-template <class TW>
-void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
-                     int64_t strip_begin, int64_t strip_end) {
-  const float* x = static_cast<const float*>(packed_x);
-  const int64_t strip_elements = args.weight.strip_elements();
-  const int64_t rows = (block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m) - block_begin * kRowBlock;
-  const bool widen = std::is_same_v<TW, bf16> && rows >= kRowsToWiden;
-  float* wide = widen ? static_cast<float*>(thread_scratch(strip_elements * sizeof(float))) : nullptr;
+// Strips as they lie.
+template <class TW, class Left>
+void run_strips(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+                int64_t strip_begin, int64_t strip_end) {
+  const int step = tiles_at_once(args, rows_of_blocks(args, block_begin, block_end));
   for (int64_t s = strip_begin; s < strip_end; ++s) {
     const TW* strip = args.weight.strip<TW>(s);
-    if constexpr (std::is_same_v<TW, bf16>) {
-      if (widen) {
-        for (int64_t tile = 0; tile < strip_elements; tile += kTileElements) widen_tile(strip + tile, wide + tile);
-        multiply_strip<float>(args, x, wide, block_begin, block_end, s);
-        continue;
-      }
-    }
-    multiply_strip<TW>(args, x, strip, block_begin, block_end, s);
+    multiply_strip(args, static_cast<const Left*>(packed_x), block_begin, block_end, s, step,
+                   [&](int64_t, int begin, int) { return strip + begin * 2 * kTileElements; });
   }
+}
+
+// Strips of bf16 whose tiles become fp32 before they are multiplied: all of a strip once, or a few tiles at a time,
+// which stay in the L1 cache.
+void run_widened_strips(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+                        int64_t strip_begin, int64_t strip_end) {
+  const int64_t first_row = block_begin * kRowBlock;
+  const int step = tiles_at_once(args, rows_of_blocks(args, block_begin, block_end));
+  float* wide = static_cast<float*>(thread_scratch(int64_t{step} * 2 * kTileElements * sizeof(float)));
+  for (int64_t s = strip_begin; s < strip_end; ++s) {
+    const bf16* strip = args.weight.strip<bf16>(s);
+    const auto widen = [&](int64_t row, int begin, int count) {
+      if (row == first_row || step < args.weight.num_depth_tiles())
+        for (int tile = 0; tile < 2 * count; ++tile)
+          widen_tile(strip + (2 * begin + tile) * kTileElements, wide + tile * kTileElements);
+      return wide;
+    };
+    multiply_strip(args, static_cast<const float*>(packed_x), block_begin, block_end, s, step, widen);
+  }
+}
+
+// fp32 products of bf16 weights, which are turned into fp32 first when enough rows use them.
+void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
+                     int64_t strip_begin, int64_t strip_end) {
+  if (rows_of_blocks(args, block_begin, block_end) >= kRowsToWiden)
+    run_widened_strips(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+  else
+    run_strips<bf16, float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
 }
 
 void linear_run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
@@ -104,16 +127,12 @@ void linear_run(const LinearArgs& args, const void* packed_x, int64_t block_begi
   if (is_widened(args.weight.format))
     return widened_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if (args.weight.format == WeightFormat::f32)
-    return linear_run_wide<float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+    return run_strips<float, float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if constexpr (Vec::kHasBf16Dot) {
-    if (bf16_products(args)) {
-      for (int64_t s = strip_begin; s < strip_end; ++s)
-        multiply_strip<bf16>(args, static_cast<const bf16*>(packed_x), args.weight.strip<bf16>(s), block_begin,
-                             block_end, s);
-      return;
-    }
+    if (bf16_products(args))
+      return run_strips<bf16, bf16>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   }
-  linear_run_wide<bf16>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+  linear_run_wide(args, packed_x, block_begin, block_end, strip_begin, strip_end);
 }
 
 }  // namespace

@@ -14,9 +14,12 @@ int64_t multiply_bf16(int64_t rounds, float* sink) {
   asm("" : "+w"(quarters), "+w"(eighths));
   const bfloat16x8_t a = vreinterpretq_bf16_u16(quarters), b = vreinterpretq_bf16_u16(eighths);
   Vec chains[kChains];
+#pragma GCC unroll 12
   for (Vec& chain : chains) chain = Vec::zero();
   for (int64_t round = 0; round < rounds; ++round)
+#pragma GCC unroll 12
     for (Vec& chain : chains) chain.v = vbfmmlaq_f32(chain.v, a, b);
+#pragma GCC unroll 12
   for (int c = 1; c < kChains; ++c) chains[0] = chains[0] + chains[c];
   *sink = reduce_add(chains[0]);
   return rounds * kChains * 16 * 2;
@@ -43,10 +46,13 @@ inline constexpr int kBytesMultiplied = 16;
 int64_t multiply_int8(int64_t rounds, float* sink) {
   const int8x16_t b = vdupq_n_s8(-3);
   int32x4_t chains[kChains];
+#pragma GCC unroll 12
   for (int c = 0; c < kChains; ++c) chains[c] = vdupq_n_s32(c);
   // The chain's own bytes are the operand: with a constant one the product would be computed once, outside the loop.
   for (int64_t round = 0; round < rounds; ++round)
+#pragma GCC unroll 12
     for (int32x4_t& chain : chains) chain = multiply_add_bytes(chain, vreinterpretq_s8_s32(chain), b);
+#pragma GCC unroll 12
   for (int c = 1; c < kChains; ++c) chains[0] = vaddq_s32(chains[0], chains[c]);
   *sink = static_cast<float>(vgetq_lane_s32(chains[0], 0));
   return rounds * kChains * kBytesMultiplied * 2;
