@@ -229,7 +229,9 @@ inline void dot_block(const LeftSide& left_side, int64_t row, int64_t lda, TileA
     const TB* b[kTiles];
     for (int t = 0; t < kTiles; ++t) b[t] = tile_at(d, tile + t);
     const typename LeftSide::Element* left = left_side.at(d) + row * lda;
-    if constexpr (Vec::kHasFmaByLane)
+    if constexpr (requires { multiply_row_by_tile(left, b, acc[0]); } && kRows == 1)
+      multiply_row_by_tile(left, b, acc[0]);
+    else if constexpr (Vec::kHasFmaByLane)
       multiply_tile_by_lanes(left, lda, b, acc);
     else
       multiply_tile_by_pairs(left, lda, b, acc);
@@ -237,6 +239,14 @@ inline void dot_block(const LeftSide& left_side, int64_t row, int64_t lda, TileA
   for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kTiles; ++t)
       for (int v = 0; v < kDotVecs; ++v) acc[r][t][v].store(c + r * ldc + t * kTileColumns + v * Vec::kLanes);
+}
+
+// The same, not inlined: in the middle of all that surrounds it, gcc 12 keeps the addresses of rows on the stack and
+// fetches them in the innermost loop, which takes a tenth of the speed where a load comes with every fourth product.
+template <class TB, bool kAccumulate, int kRows, int kTiles, class LeftSide, class TileAt>
+__attribute__((noinline)) void dot_block_apart(const LeftSide& left_side, int64_t row, int64_t lda, TileAt tile_at,
+                                               int tile, int depth_tiles, float* c, int64_t ldc) {
+  dot_block<TB, kAccumulate, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, c, ldc);
 }
 
 // Calls fn with rows as a compile-time number from 1 to kMax.
@@ -257,14 +267,19 @@ inline void multiply_side(const LeftSide& left, int64_t lda, int rows, TileAt ti
   for (int row = 0, count = 0; blocks > 0; row += count, --blocks) {
     count = (rows - row + blocks - 1) / blocks;
     with_rows<kDotRows>(count, [&](auto num_rows) {
+      const auto multiply = [&](auto num_tiles, int tile) {
+        float* columns = c + row * ldc + tile * kTileColumns;
+        if constexpr (Vec::kHasFmaByLane)
+          dot_block_apart<TB, kAccumulate, num_rows.value, num_tiles.value>(left, row, lda, tile_at, tile, depth_tiles,
+                                                                            columns, ldc);
+        else
+          dot_block<TB, kAccumulate, num_rows.value, num_tiles.value>(left, row, lda, tile_at, tile, depth_tiles,
+                                                                      columns, ldc);
+      };
       constexpr int kTiles = DotTraits::tiles(num_rows.value);
       int tile = 0;
-      for (; tile + kTiles <= column_tiles; tile += kTiles)
-        dot_block<TB, kAccumulate, num_rows.value, kTiles>(left, row, lda, tile_at, tile, depth_tiles,
-                                                           c + row * ldc + tile * kTileColumns, ldc);
-      for (; tile < column_tiles; ++tile)
-        dot_block<TB, kAccumulate, num_rows.value, 1>(left, row, lda, tile_at, tile, depth_tiles,
-                                                      c + row * ldc + tile * kTileColumns, ldc);
+      for (; tile + kTiles <= column_tiles; tile += kTiles) multiply(std::integral_constant<int, kTiles>{}, tile);
+      for (; tile < column_tiles; ++tile) multiply(std::integral_constant<int, 1>{}, tile);
     });
   }
 }

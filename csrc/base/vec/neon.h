@@ -173,3 +173,5 @@ inline void store_interleaved(bf16* p, Vec even, Vec odd) {
 
 }  // namespace
 }  // namespace tilewright
+
+#include "base/arm/row_product.h"

@@ -48,7 +48,8 @@ struct PairVec {};
 
 // How products of tiles (base/dot.h) use the registers: rows whose sums they hold, the most of them that divide 32, and
 // column tiles beside each other for so many rows. And tiles of depth that all rows are multiplied with before the next
-// ones, 0 for all of them: where the second cache is too slow to be read for each kRows.
+// ones, 0 for all of them: where the second cache is too slow to be read for each kRows. And whether so many rows find
+// tiles of so many bytes an element in memory rather than in a cache, and how far ahead to ask for them.
 struct DotTraits {
   static constexpr int kRows = 2, kRowsOf32 = 2;
   static constexpr int kDepthTiles = 0;

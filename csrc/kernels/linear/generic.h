@@ -75,7 +75,8 @@ void multiply_strip(const LinearArgs& args, const Left* x, int64_t block_begin, 
   for (int64_t row = block_begin * kRowBlock; row < end; row += kRowsAtOnce) {
     const int rows = static_cast<int>(end - row < kRowsAtOnce ? end - row : kRowsAtOnce);
     multiply_rows(
-        x + row * width, width, rows, depth_tiles, step, [&](int begin, int count) { return tiles(row, begin, count); }, c);
+        x + row * width, width, rows, depth_tiles, step, [&](int begin, int count) { return tiles(row, begin, count); },
+        c);
     finish_block(args, c, row, rows, strip);
   }
 }
