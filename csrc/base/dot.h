@@ -249,6 +249,15 @@ __attribute__((noinline)) void dot_block_apart(const LeftSide& left_side, int64_
   dot_block<TB, kAccumulate, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, c, ldc);
 }
 
+template <class TB, bool kAccumulate, int kRows, int kTiles, class LeftSide, class TileAt>
+inline void multiply_block(const LeftSide& left_side, int64_t row, int64_t lda, TileAt tile_at, int tile,
+                           int depth_tiles, float* c, int64_t ldc) {
+  if constexpr (Vec::kHasFmaByLane)
+    dot_block_apart<TB, kAccumulate, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, c, ldc);
+  else
+    dot_block<TB, kAccumulate, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, c, ldc);
+}
+
 // Calls fn with rows as a compile-time number from 1 to kMax.
 template <int kMax, class Fn>
 inline void with_rows(int rows, Fn fn) {
@@ -267,19 +276,14 @@ inline void multiply_side(const LeftSide& left, int64_t lda, int rows, TileAt ti
   for (int row = 0, count = 0; blocks > 0; row += count, --blocks) {
     count = (rows - row + blocks - 1) / blocks;
     with_rows<kDotRows>(count, [&](auto num_rows) {
-      const auto multiply = [&](auto num_tiles, int tile) {
-        float* columns = c + row * ldc + tile * kTileColumns;
-        if constexpr (Vec::kHasFmaByLane)
-          dot_block_apart<TB, kAccumulate, num_rows.value, num_tiles.value>(left, row, lda, tile_at, tile, depth_tiles,
-                                                                            columns, ldc);
-        else
-          dot_block<TB, kAccumulate, num_rows.value, num_tiles.value>(left, row, lda, tile_at, tile, depth_tiles,
-                                                                      columns, ldc);
-      };
       constexpr int kTiles = DotTraits::tiles(num_rows.value);
       int tile = 0;
-      for (; tile + kTiles <= column_tiles; tile += kTiles) multiply(std::integral_constant<int, kTiles>{}, tile);
-      for (; tile < column_tiles; ++tile) multiply(std::integral_constant<int, 1>{}, tile);
+      for (; tile + kTiles <= column_tiles; tile += kTiles)
+        multiply_block<TB, kAccumulate, num_rows.value, kTiles>(left, row, lda, tile_at, tile, depth_tiles,
+                                                                c + row * ldc + tile * kTileColumns, ldc);
+      for (; tile < column_tiles; ++tile)
+        multiply_block<TB, kAccumulate, num_rows.value, 1>(left, row, lda, tile_at, tile, depth_tiles,
+                                                           c + row * ldc + tile * kTileColumns, ldc);
     });
   }
 }
