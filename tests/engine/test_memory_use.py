@@ -93,7 +93,7 @@ def test_what_is_resident_is_told_by_kind():
     before = resident()
     held = torch.ones(64 * MIB, dtype=torch.uint8)
     grown = resident().total - before.total
-    assert 60 * MIB < grown < 80 * MIB and held[-1] == 1
+    assert 48 * MIB < grown < 80 * MIB and held[-1] == 1  # the system may take other pages back meanwhile
     assert 0 < resident().file < resident().total
 
 
