@@ -4,6 +4,7 @@ import pytest
 import tiny_vae
 import torch
 from tiny_vae import channels_last, rand, relative, rms
+from torch_bf16 import quick_products
 
 from tilewright import host_memory
 from tilewright.layers.feature_memory import FeatureMemory
@@ -85,12 +86,14 @@ def restored(network, latents):
 
 
 @torch.no_grad()
+@quick_products()
 def expected_decode(network, latents):
     dtype = next(network.parameters()).dtype
     return channels_last(network.decode(restored(network, latents).to(dtype)).sample)
 
 
 @torch.no_grad()
+@quick_products()
 def expected_encode(network, x):
     dtype = next(network.parameters()).dtype
     return channels_last(scaled(network, network.encode(x.to(dtype)).latent_dist.mode().float()))

@@ -4,6 +4,7 @@ import pytest
 import tiny_vae
 import torch
 from tiny_vae import channels_last, rand, relative, rms
+from torch_bf16 import quick_products
 
 from tilewright import host_memory
 from tilewright.models.autoencoder_wan import model
@@ -62,6 +63,7 @@ def statistics(network):
 
 
 @torch.no_grad()
+@quick_products()
 def expected_decode(network, latents):
     mean, std = statistics(network)
     dtype = next(network.parameters()).dtype
@@ -69,6 +71,7 @@ def expected_decode(network, latents):
 
 
 @torch.no_grad()
+@quick_products()
 def expected_encode(network, x):
     mean, std = statistics(network)
     dtype = next(network.parameters()).dtype

@@ -6,6 +6,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_parity import expected, logits_of, prompts_for, relative, rms
+from torch_bf16 import quick_products
 
 from tilewright.models.mllama.model import FAMILIES, model_name
 from tilewright.models.mllama.vision import Rows, arrangements
@@ -33,6 +34,7 @@ def save_tensors(folder, source, change):
 
 
 @torch.no_grad()
+@quick_products()
 def states_of(hf, prompt, **changed):
     """transformers' encoder states of a prompt's pictures, [pictures, tiles, rows, width]."""
     names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")

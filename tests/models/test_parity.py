@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import tiny
 import torch
+from torch_bf16 import quick_products
 
 from tilewright.engine.sequence import Sequence
 from tilewright.engine.step import Chunk, Step
@@ -58,6 +59,7 @@ def logits_of(runner, prompts, chunk_size=10**9, dtype=torch.float32):
 
 
 @torch.no_grad()
+@quick_products()
 def expected(hf, prompt, dtype=torch.float32):
     arguments = {
         name: value.to(dtype) if value.is_floating_point() else value for name, value in prompt.arguments.items()

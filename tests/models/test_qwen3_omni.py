@@ -7,6 +7,7 @@ import torch
 from rank_threads import RankThreads
 from test_parity import logits_of, relative, rms
 from test_tensor_parallel import Recorded
+from torch_bf16 import quick_products
 
 from tilewright.models.registry import family_of
 from tilewright.types import SamplingParams
@@ -69,6 +70,7 @@ def error_of_transformers(whole, prompts, truths):
 
 
 @torch.no_grad()
+@quick_products()
 def expected(hf, prompt, dtype=torch.float32):
     arguments = {
         name: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value

@@ -20,7 +20,7 @@ QUINTIC, NUM_ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 def orthogonalised(matrices: Tensor) -> Tensor:
     """Each of (count, rows, columns) with its singular values near one."""
     a, b, c = QUINTIC
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if matrices.is_cuda else matrices  # CPUs may have no products in bf16 that are any faster
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT
