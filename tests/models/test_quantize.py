@@ -114,7 +114,7 @@ def test_what_steers_much_is_not_rounded(networks):
     assert exact and all(name.endswith((".mlp.gate.weight", ".in_proj_b.weight")) for name in exact), exact
     for name, format in formats.items():
         if ".layers." in name and name not in exact:
-            is_careful = ".self_attn." in name
+            is_careful = ".self_attn." in name or name.endswith("shared_expert.down_proj.weight")
             assert format == ("int8_rotated" if is_careful else "int4_rotated in groups of 32"), name
     assert any(".self_attn." in name for name in formats)
     assert {format for name, format in formats.items() if "lm_head" in name or "embed_tokens" in name} == {
@@ -127,9 +127,18 @@ def test_first_and_last_layers_are_rounded_less(num_layers, careful, networks):
     config = tiny.config_of(networks("qwen3")[1]) | {"num_hidden_layers": num_layers, "layer_types": None}
     with precision.use(precision.named("int4")):
         model = family_of(config).build(config, {})
-    formats = {i: layer.mlp.down.weight.quantized_as for i, layer in enumerate(model.decoder.layers)}
+    formats = {i: layer.mlp.gate_up.weight.quantized_as for i, layer in enumerate(model.decoder.layers)}
     assert {i for i, format in formats.items() if format == ("int8_rotated", 0)} == careful
     assert {format for i, format in formats.items() if i not in careful} == {("int4_rotated", 32)}
+
+
+@pytest.mark.parametrize(("width", "format"), [(960, ("int8_rotated", 0)), (1024, ("int4_rotated", 32))])
+def test_narrow_models_round_their_down_projections_less(width, format, networks):
+    config = tiny.config_of(networks("qwen3")[1]) | {"hidden_size": width}
+    with precision.use(precision.named("int4")):
+        model = family_of(config).build(config, {})
+    assert {layer.mlp.down.weight.quantized_as for layer in model.decoder.layers} == {format}
+    assert {layer.mlp.gate_up.weight.quantized_as for layer in model.decoder.layers} == {("int4_rotated", 32)}
 
 
 def test_the_report_counts_bytes_by_format(networks):

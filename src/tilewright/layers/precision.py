@@ -24,7 +24,7 @@ Format = tuple[str, int]
 class Precision:
     """`products` is the format of linears and experts, `head` that of the output head, also where it is the table of
     token embeddings too. `careful`, if there is one, is that of linears where an error costs most: attention of text
-    decoders, and all of their first and last layer."""
+    decoders, all of their first and last layer, and the down projections of narrow ones."""
 
     products: Format | None = None
     head: Format | None = None
