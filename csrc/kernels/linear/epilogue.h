@@ -59,6 +59,11 @@ inline const T* row_of_x(const LinearArgs& args, int64_t i) {
   return args.x.row<T>(args.x_rows ? args.x_rows[i] : i);
 }
 
+// The row after the last one of the blocks before `block_end`.
+inline int64_t row_end(const LinearArgs& args, int64_t block_end) {
+  return block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
+}
+
 inline int rows_in_block(const LinearArgs& args, int64_t block) {
   const int64_t rows = args.m - block * kRowBlock;
   return rows < kRowBlock ? static_cast<int>(rows) : kRowBlock;

@@ -227,8 +227,8 @@ TILEWRIGHT_INLINE void multiply_depths_of(const Weights& weights, const uint8_t*
     const uint8_t* line =
         data + (depth - in_tile) / kQuadTileDepth * 2 * Weights::kTileBytes + in_tile / Weights::kDepths * 64;
     for (int64_t d = 0; d < count; d += Weights::kDepths, line += 64, rows.advance(Weights::kDepths)) {
-      // Weights come from memory, at its speed if they are asked for 8 KB ahead; for further blocks of rows from L2.
-      for (int t = 0; t < kTiles; ++t) __builtin_prefetch(line + t * Weights::kTileBytes + 8192);
+      // Weights come from memory, at its speed if they are asked for early enough; for further blocks of rows from L2.
+      for (int t = 0; t < kTiles; ++t) __builtin_prefetch(line + t * Weights::kTileBytes + DotTraits::kPrefetchBytes);
       multiply_quads<0, kRows, kTiles>(weights, rows, line, sums);
       if constexpr (Weights::kParts == 2) multiply_quads<1, kRows, kTiles>(weights, rows, line, sums);
     }
@@ -416,7 +416,7 @@ void run_in_steps(const LinearArgs& args, const void* packed_x, int64_t block_be
                   int64_t strip_begin, int64_t strip_end) {
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = quantized_row_bytes(weight);
-  const int64_t end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
+  const int64_t end = row_end(args, block_end);
   const bool by_bytes = end - block_begin * kRowBlock >= kRowsToBytes;
   uint8_t* wide = by_bytes ? static_cast<uint8_t*>(thread_scratch(weight.depth() * kStripColumns)) : nullptr;
   alignas(64) float c[kRowBlock * kStripColumns];
@@ -437,7 +437,7 @@ void quantized_run(const LinearArgs& args, const void* packed_x, int64_t block_b
   if (has_steps(args.weight.format))
     return run_in_steps(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   const int64_t row_bytes = quantized_row_bytes(args.weight);
-  const int64_t end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
+  const int64_t end = row_end(args, block_end);
   alignas(64) float c[kRowBlock * kStripColumns];
   with_weights(args.weight.format, [&](auto weights) {
     for (int64_t s = strip_begin; s < strip_end; ++s)

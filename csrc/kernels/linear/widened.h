@@ -62,7 +62,7 @@ template <int kRows, class Byte, int kTiles>
   requires kIsByte<Byte>
 TILEWRIGHT_INLINE void prefetch_pair(const Byte* const (&b)[kTiles], int pair) {
   if (pair % 2 == 0)
-    for (int t = 0; t < kTiles; ++t) __builtin_prefetch(b[t] + pair * 32 + 8192);
+    for (int t = 0; t < kTiles; ++t) __builtin_prefetch(b[t] + pair * 32 + DotTraits::kPrefetchBytes);
 }
 
 // c [rows, 32] = or += the sums of a group, times the scales of its columns.
@@ -95,7 +95,7 @@ void multiply_widened(const LinearArgs& args, const Left* x, int64_t row_begin, 
         const TB* tiles = at_once ? wide + tile * kStep : wide;
         if (!at_once) {
           for (int64_t line = 0; line < count * kStep; line += 64)
-            __builtin_prefetch(bytes + tile * kStep + line + 8192);
+            __builtin_prefetch(bytes + tile * kStep + line + DotTraits::kPrefetchBytes);
           widen_bytes(weight.format, bytes + tile * kStep, count * kStep, wide);
         }
         const auto tile_at = [&](int d, int j) { return tiles + d * kStep + j * kTileElements; };
@@ -128,7 +128,7 @@ void multiply_bytes(const LinearArgs& args, const float* x, int64_t row, int row
 template <class TB, class Left>
 void widened_run_as(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                     int64_t strip_begin, int64_t strip_end) {
-  const int64_t begin = block_begin * kRowBlock, end = block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
+  const int64_t begin = block_begin * kRowBlock, end = row_end(args, block_end);
   const bool at_once = end - begin > kRowsAtOnce;
   const int64_t tiles = at_once ? args.weight.num_depth_tiles() : kWidenedTiles;
   TB* wide = static_cast<TB*>(thread_scratch(static_cast<size_t>(tiles * 2 * kTileElements) * sizeof(TB)));
