@@ -94,6 +94,7 @@ inline void store_bytes(Vec a, int8_t* p) {
 struct QuadTraits {
   static constexpr int kRows = 4;
   static constexpr int tiles(int rows) { return rows <= 2 ? 2 : 1; }
+  static constexpr int kRowsToBytes = 14;
 };
 
 }  // namespace

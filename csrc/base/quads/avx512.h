@@ -152,6 +152,7 @@ inline void store_bytes(Vec a, int8_t* p) {
 struct QuadTraits {
   static constexpr int kRows = 12;
   static constexpr int tiles(int) { return 2; }
+  static constexpr int kRowsToBytes = 14;
 };
 
 }  // namespace

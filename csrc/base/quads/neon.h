@@ -124,6 +124,7 @@ inline void store_bytes(Vec a, int8_t* p) {
 struct QuadTraits {
   static constexpr int kRows = 6;
   static constexpr int tiles(int rows) { return rows <= 3 ? 2 : 1; }
+  static constexpr int kRowsToBytes = 4;
 };
 
 }  // namespace

@@ -409,15 +409,13 @@ inline void with_weights(WeightFormat format, Fn fn) {
   }
 }
 
-// From so many rows on it pays to turn a strip with steps into bytes first.
-inline constexpr int64_t kRowsToBytes = 14;
-
 void run_in_steps(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                   int64_t strip_begin, int64_t strip_end) {
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = quantized_row_bytes(weight);
   const int64_t end = row_end(args, block_end);
-  const bool by_bytes = end - block_begin * kRowBlock >= kRowsToBytes;
+  // From so many rows on it pays to turn a strip with steps into bytes first.
+  const bool by_bytes = end - block_begin * kRowBlock >= QuadTraits::kRowsToBytes;
   uint8_t* wide = by_bytes ? static_cast<uint8_t*>(thread_scratch(weight.depth() * kStripColumns)) : nullptr;
   alignas(64) float c[kRowBlock * kStripColumns];
   for (int64_t s = strip_begin; s < strip_end; ++s) {
