@@ -60,13 +60,16 @@ inline const T* row_of_x(const LinearArgs& args, int64_t i) {
 }
 
 // The row after the last one of the blocks before `block_end`.
-inline int64_t row_end(const LinearArgs& args, int64_t block_end) {
+inline int64_t end_row(const LinearArgs& args, int64_t block_end) {
   return block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
 }
 
+inline int64_t rows_of_blocks(const LinearArgs& args, int64_t block_begin, int64_t block_end) {
+  return end_row(args, block_end) - block_begin * kRowBlock;
+}
+
 inline int rows_in_block(const LinearArgs& args, int64_t block) {
-  const int64_t rows = args.m - block * kRowBlock;
-  return rows < kRowBlock ? static_cast<int>(rows) : kRowBlock;
+  return static_cast<int>(rows_of_blocks(args, block, block + 1));
 }
 
 }  // namespace

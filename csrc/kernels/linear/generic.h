@@ -46,10 +46,6 @@ inline int tiles_at_once(const LinearArgs& args, int64_t rows) {
   return kPart > 0 && rows > kDotRows && depth_tiles > kPart ? kPart : depth_tiles;
 }
 
-inline int64_t rows_of_blocks(const LinearArgs& args, int64_t block_begin, int64_t block_end) {
-  return row_end(args, block_end) - block_begin * kRowBlock;
-}
-
 // c [rows, 32] = x times a strip, where tiles(begin, count) is where those tiles of depth are, up to `step` at a time.
 template <class Left, class Tiles>
 void multiply_rows(const Left* x, int64_t width, int rows, int depth_tiles, int step, Tiles tiles, float* c) {
@@ -70,7 +66,7 @@ void multiply_strip(const LinearArgs& args, const Left* x, int64_t block_begin, 
                     int step, Tiles tiles) {
   const int depth_tiles = static_cast<int>(args.weight.num_depth_tiles());
   const int64_t width = int64_t{depth_tiles} * kTileDepth;
-  const int64_t end = row_end(args, block_end);
+  const int64_t end = end_row(args, block_end);
   alignas(64) float c[kRowsAtOnce * kStripColumns];
   for (int64_t row = block_begin * kRowBlock; row < end; row += kRowsAtOnce) {
     const int rows = static_cast<int>(end - row < kRowsAtOnce ? end - row : kRowsAtOnce);

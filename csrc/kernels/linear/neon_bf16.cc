@@ -203,7 +203,7 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
   if (by_byte_matrix(args)) return run_bytes(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if (!by_matrix(args)) return linear_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   bf16* slabs = static_cast<bf16*>(thread_scratch(args.weight.strip_elements() * sizeof(bf16)));
-  const int64_t end = row_end(args, block_end);
+  const int64_t end = end_row(args, block_end);
   alignas(64) float c[kRowsAtOnce * kStripColumns];
   for (int64_t s = strip_begin; s < strip_end; ++s) {
     make_slabs(args.weight.strip<bf16>(s), args.weight.num_depth_tiles(), slabs);

@@ -413,9 +413,9 @@ void run_in_steps(const LinearArgs& args, const void* packed_x, int64_t block_be
                   int64_t strip_begin, int64_t strip_end) {
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = quantized_row_bytes(weight);
-  const int64_t end = row_end(args, block_end);
+  const int64_t end = end_row(args, block_end);
   // From so many rows on it pays to turn a strip with steps into bytes first.
-  const bool by_bytes = end - block_begin * kRowBlock >= QuadTraits::kRowsToBytes;
+  const bool by_bytes = rows_of_blocks(args, block_begin, block_end) >= QuadTraits::kRowsToBytes;
   uint8_t* wide = by_bytes ? static_cast<uint8_t*>(thread_scratch(weight.depth() * kStripColumns)) : nullptr;
   alignas(64) float c[kRowBlock * kStripColumns];
   for (int64_t s = strip_begin; s < strip_end; ++s) {
@@ -435,7 +435,7 @@ void quantized_run(const LinearArgs& args, const void* packed_x, int64_t block_b
   if (has_steps(args.weight.format))
     return run_in_steps(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   const int64_t row_bytes = quantized_row_bytes(args.weight);
-  const int64_t end = row_end(args, block_end);
+  const int64_t end = end_row(args, block_end);
   alignas(64) float c[kRowBlock * kStripColumns];
   with_weights(args.weight.format, [&](auto weights) {
     for (int64_t s = strip_begin; s < strip_end; ++s)

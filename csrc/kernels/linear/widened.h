@@ -128,7 +128,7 @@ void multiply_bytes(const LinearArgs& args, const float* x, int64_t row, int row
 template <class TB, class Left>
 void widened_run_as(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                     int64_t strip_begin, int64_t strip_end) {
-  const int64_t begin = block_begin * kRowBlock, end = row_end(args, block_end);
+  const int64_t begin = block_begin * kRowBlock, end = end_row(args, block_end);
   const bool at_once = end - begin > kRowsAtOnce;
   const int64_t tiles = at_once ? args.weight.num_depth_tiles() : kWidenedTiles;
   TB* wide = static_cast<TB*>(thread_scratch(static_cast<size_t>(tiles * 2 * kTileElements) * sizeof(TB)));
