@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CPP_FILES = $(shell find csrc benchmarks tests -name "*.h" -o -name "*.cc") src/tilewright/ops/torch_backend/gpu_kernels.cu
+# Without make's flags, by which ninja would ask make for its jobs.
+NINJA := env -u MAKEFLAGS $(BIN)/cmake --build
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt README.md \
   $(shell find csrc src -type f -not -name '*.so' -not -path '*/__pycache__/*')
 
@@ -11,7 +13,10 @@ demo: .venv/.package
 	@$(BIN)/tilewright demo
 
 .PHONY: test lint test-cpp test-cpp-emulated test-python
-test: lint test-cpp test-cpp-emulated test-python
+# What lint does on one core goes on beside the first build.
+test: .venv/.test
+	@$(MAKE) --no-print-directory -j 2 lint test-cpp
+	@$(MAKE) --no-print-directory test-cpp-emulated test-python
 
 lint: .venv/.test
 	$(BIN)/ruff check src tests benchmarks training
@@ -27,7 +32,7 @@ test-cpp: .venv/.test
 	@$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DTILEWRIGHT_PYTHON=OFF -DTILEWRIGHT_TESTS=ON -DTILEWRIGHT_SANITIZE=ON \
 	  -DTILEWRIGHT_SIMULATE=$(SIMULATE) -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1" > build/sanitize.log || (cat build/sanitize.log; false)
-	$(BIN)/cmake --build build/sanitize
+	$(NINJA) build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --parallel 2 --output-on-failure
 
 # The C++ tests of the architecture that this machine is not, cross-built and run under emulation, so that a change made
@@ -54,7 +59,7 @@ run-emulated:
 	  -DTILEWRIGHT_PYTHON=OFF -DTILEWRIGHT_TESTS=ON -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 \
 	  $(if $(filter x86_64,$(OTHER_ARCH)),-DTILEWRIGHT_TEST_SLACK=ON) \
 	  > build/$(OTHER_ARCH).log || (cat build/$(OTHER_ARCH).log; false)
-	$(BIN)/cmake --build build/$(OTHER_ARCH)
+	$(NINJA) build/$(OTHER_ARCH)
 	$(BIN)/ctest --test-dir build/$(OTHER_ARCH) --parallel 2 --output-on-failure
 
 # Against the installed package: src is not on the path. One test installs the wheel elsewhere. Two processes, then the

@@ -86,7 +86,7 @@ def packed(
     fill(data, block.view(data.dtype))
     if scales is not None:
         fill_scales(scales)
-    padded = replace(form, format=weight_format(torch.bfloat16), k=1).num_elements // 32
+    padded = replace(form, format=weight_format(torch.float32), k=1).num_elements // 32
     return PackedWeight(data, form, scales, torch.bfloat16, bias=torch.zeros(padded) if bias else None)
 
 

@@ -1,4 +1,4 @@
-// fp16 as it is stored: scales of quantised weights. It is only read here; whoever makes scales rounds them.
+// fp16 as it is stored: scales of quantised weights, and weights where a level multiplies in it.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,24 @@ inline float to_float(f16 value) {
   float result;
   std::memcpy(&result, &bits, sizeof(result));
   return result;
+}
+
+// To nearest, ties to even; what is too large becomes infinity.
+inline f16 to_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};   // NaN
+  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // from 65,520 on
+  if (magnitude < 0x38800000u) {  // below 2^-14: multiples of 2^-24, which is the last bit of 0.5 in fp32
+    float small;
+    std::memcpy(&small, &magnitude, sizeof(small));
+    small += 0.5f;
+    std::memcpy(&bits, &small, sizeof(bits));
+    return {static_cast<uint16_t>(sign | (bits - 0x3f000000u))};
+  }
+  const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
+  return {static_cast<uint16_t>(sign | (rounded - 0x38000000u) >> 13)};
 }
 
 }  // namespace

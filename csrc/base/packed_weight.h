@@ -99,10 +99,15 @@ inline constexpr const char* name_of(WeightFormat format) {
 template <class T>
 inline constexpr WeightFormat kFormatOf = kIsBf16<T> ? WeightFormat::bf16 : WeightFormat::f32;
 
-// How the values lie.
-enum class WeightLayout : int { tiles };  // base/tile.h
+// How the values lie (base/tile.h). Halves are those of bf16 where a level multiplies in fp16: a row of W is divided by
+// the power of two that brings its largest value to between 512 and 1,024. Of values below 2^-27 of the largest some
+// bits are lost.
+enum class WeightLayout : int { tiles, halves };
 
-inline constexpr const char* name_of(WeightLayout) { return "tiles of 32 x 16 in pairs, strips of 32"; }
+inline constexpr const char* name_of(WeightLayout layout) {
+  return layout == WeightLayout::tiles ? "tiles of 32 x 16 in pairs, strips of 32"
+                                       : "tiles of 32 x 16 in fp16, strips of 32 with their scales";
+}
 
 // Groups are whole lines of nibbles, and either whole tiles of quads or whole parts of one.
 inline constexpr int64_t kGroupSizes[] = {16, 32, 64, 128, 256};
@@ -144,15 +149,25 @@ struct PackedWeight {
   TILEWRIGHT_INLINE int64_t depth() const { return num_depth_tiles() * tile_depth(); }  // k, padded to whole tiles
   // Numbers of a row: one for each value, but a rotation takes in what fills up the tiles.
   TILEWRIGHT_INLINE int64_t num_numbers() const { return is_rotated(format) ? depth() : k; }
-  TILEWRIGHT_INLINE int64_t strip_elements() const { return depth() * kStripColumns / (has_nibbles(format) ? 2 : 1); }
+  // Of a strip, what comes before its tiles: of halves the scales of its columns, in fp32.
+  TILEWRIGHT_INLINE int64_t head_elements() const { return layout == WeightLayout::halves ? 2 * kStripColumns : 0; }
+  TILEWRIGHT_INLINE int64_t strip_elements() const {
+    return head_elements() + depth() * kStripColumns / (has_nibbles(format) ? 2 : 1);
+  }
   TILEWRIGHT_INLINE int64_t elements() const { return num_strips() * strip_elements(); }
   TILEWRIGHT_INLINE int64_t size_bytes() const {
     return elements() * static_cast<int64_t>(size_of(storage_of(format)));
   }
 
+  // The tiles of a strip.
   template <class T>
   TILEWRIGHT_INLINE T* strip(int64_t index) const {
-    return static_cast<T*>(data) + index * strip_elements();
+    return static_cast<T*>(data) + index * strip_elements() + head_elements();
+  }
+  // What the columns of a strip are multiplied by; null: nothing.
+  TILEWRIGHT_INLINE float* column_scales(int64_t strip) const {
+    if (layout != WeightLayout::halves) return nullptr;
+    return reinterpret_cast<float*>(static_cast<uint16_t*>(data) + strip * strip_elements());
   }
 
   TILEWRIGHT_INLINE int64_t num_groups() const { return group_size ? ceil_div(num_numbers(), group_size) : 1; }

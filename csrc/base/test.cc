@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/half.h"
 #include "base/memory_policy.h"
 #include "base/parallel.h"
 #include "base/tile.h"
@@ -70,6 +71,33 @@ TEST(bf16_keeps_nan) {
   // The first and the last would become infinity or zero if they were rounded as numbers.
   for (uint32_t bits : {0x7f800001u, 0x7fc00000u, 0x7fffffffu, 0xff800001u, 0xffffffffu})
     CHECK(std::isnan(to_float(to_bf16(float_from(bits)))));
+}
+
+TEST(fp16_survives_the_round_trip) {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const float value = to_float(f16{static_cast<uint16_t>(bits)});
+    const uint16_t back = to_half(value).bits;
+    if (std::isnan(value))
+      CHECK(std::isnan(to_float(f16{back})));
+    else
+      CHECK(back == bits);
+  }
+}
+
+TEST(fp16_rounds_to_nearest_even) {
+  // Between each number and the next: the middle goes to the even one, what is beside the middle to the nearer one.
+  for (uint32_t bits = 0; bits < 0x7bff; ++bits) {
+    const float below = to_float(f16{static_cast<uint16_t>(bits)}),
+                above = to_float(f16{static_cast<uint16_t>(bits + 1)});
+    const float middle = (below + above) / 2;
+    for (const float sign : {1.0f, -1.0f}) {
+      const uint32_t top = sign < 0 ? 0x8000 : 0;
+      CHECK(to_half(sign * middle).bits == (top | (bits + bits % 2)));
+      CHECK(to_half(sign * std::nextafter(middle, 0.0f)).bits == (top | bits));
+      CHECK(to_half(sign * std::nextafter(middle, 1e6f)).bits == (top | (bits + 1)));
+    }
+  }
+  CHECK(to_half(65519.0f).bits == 0x7bff && to_half(65520.0f).bits == 0x7c00 && to_half(-1e30f).bits == 0xfc00);
 }
 
 template <class T>

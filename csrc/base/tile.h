@@ -12,7 +12,8 @@
 //
 // A packed linear weight W [N, K] is strips of 32 outputs: [ceil(N/32)][ceil(K/32)][2 tiles], zero where padded, so
 // that a strip is one contiguous stream. For gate|up weights a strip's first tile is 16 gate rows and its second the
-// 16 up rows that belong to them.
+// 16 up rows that belong to them. Where weights are kept in fp16 (packed_weight.h), a strip is its depths one after the
+// other, the 32 columns of each a line of 64 bytes.
 #pragma once
 
 #include <cstdint>

@@ -27,6 +27,7 @@ std::string to_string(const Size3d& size) {
 
 void bind_conv3d(nb::module_& m) {
   using namespace nb::literals;
+  m.def("conv3d_layout", [] { return name_of(WeightLayout::tiles); });
   m.def("conv3d_depth", [](int64_t channels, const Triple& kernel) { return conv3d_depth(channels, size_of(kernel)); });
   m.def(
       "conv3d",
@@ -39,6 +40,9 @@ void bind_conv3d(nb::module_& m) {
         const PackedWeight weight = packed_of(op, packed, "weight", {"_"});
         OP_REQUIRE(op, !is_quantized(weight.format),
                    std::string("the weight is ") + name_of(weight.format) + ", expected float32 or bfloat16");
+        OP_REQUIRE(op, weight.layout == WeightLayout::tiles,
+                   std::string("the weight's layout is '") + name_of(weight.layout) + "', expected '" +
+                       name_of(WeightLayout::tiles) + "'");
         op.bind("O", weight.n);
         op.bind("padded", weight.num_strips() * kStripColumns);
         const Tensor bias = op.optional(bias_arg, "bias", {"padded"}, one_of({DType::f32}));

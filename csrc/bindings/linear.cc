@@ -71,7 +71,8 @@ void quantize(nb::handle weight_arg, nb::handle form_arg, nb::handle values_arg,
 void bind_linear(nb::module_& m) {
   using namespace nb::literals;
   m.def("packed_elements", [](nb::handle form) { return described_by(Op("packed_elements"), form).elements(); });
-  m.def("packed_layout", [] { return name_of(linear_kernels().layout); });
+  m.def("packed_layout",
+        [](const std::string& format) { return name_of(layout_of(format_named(Op("packed_layout"), format))); });
   m.def("packed_scales", [](nb::handle form) { return described_by(Op("packed_scales"), form).num_scales(); });
   m.def("pack_weight", [](nb::handle source, const nb::tuple& packed_arg) {
     Op op("pack_weight");

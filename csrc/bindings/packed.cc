@@ -5,13 +5,12 @@
 namespace tilewright {
 namespace {
 
-WeightFormat format_named(const Op& op, const std::string& name) {
-  std::string known;
-  for (const WeightFormat format : kWeightFormats) {
-    if (name == name_of(format)) return format;
-    known += std::string(known.empty() ? "" : ", ") + name_of(format);
-  }
-  op.fail("the weight's format is '" + name + "', expected one of " + known);
+// Tiles, which every level reads, or `own`, the layout in which this one keeps weights of the format.
+WeightLayout layout_named(const Op& op, const std::string& name, WeightLayout own) {
+  if (name == name_of(own)) return own;
+  OP_REQUIRE(op, name == name_of(WeightLayout::tiles),
+             "the weight's layout is '" + name + "', this level reads '" + name_of(own) + "'");
+  return WeightLayout::tiles;
 }
 
 void require_groups(const Op& op, const PackedWeight& weight) {
@@ -55,18 +54,24 @@ std::string to_string(const PackedWeight& weight) {
          "]";
 }
 
+WeightFormat format_named(const Op& op, const std::string& name) {
+  std::string known;
+  for (const WeightFormat format : kWeightFormats) {
+    if (name == name_of(format)) return format;
+    known += std::string(known.empty() ? "" : ", ") + name_of(format);
+  }
+  op.fail("the weight's format is '" + name + "', expected one of " + known);
+}
+
 PackedWeight described_by(const Op& op, nb::handle form) {
   const nb::object format = form.attr("format");
   PackedWeight weight;
   weight.format = format_named(op, nb::cast<std::string>(format.attr("name")));
-  weight.layout = linear_kernels().layout;
   weight.n = nb::cast<int64_t>(form.attr("n"));
   weight.k = nb::cast<int64_t>(form.attr("k"));
   weight.gated = nb::cast<bool>(form.attr("gated"));
   weight.group_size = nb::cast<int64_t>(format.attr("group_size"));
-  const auto layout = nb::cast<std::string>(format.attr("layout"));
-  OP_REQUIRE(op, layout == name_of(weight.layout),
-             "the weight's layout is '" + layout + "', this level reads '" + name_of(weight.layout) + "'");
+  weight.layout = layout_named(op, nb::cast<std::string>(format.attr("layout")), layout_of(weight.format));
   require_groups(op, weight);
   OP_REQUIRE(op, weight.n > 0 && weight.k > 0,
              "a packed weight of " + std::to_string(weight.n) + " x " + std::to_string(weight.k) + " has no elements");

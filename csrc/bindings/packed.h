@@ -6,6 +6,8 @@
 
 namespace tilewright {
 
+WeightFormat format_named(const Op& op, const std::string& name);
+
 // What a PackedForm says, without data. ValueError where no kernel of the level in use reads such a weight.
 PackedWeight described_by(const Op& op, nb::handle form);
 

@@ -2,9 +2,11 @@
 #include <cmath>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "base/tile.h"
 #include "kernels/embedding/embedding.h"
+#include "kernels/linear/linear.h"
 #include "testing/testing.h"
 
 namespace tilewright::testing {
@@ -37,12 +39,21 @@ void check_embedding(int64_t width, Edge edge) {
   args.out = rows_of(out, width + 1);
   args.count = kIds;
   args.width = width;
-  for (bool from_packed : {false, true})
+  PackedWeight plain = {.format = kFormatOf<T>, .n = kVocabulary, .k = width}, tiles = plain, halves = plain;
+  tiles.data = packed.data();
+  halves.layout = WeightLayout::halves;
+  GuardedBuffer<bf16> packed_halves(halves.elements(), edge);
+  halves.data = packed_halves.data();
+  std::vector<PackedWeight> kinds = {plain, tiles};
+  if (kIsBf16<T>) {
+    pack_weight({rows_of(table, width), halves});
+    kinds.push_back(halves);
+  }
+  for (const PackedWeight& kind : kinds)
     for (auto [first, num_rows] : {std::pair<int64_t, int64_t>{0, kVocabulary}, {23, 40}}) {  // all, or a rank's part
       out.poison();
       args.table = rows_of(table, width);
-      args.packed = {
-          .data = from_packed ? packed.data() : nullptr, .format = kFormatOf<T>, .n = kVocabulary, .k = width};
+      args.packed = kind;
       args.first = first;
       args.num_rows = num_rows;
       embedding(args);

@@ -22,14 +22,17 @@ inline void finish_row(const LinearArgs& args, const float* c, int64_t row, int6
   const int64_t total = args.weight.out_features();
   const int64_t count = total - column < width ? total - column : width;
   const float* bias = args.bias ? args.bias + strip * kStripColumns : nullptr;
+  const float* scales = args.weight.column_scales(strip);
   T* y = args.y.row<T>(row) + column;
   const T* residual = args.residual ? args.residual.row<T>(row) + column : nullptr;
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
     Vec v = Vec::load(c + i);
+    if (scales) v = v * Vec::load(scales + i);
     if (bias) v = v + Vec::load(bias + i);
     v = apply_activation<kIsBf16<T>>(v, args.activation);
     if (gated) {
       Vec up = Vec::load(c + kTileColumns + i);
+      if (scales) up = up * Vec::load(scales + kTileColumns + i);
       if (bias) up = up + Vec::load(bias + kTileColumns + i);
       v = v * up;
     }

@@ -89,19 +89,24 @@ void run_strips(const LinearArgs& args, const void* packed_x, int64_t block_begi
   }
 }
 
-// Strips of bf16 whose tiles become fp32 before they are multiplied: all of a strip once, or a few tiles at a time,
-// which stay in the L1 cache.
+// Tiles of depth of a strip in fp32.
+inline void widen_tiles(const bf16* strip, int begin, int count, float* wide) {
+  for (int tile = 0; tile < 2 * count; ++tile)
+    widen_tile(strip + (2 * begin + tile) * kTileElements, wide + tile * kTileElements);
+}
+
+// Strips of a narrower type whose tiles become fp32 before they are multiplied: all of a strip once, or a few tiles at
+// a time, which stay in the L1 cache.
+template <class TW, class WidenTiles>
 void run_widened_strips(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
-                        int64_t strip_begin, int64_t strip_end) {
+                        int64_t strip_begin, int64_t strip_end, WidenTiles widen_tiles) {
   const int64_t first_row = block_begin * kRowBlock;
   const int step = tiles_at_once(args, rows_of_blocks(args, block_begin, block_end));
   float* wide = static_cast<float*>(thread_scratch(int64_t{step} * 2 * kTileElements * sizeof(float)));
   for (int64_t s = strip_begin; s < strip_end; ++s) {
-    const bf16* strip = args.weight.strip<bf16>(s);
+    const TW* strip = args.weight.strip<TW>(s);
     const auto widen = [&](int64_t row, int begin, int count) {
-      if (row == first_row || step < args.weight.num_depth_tiles())
-        for (int tile = 0; tile < 2 * count; ++tile)
-          widen_tile(strip + (2 * begin + tile) * kTileElements, wide + tile * kTileElements);
+      if (row == first_row || step < args.weight.num_depth_tiles()) widen_tiles(strip, begin, count, wide);
       return wide;
     };
     multiply_strip(args, static_cast<const float*>(packed_x), block_begin, block_end, s, step, widen);
@@ -112,7 +117,7 @@ void run_widened_strips(const LinearArgs& args, const void* packed_x, int64_t bl
 void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                      int64_t strip_begin, int64_t strip_end) {
   if (rows_of_blocks(args, block_begin, block_end) >= kRowsToWiden)
-    run_widened_strips(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+    run_widened_strips<bf16>(args, packed_x, block_begin, block_end, strip_begin, strip_end, widen_tiles);
   else
     run_strips<bf16, float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
 }

@@ -13,6 +13,10 @@ TILEWRIGHT_TABLE(linear, LinearKernels)
 
 const LinearKernels& linear_kernels() { return select(kTable); }
 
+WeightLayout layout_of(WeightFormat format) {
+  return format == WeightFormat::bf16 ? linear_kernels().bf16_layout : WeightLayout::tiles;
+}
+
 // Half of the second-level cache, a chunk of depth at a time; quantised products take all of it at once.
 int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks) {
   const int64_t depth_tiles = args.weight.num_depth_tiles();

@@ -3,9 +3,10 @@
 //   x [M, K] bf16 or fp32, W [N, K] packed (base/tile.h) in bf16, fp32 or quantised, y [M, N], any M, N, K
 //   epilogue: + bias, then an activation or, for gate|up weights, act(gate) * up (y is [M, N / 2]), then + residual
 //
-// With x and W in bf16 the products run on the machine's bf16 units; with fp32 x everything is fp32. With a quantised W
-// x is rounded to bytes, and the products run on the machine's units for those (quantized.h); but W in fp8 or
-// int8_exact is turned into bf16, tile by tile, and multiplied as that (widened.h).
+// With x and W in bf16 the products run on the machine's bf16 units, or on those of fp16 where it has no others that
+// are faster than fp32's (neon_dotprod.cc); with fp32 x everything is fp32. With a quantised W x is rounded to bytes,
+// and the products run on the machine's units for those (quantized.h); but W in fp8 or int8_exact is turned into bf16,
+// tile by tile, and multiplied as that (widened.h).
 #pragma once
 
 #include <cstddef>
@@ -38,9 +39,9 @@ inline constexpr int kRowBlock = 32;
 inline constexpr int kDepthChunk = 64;
 
 struct LinearKernels {
-  // The layout that the kernels read: kept weights are found again only by a level that reads the same. Today all of
-  // them read tiles.
-  WeightLayout layout;
+  // The layout in which weights in bf16 are kept for the level: kept ones are found again only by a level that has the
+  // same. Others are tiles at every level.
+  WeightLayout bf16_layout;
   // x as the kernel reads it, in blocks of kRowBlock rows.
   int64_t (*block_bytes)(const LinearArgs& args);
   void (*pack_block)(const LinearArgs& args, int64_t block, void* packed_block);
@@ -61,6 +62,9 @@ struct PackArgs {
   Rows scales = {}, mins = {};  // [N, groups] of scale_dtype(), of a quantised format and of one with mins
   Rows steps = {};              // [N, 2 groups] bytes: steps, then bases. With them scales are [N, 1] in fp32
 };
+
+// How a level keeps weights of a format.
+WeightLayout layout_of(WeightFormat format);
 
 void pack_weight(const PackArgs& args);
 // The way back: reads `packed`, writes `weight`. Of a quantised format what its numbers stand for, in fp32 or bf16.

@@ -1,4 +1,7 @@
 // Weights into tiles and back. Done once per load, so plain code, a strip per task.
+#include <algorithm>
+#include <cmath>
+
 #include "base/bf16.h"
 #include "base/parallel.h"
 #include "kernels/linear/linear.h"
@@ -46,6 +49,41 @@ void unpack_strip(const PackArgs& args, int64_t strip) {
       const P* tile = packed + (k / kTileDepth * 2 + column / kTileColumns) * kTileElements;
       assign(target[k], to_float(tile[tile_offset<P>(static_cast<int>(k % kTileDepth), column % kTileColumns)]));
     }
+  }
+}
+
+// The power of two of a row that is stored as halves.
+template <class T>
+float halves_scale(const T* row, int64_t count) {
+  float largest = 0.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    const float magnitude = std::fabs(to_float(row[i]));
+    if (std::isfinite(magnitude) && magnitude > largest) largest = magnitude;
+  }
+  return largest == 0.0f ? 1.0f : std::ldexp(1.0f, std::max(std::ilogb(largest), -100) - 9);
+}
+
+template <class T>
+void pack_halves_strip(const PackArgs& args, int64_t strip) {
+  const PackedWeight& weight = args.packed;
+  for (int column = 0; column < kStripColumns; ++column) {
+    const int64_t row = source_row(weight, strip, column);
+    const T* source = row < 0 ? nullptr : args.weight.row<T>(row);
+    const float scale = source ? halves_scale(source, weight.k) : 1.0f;
+    weight.column_scales(strip)[column] = scale;
+    for (int64_t k = 0; k < weight.depth(); ++k) {
+      bf16 value = {};
+      if (source && k < weight.k) assign(value, to_float(source[k]));
+      weight.strip<f16>(strip)[k * kStripColumns + column] = to_half(to_float(value) / scale);
+    }
+  }
+}
+
+template <class T>
+void unpack_halves_strip(const PackArgs& args, int64_t strip) {
+  for (int column = 0; column < kStripColumns; ++column) {
+    const int64_t row = source_row(args.packed, strip, column);
+    if (row >= 0) unpack_halves_column(args.packed, strip, column, args.weight.row<T>(row));
   }
 }
 
@@ -116,6 +154,10 @@ void with_types(const PackArgs& args, Fn fn) {
 void pack_weight(const PackArgs& args) {
   if (is_quantized(args.packed.format))
     return parallel_for(args.packed.num_strips(), [&](int64_t strip) { pack_quantized_strip(args, strip); });
+  if (args.packed.layout == WeightLayout::halves)
+    return parallel_for(args.packed.num_strips(), [&](int64_t strip) {
+      args.weight.dtype == DType::bf16 ? pack_halves_strip<bf16>(args, strip) : pack_halves_strip<float>(args, strip);
+    });
   with_types(args, [&](auto t, auto p) {
     parallel_for(args.packed.num_strips(), [&](int64_t strip) { pack_strip<decltype(t), decltype(p)>(args, strip); });
   });
@@ -126,6 +168,11 @@ void unpack_weight(const PackArgs& args) {
     return parallel_for(args.packed.num_strips(), [&](int64_t strip) {
       args.weight.dtype == DType::bf16 ? unpack_quantized_strip<bf16>(args, strip)
                                        : unpack_quantized_strip<float>(args, strip);
+    });
+  if (args.packed.layout == WeightLayout::halves)
+    return parallel_for(args.packed.num_strips(), [&](int64_t strip) {
+      args.weight.dtype == DType::bf16 ? unpack_halves_strip<bf16>(args, strip)
+                                       : unpack_halves_strip<float>(args, strip);
     });
   with_types(args, [&](auto t, auto p) {
     parallel_for(args.packed.num_strips(), [&](int64_t strip) { unpack_strip<decltype(t), decltype(p)>(args, strip); });

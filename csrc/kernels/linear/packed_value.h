@@ -1,4 +1,5 @@
-// Values of a packed quantised weight: for what reads few of them, as the rows of an embedding table.
+// Values of a packed weight that is quantised or in halves: for what reads few of them, as the rows of an embedding
+// table.
 #pragma once
 
 #include "base/fp8.h"
@@ -60,7 +61,14 @@ inline float packed_value(const PackedWeight& weight, int64_t strip, int column,
   return value - (has_zeros(weight.format) ? scale * min : min);
 }
 
-// The row of W that a column of a strip holds.
+template <class T>
+inline void unpack_halves_column(const PackedWeight& weight, int64_t strip, int column, T* out) {
+  const f16* halves = weight.strip<f16>(strip);
+  const float scale = weight.column_scales(strip)[column];
+  for (int64_t k = 0; k < weight.k; ++k) assign(out[k], scale * to_float(halves[k * kStripColumns + column]));
+}
+
+// The row of W that a column of a strip holds, of a quantised weight.
 template <class T>
 inline void unpack_column(const PackedWeight& weight, int64_t strip, int column, T* out) {
   if (!is_rotated(weight.format)) {

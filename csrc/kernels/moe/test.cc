@@ -80,8 +80,9 @@ void check_moe(const Size& size, Edge edge, Choose choose) {
   Random random(static_cast<uint64_t>(tokens * width + inner));
   GuardedBuffer<TX> x(tokens * width, edge), residual(tokens * width, edge), y(tokens * width, edge);
   GuardedBuffer<TW> gate_up(experts * 2 * inner * width, edge), down(experts * width * inner, edge);
-  PackedWeight gate_up_form = {.format = kFormatOf<TW>, .n = 2 * inner, .k = width, .gated = true};
-  PackedWeight down_form = {.format = kFormatOf<TW>, .n = width, .k = inner};
+  const WeightLayout layout = layout_of(kFormatOf<TW>);
+  PackedWeight gate_up_form = {.format = kFormatOf<TW>, .layout = layout, .n = 2 * inner, .k = width, .gated = true};
+  PackedWeight down_form = {.format = kFormatOf<TW>, .layout = layout, .n = width, .k = inner};
   GuardedBuffer<TW> packed_gate_up(experts * gate_up_form.elements(), edge);
   GuardedBuffer<TW> packed_down(experts * down_form.elements(), edge);
   GuardedBuffer<int32_t> ids(tokens * k, edge);

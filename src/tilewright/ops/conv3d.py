@@ -5,7 +5,7 @@ B pictures or clips, T frames, H rows, W columns, C channels in, O out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional
 from tilewright.ops.backend import op
 from tilewright.ops.linear import PackedWeight, pack_weight
 from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.packed import weight_format
 from tilewright.ops.plan import empty
 
 Triple = tuple[int, int, int]  # frames, rows, columns
@@ -53,6 +54,12 @@ def conv_depth(in_channels: int, kernel: Triple) -> int:
     return kernels.conv3d_depth(in_channels, kernel)
 
 
+@op
+def conv_layout() -> str:
+    """How packed weights of convolutions lie, of either type."""
+    return kernels.conv3d_layout()
+
+
 def pack_conv(weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> ConvWeight:
     """A checkpoint's weight [O, C, kh, kw] or [O, C, kt, kh, kw] as `conv2d` or `conv3d` reads it."""
     if weight.dim() not in (4, 5):
@@ -64,7 +71,8 @@ def pack_conv(weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype 
     taps = weight.reshape(out_channels, in_channels, -1).transpose(1, 2)
     depth = conv_depth(in_channels, kernel)
     taps = functional.pad(taps, (0, depth // taps.shape[1] - in_channels))
-    return ConvWeight(pack_weight(taps.reshape(out_channels, depth), bias, dtype=dtype), in_channels, kernel)
+    format = replace(weight_format(dtype or weight.dtype), layout=conv_layout())
+    return ConvWeight(pack_weight(taps.reshape(out_channels, depth), bias, dtype=format), in_channels, kernel)
 
 
 def pack_upsample_conv(

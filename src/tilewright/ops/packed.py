@@ -74,13 +74,13 @@ def weight_format(dtype: torch.dtype | str, group_size: int = 0) -> WeightFormat
     if group_size not in (known or (0,)):
         expected = ", ".join(map(str, known)) or "none"
         raise ValueError(f"{name} has no groups of {group_size} values, expected {expected}")
-    return WeightFormat(name, packed_layout(), group_size)
+    return WeightFormat(name, packed_layout(name), group_size)
 
 
 @op
-def packed_layout() -> str:
-    """How packed weights lie."""
-    return kernels.packed_layout()
+def packed_layout(name: str) -> str:
+    """How packed weights of a format lie."""
+    return kernels.packed_layout(name)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def rounded(weight: Tensor, format: WeightFormat) -> Quantized:
 
 def _rounded_natively(weight: Tensor, format: WeightFormat) -> Quantized:
     n, k = weight.shape
-    form = PackedForm(replace(format, layout=kernels.packed_layout()), n, k)
+    form = PackedForm(replace(format, layout=kernels.packed_layout(format.name)), n, k)
     values = torch.empty(n, form.num_numbers, dtype=values_dtype(format.name))
     num_scales = 1 if format.has_steps else form.num_groups
     scales = torch.empty(n, num_scales, dtype=scale_dtype(format.name, format.group_size))

@@ -9,7 +9,7 @@ from tilewright.ops.quantized import Quantized, dequantize, values_dtype
 LAYOUT = "rows"
 
 
-def packed_layout() -> str:
+def packed_layout(name: str) -> str:
     return LAYOUT
 
 

@@ -1,0 +1,138 @@
+// Linear in fp16 (base/arm/half_product.h): where there is arithmetic in it, and none in bf16, it has twice the
+// products of fp32 in a cycle and reads weights without turning them into anything.
+//
+// bf16 has the range of fp32, fp16 has not. So a row of W is stored as halves times a power of two (WeightLayout), and
+// a row of x is divided by the one that brings its largest value to between 1/4 and 1/2: no sum of 64 products is more
+// than 2^15, and nothing is lost of values of x that are at least 2^-15 of the row's largest.
+#include "kernels/level.h"
+
+#include TILEWRIGHT_VEC
+#include TILEWRIGHT_QUADS
+
+#include "base/arm/half_product.h"
+#include "kernels/linear/generic.h"
+
+namespace tilewright {
+namespace {
+
+bool by_halves(const LinearArgs& args) {
+  return args.weight.layout == WeightLayout::halves && args.x.dtype == DType::bf16;
+}
+
+// A row of x as it is multiplied: depth() halves, and in the line after them what its results are multiplied by.
+constexpr int64_t kRowTail = 32;
+
+int64_t row_stride(const LinearArgs& args) { return args.weight.depth() + kRowTail; }
+
+int64_t block_bytes(const LinearArgs& args) {
+  return by_halves(args) ? kRowBlock * row_stride(args) * static_cast<int64_t>(sizeof(f16)) : linear_block_bytes(args);
+}
+
+// The biased exponent of the largest magnitude in a row, from 27 (2^-100) to 251 (2^124), so that both its power of two
+// and the inverse are normal numbers. Rows with larger values than that have infinite results.
+int largest_exponent(const bf16* x, int64_t count) {
+  uint16x8_t most = vdupq_n_u16(0);
+  const uint16x8_t magnitude = vdupq_n_u16(0x7fff);
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    most = vmaxq_u16(most, vandq_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(x + i)), magnitude));
+  int bits = vmaxvq_u16(most);
+  for (; i < count; ++i) bits = (x[i].bits & 0x7fff) > bits ? x[i].bits & 0x7fff : bits;
+  const int exponent = bits >> 7;
+  return exponent < 27 ? 27 : exponent < 251 ? exponent : 251;
+}
+
+float power_of_two(int biased_exponent) {
+  const uint32_t bits = static_cast<uint32_t>(biased_exponent) << 23;
+  float power;
+  __builtin_memcpy(&power, &bits, sizeof(power));
+  return power;
+}
+
+void pack_halves(const LinearArgs& args, int64_t block, f16* packed) {
+  const int64_t k = args.weight.k, width = args.weight.depth();
+  for (int r = 0; r < rows_in_block(args, block); ++r, packed += row_stride(args)) {
+    const bf16* x = row_of_x<bf16>(args, block * kRowBlock + r);
+    const int exponent = largest_exponent(x, k);
+    const Vec factor = Vec::set1(power_of_two(252 - exponent));
+    const auto store = [&](Vec value, int64_t i) {
+      vst1_u16(reinterpret_cast<uint16_t*>(packed + i), vreinterpret_u16_f16(vcvt_f16_f32((value * factor).v)));
+    };
+    int64_t i = 0;
+    for (; i + Vec::kLanes <= k; i += Vec::kLanes) store(Vec::load(x + i), i);
+    for (; i < width; i += Vec::kLanes) store(Vec::load(x + i, k - i < 0 ? 0 : k - i), i);
+    const float scale = power_of_two(exponent + 2);
+    __builtin_memcpy(packed + width, &scale, sizeof(scale));
+  }
+}
+
+void pack_block(const LinearArgs& args, int64_t block, void* packed) {
+  by_halves(args) ? pack_halves(args, block, static_cast<f16*>(packed)) : linear_pack_block(args, block, packed);
+}
+
+// c [rows, 32] = or += rows of x times `count` depths of a strip.
+void multiply_depths(const f16* x, int64_t stride, int rows, const f16* strip, int64_t count, bool accumulate,
+                     float* c) {
+  // Even blocks, as in base/dot.h.
+  int blocks = (rows + kHalfRows - 1) / kHalfRows;
+  for (int row = 0, block_rows = 0; blocks > 0; row += block_rows, --blocks) {
+    block_rows = (rows - row + blocks - 1) / blocks;
+    with_rows<kHalfRows>(block_rows, [&](auto num_rows) {
+      multiply_halves<num_rows.value>(x + row * stride, stride, strip, count, accumulate, c + row * kStripColumns);
+    });
+  }
+}
+
+// Depths that all rows are multiplied with before the next ones. Few rows wait for them to come from memory, which is
+// best when what is asked for ahead is used soon; many share as much as stays in the L1 cache.
+constexpr int64_t kFewDepths = 64, kManyDepths = 256;
+
+void run_halves(const LinearArgs& args, const f16* packed_x, int64_t block_begin, int64_t block_end,
+                int64_t strip_begin, int64_t strip_end) {
+  const int64_t stride = row_stride(args), depth = args.weight.depth(), end = end_row(args, block_end);
+  const int64_t all_rows = rows_of_blocks(args, block_begin, block_end);
+  const int64_t step = all_rows <= kHalfRows ? depth : all_rows <= kRowBlock ? kFewDepths : kManyDepths;
+  alignas(64) float c[kRowsAtOnce * kStripColumns];
+  for (int64_t s = strip_begin; s < strip_end; ++s) {
+    const f16* strip = args.weight.strip<f16>(s);
+    for (int64_t row = block_begin * kRowBlock; row < end; row += kRowsAtOnce) {
+      const int rows = static_cast<int>(end - row < kRowsAtOnce ? end - row : kRowsAtOnce);
+      const f16* x = packed_x + row * stride;
+      for (int64_t begin = 0; begin < depth; begin += step)
+        multiply_depths(x + begin, stride, rows, strip + begin * kStripColumns,
+                        depth - begin < step ? depth - begin : step, begin > 0, c);
+      for (int r = 0; r < rows; ++r) {
+        float scale;
+        __builtin_memcpy(&scale, x + r * stride + depth, sizeof(scale));
+        float* sums = c + r * kStripColumns;
+        for (int i = 0; i < kStripColumns; i += Vec::kLanes) (Vec::load(sums + i) * Vec::set1(scale)).store(sums + i);
+      }
+      finish_block(args, c, row, rows, s);
+    }
+  }
+}
+
+// As widen_tiles of bf16, for rows of x in fp32.
+void widen_halves(const f16* strip, int begin, int count, float* wide) {
+  const f16* from = strip + begin * kTileDepth * kStripColumns;
+  for (int64_t depth = 0; depth < count * kTileDepth; ++depth)
+    for (int column = 0; column < kStripColumns; column += Vec::kLanes, from += Vec::kLanes) {
+      const int64_t tile = depth / kTileDepth * 2 + column / kTileColumns;
+      const int within = tile_offset<float>(static_cast<int>(depth % kTileDepth), column % kTileColumns);
+      load_halves(from).store(wide + tile * kTileElements + within);
+    }
+}
+
+void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end, int64_t strip_begin,
+         int64_t strip_end) {
+  if (args.weight.layout != WeightLayout::halves)
+    return linear_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+  if (by_halves(args))
+    return run_halves(args, static_cast<const f16*>(packed_x), block_begin, block_end, strip_begin, strip_end);
+  run_widened_strips<f16>(args, packed_x, block_begin, block_end, strip_begin, strip_end, widen_halves);
+}
+
+}  // namespace
+
+TILEWRIGHT_KERNELS(linear, LinearKernels) = {WeightLayout::halves, block_bytes, pack_block, run};
+}  // namespace tilewright
