@@ -106,7 +106,7 @@ enum class WeightLayout : int { tiles, halves };
 
 inline constexpr const char* name_of(WeightLayout layout) {
   return layout == WeightLayout::tiles ? "tiles of 32 x 16 in pairs, strips of 32"
-                                       : "tiles of 32 x 16 in fp16, strips of 32 with their scales";
+                                       : "depths of 32 columns in fp16, strips of 32 with their scales";
 }
 
 // Groups are whole lines of nibbles, and either whole tiles of quads or whole parts of one.
@@ -149,7 +149,7 @@ struct PackedWeight {
   TILEWRIGHT_INLINE int64_t depth() const { return num_depth_tiles() * tile_depth(); }  // k, padded to whole tiles
   // Numbers of a row: one for each value, but a rotation takes in what fills up the tiles.
   TILEWRIGHT_INLINE int64_t num_numbers() const { return is_rotated(format) ? depth() : k; }
-  // Of a strip, what comes before its tiles: of halves the scales of its columns, in fp32.
+  // Of a strip, what comes before its values: of halves the scales of its columns, in fp32.
   TILEWRIGHT_INLINE int64_t head_elements() const { return layout == WeightLayout::halves ? 2 * kStripColumns : 0; }
   TILEWRIGHT_INLINE int64_t strip_elements() const {
     return head_elements() + depth() * kStripColumns / (has_nibbles(format) ? 2 : 1);
@@ -159,7 +159,7 @@ struct PackedWeight {
     return elements() * static_cast<int64_t>(size_of(storage_of(format)));
   }
 
-  // The tiles of a strip.
+  // The values of a strip.
   template <class T>
   TILEWRIGHT_INLINE T* strip(int64_t index) const {
     return static_cast<T*>(data) + index * strip_elements() + head_elements();

@@ -14,6 +14,7 @@ from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.registry import family_of
 from tilewright.ops import backend
 from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.packed import weight_format
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
 
@@ -40,11 +41,11 @@ def networks(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(networks):
-    """Our model of the same checkpoint, by family, dtype and the backend that is active."""
+    """Our model of the same checkpoint, by family, dtype, the backend that is active and how its level keeps weights."""
     made = {}
 
     def model(name, dtype):
-        key = name, dtype, backend.active()
+        key = name, dtype, backend.active(), weight_format(dtype).layout
         if key not in made:
             checkpoint = open_checkpoint(networks(name)[1])
             network = family_of(checkpoint.config).build(checkpoint.config, checkpoint.shapes)

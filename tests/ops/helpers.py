@@ -2,6 +2,8 @@
 
 import torch
 
+from tilewright.ops.packed import weight_format
+
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed + 7919 * sum(shape))
@@ -11,6 +13,11 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A tensor of NaN: an element the kernel forgets to write fails every comparison."""
     return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def in_fp16() -> bool:
+    """Whether the level in use multiplies bf16 by bf16 in fp16 (docs/numerics.md)."""
+    return "fp16" in weight_format(torch.bfloat16).layout
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, rtol: float | None = None, atol: float | None = None):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_close, poisoned, rand
+from helpers import assert_close, in_fp16, poisoned, rand
 
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
 from tilewright.ops.memory import HUGE_PAGE_BYTES
@@ -37,7 +37,10 @@ def test_linear(isa, dtype, weight_dtype, m, n, k):
     packed = pack_weight(weight, bias)
     for out_dtype in {dtype, torch.float32}:
         out = linear(x, packed, out=poisoned(m, n, dtype=out_dtype))
-        assert_close(out, reference.plain_linear(x, weight, bias, out_dtype=out_dtype))
+        expected = reference.plain_linear(x, weight, bias, out_dtype=out_dtype)
+        # Sums in fp16 leave 2^-10.5 of their size, of thousands of them some four times that.
+        wide = in_fp16() and dtype == weight_dtype == torch.bfloat16
+        assert_close(out, expected, atol=expected.float().abs().mean().item() * 2**-7 if wide else None)
 
 
 @pytest.mark.parametrize("m,n,k", [(1, 2, 3), (3, 34, 40), (20, 66, 64), (40, 200, 33)])

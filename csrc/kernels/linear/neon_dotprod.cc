@@ -29,7 +29,7 @@ int64_t block_bytes(const LinearArgs& args) {
 }
 
 // The biased exponent of the largest magnitude in a row, from 27 (2^-100) to 251 (2^124), so that both its power of two
-// and the inverse are normal numbers. Rows with larger values than that have infinite results.
+// and the inverse are normal numbers. Rows with values from 2^125 on may have infinite results.
 int largest_exponent(const bf16* x, int64_t count) {
   uint16x8_t most = vdupq_n_u16(0);
   const uint16x8_t magnitude = vdupq_n_u16(0x7fff);

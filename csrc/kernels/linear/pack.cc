@@ -1,6 +1,7 @@
 // Weights into tiles and back. Done once per load, so plain code, a strip per task.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "base/bf16.h"
 #include "base/parallel.h"
@@ -63,20 +64,30 @@ float halves_scale(const T* row, int64_t count) {
   return largest == 0.0f ? 1.0f : std::ldexp(1.0f, std::max(std::ilogb(largest), -100) - 9);
 }
 
+inline float as_bf16(bf16 value) { return to_float(value); }
+inline float as_bf16(float value) { return to_float(to_bf16(value)); }
+
+// A few depths of all columns at a time: a column's neighbours are a line apart, and the lines of a whole strip are
+// more than the L1 cache has.
 template <class T>
 void pack_halves_strip(const PackArgs& args, int64_t strip) {
+  constexpr int64_t kDepths = 64;
   const PackedWeight& weight = args.packed;
+  const T* rows[kStripColumns];
+  float factors[kStripColumns];
   for (int column = 0; column < kStripColumns; ++column) {
     const int64_t row = source_row(weight, strip, column);
-    const T* source = row < 0 ? nullptr : args.weight.row<T>(row);
-    const float scale = source ? halves_scale(source, weight.k) : 1.0f;
+    rows[column] = row < 0 ? nullptr : args.weight.row<T>(row);
+    const float scale = row < 0 ? 1.0f : halves_scale(rows[column], weight.k);
     weight.column_scales(strip)[column] = scale;
-    for (int64_t k = 0; k < weight.depth(); ++k) {
-      bf16 value = {};
-      if (source && k < weight.k) assign(value, to_float(source[k]));
-      weight.strip<f16>(strip)[k * kStripColumns + column] = to_half(to_float(value) / scale);
-    }
+    factors[column] = 1.0f / scale;
   }
+  f16* halves = weight.strip<f16>(strip);
+  std::memset(halves, 0, static_cast<size_t>(weight.depth() * kStripColumns) * sizeof(f16));
+  for (int64_t begin = 0; begin < weight.k; begin += kDepths)
+    for (int column = 0; column < kStripColumns; ++column)
+      for (int64_t k = begin; rows[column] && k < std::min(begin + kDepths, weight.k); ++k)
+        halves[k * kStripColumns + column] = to_half(as_bf16(rows[column][k]) * factors[column]);
 }
 
 template <class T>
