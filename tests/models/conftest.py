@@ -41,7 +41,7 @@ def networks(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(networks):
-    """Our model of the same checkpoint, by family, dtype, the backend that is active and how its level keeps weights."""
+    """Our model of the same checkpoint, by family, dtype, backend and the layout in which the level keeps weights."""
     made = {}
 
     def model(name, dtype):
