@@ -6,7 +6,7 @@ import torch
 from tilewright import config
 from tilewright.ops.native import kernels
 
-# These differ from the level below in products of bytes alone: only tests of quantised weights go through them.
+# Levels that differ from the one below in products of bytes alone: only tests of quantised weights go through them.
 BYTE_LEVELS = ("avx512_vnni",)
 MADE_OF = {"moe": ("moe", "linear")}  # ops whose kernels are also others'
 

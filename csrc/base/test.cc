@@ -39,15 +39,21 @@ uint16_t nearest_bf16(float value) {
   return below % 2 == 0 ? below : above;
 }
 
-TEST(bf16_survives_the_round_trip) {
+template <class T>
+void check_round_trip(T (*narrow)(float)) {
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-    const float value = to_float(bf16{static_cast<uint16_t>(bits)});
-    const uint16_t back = to_bf16(value).bits;
+    const float value = to_float(T{static_cast<uint16_t>(bits)});
+    const T back = narrow(value);
     if (std::isnan(value))
-      CHECK(std::isnan(to_float(bf16{back})));
+      CHECK(std::isnan(to_float(back)));
     else
-      CHECK(back == bits);
+      CHECK(back.bits == bits);
   }
+}
+
+TEST(narrow_types_survive_the_round_trip) {
+  check_round_trip<bf16>(to_bf16);
+  check_round_trip<f16>(to_half);
 }
 
 TEST(bf16_rounds_to_nearest_even) {
@@ -71,17 +77,6 @@ TEST(bf16_keeps_nan) {
   // The first and the last would become infinity or zero if they were rounded as numbers.
   for (uint32_t bits : {0x7f800001u, 0x7fc00000u, 0x7fffffffu, 0xff800001u, 0xffffffffu})
     CHECK(std::isnan(to_float(to_bf16(float_from(bits)))));
-}
-
-TEST(fp16_survives_the_round_trip) {
-  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-    const float value = to_float(f16{static_cast<uint16_t>(bits)});
-    const uint16_t back = to_half(value).bits;
-    if (std::isnan(value))
-      CHECK(std::isnan(to_float(f16{back})));
-    else
-      CHECK(back == bits);
-  }
 }
 
 TEST(fp16_rounds_to_nearest_even) {

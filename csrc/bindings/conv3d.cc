@@ -27,7 +27,6 @@ std::string to_string(const Size3d& size) {
 
 void bind_conv3d(nb::module_& m) {
   using namespace nb::literals;
-  m.def("conv3d_layout", [] { return name_of(WeightLayout::tiles); });
   m.def("conv3d_depth", [](int64_t channels, const Triple& kernel) { return conv3d_depth(channels, size_of(kernel)); });
   m.def(
       "conv3d",

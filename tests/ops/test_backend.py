@@ -266,8 +266,7 @@ def test_all_on_another_device(dtype):
                 assert result is keywords["out"], function.__name__
             called.add(function.__name__)
     storage = {"elements_per_token", "empty_pages", "read_pages", "packed_layout", "packed_elements", "packed_scales"}
-    storage |= {"unpacked", "pack_weight_rows", "pack_bias", "pack_values", "pack_quantized"}
-    storage |= {"conv_depth", "conv_layout"}
+    storage |= {"unpacked", "pack_weight_rows", "pack_bias", "conv_depth", "pack_values", "pack_quantized"}
     assert (called - {"conv2d"}) | storage == {name for _, name in backend.OPS}
 
 

@@ -63,11 +63,8 @@ void gather_packed_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
       const int64_t row = row_of(args, i);
       if (row < 0)
         clear_row(args.out, i, args.width);
-      else if (is_quantized(args.packed.format))
+      else if (!is_plain(args.packed))
         unpack_column(args.packed, row / kStripColumns, static_cast<int>(row % kStripColumns), args.out.row<T>(i));
-      else if (args.packed.layout == WeightLayout::halves)
-        unpack_halves_column(args.packed, row / kStripColumns, static_cast<int>(row % kStripColumns),
-                             args.out.row<T>(i));
       else
         gather_packed_row(static_cast<const T*>(args.packed.data), args.out.row<T>(i), row, args.width);
     }

@@ -73,14 +73,9 @@ void pack_block(const LinearArgs& args, int64_t block, void* packed) {
 // c [rows, 32] = or += rows of x times `count` depths of a strip.
 void multiply_depths(const f16* x, int64_t stride, int rows, const f16* strip, int64_t count, bool accumulate,
                      float* c) {
-  // Even blocks, as in base/dot.h.
-  int blocks = (rows + kHalfRows - 1) / kHalfRows;
-  for (int row = 0, block_rows = 0; blocks > 0; row += block_rows, --blocks) {
-    block_rows = (rows - row + blocks - 1) / blocks;
-    with_rows<kHalfRows>(block_rows, [&](auto num_rows) {
-      multiply_halves<num_rows.value>(x + row * stride, stride, strip, count, accumulate, c + row * kStripColumns);
-    });
-  }
+  for_even_blocks<kHalfRows>(rows, [&](int row, auto num_rows) {
+    multiply_halves<num_rows.value>(x + row * stride, stride, strip, count, accumulate, c + row * kStripColumns);
+  });
 }
 
 // Depths that all rows are multiplied with before the next ones. Few rows wait for them to come from memory, which is

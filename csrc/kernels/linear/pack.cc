@@ -90,14 +90,6 @@ void pack_halves_strip(const PackArgs& args, int64_t strip) {
         halves[k * kStripColumns + column] = to_half(as_bf16(rows[column][k]) * factors[column]);
 }
 
-template <class T>
-void unpack_halves_strip(const PackArgs& args, int64_t strip) {
-  for (int column = 0; column < kStripColumns; ++column) {
-    const int64_t row = source_row(args.packed, strip, column);
-    if (row >= 0) unpack_halves_column(args.packed, strip, column, args.weight.row<T>(row));
-  }
-}
-
 // Zeros for rows that there are not.
 void pack_steps(const PackArgs& args, int64_t strip, int column, int64_t row) {
   const PackedWeight& packed = args.packed;
@@ -146,48 +138,45 @@ void pack_quantized_strip(const PackArgs& args, int64_t strip) {
 }
 
 template <class T>
-void unpack_quantized_strip(const PackArgs& args, int64_t strip) {
+void unpack_columns(const PackArgs& args, int64_t strip) {
   for (int column = 0; column < kStripColumns; ++column) {
     const int64_t row = source_row(args.packed, strip, column);
     if (row >= 0) unpack_column(args.packed, strip, column, args.weight.row<T>(row));
   }
 }
 
+// Calls fn with the type of the weight as it came, and with that of its tiles.
+template <class Fn>
+void with_type(const PackArgs& args, Fn fn) {
+  args.weight.dtype == DType::f32 ? fn(float{}) : fn(bf16{});
+}
 template <class Fn>
 void with_types(const PackArgs& args, Fn fn) {
-  const bool wide = args.packed.format == WeightFormat::f32;
-  if (args.weight.dtype == DType::f32) return wide ? fn(float{}, float{}) : fn(float{}, bf16{});
-  return wide ? fn(bf16{}, float{}) : fn(bf16{}, bf16{});
+  with_type(args, [&](auto t) { args.packed.format == WeightFormat::f32 ? fn(t, float{}) : fn(t, bf16{}); });
 }
 
 }  // namespace
 
 void pack_weight(const PackArgs& args) {
+  const auto for_each_strip = [&](auto pack) { parallel_for(args.packed.num_strips(), pack); };
   if (is_quantized(args.packed.format))
-    return parallel_for(args.packed.num_strips(), [&](int64_t strip) { pack_quantized_strip(args, strip); });
-  if (args.packed.layout == WeightLayout::halves)
-    return parallel_for(args.packed.num_strips(), [&](int64_t strip) {
-      args.weight.dtype == DType::bf16 ? pack_halves_strip<bf16>(args, strip) : pack_halves_strip<float>(args, strip);
+    for_each_strip([&](int64_t strip) { pack_quantized_strip(args, strip); });
+  else if (args.packed.layout == WeightLayout::halves)
+    with_type(args, [&](auto t) { for_each_strip([&](int64_t s) { pack_halves_strip<decltype(t)>(args, s); }); });
+  else
+    with_types(args, [&](auto t, auto p) {
+      for_each_strip([&](int64_t strip) { pack_strip<decltype(t), decltype(p)>(args, strip); });
     });
-  with_types(args, [&](auto t, auto p) {
-    parallel_for(args.packed.num_strips(), [&](int64_t strip) { pack_strip<decltype(t), decltype(p)>(args, strip); });
-  });
 }
 
 void unpack_weight(const PackArgs& args) {
-  if (is_quantized(args.packed.format))
-    return parallel_for(args.packed.num_strips(), [&](int64_t strip) {
-      args.weight.dtype == DType::bf16 ? unpack_quantized_strip<bf16>(args, strip)
-                                       : unpack_quantized_strip<float>(args, strip);
+  const auto for_each_strip = [&](auto unpack) { parallel_for(args.packed.num_strips(), unpack); };
+  if (is_plain(args.packed))
+    with_types(args, [&](auto t, auto p) {
+      for_each_strip([&](int64_t strip) { unpack_strip<decltype(t), decltype(p)>(args, strip); });
     });
-  if (args.packed.layout == WeightLayout::halves)
-    return parallel_for(args.packed.num_strips(), [&](int64_t strip) {
-      args.weight.dtype == DType::bf16 ? unpack_halves_strip<bf16>(args, strip)
-                                       : unpack_halves_strip<float>(args, strip);
-    });
-  with_types(args, [&](auto t, auto p) {
-    parallel_for(args.packed.num_strips(), [&](int64_t strip) { unpack_strip<decltype(t), decltype(p)>(args, strip); });
-  });
+  else
+    with_type(args, [&](auto t) { for_each_strip([&](int64_t s) { unpack_columns<decltype(t)>(args, s); }); });
 }
 
 }  // namespace tilewright

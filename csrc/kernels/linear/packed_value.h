@@ -61,16 +61,20 @@ inline float packed_value(const PackedWeight& weight, int64_t strip, int column,
   return value - (has_zeros(weight.format) ? scale * min : min);
 }
 
-template <class T>
-inline void unpack_halves_column(const PackedWeight& weight, int64_t strip, int column, T* out) {
-  const f16* halves = weight.strip<f16>(strip);
-  const float scale = weight.column_scales(strip)[column];
-  for (int64_t k = 0; k < weight.k; ++k) assign(out[k], scale * to_float(halves[k * kStripColumns + column]));
+// Whether a weight has its values as they are, in tiles.
+inline bool is_plain(const PackedWeight& weight) {
+  return !is_quantized(weight.format) && weight.layout == WeightLayout::tiles;
 }
 
-// The row of W that a column of a strip holds, of a quantised weight.
+// The row of W that a column of a strip holds, of a weight that is not plain.
 template <class T>
 inline void unpack_column(const PackedWeight& weight, int64_t strip, int column, T* out) {
+  if (weight.layout == WeightLayout::halves) {
+    const f16* halves = weight.strip<f16>(strip);
+    const float scale = weight.column_scales(strip)[column];
+    for (int64_t k = 0; k < weight.k; ++k) assign(out[k], scale * to_float(halves[k * kStripColumns + column]));
+    return;
+  }
   if (!is_rotated(weight.format)) {
     for (int64_t k = 0; k < weight.k; ++k) assign(out[k], packed_value(weight, strip, column, k));
     return;

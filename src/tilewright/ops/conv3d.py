@@ -54,12 +54,6 @@ def conv_depth(in_channels: int, kernel: Triple) -> int:
     return kernels.conv3d_depth(in_channels, kernel)
 
 
-@op
-def conv_layout() -> str:
-    """How packed weights of convolutions lie, of either type."""
-    return kernels.conv3d_layout()
-
-
 def pack_conv(weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> ConvWeight:
     """A checkpoint's weight [O, C, kh, kw] or [O, C, kt, kh, kw] as `conv2d` or `conv3d` reads it."""
     if weight.dim() not in (4, 5):
@@ -71,7 +65,8 @@ def pack_conv(weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype 
     taps = weight.reshape(out_channels, in_channels, -1).transpose(1, 2)
     depth = conv_depth(in_channels, kernel)
     taps = functional.pad(taps, (0, depth // taps.shape[1] - in_channels))
-    format = replace(weight_format(dtype or weight.dtype), layout=conv_layout())
+    # Convolutions read weights of either type in the layout that fp32 has at every level.
+    format = replace(weight_format(dtype or weight.dtype), layout=weight_format(torch.float32).layout)
     return ConvWeight(pack_weight(taps.reshape(out_channels, depth), bias, dtype=format), in_channels, kernel)
 
 

@@ -12,11 +12,7 @@ from tilewright.ops.conv3d import ConvWeight, Triple
 from tilewright.ops.torch_backend import on_gpu
 from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into
-from tilewright.ops.torch_backend.packed import LAYOUT, rows_of
-
-
-def conv_layout() -> str:
-    return LAYOUT
+from tilewright.ops.torch_backend.packed import rows_of
 
 
 def conv_depth(in_channels: int, kernel: Triple) -> int:
