@@ -267,31 +267,25 @@ inline void with_rows(int rows, Fn fn) {
   fn(std::integral_constant<int, kMax>{});
 }
 
-// Calls fn(row, rows) for blocks of up to kMax rows, with rows as a compile-time number. Even blocks: 13 rows as 7 + 6,
-// not 12 + 1, since few rows wait for the loads of B.
-template <int kMax, class Fn>
-TILEWRIGHT_INLINE void for_even_blocks(int rows, Fn fn) {
-  int blocks = (rows + kMax - 1) / kMax;
-  for (int row = 0, count = 0; blocks > 0; row += count, --blocks) {
-    count = (rows - row + blocks - 1) / blocks;
-    with_rows<kMax>(count, [&](auto num_rows) { fn(row, num_rows); });
-  }
-}
-
 // For a left side of any kind.
 template <class TB, bool kAccumulate = false, class LeftSide, class TileAt>
 inline void multiply_side(const LeftSide& left, int64_t lda, int rows, TileAt tile_at, int column_tiles,
                           int depth_tiles, float* c, int64_t ldc) {
-  for_even_blocks<kDotRows>(rows, [&](int row, auto num_rows) {
-    constexpr int kTiles = DotTraits::tiles(num_rows.value);
-    int tile = 0;
-    for (; tile + kTiles <= column_tiles; tile += kTiles)
-      multiply_block<TB, kAccumulate, num_rows.value, kTiles>(left, row, lda, tile_at, tile, depth_tiles,
-                                                              c + row * ldc + tile * kTileColumns, ldc);
-    for (; tile < column_tiles; ++tile)
-      multiply_block<TB, kAccumulate, num_rows.value, 1>(left, row, lda, tile_at, tile, depth_tiles,
-                                                         c + row * ldc + tile * kTileColumns, ldc);
-  });
+  // Even blocks: 13 rows as 7 + 6, not 12 + 1, since few rows wait for the loads of B.
+  int blocks = (rows + kDotRows - 1) / kDotRows;
+  for (int row = 0, count = 0; blocks > 0; row += count, --blocks) {
+    count = (rows - row + blocks - 1) / blocks;
+    with_rows<kDotRows>(count, [&](auto num_rows) {
+      constexpr int kTiles = DotTraits::tiles(num_rows.value);
+      int tile = 0;
+      for (; tile + kTiles <= column_tiles; tile += kTiles)
+        multiply_block<TB, kAccumulate, num_rows.value, kTiles>(left, row, lda, tile_at, tile, depth_tiles,
+                                                                c + row * ldc + tile * kTileColumns, ldc);
+      for (; tile < column_tiles; ++tile)
+        multiply_block<TB, kAccumulate, num_rows.value, 1>(left, row, lda, tile_at, tile, depth_tiles,
+                                                           c + row * ldc + tile * kTileColumns, ldc);
+    });
+  }
 }
 
 template <class TB, bool kAccumulate = false, class Left, class TileAt>

@@ -2,7 +2,8 @@
 //
 // A tile holds 32 of depth (the axis summed over) by 16 columns, as 16 rows of pairs: row r has depth 2r and 2r+1.
 //   bf16  [16 rows][16 columns][2]   one row is 64 bytes, what the widest units take at a time
-//   fp32  [16 rows][2][16 columns]   one row is two vectors of columns
+//   fp32  [16 rows][2][16 columns]   one row is two vectors of columns; fp16 keys and values, where a level makes such,
+//                                    lie likewise
 // Narrower machines read the same bytes: the even and the odd depth of a bf16 pair come apart with a shift and a mask.
 //
 // Quantised weights have tiles of 64 of depth by 16 columns, as rows of quads: row r has depths 4r to 4r + 3.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "base/bf16.h"
+#include "base/half.h"
 
 namespace tilewright {
 namespace {
@@ -49,6 +50,7 @@ struct Vec {
   }
   void store(float* p) const { vst1q_f32(p, v); }
   void store(bf16* p) const { vst1_u16(reinterpret_cast<uint16_t*>(p), to_bf16_bits()); }
+  void store(f16* p) const { vst1_u16(reinterpret_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(v))); }
   // Cores of the kind notice by themselves that whole lines are written, and stop reading them first.
   template <class T>
   void stream(T* p) const {

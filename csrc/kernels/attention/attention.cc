@@ -134,30 +134,36 @@ void varlen_attention(const VarlenArgs& args) {
     most_pages = std::max(most_pages, ceil_div(lengths[b], kKeyBlock));
     num_pages += ceil_div(lengths[b], kKeyBlock);
   }
-  // The pages of all sequences one after the other; 32 tokens are one packing task.
+  // The pages of all sequences one after the other.
   std::vector<int32_t> table(num_sequences * most_pages);
-  struct Piece {
-    int64_t token, count, page, in_page;
-  };
-  std::vector<Piece> pieces;
+  std::vector<TokenPiece> pieces;
   int64_t page = 0;
   for (int64_t b = 0; b < num_sequences; ++b) {
     for (int64_t i = 0; i < lengths[b]; i += kTileDepth) {
       if (i % kKeyBlock == 0) table[b * most_pages + i / kKeyBlock] = static_cast<int32_t>(page++);
-      pieces.push_back(
-          {args.key_starts[b] + i, std::min<int64_t>(kTileDepth, lengths[b] - i), page - 1, i % kKeyBlock});
+      const int64_t count = std::min<int64_t>(kTileDepth, lengths[b] - i);
+      pieces.push_back({b, args.key_starts[b] + i, count, page - 1, i % kKeyBlock});
     }
   }
 
   const KvLayout& layout = attention.layout;
+  std::vector<HeadScales> scales;
+  if (kernels.scale_head && attention.q.dtype == DType::bf16 && attention.kv_dtype == DType::bf16) {
+    scales.resize(num_sequences * layout.num_heads);
+    parallel_for(static_cast<int64_t>(scales.size()), [&](int64_t i) {
+      scales[i] = kernels.scale_head(packing, i / layout.num_heads, i % layout.num_heads);
+    });
+    attention.kv_dtype = DType::f16;
+    attention.head_scales = scales.data();
+  }
   const int64_t element = static_cast<int64_t>(size_of(attention.kv_dtype));
   char* pages = static_cast<char*>(shared_scratch(num_pages * layout.page_elements() * element));
   parallel_for(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
-    const Piece& piece = pieces[i];
+    const TokenPiece& piece = pieces[i];
     for (int64_t head = 0; head < layout.num_heads; ++head) {
       char* base = pages + (piece.page * layout.page_elements() + head * layout.head_elements()) * element;
-      kernels.pack_keys(packing, piece.token, piece.count, head, base + layout.key_tile(piece.in_page) * element);
-      kernels.pack_values(packing, piece.token, piece.count, head, base + layout.value_tile(piece.in_page) * element);
+      kernels.pack_keys(packing, piece, head, base + layout.key_tile(piece.in_page) * element);
+      kernels.pack_values(packing, piece, head, base + layout.value_tile(piece.in_page) * element);
     }
   });
 

@@ -34,10 +34,16 @@ struct AttentionMask {
   int64_t sequence_stride = 0, head_stride = 0, query_stride = 0;  // in elements, 0 where broadcast
 };
 
+// Keys and values in fp16 are what these multiply.
+struct HeadScales {
+  float keys = 1.0f, values = 1.0f;
+};
+
 struct AttentionArgs {
   Heads q, out;  // [T, H, K], of one type
   const void* pages;
-  DType kv_dtype;  // of pages whose layout has no format of its own
+  DType kv_dtype;                           // of pages whose layout has no format of its own
+  const HeadScales* head_scales = nullptr;  // [B, kv heads] of pages in fp16, which only varlen_attention makes
   KvLayout layout;
   const int32_t* block_table;  // [B, pages per sequence]
   int64_t block_table_stride;
@@ -51,11 +57,16 @@ struct AttentionArgs {
   AttentionMask mask;
 
   TILEWRIGHT_INLINE int64_t group() const { return num_heads / layout.num_heads; }
+  TILEWRIGHT_INLINE HeadScales scales(int64_t sequence, int64_t head) const {
+    return head_scales ? head_scales[sequence * layout.num_heads + head] : HeadScales{};
+  }
 };
 
 void paged_attention(const AttentionArgs& args);
 
-// Variable-length attention: keys and values packed like q, pages made on the way.
+// Variable-length attention: keys and values packed like q, pages made on the way, in fp16 where a level multiplies
+// that faster than bf16. A paged cache stays as it is: a decode step would have to turn into fp16 all that it reads,
+// and a prefill gives the same bits.
 struct VarlenArgs {
   AttentionArgs attention;    // pages, block_table, kv_lengths are filled in by the kernel; layout.page_size too
   Heads k, v;                 // [T, G, K]
@@ -63,6 +74,12 @@ struct VarlenArgs {
 };
 
 void varlen_attention(const VarlenArgs& args);
+
+// Tokens that become tiles together: 32 of one sequence, or the fewer that are left.
+struct TokenPiece {
+  int64_t sequence, token, count;  // token: of all sequences
+  int64_t page, in_page;           // where they go
+};
 
 // A share of the work: some rows of one sequence against some blocks of one kv head.
 struct AttentionItem {
@@ -85,9 +102,11 @@ struct AttentionKernels {
   void (*run)(const AttentionArgs& args, const AttentionItem* items, int count);
   // Merges the partials of blocks [block_begin, block_end) and writes the rows.
   void (*merge)(const AttentionArgs& args, const AttentionItem& item);
-  // Lays 32 tokens (or the fewer that are left, padded with zeros) of one head out as tiles.
-  void (*pack_keys)(const VarlenArgs& args, int64_t token, int64_t count, int64_t head, void* tiles);
-  void (*pack_values)(const VarlenArgs& args, int64_t token, int64_t count, int64_t head, void* tiles);
+  // Lays tokens of one head out as tiles, padded with zeros.
+  void (*pack_keys)(const VarlenArgs& args, const TokenPiece& piece, int64_t head, void* tiles);
+  void (*pack_values)(const VarlenArgs& args, const TokenPiece& piece, int64_t head, void* tiles);
+  // Of a head whose tiles are fp16; null: tiles are of the type that keys and values came in.
+  HeadScales (*scale_head)(const VarlenArgs& args, int64_t sequence, int64_t head) = nullptr;
 };
 
 }  // namespace tilewright

@@ -12,6 +12,7 @@
 #include <optional>
 #include <type_traits>
 
+#include "base/half.h"
 #include "base/kv_bytes.h"
 #include "base/kv_tiles.h"
 #include "base/scratch.h"
@@ -87,25 +88,35 @@ inline void for_each_row(const AttentionArgs& args, const AttentionItem& item, F
   }
 }
 
+// A query times `sign` as a left operand [depth], with zeros behind it. Returns what its products are multiplied by.
 template <class TQ, class Left>
-void load_queries_as(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth) {
+inline float load_query(const TQ* q, int64_t width, int64_t depth, float sign, Left* to) {
+  const Vec signs = Vec::set1(sign);
+  int64_t i = 0;
+  for (; i + Vec::kLanes <= width; i += Vec::kLanes) (Vec::load(q + i) * signs).store(to + i);
+  for (; i < depth; i += Vec::kLanes) (Vec::load(q + i, width - i < 0 ? 0 : width - i) * signs).store(to + i);
+  return 1.0f;
+}
+
+// scales [rows]: what a row's raw products are multiplied by to be exponents of 2.
+template <class TQ, class Left>
+void load_queries_as(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth,
+                     float* scales) {
   const int64_t first = args.query_starts[item.sequence];
-  const int64_t width = args.layout.head_width;
   // The softmax takes the maximum of raw products, so a negative scale changes the sign here.
-  const Vec sign = Vec::set1(args.scale < 0 ? -1.0f : 1.0f);
+  const float sign = args.scale < 0 ? -1.0f : 1.0f;
+  const float scale = sign * args.scale * kLog2E * args.scales(item.sequence, item.head).keys;
   for_each_row(args, item, [&](int row, const RowPlace& place) {
     const TQ* q = args.q.row<TQ>(first + place.token, place.head);
-    Left* to = queries + row * depth;
-    int64_t i = 0;
-    for (; i + Vec::kLanes <= width; i += Vec::kLanes) (Vec::load(q + i) * sign).store(to + i);
-    for (; i < depth; i += Vec::kLanes) (Vec::load(q + i, width - i < 0 ? 0 : width - i) * sign).store(to + i);
+    scales[row] = scale * load_query(q, args.layout.head_width, depth, sign, queries + row * depth);
   });
 }
 
 template <class Left>
-void load_queries(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth) {
-  args.q.dtype == DType::f32 ? load_queries_as<float>(args, item, queries, depth)
-                             : load_queries_as<bf16>(args, item, queries, depth);
+void load_queries(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth, float* scales) {
+  if constexpr (!std::is_same_v<Left, f16>)  // whose queries are bf16
+    if (args.q.dtype == DType::f32) return load_queries_as<float>(args, item, queries, depth, scales);
+  load_queries_as<bf16>(args, item, queries, depth, scales);
 }
 
 template <class TQ>
@@ -113,10 +124,11 @@ void store_output_as(const AttentionArgs& args, const AttentionItem& item, const
                      int64_t value_width) {
   const int64_t first = args.query_starts[item.sequence];
   const int64_t width = args.layout.head_width;
+  const float of_values = args.scales(item.sequence, item.head).values;
   for_each_row(args, item, [&](int row, const RowPlace& place) {
     TQ* out = args.out.row<TQ>(first + place.token, place.head);
     // A row that sees no key gives zeros.
-    const Vec scale = Vec::set1(result.sum[row] == 0.0f ? 0.0f : 1.0f / result.sum[row]);
+    const Vec scale = Vec::set1(result.sum[row] == 0.0f ? 0.0f : of_values / result.sum[row]);
     const float* from = result.output + row * value_width;
     int64_t i = 0;
     for (; i + Vec::kLanes <= width; i += Vec::kLanes) (Vec::load(from + i) * scale).store(out + i);
@@ -215,7 +227,7 @@ class ItemRun {
  public:
   ItemRun(const AttentionArgs& args, const AttentionItem& item, const Workspace<T>& work)
       : args_(args), item_(item), work_(work), products_(item.rows) {
-    load_queries(args, item, work_.queries, work_.key_depth);
+    load_queries(args, item, work_.queries, work_.key_depth, scales_);
     for_each_row(args, item, [&](int row, const RowPlace& place) {
       places_[row] = place;
       seen_[row] = keys_seen(args, item.sequence, place.token);
@@ -325,12 +337,11 @@ class ItemRun {
       for (int row = 0; row < item_.rows; ++row)
         highest[row] = highest_score(scores + row * kScoreStride + begin, width, highest[row]);
     }
-    const float scale = row_scale();
-    for (int row = 0; row < item_.rows; ++row) partial.maximum[row] = reduce_max(highest[row]) * scale;
+    for (int row = 0; row < item_.rows; ++row) partial.maximum[row] = reduce_max(highest[row]) * scales_[row];
     for (int row = 0; row < item_.rows; ++row) {
       float* at = scores + row * kScoreStride;
-      weigh_row(at, tiles.num_columns, scale, reinterpret_cast<typename Workspace<T>::Left*>(at), partial.maximum[row],
-                partial.sum + row);
+      weigh_row(at, tiles.num_columns, scales_[row], reinterpret_cast<typename Workspace<T>::Left*>(at),
+                partial.maximum[row], partial.sum + row);
     }
   }
 
@@ -340,8 +351,6 @@ class ItemRun {
     else
       return nullptr;  // scales of 0 stand for what is not there
   }
-
-  float row_scale() const { return (args_.scale < 0 ? -args_.scale : args_.scale) * kLog2E; }
 
   // Values times the weights that lie in `scores`.
   void weigh_values(const BlockTiles<Stored>& tiles, const float* scores, const Partial& partial) {
@@ -387,7 +396,7 @@ class ItemRun {
     RowRules rules;
     rules.begin = static_cast<int>(seen.begin <= begin ? 0 : seen.begin - begin);
     rules.end = static_cast<int>(seen.end - begin < tiles.keys_present ? seen.end - begin : tiles.keys_present);
-    rules.scale = row_scale();
+    rules.scale = scales_[row];
     float* scores = block_scores + row * kScoreStride;
     auto* weights = reinterpret_cast<typename Workspace<T>::Left*>(scores);
     const bool plain = !args_.mask.data && args_.soft_cap <= 0 && rules.begin == 0 && rules.end == tiles.num_columns;
@@ -414,6 +423,7 @@ class ItemRun {
   Products<T> products_;
   RowPlace places_[kQueryRows];
   KeyRange seen_[kQueryRows];
+  float scales_[kQueryRows];
   int64_t seen_end_ = 0;
 };
 
@@ -508,11 +518,11 @@ inline void put_pairs(float* row, const float* even, const float* odd, int colum
 
 // 32 tokens of a head as two columns of key tiles: tile row r holds dims 2r, 2r+1 of 16 tokens.
 template <class T>
-void pack_keys_as(const VarlenArgs& args, int64_t token, int64_t count, int64_t head, T* tiles) {
+void pack_keys_as(const VarlenArgs& args, const TokenPiece& piece, int64_t head, T* tiles) {
   const KvLayout& layout = args.attention.layout;
-  const int64_t width = layout.head_width, depth_tiles = layout.key_depth_tiles();
+  const int64_t count = piece.count, width = layout.head_width, depth_tiles = layout.key_depth_tiles();
   if (count < kTileDepth || width % kTileDepth) __builtin_memset(tiles, 0, 2 * depth_tiles * kTileElements * sizeof(T));
-  const T* k = args.k.row<T>(token, head);
+  const T* k = args.k.row<T>(piece.token, head);
   if constexpr (std::is_same_v<T, bf16>) {
     if (count == kTileDepth && width % 8 == 0) {
       for (int half = 0; half < kTileDepth; half += kTileColumns)
@@ -533,11 +543,11 @@ void pack_keys_as(const VarlenArgs& args, int64_t token, int64_t count, int64_t 
 
 // 32 tokens of a head as a row of value tiles: tile row r holds tokens 2r, 2r+1, interleaved by dim.
 template <class T>
-void pack_values_as(const VarlenArgs& args, int64_t token, int64_t count, int64_t head, T* tiles) {
+void pack_values_as(const VarlenArgs& args, const TokenPiece& piece, int64_t head, T* tiles) {
   const KvLayout& layout = args.attention.layout;
-  const int64_t width = layout.head_width;
+  const int64_t count = piece.count, width = layout.head_width;
   if (count < kTileDepth) __builtin_memset(tiles, 0, layout.value_column_tiles() * kTileElements * sizeof(T));
-  const T* v = args.v.row<T>(token, head);
+  const T* v = args.v.row<T>(piece.token, head);
   if constexpr (std::is_same_v<T, bf16>) {
     if (count == kTileDepth && width % 8 == 0) return pack_value_tiles(v, args.v.token_stride, width, tiles);
   }
@@ -555,18 +565,18 @@ void pack_values_as(const VarlenArgs& args, int64_t token, int64_t count, int64_
   }
 }
 
-void pack_keys(const VarlenArgs& args, int64_t token, int64_t count, int64_t head, void* tiles) {
+void pack_keys(const VarlenArgs& args, const TokenPiece& piece, int64_t head, void* tiles) {
   if (args.attention.kv_dtype == DType::f32)
-    pack_keys_as(args, token, count, head, static_cast<float*>(tiles));
+    pack_keys_as(args, piece, head, static_cast<float*>(tiles));
   else
-    pack_keys_as(args, token, count, head, static_cast<bf16*>(tiles));
+    pack_keys_as(args, piece, head, static_cast<bf16*>(tiles));
 }
 
-void pack_values(const VarlenArgs& args, int64_t token, int64_t count, int64_t head, void* tiles) {
+void pack_values(const VarlenArgs& args, const TokenPiece& piece, int64_t head, void* tiles) {
   if (args.attention.kv_dtype == DType::f32)
-    pack_values_as(args, token, count, head, static_cast<float*>(tiles));
+    pack_values_as(args, piece, head, static_cast<float*>(tiles));
   else
-    pack_values_as(args, token, count, head, static_cast<bf16*>(tiles));
+    pack_values_as(args, piece, head, static_cast<bf16*>(tiles));
 }
 
 }  // namespace

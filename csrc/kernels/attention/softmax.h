@@ -89,7 +89,7 @@ class Weigher {
   float sum() const { return reduce_chains_add(totals_); }
 
  private:
-  static constexpr bool kPrecise = !kIsBf16<P>;
+  static constexpr bool kPrecise = std::is_same_v<P, float>;
   Vec scale_, offset_;
   Vec totals_[kChains];
 };

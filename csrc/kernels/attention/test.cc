@@ -19,6 +19,7 @@ struct Case {
   bool causal;
   int64_t window;
   float soft_cap;
+  float q_size = 1.0f, k_size = 1.0f, v_size = 1.0f;  // powers of two that the inputs are multiplied by
 };
 
 std::vector<int32_t> starts_of(const std::vector<int32_t>& lengths) {
@@ -93,9 +94,9 @@ struct Inputs {
         k(keys * c.kv_heads * c.width, edge),
         v(keys * c.kv_heads * c.width, edge) {
     Random random(static_cast<uint64_t>(tokens * 31 + keys));
-    q.fill(random);
-    k.fill(random);
-    v.fill(random);
+    q.fill(random, c.q_size);
+    k.fill(random, c.k_size);
+    v.fill(random, c.v_size);
   }
 
   std::vector<int32_t> query_starts, key_starts;
@@ -213,6 +214,14 @@ TEST(keys_and_values_in_8_bits) {
         }
       });
     }
+}
+
+// Types of a smaller range than bf16 must not show.
+TEST(inputs_of_any_size) {
+  for (float size : {0x1p-60f, 0x1p60f})
+    for (float v_size : {0x1p30f, 0x1p110f})
+      check_levels<bf16>({2, 1, 40, {9, 70}, {9, 70}, false, 0, 0.0f, size, 1 / size, v_size}, {Edge::end},
+                         {false, true});
 }
 
 // Long enough that a decode step is shared among items and merged.

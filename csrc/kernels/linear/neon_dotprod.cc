@@ -1,15 +1,15 @@
 // Linear in fp16 (base/arm/half_product.h): where there is arithmetic in it, and none in bf16, it has twice the
 // products of fp32 in a cycle and reads weights without turning them into anything.
 //
-// bf16 has the range of fp32, fp16 has not. So a row of W is stored as halves times a power of two (WeightLayout), and
-// a row of x is divided by the one that brings its largest value to between 1/4 and 1/2: no sum of 64 products is more
-// than 2^15, and nothing is lost of values of x that are at least 2^-15 of the row's largest.
+// Rows of W are stored as halves times a power of two (WeightLayout), and rows of x become such (base/arm/half_rows.h):
+// no sum of 64 products of the two is more than 2^15.
 #include "kernels/level.h"
 
 #include TILEWRIGHT_VEC
 #include TILEWRIGHT_QUADS
 
 #include "base/arm/half_product.h"
+#include "base/arm/half_rows.h"
 #include "kernels/linear/generic.h"
 
 namespace tilewright {
@@ -28,41 +28,15 @@ int64_t block_bytes(const LinearArgs& args) {
   return by_halves(args) ? kRowBlock * row_stride(args) * static_cast<int64_t>(sizeof(f16)) : linear_block_bytes(args);
 }
 
-// The biased exponent of the largest magnitude in a row, from 27 (2^-100) to 251 (2^124), so that both its power of two
-// and the inverse are normal numbers. Rows with values from 2^125 on may have infinite results.
-int largest_exponent(const bf16* x, int64_t count) {
-  uint16x8_t most = vdupq_n_u16(0);
-  const uint16x8_t magnitude = vdupq_n_u16(0x7fff);
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8)
-    most = vmaxq_u16(most, vandq_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(x + i)), magnitude));
-  int bits = vmaxvq_u16(most);
-  for (; i < count; ++i) bits = (x[i].bits & 0x7fff) > bits ? x[i].bits & 0x7fff : bits;
-  const int exponent = bits >> 7;
-  return exponent < 27 ? 27 : exponent < 251 ? exponent : 251;
-}
-
-float power_of_two(int biased_exponent) {
-  const uint32_t bits = static_cast<uint32_t>(biased_exponent) << 23;
-  float power;
-  __builtin_memcpy(&power, &bits, sizeof(power));
-  return power;
-}
-
 void pack_halves(const LinearArgs& args, int64_t block, f16* packed) {
   const int64_t k = args.weight.k, width = args.weight.depth();
   for (int r = 0; r < rows_in_block(args, block); ++r, packed += row_stride(args)) {
     const bf16* x = row_of_x<bf16>(args, block * kRowBlock + r);
-    const int exponent = largest_exponent(x, k);
-    const Vec factor = Vec::set1(power_of_two(252 - exponent));
-    const auto store = [&](Vec value, int64_t i) {
-      vst1_u16(reinterpret_cast<uint16_t*>(packed + i), vreinterpret_u16_f16(vcvt_f16_f32((value * factor).v)));
-    };
-    int64_t i = 0;
-    for (; i + Vec::kLanes <= k; i += Vec::kLanes) store(Vec::load(x + i), i);
-    for (; i < width; i += Vec::kLanes) store(Vec::load(x + i, k - i < 0 ? 0 : k - i), i);
-    const float scale = power_of_two(exponent + 2);
-    __builtin_memcpy(packed + width, &scale, sizeof(scale));
+    HalfScale scale;
+    scale.include(x, k);
+    store_halves(x, k, width, scale.inverse(), packed);
+    const float multiplier = scale.multiplier();
+    __builtin_memcpy(packed + width, &multiplier, sizeof(multiplier));
   }
 }
 
@@ -70,12 +44,23 @@ void pack_block(const LinearArgs& args, int64_t block, void* packed) {
   by_halves(args) ? pack_halves(args, block, static_cast<f16*>(packed)) : linear_pack_block(args, block, packed);
 }
 
+// Rows of x that are multiplied with all columns of a strip at a time, which is 16 sums. More rows take half of the
+// columns, eight at a time.
+constexpr int kFewRows = 4;
+
 // c [rows, 32] = or += rows of x times `count` depths of a strip.
 void multiply_depths(const f16* x, int64_t stride, int rows, const f16* strip, int64_t count, bool accumulate,
                      float* c) {
-  for_even_blocks<kHalfRows>(rows, [&](int row, auto num_rows) {
-    multiply_halves<num_rows.value>(x + row * stride, stride, strip, count, accumulate, c + row * kStripColumns);
-  });
+  const auto multiply = [&](int row, auto num_rows, auto num_vecs, int column) {
+    multiply_halves<num_rows.value, num_vecs.value, kStripColumns>(
+        x + row * stride, stride, [=](int64_t depth) { return strip + depth * kStripColumns + column; }, count,
+        accumulate, c + row * kStripColumns + column, kStripColumns);
+  };
+  using Half = std::integral_constant<int, kTileColumns / HalfVec::kLanes>;
+  using Whole = std::integral_constant<int, kStripColumns / HalfVec::kLanes>;
+  if (rows <= kFewRows) return with_rows<kFewRows>(rows, [&](auto num_rows) { multiply(0, num_rows, Whole{}, 0); });
+  for (int column = 0; column < kStripColumns; column += kTileColumns)
+    for_row_blocks(rows, [&](int row, auto num_rows) { multiply(row, num_rows, Half{}, column); });
 }
 
 // Depths that all rows are multiplied with before the next ones. Few rows wait for them to come from memory, which is
@@ -86,7 +71,7 @@ void run_halves(const LinearArgs& args, const f16* packed_x, int64_t block_begin
                 int64_t strip_begin, int64_t strip_end) {
   const int64_t stride = row_stride(args), depth = args.weight.depth(), end = end_row(args, block_end);
   const int64_t all_rows = rows_of_blocks(args, block_begin, block_end);
-  const int64_t step = all_rows <= kHalfRows ? depth : all_rows <= kRowBlock ? kFewDepths : kManyDepths;
+  const int64_t step = all_rows <= kFewRows ? depth : all_rows <= kRowBlock ? kFewDepths : kManyDepths;
   alignas(64) float c[kRowsAtOnce * kStripColumns];
   for (int64_t s = strip_begin; s < strip_end; ++s) {
     const f16* strip = args.weight.strip<f16>(s);

@@ -1,0 +1,50 @@
+// Rows of bf16 as fp16, which has three bits more and a much smaller range: a row is divided by the power of two that
+// brings its largest value to between 1/4 and 1/2, and what is computed with it is multiplied by that. Nothing is lost
+// of values that are at least 2^-15 of the largest. Include after Vec of NEON.
+#pragma once
+
+#include "base/half.h"
+
+namespace tilewright {
+namespace {
+
+// A power of two by the biased exponent of the largest magnitude, from 27 (2^-100) to 251 (2^124), so that both it and
+// its inverse are normal numbers. Of values from 2^125 on results may be infinite.
+class HalfScale {
+ public:
+  void include(const bf16* x, int64_t count) {
+    uint16x8_t most = vdupq_n_u16(0);
+    const uint16x8_t magnitude = vdupq_n_u16(0x7fff);
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8)
+      most = vmaxq_u16(most, vandq_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(x + i)), magnitude));
+    int bits = vmaxvq_u16(most);
+    for (; i < count; ++i) bits = (x[i].bits & 0x7fff) > bits ? x[i].bits & 0x7fff : bits;
+    const int exponent = bits >> 7 < 251 ? bits >> 7 : 251;
+    if (exponent > exponent_) exponent_ = exponent;
+  }
+
+  float multiplier() const { return power_of_two(exponent_ + 2); }  // of what is computed
+  float inverse() const { return power_of_two(252 - exponent_); }   // of what it is computed with
+
+ private:
+  static float power_of_two(int biased_exponent) {
+    const uint32_t bits = static_cast<uint32_t>(biased_exponent) << 23;
+    float power;
+    __builtin_memcpy(&power, &bits, sizeof(power));
+    return power;
+  }
+
+  int exponent_ = 27;
+};
+
+// x [count] times `factor` as halves [width], a multiple of 4, with zeros behind x.
+inline void store_halves(const bf16* x, int64_t count, int64_t width, float factor, f16* to) {
+  const Vec factors = Vec::set1(factor);
+  int64_t i = 0;
+  for (; i + Vec::kLanes <= count; i += Vec::kLanes) (Vec::load(x + i) * factors).store(to + i);
+  for (; i < width; i += Vec::kLanes) (Vec::load(x + i, count - i < 0 ? 0 : count - i) * factors).store(to + i);
+}
+
+}  // namespace
+}  // namespace tilewright
