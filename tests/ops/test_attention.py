@@ -118,6 +118,14 @@ def test_the_torch_backend_keeps_what_is_no_number_in_its_sequence():
     assert out[bad].isnan().all() and torch.equal(out[[0, 1, 2, 3, 7]], expected[[0, 1, 2, 3, 7]])
 
 
+def test_a_key_that_is_no_number_harms_those_who_see_it(isa, dtype):
+    q, k, v = qkv(70, 70, 4, 2, 40, dtype)
+    expected = attention.varlen_attention(q, k, v, starts_of([70]), causal=True)
+    k[50, :, 3], k[60, :, 7] = torch.nan, torch.inf
+    out = attention.varlen_attention(q, k, v, starts_of([70]), causal=True)
+    assert torch.equal(out[:50], expected[:50]) and out[50:].isnan().all()
+
+
 def test_large_scores_do_not_overflow(isa, dtype):
     q, k, v = (t * 30 for t in qkv(40, 40, 2, 2, 64, dtype))
     out = attention.varlen_attention(q, k, v, starts_of([40]), scale=1.0)

@@ -8,19 +8,24 @@
 namespace tilewright {
 namespace {
 
-// A power of two by the biased exponent of the largest magnitude, from 27 (2^-100) to 251 (2^124), so that both it and
-// its inverse are normal numbers. Of values from 2^125 on results may be infinite.
+// A power of two by the biased exponent of the largest finite magnitude, from 27 (2^-100) to 251 (2^124), so that both
+// it and its inverse are normal numbers. Of values from 2^125 on results may be infinite. Infinities and NaN stay what
+// they are, and leave the others as precise: not every query sees every key.
 class HalfScale {
  public:
   void include(const bf16* x, int64_t count) {
     uint16x8_t most = vdupq_n_u16(0);
-    const uint16x8_t magnitude = vdupq_n_u16(0x7fff);
     int64_t i = 0;
-    for (; i + 8 <= count; i += 8)
-      most = vmaxq_u16(most, vandq_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(x + i)), magnitude));
-    int bits = vmaxvq_u16(most);
-    for (; i < count; ++i) bits = (x[i].bits & 0x7fff) > bits ? x[i].bits & 0x7fff : bits;
-    const int exponent = bits >> 7 < 251 ? bits >> 7 : 251;
+    for (; i + 8 <= count; i += 8) {
+      const uint16x8_t bits = vandq_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(x + i)), vdupq_n_u16(0x7fff));
+      most = vmaxq_u16(most, vandq_u16(bits, vcltq_u16(bits, vdupq_n_u16(kInfinity))));
+    }
+    int largest = vmaxvq_u16(most);
+    for (; i < count; ++i) {
+      const int bits = x[i].bits & 0x7fff;
+      if (bits < kInfinity && bits > largest) largest = bits;
+    }
+    const int exponent = largest >> 7 < 251 ? largest >> 7 : 251;
     if (exponent > exponent_) exponent_ = exponent;
   }
 
@@ -28,6 +33,8 @@ class HalfScale {
   float inverse() const { return power_of_two(252 - exponent_); }   // of what it is computed with
 
  private:
+  static constexpr uint16_t kInfinity = 0x7f80;
+
   static float power_of_two(int biased_exponent) {
     const uint32_t bits = static_cast<uint32_t>(biased_exponent) << 23;
     float power;
