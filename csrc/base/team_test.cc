@@ -5,6 +5,7 @@
 #include <atomic>
 #include <functional>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -80,25 +81,38 @@ TEST(a_team_is_shared_and_not_only_the_leader_works) {
   });
 }
 
+// 40 tasks of which those from `thrower` on throw. How many were begun.
+int run_throwing(Team& team, int64_t thrower) {
+  std::atomic<int> begun{0};
+  std::string caught;
+  try {
+    run(team, 40, [&](int64_t task) {
+      ++begun;
+      if (task >= thrower) throw std::runtime_error("task");
+    });
+  } catch (const std::runtime_error& error) {
+    caught = error.what();
+  }
+  CHECK(caught == "task");
+  return begun;
+}
+
 TEST(what_a_task_throws_is_thrown_by_the_call_and_the_team_goes_on) {
   on_all_teams([](Team& team) {
     for (int64_t thrower : {0, 7, 39})
       for (int round = 0; round < 5; ++round) {
-        std::string caught;
-        std::atomic<int> begun{0};
-        try {
-          run(team, 40, [&](int64_t task) {
-            ++begun;
-            if (task >= thrower) throw std::runtime_error("task");
-          });
-        } catch (const std::runtime_error& error) {
-          caught = error.what();
-        }
-        CHECK(caught == "task" && begun > thrower);
+        CHECK(run_throwing(team, thrower) > 0);
         std::atomic<int> visits{0};
         run(team, 40, [&](int64_t) { ++visits; });
         CHECK(visits == 40);
       }
+  });
+}
+
+// Of more threads one may have taken an earlier task that it then does not begin.
+TEST(after_a_task_that_throws_none_is_begun) {
+  with_team(1, microseconds(0), [](Team& team) {
+    for (int64_t thrower : {0, 7, 39}) CHECK(run_throwing(team, thrower) == thrower + 1);
   });
 }
 
