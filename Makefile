@@ -1,7 +1,8 @@
 # Every target sets itself up in .venv; nothing global is touched.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Of what is installed most is never imported: what is, Python compiles then.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 CPP_FILES = $(shell find csrc benchmarks tests -name "*.h" -o -name "*.cc") src/tilewright/ops/torch_backend/gpu_kernels.cu
 # Without make's flags, by which ninja would ask make for its jobs.
 NINJA := env -u MAKEFLAGS $(BIN)/cmake --build

@@ -76,6 +76,12 @@ def rms(error):
     return error.double().square().mean().sqrt().item()
 
 
+def middle_row(error):
+    """Of the rows [T, V]. Where rounding makes a token choose another expert, its row differs altogether: a few such
+    rows, which every rounding has in other places, would be most of the mean."""
+    return error.double().square().mean(1).sqrt().median().item()
+
+
 def prompts_for(name, hf):
     """Text, and for models that see: a picture, three of different sizes, and a video with a picture."""
     if name in tiny.CROSS_FAMILIES:
@@ -115,7 +121,8 @@ def test_bf16_is_as_close_to_the_truth_as_transformers(name, networks, models, m
         (logits,) = logits_of(runner, [prompt], dtype=torch.bfloat16)
         ours.append(logits - truth)
         theirs.append(expected(half, prompt, torch.bfloat16) - truth)
-    assert rms(torch.cat(ours)) <= 1.25 * rms(torch.cat(theirs))
+    size = middle_row if "moe" in name else rms
+    assert size(torch.cat(ours)) <= 1.25 * size(torch.cat(theirs))
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)

@@ -1,5 +1,5 @@
-// Linear in fp16 (base/arm/half_product.h): where there is arithmetic in it, and none in bf16, it has twice the
-// products of fp32 in a cycle and reads weights without turning them into anything.
+// Linear in fp16 (base/arm/half_product.h): NEON with arithmetic in it, and none in bf16, has twice the products of
+// fp32 in a cycle, and weights are read without turning them into anything.
 //
 // Rows of W are stored as halves times a power of two (WeightLayout), and rows of x become such (base/arm/half_rows.h):
 // no sum of 64 products of the two is more than 2^15.
