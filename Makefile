@@ -1,8 +1,7 @@
 # Every target sets itself up in .venv; nothing global is touched.
 PYTHON ?= python3
 BIN := .venv/bin
-# Of what is installed most is never imported: what is, Python compiles then.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CPP_FILES = $(shell find csrc benchmarks tests -name "*.h" -o -name "*.cc") src/tilewright/ops/torch_backend/gpu_kernels.cu
 # Without make's flags, by which ninja would ask make for its jobs.
 NINJA := env -u MAKEFLAGS $(BIN)/cmake --build
@@ -14,10 +13,11 @@ demo: .venv/.package
 	@$(BIN)/tilewright demo
 
 .PHONY: test lint test-cpp test-cpp-emulated test-python
-# What lint does on one core goes on beside the first build.
+# What lint and the wheel do on one core goes on beside builds.
 test: .venv/.test
 	@$(MAKE) --no-print-directory -j 2 lint test-cpp
-	@$(MAKE) --no-print-directory test-cpp-emulated test-python
+	@$(MAKE) --no-print-directory -j 2 dist/.wheel test-cpp-emulated
+	@$(MAKE) --no-print-directory test-python
 
 lint: .venv/.test
 	$(BIN)/ruff check src tests benchmarks training
@@ -97,7 +97,7 @@ wheel: dist/.wheel
 dist/.wheel: .venv/.package
 	$(PIP_INSTALL) "tilewright[wheel]"
 	@rm -rf dist build/wheel
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	env -u MAKEFLAGS $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	  --config-settings=build-dir=build/release --wheel-dir build/wheel .
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
 	@touch $@
