@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import tiny
 import torch
+from helpers import in_fp16
 from torch_bf16 import quick_products
 
 from tilewright.engine.sequence import Sequence
@@ -121,7 +122,7 @@ def test_bf16_is_as_close_to_the_truth_as_transformers(name, networks, models, m
         (logits,) = logits_of(runner, [prompt], dtype=torch.bfloat16)
         ours.append(logits - truth)
         theirs.append(expected(half, prompt, torch.bfloat16) - truth)
-    size = middle_row if "moe" in name else rms
+    size = middle_row if "moe" in name and in_fp16() else rms
     assert size(torch.cat(ours)) <= 1.25 * size(torch.cat(theirs))
 
 

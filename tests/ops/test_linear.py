@@ -85,6 +85,13 @@ def test_a_row_does_not_depend_on_its_neighbours(isa, dtype):
         assert torch.equal(linear(x[:rows], packed), together[:rows])
 
 
+def test_a_sum_of_zeros_has_no_sign(isa, dtype):
+    """However many rows there are: equal bits, not only equal numbers."""
+    packed = pack_weight(-rand(40, 128, dtype=dtype).abs())
+    for rows in (1, 3, 8, 9, 17):
+        assert not linear(torch.zeros(rows, 128, dtype=dtype), packed).signbit().any()
+
+
 def test_fp32_activations_keep_their_precision_with_bf16_weights(isa):
     x, weight = rand(3, 256), rand(32, 256, dtype=torch.bfloat16, seed=1)
     expected = torch.nn.functional.linear(x.double(), weight.double())

@@ -52,6 +52,12 @@ namespace {
   "add %[row], %[x], " #NEXT "\n\t"                                                 \
   TW_COLUMNS(24, 25) TW_DEPTH("fmla", 7, 26, 27, TW_NOTHING, TW_NEXT_ROW)
 
+// Of 32 depths all but the last.
+#define TW_TWO_CHAINS                                                                                        \
+  TW_ROWS TW_COLUMNS(24, 25)                                                                                 \
+  TW_SEVEN("fmul", TW_NOTHING) TW_LAST_AND_NEXT(16) TW_SEVEN("fmla", TW_NOTHING) TW_LAST_AND_NEXT(32)        \
+  TW_SEVEN("fmul", TW_SAVE) TW_LAST_AND_NEXT(48) TW_SEVEN("fmla", TW_NOTHING)
+
 #define TW_SUMS(S)                                                                                            \
   "=&w"(S[0][0].v), "=&w"(S[0][1].v), "=&w"(S[1][0].v), "=&w"(S[1][1].v), "=&w"(S[2][0].v), "=&w"(S[2][1].v), \
   "=&w"(S[3][0].v), "=&w"(S[3][1].v), "=&w"(S[4][0].v), "=&w"(S[4][1].v), "=&w"(S[5][0].v), "=&w"(S[5][1].v), \
@@ -69,9 +75,7 @@ TILEWRIGHT_INLINE void multiply_eight_rows(const f16* x, int64_t stride, const f
   const int64_t stride_bytes = stride * static_cast<int64_t>(sizeof(f16));
   if (more) {
     __asm__ volatile(
-        TW_ROWS TW_COLUMNS(24, 25)
-        TW_SEVEN("fmul", TW_NOTHING) TW_LAST_AND_NEXT(16) TW_SEVEN("fmla", TW_NOTHING) TW_LAST_AND_NEXT(32)
-        TW_SEVEN("fmul", TW_SAVE) TW_LAST_AND_NEXT(48) TW_SEVEN("fmla", TW_NOTHING)
+        TW_TWO_CHAINS
         "mov %[lines], %[more]\n\t" TW_LAST_AND_NEXT(64)
         TW_SEVEN("fmul", TW_ADD) TW_LAST_AND_NEXT(80) TW_SEVEN("fmla", TW_NOTHING) TW_LAST_AND_NEXT(96)
         TW_SEVEN("fmul", TW_ADD) TW_LAST_AND_NEXT(112) TW_SEVEN("fmla", TW_NOTHING) TW_LAST
@@ -81,9 +85,7 @@ TILEWRIGHT_INLINE void multiply_eight_rows(const f16* x, int64_t stride, const f
         : TW_CLOBBERED);
   } else {
     __asm__ volatile(
-        TW_ROWS TW_COLUMNS(24, 25)
-        TW_SEVEN("fmul", TW_NOTHING) TW_LAST_AND_NEXT(16) TW_SEVEN("fmla", TW_NOTHING) TW_LAST_AND_NEXT(32)
-        TW_SEVEN("fmul", TW_SAVE) TW_LAST_AND_NEXT(48) TW_SEVEN("fmla", TW_NOTHING) TW_LAST
+        TW_TWO_CHAINS TW_LAST
         : TW_SUMS(sums), [row] "+&r"(row), [lines] "+&r"(lines)
         : [x] "r"(x), [stride] "r"(stride_bytes), [done] "r"(&done), [line] "i"(kLineBytes),
           [ahead] "i"(halves_ahead(8))
@@ -106,6 +108,7 @@ TILEWRIGHT_INLINE void multiply_eight_rows(const f16* x, int64_t stride, const f
 #undef TW_SEVEN
 #undef TW_LAST
 #undef TW_LAST_AND_NEXT
+#undef TW_TWO_CHAINS
 #undef TW_SUMS
 #undef TW_CLOBBERED
 

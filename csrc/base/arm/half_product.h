@@ -83,19 +83,19 @@ __attribute__((noinline)) void multiply_halves(const f16* x, int64_t stride, Lin
       }
     }
     for_each_sum<kRows, kVecs>([&](int r, int v) {
+      // Added to 0 too: a sum of zeros is then 0 and never -0, in whatever order the zeros were added.
+      const auto add = [&](float32x4_t sums, float* out) __attribute__((always_inline)) {
+        ((accumulate ? Vec::load(out) : Vec::zero()) + Vec{sums}).store(out);
+      };
       float* out = c + r * ldc + v * HalfVec::kLanes;
-      Vec low = {vcvt_f32_f16(vget_low_f16(block[r][v].v))}, high = {vcvt_high_f32_f16(block[r][v].v)};
-      if (accumulate) {
-        low = low + Vec::load(out);
-        high = high + Vec::load(out + Vec::kLanes);
-      }
-      low.store(out);
-      high.store(out + Vec::kLanes);
+      add(vcvt_f32_f16(vget_low_f16(block[r][v].v)), out);
+      add(vcvt_high_f32_f16(block[r][v].v), out + Vec::kLanes);
     });
   }
 }
 
-// fn(row, rows) for blocks of eight rows and for what is left, with rows as a compile-time number.
+// fn(row, rows) for blocks of eight rows, which are the fastest, and for what is left, with rows as a compile-time
+// number.
 template <class Fn>
 inline void for_row_blocks(int rows, Fn fn) {
   int row = 0;
