@@ -22,9 +22,9 @@ def family_of(pid):
 
 
 def memory_bytes(pid):
-    """What is resident of a process."""
+    """What is resident of a process; nothing of one that has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    return int(text.split("VmRSS:")[1].split()[0]) * 1024
+    return int(text.split("VmRSS:")[1].split()[0]) * 1024 if "VmRSS:" in text else 0
