@@ -213,9 +213,13 @@ struct BlockTiles {
     const int present = keys_present % kTileDepth;
     const int64_t elements = layout.value_column_tiles() * kTileElements;
     __builtin_memcpy(copy, values[last], elements * sizeof(T));
-    for (int64_t tile = 0; tile < elements; tile += kTileElements)
-      for (int depth = present; depth < kTileDepth; ++depth)
-        for (int column = 0; column < kTileColumns; ++column) copy[tile + tile_offset<T>(depth, column)] = T{};
+    const int whole_pairs = static_cast<int>(round_up(present, 2));  // from this depth on, rows of a tile are zeros
+    const int64_t kept = tile_offset<T>(whole_pairs, 0);
+    for (int64_t tile = 0; tile < elements; tile += kTileElements) {
+      if (present < whole_pairs)
+        for (int column = 0; column < kTileColumns; ++column) copy[tile + tile_offset<T>(present, column)] = T{};
+      __builtin_memset(copy + tile + kept, 0, (kTileElements - kept) * sizeof(T));
+    }
     values[last] = copy;
   }
 };
