@@ -213,10 +213,11 @@ struct BlockTiles {
     const int present = keys_present % kTileDepth;
     const int64_t elements = layout.value_column_tiles() * kTileElements;
     __builtin_memcpy(copy, values[last], elements * sizeof(T));
-    const int whole_pairs = static_cast<int>(round_up(present, 2));  // from this depth on, rows of a tile are zeros
-    const int64_t kept = tile_offset<T>(whole_pairs, 0);
+    // A row of a tile has two depths. Of one that is half there the other half is cleared, and all rows after it.
+    const int first_empty = static_cast<int>(round_up(present, 2));
+    const int64_t kept = tile_offset<T>(first_empty, 0);
     for (int64_t tile = 0; tile < elements; tile += kTileElements) {
-      if (present < whole_pairs)
+      if (present < first_empty)
         for (int column = 0; column < kTileColumns; ++column) copy[tile + tile_offset<T>(present, column)] = T{};
       __builtin_memset(copy + tile + kept, 0, (kTileElements - kept) * sizeof(T));
     }
