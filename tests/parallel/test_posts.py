@@ -233,6 +233,32 @@ def test_those_who_wait_hear_that_rank_0_has_closed_the_group(options):
     assert others == ["CollectiveError: group 'tp', wait_for_post: rank 0 has closed the group"] * 2
 
 
+def look_before_a_post_and_after_a_close(rendezvous, rank):
+    group = make_group(rendezvous, rank)
+    group.barrier()
+    if rank == 0:
+        group.post()
+        group.close()
+        return None
+    look, asked = group._appears, []
+
+    def late(key):
+        asked.append(key)
+        if len(asked) > 1:
+            return look(key)
+        group._store.wait(["broken"])  # a look that found nothing, and then this process did not run for a while
+        return False
+
+    group._appears = late
+    group.wait_for_post()
+    return error_of(group.wait_for_post)
+
+
+def test_a_post_is_seen_though_the_group_was_closed_before_the_next_look():
+    told = run_ranks(2, look_before_a_post_and_after_a_close, **GROUPS["gloo"])[1]
+    assert told == "CollectiveError: group 'tp', wait_for_post: rank 0 has closed the group"
+
+
 def close_from_another_thread(rendezvous, rank):
     group = make_group(rendezvous, rank)
     group.barrier()

@@ -80,7 +80,8 @@ class GlooGroup(Group):
         post = f"post/{self._num_posts}"
         with self._store_errors("wait_for_post"):
             while not self._appears(post):
-                if self._store.check(["broken"]):
+                # Asked for again once the group is broken: what was posted before that is still seen.
+                if self._store.check(["broken"]) and not self._store.check([post]):
                     self._failure = self._store.get("broken").decode()
                     self._check_usable("wait_for_post")
             seen = f"seen/{self._num_posts}"

@@ -114,7 +114,7 @@ class Group(ABC):
         """On the others: returns when rank 0 has posted once more than this rank has seen, however long that takes.
 
         Looks for `spin_us`, then sleeps. Handlers of signals run meanwhile, and what they raise ends the wait, but not
-        the group. Raises CollectiveError if a rank is lost or closes the group.
+        the group. Raises CollectiveError if a rank is lost or closes the group, after what was posted before that.
         """
 
     @abstractmethod
