@@ -118,12 +118,27 @@ def test_the_torch_backend_keeps_what_is_no_number_in_its_sequence():
     assert out[bad].isnan().all() and torch.equal(out[[0, 1, 2, 3, 7]], expected[[0, 1, 2, 3, 7]])
 
 
-def test_a_key_that_is_no_number_harms_those_who_see_it(isa, dtype):
-    q, k, v = qkv(70, 70, 4, 2, 40, dtype)
-    expected = attention.varlen_attention(q, k, v, starts_of([70]), causal=True)
-    k[50, :, 3], k[60, :, 7] = torch.nan, torch.inf
-    out = attention.varlen_attention(q, k, v, starts_of([70]), causal=True)
-    assert torch.equal(out[:50], expected[:50]) and out[50:].isnan().all()
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+@pytest.mark.parametrize("count", [1, 70, 700])
+def test_a_key_that_is_no_number_harms_those_who_see_it(isa, dtype, count, soft_cap):
+    """The first, one among others, the last: a row may see nothing else, or lose it in the maximum of many."""
+    q, k, v = qkv(count, count, 4, 2, 40, dtype)
+    starts, options = starts_of([count]), {"causal": True, "soft_cap": soft_cap}
+    expected = attention.varlen_attention(q, k, v, starts, **options)
+    for bad in {0, count * 5 // 7, count - 1}:
+        damaged = k.clone()
+        damaged[bad, :, 3] = torch.nan
+        for name in backend.NAMES:
+            with backend.use(name):
+                out = attention.varlen_attention(q, damaged, v, starts, **options)
+            assert out[bad:].isnan().all() and not out[:bad].isnan().any(), (bad, name)
+        if soft_cap:
+            continue
+        damaged[bad, :, 3] = torch.inf
+        out = attention.varlen_attention(q, damaged, v, starts, **options)
+        is_highest = (torch.arange(count) >= bad)[:, None] & (q[:, :, 3] > 0)  # elsewhere it is the lowest: no harm
+        assert torch.equal(out[:bad], expected[:bad]) and torch.equal(out.isnan().all(-1), is_highest), bad
+        assert not out[~is_highest].isnan().any()
 
 
 def test_large_scores_do_not_overflow(isa, dtype):
@@ -227,6 +242,22 @@ def test_spans_that_see_parts_of_the_same_keys(isa, dtype):
     for part, group, length in ((slice(0, 1), 0, 90), (slice(1, 41), 0, 300), (slice(41, 47), 1, 70)):
         alone = plain.attention(q[part], pool.keys[group][:length], pool.values[group][:length])
         assert_attention(out[part], alone, pool.values[0])
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=["same", "int8", "fp8"])
+@pytest.mark.parametrize("count", [1, 70, 1600])
+def test_a_paged_key_that_is_no_number_harms_those_who_see_it(isa, dtype, kv_dtype, count):
+    num_queries = min(count, 40)
+    q, starts, lengths = rand(num_queries + 1, 4, 64, dtype=dtype), starts_of([num_queries, 1]), [count, 30]
+    for bad in {0, count * 5 // 7, count - 1}:
+        pool = Pool(lengths, 64, 2, 64, kv_dtype or dtype, dtype)
+        damaged = pool.keys[0][bad : bad + 1].clone()
+        damaged[:, :, 3] = torch.nan
+        kv_store(damaged, pool.values[0][bad : bad + 1], pool.cache, pool.slots(0, torch.tensor([bad])))
+        out = attention.paged_attention(q, pool.cache, pool.table, starts, torch.tensor(lengths, dtype=torch.int32))
+        sees = torch.arange(count - num_queries, count) >= bad
+        assert torch.equal(out[:-1].isnan().flatten(1).all(1), sees) and not out[:-1][~sees].isnan().any()
+        assert not out[-1].isnan().any()
 
 
 @pytest.mark.parametrize("order", ["shuffled", "whole tiles", "across tiles"])

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from worker_entries import memory_policy
+from worker_entries import cpus_of_threads, memory_policy
 
 from tilewright import config
 from tilewright.config import ConfigError
@@ -90,7 +90,7 @@ def test_the_engine_s_process_is_bound_and_released(unbound):
 def test_threads_of_the_team_are_pinned_one_by_one(unbound):
     apply_binding(RankBinding(0, tuple(CPUS), (), len(CPUS)))
     try:
-        pinned = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+        pinned = cpus_of_threads()
         assert all({cpu} in pinned for cpu in CPUS)
         assert os.sched_getaffinity(0) == {CPUS[0]}
     finally:

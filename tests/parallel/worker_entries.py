@@ -1,5 +1,6 @@
 """Entry points of workers, for tests: each a small part of what a rank does."""
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -12,6 +13,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+
+def cpus_of_threads():
+    """Where each thread of this process may run."""
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile, as threads of an earlier team do
+            found.append(os.sched_getaffinity(int(thread)))
+    return found
 
 
 def tell(rank, size, payload, fds):
@@ -96,7 +106,7 @@ def compute(rank, size, payload, fds):
     told = {
         "num_threads": kernels.num_threads(),
         "torch_threads": torch.get_num_threads(),
-        "cpus_of_threads": [sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")],
+        "cpus_of_threads": [sorted(cpus) for cpus in cpus_of_threads()],
         "memory_policy": memory_policy(),
     }
     os.write(fds[0], json.dumps(told).encode() + b"\n")

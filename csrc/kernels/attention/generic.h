@@ -238,6 +238,7 @@ class ItemRun {
       seen_[row] = keys_seen(args, item.sequence, place.token);
       if (seen_[row].end > seen_end_) seen_end_ = seen_[row].end;
     });
+    Weigher<typename Workspace<T>::Left>::watch_for_nan();
   }
 
   // For each block, target(block) says where its partial goes (maxima, sums, output) and done(block) follows.

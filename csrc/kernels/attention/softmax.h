@@ -9,6 +9,7 @@ namespace {
 
 inline constexpr float kLog2E = 1.44269504f;
 inline constexpr float kMinusInfinity = -__builtin_inff();
+inline constexpr float kNan = __builtin_nanf("");
 
 // 2^t for t <= 0, and exactly 1 for t = 0: merging with a block that a row does not see must change nothing.
 template <bool kPrecise>
@@ -57,6 +58,12 @@ inline float reduce_chains_add(const Vec (&chains)[kChains]) {
   return reduce_add(all);
 }
 
+inline bool has_nan(const float* values, int count) {
+  for (int i = 0; i < count; ++i)
+    if (values[i] != values[i]) return true;
+  return false;
+}
+
 // Weights 2^(score * scale - maximum) of a row, a value tile's depth of keys at a time, and their sum.
 template <class P>
 class Weigher {
@@ -88,6 +95,10 @@ class Weigher {
 
   float sum() const { return reduce_chains_add(totals_); }
 
+  // Whether the sum hides that a score is no number, of scores whose maximum was taken since `watch_for_nan`.
+  static void watch_for_nan() {}
+  static bool hides_nan(const float*, int, float) { return false; }
+
  private:
   static constexpr bool kPrecise = std::is_same_v<P, float>;
   Vec scale_, offset_;
@@ -110,12 +121,15 @@ inline void softmax_row_with_rules(float* scores, int width, const RowRules& rul
     highest = max(highest, t);
   }
   const float best = reduce_max(highest);
-  const bool none = best == kMinusInfinity;
+  // A maximum passes over NaN: a row that sees nothing else must not pass for one that sees no key.
+  const bool none = best == kMinusInfinity && !(rules.begin < rules.end && has_nan(scores, width));
   *maximum = none ? best : best * late;
   const int64_t begin = none ? 0 : rules.begin, end = none ? 0 : rules.end;
-  Weigher<P> weigher(late, none ? 0.0f : *maximum);
+  const float reference = none ? 0.0f : *maximum;
+  const bool hides_nan = Weigher<P>::hides_nan(scores, width, reference);
+  Weigher<P> weigher(late, reference);
   for (int i = 0; i < width; i += kTileDepth) weigher.weigh_seen(scores + i, weights + i, begin - i, end - i);
-  *sum = weigher.sum();
+  *sum = hides_nan ? kNan : weigher.sum();
 }
 
 // The highest of scores [width] and of `highest`, lane by lane.
@@ -132,10 +146,11 @@ inline Vec highest_score(const float* scores, int width, Vec highest) {
 // whose maximum is known.
 template <class P>
 inline void weigh_row(const float* scores, int width, float scale, P* weights, float maximum, float* sum) {
+  const bool hides_nan = Weigher<P>::hides_nan(scores, width, maximum);
   Weigher<P> weigher(scale, maximum);
 #pragma GCC unroll 4
   for (int i = 0; i < width; i += kTileDepth) weigher.weigh(scores + i, weights + i);
-  *sum = weigher.sum();
+  *sum = hides_nan ? kNan : weigher.sum();
 }
 
 template <class P>

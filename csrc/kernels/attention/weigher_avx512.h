@@ -20,8 +20,10 @@ class Weigher<bf16> {
         total_(_mm512_setzero_ps()) {}
 
   void weigh(const float* scores, bf16* weights) {
+    // The conversion raises no flag, neither for NaN nor for -inf: hides_nan looks for that of the maximum.
     auto scaled = [&](const float* at) {
-      return _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at), scale_, offset_));
+      return _mm512_cvt_roundps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at), scale_, offset_),
+                                      _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     };
     // Packing goes by 128 bits: quarters of both halves in turn, which the permutation sorts. What is less than the
     // least power of two, -inf too, saturates to 0.
@@ -39,6 +41,15 @@ class Weigher<bf16> {
   void weigh_seen(const float* scores, bf16* weights, int64_t, int64_t) { weigh(scores, weights); }
 
   float sum() const { return _mm512_reduce_add_ps(total_); }
+
+  // What is no number weighs nothing here, as -inf does. The instruction that takes maxima raises the flag of invalid
+  // operations for it, at no cost: scores are searched only if that was raised since it was cleared here.
+  static void watch_for_nan() { _mm_setcsr(_mm_getcsr() & ~_MM_EXCEPT_INVALID); }
+  static bool hides_nan(const float* scores, int width, float maximum) {
+    if (!(maximum > kMinusInfinity && maximum < -kMinusInfinity)) return true;  // then no exponent is a number
+    asm volatile("" : : "x"(maximum) : "memory");  // the compiler must not move the maximum behind the flag's reading
+    return (_mm_getcsr() & _MM_EXCEPT_INVALID) && has_nan(scores, width);
+  }
 
  private:
   // 128 (f - (2^f - 1)) for f = (2 i + 1/2) / 128.
