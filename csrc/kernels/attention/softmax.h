@@ -95,7 +95,7 @@ class Weigher {
 
   float sum() const { return reduce_chains_add(totals_); }
 
-  // Whether the sum hides that a score is no number, of scores whose maximum was taken since `watch_for_nan`.
+  // Whether one of these scores is NaN and the sum would not show it; their maximum was taken after `watch_for_nan`.
   static void watch_for_nan() {}
   static bool hides_nan(const float*, int, float) { return false; }
 
@@ -121,7 +121,7 @@ inline void softmax_row_with_rules(float* scores, int width, const RowRules& rul
     highest = max(highest, t);
   }
   const float best = reduce_max(highest);
-  // A maximum passes over NaN: a row that sees nothing else must not pass for one that sees no key.
+  // The maximum skips NaN: a row that sees nothing but NaN is not one that sees no key.
   const bool none = best == kMinusInfinity && !(rules.begin < rules.end && has_nan(scores, width));
   *maximum = none ? best : best * late;
   const int64_t begin = none ? 0 : rules.begin, end = none ? 0 : rules.end;

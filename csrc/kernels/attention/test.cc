@@ -20,6 +20,7 @@ struct Case {
   int64_t window;
   float soft_cap;
   float q_size = 1.0f, k_size = 1.0f, v_size = 1.0f;  // powers of two that the inputs are multiplied by
+  int64_t nan_key = -1;                               // a key, counted through all sequences, that has a NaN
 };
 
 std::vector<int32_t> starts_of(const std::vector<int32_t>& lengths) {
@@ -54,7 +55,7 @@ std::vector<double> attend(const Case& c, const T* q, const GuardedBuffer<T>& k,
     for (int64_t d = 0; d < c.width; ++d)
       out[d] += weight * to_float(v[((first_key + j) * c.kv_heads + kv_head) * c.width + d]);
   }
-  for (double& x : out) x = total > 0 ? x / total / c.v_size : 0.0;
+  for (double& x : out) x = total == 0 ? 0.0 : x / total / c.v_size;
   return out;
 }
 
@@ -97,6 +98,8 @@ struct Inputs {
     q.fill(random, c.q_size);
     k.fill(random, c.k_size);
     v.fill(random, c.v_size);
+    for (int64_t head = 0; head < c.kv_heads && c.nan_key >= 0; ++head)
+      assign(k[(c.nan_key * c.kv_heads + head + 1) * c.width - 1], __builtin_nanf(""));
   }
 
   std::vector<int32_t> query_starts, key_starts;
@@ -237,6 +240,22 @@ TEST(items_side_by_side) {
   for (bool causal : {false, true}) {
     check_levels<float>({2, 1, 24, {205}, {650}, causal, 0, 0.0f}, {Edge::end}, {false, true});
     check_levels<bf16>({2, 1, 24, {205}, {650}, causal, causal ? 90 : 0, 0.0f}, {Edge::end}, {false, true});
+  }
+  set_num_threads(0);
+}
+
+// It makes NaN of every row that sees it and of no other: a row that sees nothing else, many rows, the last.
+TEST(a_key_that_is_no_number) {
+  set_num_threads(1);
+  struct Rules {
+    int64_t nan_key, window;
+    float soft_cap;
+  };
+  for (const Rules& rules : {Rules{0, 0, 0.0f}, Rules{600, 0, 0.0f}, Rules{500, 90, 2.0f}, Rules{650, 90, 2.0f}}) {
+    Case c = {2, 1, 24, {1, 130}, {1, 650}, true, rules.window, rules.soft_cap};
+    c.nan_key = rules.nan_key;
+    check_levels<float>(c, {Edge::end}, {false, true});
+    check_levels<bf16>(c, {Edge::end}, {false, true});
   }
   set_num_threads(0);
 }

@@ -20,7 +20,7 @@ class Weigher<bf16> {
         total_(_mm512_setzero_ps()) {}
 
   void weigh(const float* scores, bf16* weights) {
-    // The conversion raises no flag, neither for NaN nor for -inf: hides_nan looks for that of the maximum.
+    // This conversion raises no flag of its own for NaN and -inf: hides_nan reads the one that a maximum raises.
     auto scaled = [&](const float* at) {
       return _mm512_cvt_roundps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at), scale_, offset_),
                                       _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -42,8 +42,8 @@ class Weigher<bf16> {
 
   float sum() const { return _mm512_reduce_add_ps(total_); }
 
-  // What is no number weighs nothing here, as -inf does. The instruction that takes maxima raises the flag of invalid
-  // operations for it, at no cost: scores are searched only if that was raised since it was cleared here.
+  // NaN weighs nothing here, as -inf does. vmaxps raises the CPU's flag of invalid operations for NaN, at no cost:
+  // scores are searched only if it was raised since it was cleared here.
   static void watch_for_nan() { _mm_setcsr(_mm_getcsr() & ~_MM_EXCEPT_INVALID); }
   static bool hides_nan(const float* scores, int width, float maximum) {
     if (!(maximum > kMinusInfinity && maximum < -kMinusInfinity)) return true;  // then no exponent is a number
