@@ -14,8 +14,9 @@
 
 #include "base/half.h"
 #include "base/kv_bytes.h"
-#include "base/kv_tiles.h"
 #include "base/scratch.h"
+#include "kernels/attention/block_tiles.h"
+#include "kernels/attention/pack.h"
 #include "kernels/attention/softmax.h"
 
 namespace tilewright {
@@ -159,71 +160,6 @@ inline KeyRange keys_seen(const AttentionArgs& args, int64_t sequence, int64_t t
   if (range.end < 0) range.end = 0;
   return range;
 }
-
-// The tiles of a block of keys, found through the block table once per block. T: the type of the pages.
-template <class T>
-struct BlockTiles {
-  static constexpr bool kBytes = std::is_same_v<T, KvByte>;
-  const T* keys[kKeyBlock / kTileColumns];
-  const T* values[kKeyBlock / kTileDepth];
-  const T* scales[kBytes ? kKeyBlock / kTileDepth : 1];  // of the keys of 32 tokens
-  int keys_present;                                      // tokens of the block that exist
-  int num_columns;                                       // those that some row sees, up to whole value tiles
-
-  BlockTiles() = default;
-  // No row sees keys from `seen_end` on: under a causal mask that spares half of the last block.
-  BlockTiles(const AttentionArgs& args, const AttentionItem& item, int64_t block, int64_t seen_end, T* last_values) {
-    const KvLayout& layout = args.layout;
-    const int64_t begin = block * kKeyBlock;
-    const int64_t left = args.kv_lengths[item.sequence] - begin;
-    keys_present = static_cast<int>(left < kKeyBlock ? left : kKeyBlock);
-    const int64_t seen = seen_end - begin < keys_present ? seen_end - begin : keys_present;
-    num_columns = static_cast<int>(round_up(seen, kTileDepth));
-    const int32_t* page_of = args.block_table + item.sequence * args.block_table_stride + begin / layout.page_size;
-    const T* base = static_cast<const T*>(args.pages) + item.head * layout.head_elements();
-    const int64_t page_elements = layout.page_elements();
-    int64_t in_page = begin % layout.page_size;
-    for (int i = 0; i < num_columns; i += kTileDepth) {
-      const T* page = base + *page_of * page_elements;
-      keys[i / kTileColumns] = page + layout.key_tile(in_page);
-      keys[i / kTileColumns + 1] = page + layout.key_tile(in_page + kTileColumns);
-      values[i / kTileDepth] = page + layout.value_tile(in_page);
-      if constexpr (kBytes) scales[i / kTileDepth] = page + layout.key_scale(in_page);
-      in_page += kTileDepth;
-      if (in_page == layout.page_size) in_page = 0, ++page_of;
-    }
-    if constexpr (!kBytes)
-      if (keys_present < num_columns) clear_missing(layout, last_values);
-  }
-
-  // The scales of 32 tokens of the block, from `token` on.
-  void key_scales(int token, float* to) const { __builtin_memcpy(to, scales[token / kTileDepth], 4 * kTileDepth); }
-
-  // The same of values; tokens that do not exist yet have a scale of 0 and finite bytes.
-  void value_scales(int token, int64_t page_size, float* to) const {
-    __builtin_memcpy(to, scales[token / kTileDepth] + 4 * page_size, 4 * kTileDepth);
-    for (int i = 0; i < kTileDepth; ++i)
-      if (token + i >= keys_present) to[i] = 0.0f;
-  }
-
-  // Values of tokens that do not exist yet may be anything, NaN too, and 0 * NaN is NaN: the last, partly filled row of
-  // value tiles is used from a copy with zeros in their place.
-  void clear_missing(const KvLayout& layout, T* copy) {
-    const int last = num_columns / kTileDepth - 1;
-    const int present = keys_present % kTileDepth;
-    const int64_t elements = layout.value_column_tiles() * kTileElements;
-    __builtin_memcpy(copy, values[last], elements * sizeof(T));
-    // A row of a tile has two depths. Of one that is half there the other half is cleared, and all rows after it.
-    const int first_empty = static_cast<int>(round_up(present, 2));
-    const int64_t kept = tile_offset<T>(first_empty, 0);
-    for (int64_t tile = 0; tile < elements; tile += kTileElements) {
-      if (present < first_empty)
-        for (int column = 0; column < kTileColumns; ++column) copy[tile + tile_offset<T>(present, column)] = T{};
-      __builtin_memset(copy + tile + kept, 0, (kTileElements - kept) * sizeof(T));
-    }
-    values[last] = copy;
-  }
-};
 
 // Attention of one item: up to kQueryRows rows against its blocks of keys, one after the other. T: the type of tiles
 // that are multiplied, Stored: that of the pages, which is another one if they are bytes.
@@ -507,82 +443,6 @@ void run_some(const AttentionArgs& args, const AttentionItem* items, int count) 
 void run_items(const AttentionArgs& args, const AttentionItem* items, int count) {
   if (args.layout.format != KvFormat::same) return run_some<bf16, KvByte>(args, items, count);
   args.kv_dtype == DType::f32 ? run_some<float>(args, items, count) : run_some<bf16>(args, items, count);
-}
-
-// Two elements that lie side by side in a bf16 tile row, or in the two halves of an fp32 one.
-inline void put_pairs(bf16* row, const bf16* even, const bf16* odd, int columns) {
-  // One 32-bit store per column: a loop the compiler turns into vectors.
-  for (int c = 0; c < columns; ++c) {
-    const uint32_t pair = even[c].bits | static_cast<uint32_t>(odd[c].bits) << 16;
-    __builtin_memcpy(row + 2 * c, &pair, 4);
-  }
-}
-
-inline void put_pairs(float* row, const float* even, const float* odd, int columns) {
-  for (int c = 0; c < columns; ++c) row[c] = even[c], row[kTileColumns + c] = odd[c];
-}
-
-// 32 tokens of a head as two columns of key tiles: tile row r holds dims 2r, 2r+1 of 16 tokens.
-template <class T>
-void pack_keys_as(const VarlenArgs& args, const TokenPiece& piece, int64_t head, T* tiles) {
-  const KvLayout& layout = args.attention.layout;
-  const int64_t count = piece.count, width = layout.head_width, depth_tiles = layout.key_depth_tiles();
-  if (count < kTileDepth || width % kTileDepth) __builtin_memset(tiles, 0, 2 * depth_tiles * kTileElements * sizeof(T));
-  const T* k = args.k.row<T>(piece.token, head);
-  if constexpr (std::is_same_v<T, bf16>) {
-    if (count == kTileDepth && width % 8 == 0) {
-      for (int half = 0; half < kTileDepth; half += kTileColumns)
-        pack_key_tiles<Vec>(k + half * args.k.token_stride, args.k.token_stride, width,
-                            tiles + half / kTileColumns * depth_tiles * kTileElements);
-      return;
-    }
-  }
-  for (int64_t column = 0; column < count; ++column, k += args.k.token_stride) {
-    T* tile = tiles + column / kTileColumns * depth_tiles * kTileElements;
-    T* at = tile + tile_offset<T>(0, static_cast<int>(column % kTileColumns));
-    // Pairs of one token are a tile row of 32 elements apart, through all its depth tiles.
-    int64_t d = 0;
-    for (; d + 2 <= width; d += 2, at += 32) put_pairs(at, k + d, k + d + 1, 1);
-    if (d < width) at[0] = k[d];
-  }
-}
-
-// 32 tokens of a head as a row of value tiles: tile row r holds tokens 2r, 2r+1, interleaved by dim.
-template <class T>
-void pack_values_as(const VarlenArgs& args, const TokenPiece& piece, int64_t head, T* tiles) {
-  const KvLayout& layout = args.attention.layout;
-  const int64_t count = piece.count, width = layout.head_width;
-  if (count < kTileDepth) __builtin_memset(tiles, 0, layout.value_column_tiles() * kTileElements * sizeof(T));
-  const T* v = args.v.row<T>(piece.token, head);
-  if constexpr (std::is_same_v<T, bf16>) {
-    if (count == kTileDepth && width % 8 == 0) return pack_value_tiles(v, args.v.token_stride, width, tiles);
-  }
-  static constexpr T kZeros[kTileColumns] = {};
-  for (int64_t depth = 0; depth < count; depth += 2, v += 2 * args.v.token_stride) {
-    T* row = tiles + depth / 2 * 32;
-    const bool last = depth + 1 == count;
-    for (int64_t d = 0; d < width; d += kTileColumns, row += kTileElements) {
-      const T* odd = last ? kZeros : v + args.v.token_stride + d;
-      if (d + kTileColumns <= width)
-        put_pairs(row, v + d, odd, kTileColumns);
-      else
-        put_pairs(row, v + d, odd, static_cast<int>(width - d));
-    }
-  }
-}
-
-void pack_keys(const VarlenArgs& args, const TokenPiece& piece, int64_t head, void* tiles) {
-  if (args.attention.kv_dtype == DType::f32)
-    pack_keys_as(args, piece, head, static_cast<float*>(tiles));
-  else
-    pack_keys_as(args, piece, head, static_cast<bf16*>(tiles));
-}
-
-void pack_values(const VarlenArgs& args, const TokenPiece& piece, int64_t head, void* tiles) {
-  if (args.attention.kv_dtype == DType::f32)
-    pack_values_as(args, piece, head, static_cast<float*>(tiles));
-  else
-    pack_values_as(args, piece, head, static_cast<bf16*>(tiles));
 }
 
 }  // namespace
