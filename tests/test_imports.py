@@ -27,7 +27,7 @@ LEVELS = [
     ["ops"],
     ["_kernels"],
     ["host_memory", "embedded"],
-    ["types", "config", "control_group", "cpu_name", "event_loop", "model_files", "sound_file"],
+    ["types", "config", "control_group", "cpu_name", "event_loop", "model_files", "process_state", "sound_file"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 

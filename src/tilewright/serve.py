@@ -230,11 +230,14 @@ async def serve(
     loop = asyncio.get_running_loop()
 
     def end() -> None:
-        server.force_exit = server.should_exit  # a second signal ends it at once
         if not server.should_exit:
+            _log.info("shutting down: finishing the answers under way")
             loop.call_later(drain_s, handler.shut_down)
+        else:  # a second signal ends the answers too, and a moment later the clients that do not read that
+            _log.info("shutting down at once: the answers under way end with an error")
+            handler.shut_down()
+            loop.call_later(FINAL_ERRORS_S, setattr, server, "force_exit", True)
         server.should_exit = True
-        _log.info("shutting down: finishing the answers under way")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)

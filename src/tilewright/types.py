@@ -31,6 +31,10 @@ class RequestError(ValueError):
             self.code = code
 
 
+class TransientError(RuntimeError):
+    """A request failed through no fault of its own, and may succeed when it is sent again."""
+
+
 class ContextLengthExceeded(RequestError):
     """A prompt that is longer than the context."""
 

@@ -2,13 +2,15 @@
 
 import gc
 import json
+import os
+import signal
 
 import pytest
 from constrained_model import BYTES_SIZE, add, byte_tokenizer, constrained_core, prompt
 
 from tilewright.engine.constraint import sandbox as constraint_trial
 from tilewright.engine.constraint.sandbox import CompileSandbox
-from tilewright.types import Constraint, RequestError, SamplingParams
+from tilewright.types import Constraint, RequestError, SamplingParams, TransientError
 
 PRIMES = (7, 11, 13, 17, 19, 23)
 
@@ -59,7 +61,7 @@ def test_what_never_ends_is_stopped(monkeypatch, constraint):
 
 def test_a_trial_that_cannot_run_is_not_the_users_mistake(monkeypatch):
     monkeypatch.setattr(constraint_trial.sys, "executable", "/usr/bin/false")
-    with pytest.raises(RuntimeError, match="the process that tries constraints ended with 1 when it started"):
+    with pytest.raises(TransientError, match=r"the process that tries constraints did not start \(status 1\)"):
         CompileSandbox(300, {}, [299]).run("{}")
 
 
@@ -128,3 +130,55 @@ def test_small_ones_are_followed_or_refused(constraint):
         failures |= core.failures
     assert all("cannot be followed any further" in str(error) for error in failures.values())
     assert core.resources.kv.pool.num_used == 0
+
+
+def run_one(trial, text="a"):
+    trial.run(json.dumps({"grammars": [{"lark_grammar": f'start: "{text}"'}]}))
+
+
+def when_asked(monkeypatch, act, num_times):
+    """Has `act` done to the first processes that are asked for a grammar, when each is."""
+    ask, left = constraint_trial._ask, [num_times]
+
+    def acting(process, message, timeout_s):
+        if isinstance(message, str) and left[0]:
+            left[0] -= 1
+            act(process.pid)
+        return ask(process, message, timeout_s)
+
+    monkeypatch.setattr(constraint_trial, "_ask", acting)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+def test_a_trial_that_is_killed_is_repeated(monkeypatch, number):
+    """Before it is asked, and while it compiles; SIGABRT is how memory ends, which earlier grammars may have taken."""
+    trial = CompileSandbox(300, {}, [299])
+    run_one(trial)
+    trial._process.send_signal(number)
+    trial._process.wait()
+    run_one(trial, "b")
+    first = trial._process
+    when_asked(monkeypatch, lambda pid: os.kill(pid, number), 1)
+    run_one(trial, "c")
+    assert first.poll() == -number and trial._process.poll() is None
+
+
+def test_a_trial_that_is_killed_each_time_is_nobodys_mistake(monkeypatch):
+    """And is not remembered: the next request with the constraint is served."""
+    constraint = Constraint("regex", "a tile")
+    core, asked = constrained_core(byte_tokenizer(), BYTES_SIZE), prompt(byte_tokenizer())
+    when_asked(monkeypatch, lambda pid: os.kill(pid, signal.SIGKILL), 2)
+    with pytest.raises(TransientError, match=r"the process that tries constraints was ended \(signal SIGKILL\)"):
+        core.compile(asked, SamplingParams(constraint=constraint))
+    assert core.compile(asked, SamplingParams(constraint=constraint)) is not None
+
+
+def test_a_trial_that_is_stopped_is_repeated(monkeypatch):
+    """Also when it is given more than a pipe holds, which it does not read."""
+    monkeypatch.setattr(constraint_trial, "TIMEOUT_S", 0.5)
+    trial = CompileSandbox(300, {}, [299])
+    when_asked(monkeypatch, lambda pid: os.kill(pid, signal.SIGSTOP), 1)
+    run_one(trial, "a" * 200_000)
+    when_asked(monkeypatch, lambda pid: os.kill(pid, signal.SIGSTOP), 2)
+    with pytest.raises(TransientError, match="did not answer for"):
+        run_one(trial, "b")

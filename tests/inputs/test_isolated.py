@@ -25,7 +25,7 @@ from tilewright.inputs.isolation.pool import DecoderProcess
 from tilewright.inputs.isolation.wire import WireError, pack, receive
 from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.inputs.opener import InProcessOpener
-from tilewright.types import RequestError
+from tilewright.types import RequestError, TransientError
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +235,48 @@ def test_what_brings_a_decoder_down_costs_the_request_alone(taken_over, code, me
     assert not is_running(before)
     assert taken_over.open_picture(good, MediaLimits()).decode().shape == (60, 80, 3)
     assert before not in processes(taken_over)
+
+
+def kill_when_asked(monkeypatch, asks, number=signal.SIGKILL):
+    """Has a process killed when it is asked for the next of these, each once."""
+    send, left = DecoderProcess.send, list(asks)
+
+    def sending(process, header, payload=b""):
+        if left and header["ask"] == left[0]:
+            left.pop(0)
+            os.kill(process.pid, number)
+        send(process, header, payload)
+
+    monkeypatch.setattr(DecoderProcess, "send", sending)
+    return left
+
+
+def test_an_item_whose_decoder_is_killed_is_decoded_by_another(monkeypatch, clip):
+    """By the system that is short of memory, say: while it is opened, and while it is decoded."""
+    opener, sound = IsolatedOpener(), wav(np.sin(np.arange(12_000) / 7)[:, None], 12_000)
+    for part, open_one, read in [
+        (picture_part(encode(noise())), "open_picture", lambda picture: picture.decode()),
+        (MediaPart("audio", "audio 1", sound), "open_audio", lambda sound: sound.decode()),
+        (MediaPart("video", "video 1", clip), "open_video", lambda video: np.stack(list(video.frames([0, 7, 8, 30])))),
+    ]:
+        more = (16_000,) if open_one == "open_audio" else ()
+        asks = ["open", "frame", "frame"] if open_one == "open_video" else ["open", "decode"]
+        expected = read(getattr(InProcessOpener(), open_one)(part, MediaLimits(), *more))
+        left = kill_when_asked(monkeypatch, asks[:2])
+        assert np.array_equal(read(getattr(opener, open_one)(part, MediaLimits(), *more)), expected)
+        assert not left
+        left = kill_when_asked(monkeypatch, 2 * asks[-1:])
+        with pytest.raises(TransientError, match=r"1 could not be decoded: .* was ended \(signal SIGKILL\)|image 3"):
+            read(getattr(opener, open_one)(part, MediaLimits(), *more))
+        assert np.array_equal(read(getattr(opener, open_one)(part, MediaLimits(), *more)), expected)
+    opener.close()
+
+
+def test_a_decoder_that_is_stopped_is_no_fault_of_the_item(monkeypatch):
+    opener = IsolatedOpener()
+    kill_when_asked(monkeypatch, ["open"], signal.SIGSTOP)
+    assert opener.open_picture(picture_part(encode(noise())), MediaLimits(max_decode_s=1.0)).height == 60
+    opener.close()
 
 
 FORBIDDEN = [

@@ -29,6 +29,7 @@ from tiny_checkpoint import write_vision_model
 
 from tilewright.diffusion.files import settings_of
 from tilewright.server.errors import ApiError
+from tilewright.server.link import supervisor
 from tilewright.server.multipart import parse_multipart
 from tilewright.server.settings import ServerSettings
 
@@ -307,6 +308,32 @@ def test_a_killed_worker_gives_a_503_and_another_one_works(serve, gate):
     assert client.images.generate(prompt="tile").data
     assert metric(running, "tilewright_picture_worker_restarts_total") == 2
     assert client.chat.completions.create(model="", messages=[{"role": "user", "content": "hi"}]).choices
+
+
+def health(running):
+    with urllib.request.urlopen(f"{running.url}/health", timeout=WAIT_S) as response:  # any other status raises
+        return json.load(response)
+
+
+def test_a_stopped_worker_is_told_of_and_loses_nothing(serve, gate, monkeypatch):
+    monkeypatch.setattr(supervisor, "MAX_STOPPED_S", 0.1)
+    running = serve(gate)
+    client, worker = running.client(), running.handler.pictures.backend
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(lambda: client.images.generate(prompt="tile"))
+        until(lambda: metric(running, "tilewright_pictures_running") == 1)
+        assert health(running) == {"status": "ok", "replicas": 1}
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            until(lambda: "is stopped" in health(running).get("pictures", ""))  # and chat is served
+            with pytest.raises(openai.InternalServerError, match="is stopped; try again later") as caught:
+                client.images.generate(prompt="tile")
+            assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"]
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        gate.open(4)
+        assert early.result(WAIT_S).data
+    assert health(running) == {"status": "ok", "replicas": 1}
 
 
 def test_an_internal_error_tells_nothing(plain):

@@ -133,6 +133,57 @@ def test_answers_beyond_the_drain_timeout_end_with_an_error(serve):
     assert [line["outcome"] for line in lines if line.get("path") == "/v1/chat/completions"] == ["server_ending"] * 9
 
 
+def test_a_second_signal_ends_the_answers_with_an_error_that_says_so(serve):
+    server = serve()
+    client = server.client()
+    streams = [client.chat.completions.create(stream=True, **LONG) for _ in range(3)]
+    for stream in streams:
+        next(iter(stream))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: client.chat.completions.create(**LONG))
+        server.wait_for(lambda: True)
+        os.kill(server.process.pid, signal.SIGTERM)
+        server.wait_for(lambda: any("finishing the answers" in line for line in server.lines))
+        os.kill(server.process.pid, signal.SIGTERM)
+        for stream in streams:
+            with pytest.raises(openai.APIError) as caught:
+                list(stream)
+            assert caught.value.message == "the server is shutting down before the answer is complete"
+        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as caught:
+            waiting.result()
+        assert caught.value.status_code == 503 and caught.value.code == "server_ending"
+    assert server.process.wait(30) == 0
+    assert not [line for line in server.lines if "Traceback" in line or '"error"' in line], server.lines
+
+
+def test_a_stopped_engine_is_told_of_and_loses_nothing(serve):
+    server = serve()
+    client = server.client()
+    options = {**LONG, "max_tokens": 400}
+    expected = client.chat.completions.create(**options).choices[0].message.content
+    stream = client.chat.completions.create(stream=True, **options)
+    first = next(iter(stream))
+    engine = server.engine_pid()
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            # What comes while nothing is known of it waits.
+            early = pool.submit(lambda: client.chat.completions.create(**options))
+            began_s = time.monotonic()
+            assert server.status() == 503
+            assert time.monotonic() - began_s < 4  # 1.5 s, and this machine is busy
+            with pytest.raises(openai.InternalServerError, match="is stopped; try again later") as caught:
+                client.chat.completions.create(**options)
+            assert caught.value.status_code == 503 and caught.value.response.headers["Retry-After"]
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert early.result().choices[0].message.content == expected
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in [first, *stream])
+    assert text == expected
+    assert server.status() == 200
+    assert server.engine_pid() == engine
+
+
 def test_a_server_that_is_killed_leaves_no_engine_behind(serve):
     server = serve()
     assert any(f"a page to talk to it at {server.url}/," in line for line in server.lines)

@@ -1,11 +1,13 @@
 """The process that watches over the engine's."""
 
 import asyncio
+import os
 import subprocess
 
 import pytest
 from tiny_checkpoint import write_text_model
 
+from tilewright.server.link import remote
 from tilewright.server.link.backend import EngineRequest, EngineUnavailable
 from tilewright.server.link.remote import RemoteBackend
 from tilewright.server.link.supervisor import EngineRefused
@@ -52,3 +54,51 @@ def test_it_keeps_restarting_once_it_was_ready(tmp_path, monkeypatch):
         await backend.close()
 
     asyncio.run(asyncio.wait_for(live(), 120))
+
+
+PROCESS = """
+import sys, time
+from tilewright.server.link.process import run_process
+
+def serve(channel, options):
+    limits = {"max_context": 8, "max_token_bytes": 8}
+    model = {"name": "x", "max_context": 8, "max_sequences": 1, "template": None, "text_limits": limits}
+    channel.send({"ready": model})
+    while (message := channel.receive()) is not None:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            time.sleep(options["pause_s"])
+        channel.send({"stats": message["stats"], "values": {"step_age_s": 0.0, "num_replicas": 1}})
+
+run_process(int(sys.argv[1]), serve)
+"""
+
+
+class SlowBackend(RemoteBackend):
+    """Its process answers after 2 s, in which it computes or sleeps."""
+
+    def __init__(self, pause_s):
+        super().__init__({"pause_s": pause_s})
+        self._module = "process_that_is_slow"
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])
+def test_an_engine_too_busy_to_tell_its_stats_is_not_taken_for_one_that_hangs(tmp_path, monkeypatch, pause_s):
+    (tmp_path / "process_that_is_slow.py").write_text(PROCESS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(remote, "STATS_TIMEOUT_S", 0.5)
+
+    async def live():
+        backend = SlowBackend(pause_s)
+        await backend.start()
+        try:
+            if pause_s:
+                with pytest.raises(EngineUnavailable, match=r"did not respond for 0\.5 s"):
+                    await backend.stats()
+            else:
+                ages_s = [(await backend.stats())["step_age_s"] for _ in range(2)]
+                assert 0.4 < ages_s[0] < ages_s[1]  # it has been silent since the first query
+        finally:
+            await backend.close()
+
+    asyncio.run(asyncio.wait_for(live(), 60))

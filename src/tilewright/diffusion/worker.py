@@ -38,7 +38,7 @@ from tilewright.diffusion.requests import (
 from tilewright.diffusion.video_file import encode_video
 from tilewright.inputs.isolation.opener import IsolatedOpener
 from tilewright.inputs.media import MediaLimits, MediaPart
-from tilewright.types import RequestError
+from tilewright.types import RequestError, TransientError
 
 _log = logging.getLogger(__name__)
 
@@ -133,6 +133,8 @@ class Worker:
             return Stopped()
         except RequestError as error:
             return NotMade("request", str(error), error.param, error.code)
+        except TransientError as error:
+            return NotMade("unavailable", f"{error}; send the request again")
         except DiffusionLostError:
             raise  # ends the process, and another one starts
         except MemoryError:

@@ -75,6 +75,8 @@ class ApiHandler:
 
     async def answer(self, body: GenerationBody, request: Request) -> Response:
         """The response to a request at one of the endpoints, whose answer the engine now computes."""
+        if self._is_shutting_down.is_set():  # it came on a connection that was open
+            raise shutting_down()
         model = self.check_model(body.model)
         log: RequestLog = request.state.log
         self._log_content(body, log)
@@ -176,8 +178,19 @@ class ApiHandler:
             )
 
     async def health(self) -> Response:
-        """200 if a request would be answered now. A picture's process may start with its first request."""
+        """200 if a request would be answered now. A picture's process may start with its first request.
+
+        Where the model for chat answers and the one for pictures does not, `pictures` has the reason.
+        """
+        without_pictures = None
+        try:
+            if self.pictures.backend is not None:
+                self.pictures.backend.check_running()
+        except EngineUnavailable as error:
+            without_pictures = str(error)
         if self.backend is None:
+            if without_pictures:
+                return JsonResponse({"status": "unavailable", "reason": without_pictures}, 503)
             return JsonResponse({"status": "ok", "replicas": 0})
         try:
             stats = await self.backend.stats()
@@ -186,7 +199,8 @@ class ApiHandler:
         if stats["step_age_s"] > MAX_STEP_S:
             reason = f"a step has been under way for {stats['step_age_s']:.0f} s"
             return JsonResponse({"status": "unavailable", "reason": reason}, 503)
-        return JsonResponse({"status": "ok", "replicas": stats["num_replicas"]})
+        pictures = {"pictures": without_pictures} if without_pictures else {}
+        return JsonResponse({"status": "ok", "replicas": stats["num_replicas"], **pictures})
 
     async def metrics_text(self) -> Response:
         stats: Mapping[str, float] | None = {} if self.backend is None else None

@@ -255,7 +255,7 @@ def timed_out(timeout_s: float) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    message = "the server is shutting down before the answer is complete; send the request again"
+    message = "the server is shutting down before the answer is complete"
     return ApiError(503, message, kind="server_error", code="server_ending", headers={"Connection": "close"})
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import select
 import subprocess
 import sys
@@ -18,12 +20,22 @@ from collections.abc import Mapping, Sequence
 import llguidance
 
 from tilewright.engine.constraint.grammar import GrammarError, build, on_deep_stack
+from tilewright.process_state import ActivityProbe, how_ended, is_stopped, was_ended_from_outside
+from tilewright.types import TransientError
 
-TIMEOUT_S = 5.0
+_log = logging.getLogger(__name__)
+
+TIMEOUT_S = 5.0  # of CPU, so that a busy machine refuses nothing that an idle one takes
+MAX_WAIT = 3  # times TIMEOUT_S for a process that gets little of a CPU
 START_TIMEOUT_S = 60.0
+_POLL_S = 0.25
 MEMORY_BYTES = 1 << 30
 # A quarter of what the compilation after it gets: what passes here does not overflow there.
 STACK_BYTES = 16 << 20
+
+
+class GrammarLost(GrammarError):
+    """The process ended by its limits while it compiled the grammar."""
 
 
 class CompileSandbox:
@@ -31,43 +43,60 @@ class CompileSandbox:
 
     def __init__(self, num_tokens: int, special_tokens: Mapping[int, str], stop_token_ids: Sequence[int]) -> None:
         """The part of a vocabulary that compiling reads; special tokens are those that are no text."""
-        self._vocabulary = json.dumps([num_tokens, list(special_tokens.items()), list(stop_token_ids)])
+        self._vocabulary = [num_tokens, list(special_tokens.items()), list(stop_token_ids)]
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize | None = None  # ends the process, at our exit at the latest
 
     def run(self, grammar: str) -> None:
-        """GrammarError if the grammar cannot be compiled, or not within TIMEOUT_S and MEMORY_BYTES."""
+        """GrammarError if the grammar cannot be compiled, or not within TIMEOUT_S and MEMORY_BYTES.
+
+        A process that was lost is replaced once: it may have been killed, or ended by memory that earlier grammars
+        left. TransientError if the grammar cannot be tried for a reason that is not in it.
+        """
         with self._lock:
-            if self._process is None:
-                self._process = self._start()
-            answer = _ask(self._process, json.dumps(grammar), TIMEOUT_S)
-            if not answer:
-                self._end()
-        if answer is None:
-            raise GrammarError(f"it takes more than {TIMEOUT_S:g} s to compile")
-        if not answer:
-            raise GrammarError(f"it is nested too deeply, or takes more than {MEMORY_BYTES >> 20} MiB to compile")
-        error = json.loads(answer)
+            try:
+                error = self._try(grammar)
+            except (GrammarLost, TransientError) as lost:
+                _log.warning("the process that tries constraints is replaced: %s", lost)
+                error = self._try(grammar)
         if error is not None:
             raise GrammarError(error)
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _try(self, grammar: str) -> str | None:
+        """What is wrong with the grammar, if anything. GrammarLost if the process ends by its own limits."""
+        if self._process is None:
+            self._process = self._start()
+        try:
+            answer = _ask(self._process, grammar, TIMEOUT_S)
+        except BaseException:
+            self._end()
+            raise
+        error: str | None = json.loads(answer)
+        return error
+
+    def _start(self) -> subprocess.Popen[bytes]:
         # With our own path: the package may be on it by other ways than an installation.
         program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-        process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a crash is seen by the missing answer
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,  # so that Ctrl-C does not reach it
-        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # a crash is seen by the missing answer
+                start_new_session=True,  # so that Ctrl-C does not reach it
+            )
+        except OSError as error:  # too many processes or open files
+            raise TransientError(f"the process that tries constraints cannot be started: {error}") from error
         self._finalizer = weakref.finalize(self, _end, process)
-        if not _ask(process, self._vocabulary, START_TIMEOUT_S):
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        try:
+            _ask(process, self._vocabulary, START_TIMEOUT_S)
+        except (GrammarError, TransientError):
             self._end()
-            raise RuntimeError(f"the process that tries constraints ended with {process.returncode} when it started")
+            how = how_ended(process.returncode)
+            raise TransientError(f"the process that tries constraints did not start ({how})") from None
         return process
 
     def _end(self) -> None:
@@ -76,19 +105,37 @@ class CompileSandbox:
         self._process = None
 
 
-def _ask(process: subprocess.Popen[str], line: str, timeout_s: float) -> str | None:
-    """The line that the process answers to a line; empty if it has died, None if it takes too long."""
+def _ask(process: subprocess.Popen[bytes], message: object, timeout_s: float) -> bytes:
+    """The line that the process answers to a message.
+
+    GrammarLost if the process ends by its own limits, GrammarError if it computes for too long, TransientError if it
+    was killed, is stopped or gets no CPU.
+    """
     assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        return ""
-    readable, _, _ = select.select([process.stdout], [], [], timeout_s)
-    return process.stdout.readline() if readable else None
+    probe, answer = ActivityProbe(process.pid), b""
+    left = memoryview(json.dumps(message).encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):
+        while True:
+            # A process that is stopped reads nothing: what does not fit into the pipe is written as it reads.
+            readable, writable, _ = select.select([process.stdout], [process.stdin] if left else [], [], _POLL_S)
+            if readable:
+                answer = process.stdout.readline()
+                break
+            if writable:
+                left = left[os.write(process.stdin.fileno(), left) :]
+            if probe.used_s >= timeout_s:
+                raise GrammarError(f"it takes more than {timeout_s:g} s to compile")
+            if probe.elapsed_s >= (1 if is_stopped(process.pid) else MAX_WAIT) * timeout_s:
+                raise TransientError(f"the process that tries constraints did not answer for {probe.elapsed_s:.0f} s")
+    if answer.endswith(b"\n"):
+        return answer
+    status = process.wait()
+    if was_ended_from_outside(status):
+        raise TransientError(f"the process that tries constraints was ended ({how_ended(status)})")
+    raise GrammarLost(f"it is nested too deeply, or takes more than {MEMORY_BYTES >> 20} MiB to compile")
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -7,20 +7,22 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tilewright.inputs.audio import Sound, SoundFile, max_samples, open_audio
 from tilewright.inputs.image import Picture, PictureFile, open_picture
-from tilewright.inputs.isolation.pool import DecoderFailed, DecoderPool, DecoderProcess
+from tilewright.inputs.isolation.pool import DecoderFailed, DecoderKilled, DecoderPool, DecoderProcess
 from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, check_pixels
 from tilewright.inputs.video import Video, open_video
 from tilewright.inputs.video_file import MAX_FILE_FRAMES, VideoFile, check_rate
-from tilewright.types import MediaKind, RequestError
+from tilewright.types import MediaKind, RequestError, TransientError
 
 _log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class MediaFault(RequestError):
@@ -53,52 +55,65 @@ class IsolatedOpener:
 
     def _read_picture(self, data: bytes, name: str, limits: MediaLimits) -> PictureFile:
         item = _Item("image", data, name, limits)
-        with self._session(item) as session:
-            reply, _ = session.open()
-            height, width = _whole(reply, "height"), _whole(reply, "width")
+        height, width = self._with_session(item, _Session.picture_size)
         check_pixels(height, width, name, limits)
 
         def decode() -> np.ndarray:
-            with self._session(item) as session:
-                return session.decode(height * width * 3, np.uint8).reshape(height, width, 3)
+            pixels = self._with_session(item, lambda session: session.decode(height * width * 3, np.uint8))
+            return pixels.reshape(height, width, 3)
 
         return PictureFile(height, width, decode)
 
     def _read_sound(self, data: bytes, name: str, limits: MediaLimits, sample_rate: int) -> SoundFile:
         item = _Item("audio", data, name, limits, sample_rate)
-        with self._session(item) as session:
-            reply, _ = session.open()
-            duration_s = _number(reply, "duration_s")
+        duration_s = self._with_session(item, _Session.duration)
         check_duration(duration_s, name, limits)
-
-        def decode() -> np.ndarray:
-            with self._session(item) as session:
-                return session.decode(4 * max_samples(duration_s, sample_rate), np.float32)
-
-        return SoundFile(duration_s, decode)
+        most_bytes = 4 * max_samples(duration_s, sample_rate)
+        return SoundFile(
+            duration_s, lambda: self._with_session(item, lambda session: session.decode(most_bytes, np.float32))
+        )
 
     def _read_video(self, data: bytes, name: str, limits: MediaLimits) -> VideoFile:
         item = _Item("video", data, name, limits)
-        with self._session(item) as session:
-            reply, payload = session.open()
-            num_frames, fps = _whole(reply, "num_frames", MAX_FILE_FRAMES), _number(reply, "fps")
-            height, width = _whole(reply, "height"), _whole(reply, "width")
-            times_s = _times(payload, num_frames) if payload else None
+        (num_frames, fps, height, width), times_s = self._with_session(item, _Session.video_header)
         check_pixels(height, width, name, limits)
         check_rate(fps, name)
         check_duration(times_s[-1] - times_s[0] if times_s else 0.0, name, limits)
 
         def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
-            with self._session(item) as session:
-                yield from session.frames(indices, (height, width, 3))
+            num_done = 0
+            try:
+                for frame in self._frames(item, indices, (height, width, 3)):
+                    yield frame
+                    num_done += 1
+            except TransientError as error:
+                _warn_of_second_try(item, error)
+                yield from self._frames(item, indices[num_done:], (height, width, 3))
 
         return VideoFile(num_frames, fps, height, width, frames, times_s)
 
+    def _with_session(self, item: _Item, use: Callable[[_Session], Result]) -> Result:
+        """What `use` returns, with a second try in another process where the first was killed."""
+        try:
+            with self._session(item) as session:
+                return use(session)
+        except TransientError as error:
+            _warn_of_second_try(item, error)
+        with self._session(item) as session:
+            return use(session)
+
+    def _frames(self, item: _Item, indices: Sequence[int], shape: tuple[int, int, int]) -> Iterator[np.ndarray]:
+        with self._session(item) as session:
+            yield from session.frames(indices, shape)
+
     @contextlib.contextmanager
     def _session(self, item: _Item) -> Iterator[_Session]:
+        """MediaFault where the item brings the process down, TransientError where something else does."""
         try:
             with self.pool.lease(item.token) as process:
                 yield _Session(process, item)
+        except DecoderKilled as error:
+            raise TransientError(f"{item.name} could not be decoded: {error}") from error
         except DecoderFailed as error:
             _log.warning("%s brought its decoder down: %a", item.name, str(error))
             raise MediaFault(f"{item.name}: cannot be decoded: {error}") from error
@@ -121,6 +136,22 @@ class _Session:
     def __init__(self, process: DecoderProcess, item: _Item) -> None:
         self._process = process
         self._item = item
+
+    def picture_size(self) -> tuple[int, int]:
+        """(height, width) of a picture."""
+        reply, _ = self.open()
+        return _whole(reply, "height"), _whole(reply, "width")
+
+    def duration(self) -> float:
+        """Seconds of a sound."""
+        return _number(self.open()[0], "duration_s")
+
+    def video_header(self) -> tuple[tuple[int, float, int, int], tuple[float, ...] | None]:
+        """(frames, frames per second, height, width) of a video, and the times of its frames if they are uneven."""
+        reply, payload = self.open()
+        num_frames, fps = _whole(reply, "num_frames", MAX_FILE_FRAMES), _number(reply, "fps")
+        times_s = _times(payload, num_frames) if payload else None
+        return (num_frames, fps, _whole(reply, "height"), _whole(reply, "width")), times_s
 
     def open(self) -> tuple[dict[str, Any], bytes]:
         """The header and payload of the process's reply about the item."""
@@ -193,6 +224,11 @@ class _Session:
         if error is not None:
             raise DecoderFailed(message)
         return reply, payload
+
+
+def _warn_of_second_try(item: _Item, error: TransientError) -> None:
+    _log.warning("%s is decoded by another process: %s", item.name, error)
+    item.spent_s = 0.0
 
 
 def _whole(reply: Mapping[str, Any], key: str, most: int = 2**31) -> int:

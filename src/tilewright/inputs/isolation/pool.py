@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from tilewright.inputs.isolation.wire import WireError, pack, receive
+from tilewright.process_state import how_ended, is_stopped, was_ended_from_outside
+from tilewright.types import TransientError
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ _KEPT_SLATE_BYTES = 16 * 2**20  # larger ones are cut back when an item is done
 
 class DecoderFailed(Exception):
     """The process died, timed out or sent an invalid reply; it is not used again."""
+
+
+class DecoderKilled(DecoderFailed):
+    """The process was killed by others or is stopped, for no fault of the item."""
 
 
 class DecoderProcess:
@@ -86,14 +92,14 @@ class DecoderProcess:
         return not self.has_failed and self._num_awaited == 0
 
     def wait_until_ready(self) -> None:
-        """Returns once it has confined itself; RuntimeError if it cannot start, which is no fault of an item."""
+        """Returns once it has confined itself; TransientError if it cannot start, which is no fault of an item."""
         if self.is_ready:
             return
         try:
             header, _ = self.receive(_START_TIMEOUT_S)
         except (DecoderFailed, TimeoutError) as error:
             self.has_failed = True
-            raise RuntimeError(f"the process that decodes media did not start: {error or 'no answer'}") from error
+            raise TransientError(f"the process that decodes media did not start: {error or 'no answer'}") from error
         _warn_of(tuple(header["missing"]))
         self.is_ready = True
 
@@ -103,7 +109,7 @@ class DecoderProcess:
         try:
             self._link.sendall(pack(header, payload))
         except OSError as error:
-            raise DecoderFailed(self._reason_of_death()) from error
+            raise self._death() from error
 
     def receive(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
         """The next reply; TimeoutError if it does not come whole in time, DecoderFailed if it cannot come."""
@@ -123,9 +129,11 @@ class DecoderProcess:
         try:
             reply = receive(read_exactly)
         except TimeoutError:
+            if is_stopped(self.pid):
+                raise DecoderKilled("the process that decodes media is stopped") from None
             raise
         except (OSError, EOFError) as error:
-            raise DecoderFailed(self._reason_of_death()) from error
+            raise self._death() from error
         except WireError as error:
             raise DecoderFailed(f"it answered with {error}") from error
         self._num_awaited -= 1
@@ -168,13 +176,19 @@ class DecoderProcess:
         self._link.close()
         os.close(self._slate)
 
-    def _reason_of_death(self) -> str:
+    def _death(self) -> DecoderFailed:
+        if self.has_failed:  # `kill` has ended it
+            return DecoderFailed("the process that decoded it was ended")
         try:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return "the process that decoded it went silent"
+            if is_stopped(self.pid):
+                return DecoderKilled("the process that decodes media is stopped")
+            return DecoderFailed("the process that decoded it went silent")
+        if was_ended_from_outside(status):
+            return DecoderKilled(f"the process that decodes media was ended ({how_ended(status)})")
         how = f"died of signal {-status}" if status < 0 else f"ended with status {status}"
-        return f"the process that decoded it {how}"
+        return DecoderFailed(f"the process that decoded it {how}")
 
 
 class DecoderPool:
@@ -224,7 +238,10 @@ class DecoderPool:
                     break
                 process.close()
             else:
-                process = DecoderProcess(self._memory_bytes)
+                try:
+                    process = DecoderProcess(self._memory_bytes)
+                except OSError as error:  # too many processes or open files
+                    raise TransientError(f"no process that decodes media can be started: {error}") from error
             self._at_work.add(process)
             return process
 

@@ -116,7 +116,8 @@ class PictureBackend(SupervisedProcess):
             request.params(self.limits, request.picture)
 
     def check_room(self) -> None:
-        """429 if the queue is full."""
+        """429 if the queue is full, EngineUnavailable if the process is stopped."""
+        self.check_running()
         if len(self._queue) < self._max_queue or (not self._queue and self._running is None):
             return
         wait_s = min(MAX_WAIT_S, max(1, math.ceil(self._mean_s)))
@@ -181,14 +182,17 @@ class PictureBackend(SupervisedProcess):
             _log.error("the image worker ended (%s)%s", how, " with a request under way" if job else "")
         if job is not None:
             message = f"the image worker ended ({how}) and is being restarted; send the request again"
+            if self._is_closing:
+                message = "the server is shutting down before the picture is made"
             _tell(job, NotMade("unavailable", message))
         if not was_ready or self._is_closing:
             self._fail_waiting()
 
     def _fail_waiting(self) -> None:
         jobs, self._queue = self._queue, deque()
+        message = "the server is shutting down before the picture is made" if self._is_closing else _NOT_STARTED
         for job in jobs:
-            _tell(job, NotMade("unavailable", _NOT_STARTED))
+            _tell(job, NotMade("unavailable", message))
         self._tell_limits(_NOT_STARTED)
 
     def _tell_limits(self, failure: str | None = None) -> None:

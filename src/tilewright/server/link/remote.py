@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilewright.inputs.text_limits import TextLimits
+from tilewright.process_state import ActivityProbe
 from tilewright.server.link import wire
 from tilewright.server.link.backend import Abort, EngineRequest, EngineUnavailable, Failed, Listener, ModelInfo
 from tilewright.server.link.local import deliver
@@ -17,7 +18,7 @@ from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
 
-STATS_TIMEOUT_S = 5.0
+STATS_TIMEOUT_S = 1.5  # /health is to answer within 2 s; the thread that receives a query computes nothing itself
 
 
 class RemoteBackend(SupervisedProcess):
@@ -31,6 +32,8 @@ class RemoteBackend(SupervisedProcess):
         self._listeners: dict[str, Listener] = {}
         self._stats: dict[str, asyncio.Future[Mapping[str, float]]] = {}
         self._model: ModelInfo | None = None
+        self._last_stats: Mapping[str, float] = {}
+        self._silent_since_s: float | None = None  # the first query that was not answered, while none was since
 
     @property
     def model(self) -> ModelInfo:
@@ -39,6 +42,7 @@ class RemoteBackend(SupervisedProcess):
         return self._model
 
     def submit(self, request: EngineRequest, listener: Listener) -> Abort:
+        self.check_running()
         request_id = uuid.uuid4().hex
         try:
             self.send({"submit": request_id, "request": wire.request_to_json(request)})
@@ -48,17 +52,31 @@ class RemoteBackend(SupervisedProcess):
         return lambda: self._abort(request_id)
 
     async def stats(self) -> Mapping[str, float]:
-        query = uuid.uuid4().hex
-        found = self._stats[query] = asyncio.get_running_loop().create_future()
+        """The engine's stats; the last known ones of an engine that is too busy to tell.
+
+        EngineUnavailable if it does not respond and computes nothing: it is stopped, or swapped out.
+        """
+        self.check_running()
+        loop, query = asyncio.get_running_loop(), uuid.uuid4().hex
+        found = self._stats[query] = loop.create_future()
+        asked_s, process = loop.time(), self._process
+        probe = None if process is None else ActivityProbe(process.pid)
         try:
             self.send({"stats": query})
-            return await asyncio.wait_for(found, STATS_TIMEOUT_S)
+            self._last_stats = await asyncio.wait_for(found, STATS_TIMEOUT_S)
+            self._silent_since_s = None
         except asyncio.TimeoutError as error:
-            raise EngineUnavailable(f"the engine did not respond for {STATS_TIMEOUT_S:g} s") from error
+            if probe is None or not probe.is_computing():
+                raise EngineUnavailable(f"the engine did not respond for {STATS_TIMEOUT_S:g} s") from error
+            self._silent_since_s = asked_s if self._silent_since_s is None else self._silent_since_s
+            silent_s = loop.time() - self._silent_since_s
+            return {**self._last_stats, "step_age_s": max(silent_s, self._last_stats["step_age_s"])}
         finally:
             del self._stats[query]
+        return self._last_stats
 
     def on_ready(self, about: Mapping[str, Any]) -> None:
+        self._last_stats, self._silent_since_s = {"step_age_s": 0.0, "num_replicas": 1}, None
         self._model = ModelInfo(**{**about, "text_limits": TextLimits(**about["text_limits"])})
 
     def on_message(self, message: dict[str, Any]) -> None:
@@ -71,9 +89,12 @@ class RemoteBackend(SupervisedProcess):
         """Fails all requests under way."""
         if not self._is_closing:
             _log.error("the engine ended (%s) with %d requests under way", how, len(self._listeners))
+        message = f"the engine ended ({how}) and is being restarted; send the request again"
+        if self._is_closing:
+            message = "the server is shutting down before the answer is complete"
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
-            listener(Failed("unavailable", f"the engine ended ({how}) and is being restarted; send the request again"))
+            listener(Failed("unavailable", message))
         for waiting in self._stats.values():
             if not waiting.done():
                 waiting.set_exception(EngineUnavailable(f"the engine ended ({how})"))

@@ -20,7 +20,7 @@ from tilewright.server.link.backend import (
     Started,
 )
 from tilewright.sound_file import to_pcm16
-from tilewright.types import Completion, Delta, RequestError, TokenLogprob
+from tilewright.types import Completion, Delta, RequestError, TokenLogprob, TransientError
 
 if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
@@ -161,5 +161,8 @@ def failure(error: BaseException, request: EngineRequest) -> Failed:
         return Failed("request", str(error), request.names.get(param, param), error.code)
     if isinstance(error, EngineLostError):
         return Failed("unavailable", f"{error}; the engine is being restarted, send the request again")
+    if isinstance(error, TransientError):
+        _log.warning("a request failed that may succeed again: %s", error)
+        return Failed("unavailable", f"{error}; send the request again")
     _log.error("a request failed", exc_info=error)
     return Failed("engine", "the engine could not compute this request; the server's log has the reason")

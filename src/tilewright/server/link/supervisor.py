@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+from tilewright.process_state import ActivityProbe, how_ended, is_stopped
 from tilewright.server.link import wire
 from tilewright.server.link.backend import EngineUnavailable
 
@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.5  # before a restart; doubled each time the process ends before it is ready
 LONGEST_PAUSE_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
+# A process may be stopped for a moment, as a profiler does to look at it: what comes meanwhile waits.
+MAX_STOPPED_S = 1.0
 
 
 class EngineRefused(Exception):
@@ -49,6 +51,7 @@ class SupervisedProcess:
         self._first_message = {"options": dict(options), "log_level": log_level, "log_is_json": log_is_json}
         self._writer: asyncio.StreamWriter | None = None  # None: the process is not ready
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped: ActivityProbe | None = None  # from when it was first seen to be stopped
         self._supervisor: asyncio.Task[None] | None = None
         self._is_closing = False
         self.num_restarts = 0
@@ -83,8 +86,24 @@ class SupervisedProcess:
 
     def send(self, message: Mapping[str, Any]) -> None:
         if self._writer is None:
+            if self._is_closing:
+                raise EngineUnavailable("the server is shutting down")
             raise EngineUnavailable(f"the {self._what} is starting; try again later")
         self._writer.writelines(wire.encode(message))
+
+    def check_running(self) -> None:
+        """EngineUnavailable if the process has been stopped for MAX_STOPPED_S (SIGSTOP, a debugger).
+
+        What was sent to it before waits, and is computed when it goes on.
+        """
+        process = self._process
+        if process is None or not is_stopped(process.pid):
+            self._stopped = None
+            return
+        if self._stopped is None or self._stopped.pid != process.pid or self._stopped.used_s > 0:
+            self._stopped = ActivityProbe(process.pid)
+        if self._stopped.elapsed_s >= MAX_STOPPED_S:
+            raise EngineUnavailable(f"the {self._what} (process {process.pid}) is stopped; try again later")
 
     async def _supervise(self, first_ready: asyncio.Future[None]) -> None:
         """Runs the process, and restarts it, until `close`."""
@@ -140,18 +159,11 @@ class SupervisedProcess:
             self._writer = None
             writer.close()
             try:
-                await _end(process, at_once=not self._is_closing)
+                await _end(process, at_once=not self._is_closing or is_stopped(process.pid))
             finally:
                 self._process = None
-                self.on_end(_how_ended(process.returncode))
+                self.on_end(how_ended(process.returncode))
         return was_ready
-
-
-def _how_ended(status: int | None) -> str:
-    if status is None or status >= 0:
-        return f"status {status}"
-    known = {member.value: member.name for member in signal.Signals}
-    return f"signal {known.get(-status, -status)}"
 
 
 async def _messages(reader: asyncio.StreamReader) -> Any:

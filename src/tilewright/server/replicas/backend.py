@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 # A request that ends its engine must not end one after the other: it is given up after so many.
 MAX_LOST = 3
 PAUSE_S = 1.0  # before a request is sent again, while all engines are being restarted
-STATS_TIMEOUT_S = 5.0
+STATS_TIMEOUT_S = 2.0  # a replica's own query of its engine takes up to 1.5 s
 
 
 class ReplicaLost(Exception):
