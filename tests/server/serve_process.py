@@ -64,6 +64,15 @@ class ServerProcess:
         except urllib.error.HTTPError as error:
             return error.code
 
+    def metrics(self):
+        """The values of /metrics by name and labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    def metric(self, name):
+        return self.metrics()[name]
+
     def wait_until_ready(self, timeout_s=60):
         """Until a new engine is there the server says so itself: 503, and nothing else."""
         deadline_s = time.monotonic() + timeout_s

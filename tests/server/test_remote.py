@@ -63,7 +63,7 @@ from tilewright.server.link.process import run_process
 def serve(channel, options):
     limits = {"max_context": 8, "max_token_bytes": 8}
     model = {"name": "x", "max_context": 8, "max_sequences": 1, "template": None, "text_limits": limits}
-    channel.send({"ready": model})
+    channel.send({"ready": model, "known_limits": None})
     while (message := channel.receive()) is not None:
         until = time.monotonic() + 2
         while time.monotonic() < until:

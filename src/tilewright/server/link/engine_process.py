@@ -10,11 +10,12 @@ from tilewright.engine_flags import make_engine
 from tilewright.inputs.media import MediaLimits
 from tilewright.server.link import wire
 from tilewright.server.link.outbox import Outbox
-from tilewright.server.link.process import Channel, run_process
+from tilewright.server.link.process import KNOWN_LIMITS, Channel, run_process
 from tilewright.server.link.service import EngineService
 from tilewright.types import RequestError
 
-# Measures the machine's limits, which /metrics compares the engine with: 0.7 s of the start, buffers included.
+# Measures the machine's limits, which /metrics compares the engine with: 0.7 s of the start, buffers included. An
+# engine that takes the place of another gets what was measured in its options, by the name of KNOWN_LIMITS.
 MEASURE_S = 0.2
 
 
@@ -22,6 +23,7 @@ def serve(channel: Channel, options: dict[str, Any]) -> None:
     """Serves requests until the other end closes."""
     from tilewright import machine
 
+    known_limits = options.pop(KNOWN_LIMITS, None)
     try:
         engine = make_engine(**{**options, "media_limits": MediaLimits(**options["media_limits"])})
     except RequestError as error:
@@ -29,11 +31,13 @@ def serve(channel: Channel, options: dict[str, Any]) -> None:
         return
     outbox = Outbox(lambda events: channel.send({"events": [[id, wire.event_to_json(event)] for id, event in events]}))
     engine.loop.after_step = outbox.flush
-    measured = machine.measure(MEASURE_S)
-    gemm_tflops = measured.fp32_tflops if options.get("dtype") == "float32" else measured.bf16_tflops
-    service = EngineService(engine, outbox.put, (measured.read_gb_s * 1e9, gemm_tflops * 1e12))
+    if known_limits is None:
+        measured = machine.measure(MEASURE_S)
+        gemm_tflops = measured.fp32_tflops if options.get("dtype") == "float32" else measured.bf16_tflops
+        known_limits = (measured.read_gb_s * 1e9, gemm_tflops * 1e12)
+    service = EngineService(engine, outbox.put, known_limits)
     with engine:
-        channel.send({"ready": dataclasses.asdict(service.model())})
+        channel.send({"ready": dataclasses.asdict(service.model()), KNOWN_LIMITS: known_limits})
         while (message := channel.receive()) is not None:
             _handle(message, service, channel)
             outbox.flush()

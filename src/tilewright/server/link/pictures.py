@@ -155,11 +155,12 @@ class PictureBackend(SupervisedProcess):
             self._supervisor = self._starting = None  # the next request tries again
             self._fail_waiting()
 
-    def on_ready(self, about: Mapping[str, Any]) -> None:
-        self.limits = Limits(**about["limits"])
+    def on_ready(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.limits = Limits(**message["ready"]["limits"])
         self._was_ready = True
         self._tell_limits()
         self._next()
+        return {}
 
     def on_message(self, message: dict[str, Any]) -> None:
         job, event = self._running, event_from_json(message["event"])

@@ -20,6 +20,7 @@ from tilewright.server.link import wire
 
 _log = logging.getLogger(__name__)
 THREAD_LOST = 70  # exit status when a thread fails
+KNOWN_LIMITS = "known_limits"  # of the machine: in an engine's message that it is ready, and in the next one's options
 
 
 class Channel:

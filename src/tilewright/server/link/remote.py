@@ -13,6 +13,7 @@ from tilewright.process_state import ActivityProbe
 from tilewright.server.link import wire
 from tilewright.server.link.backend import Abort, EngineRequest, EngineUnavailable, Failed, Listener, ModelInfo
 from tilewright.server.link.local import deliver
+from tilewright.server.link.process import KNOWN_LIMITS
 from tilewright.server.link.supervisor import SupervisedProcess
 from tilewright.types import RequestError
 
@@ -75,9 +76,11 @@ class RemoteBackend(SupervisedProcess):
             del self._stats[query]
         return self._last_stats
 
-    def on_ready(self, about: Mapping[str, Any]) -> None:
+    def on_ready(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        about = message["ready"]
         self._last_stats, self._silent_since_s = {"step_age_s": 0.0, "num_replicas": 1}, None
         self._model = ModelInfo(**{**about, "text_limits": TextLimits(**about["text_limits"])})
+        return {KNOWN_LIMITS: message[KNOWN_LIMITS]}
 
     def on_message(self, message: dict[str, Any]) -> None:
         if "events" in message:

@@ -20,7 +20,9 @@ from tilewright.server.link.backend import EngineUnavailable
 
 _log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.5  # before a restart; doubled each time the process ends before it is ready
+# Before a restart, where the process was not ready for STEADY_S; doubled each time it ends before it is ready.
+FIRST_PAUSE_S = 0.5
+STEADY_S = 10.0
 LONGEST_PAUSE_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 # A process may be stopped for a moment, as a profiler does to look at it: what comes meanwhile waits.
@@ -48,7 +50,11 @@ class SupervisedProcess:
     ) -> None:
         self._what = what  # for errors: "engine"
         self._module = module
-        self._first_message = {"options": dict(options), "log_level": log_level, "log_is_json": log_is_json}
+        self._first_message: dict[str, Any] = {
+            "options": dict(options),
+            "log_level": log_level,
+            "log_is_json": log_is_json,
+        }
         self._writer: asyncio.StreamWriter | None = None  # None: the process is not ready
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped: ActivityProbe | None = None  # from when it was first seen to be stopped
@@ -56,8 +62,8 @@ class SupervisedProcess:
         self._is_closing = False
         self.num_restarts = 0
 
-    def on_ready(self, about: Mapping[str, Any]) -> None:
-        """What the process says of itself when it is ready."""
+    def on_ready(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Takes what the process says of itself when it is ready; returns options for one that takes its place."""
         raise NotImplementedError
 
     def on_message(self, message: dict[str, Any]) -> None:
@@ -109,9 +115,9 @@ class SupervisedProcess:
         """Runs the process, and restarts it, until `close`."""
         pause_s = FIRST_PAUSE_S
         while True:
-            was_ready = False
+            ready_s: float | None = None
             try:
-                was_ready = await self._run_one(first_ready)
+                ready_s = await self._run_one(first_ready)
             except EngineRefused as error:
                 if not first_ready.done():
                     first_ready.set_exception(error)
@@ -123,15 +129,19 @@ class SupervisedProcess:
                     reason = f"the {self._what}'s process could not be started: {error}"
                     first_ready.set_exception(EngineRefused(reason))
                     return
-            pause_s = FIRST_PAUSE_S if was_ready else min(2 * pause_s, LONGEST_PAUSE_S)
+            if ready_s is None:
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                pause_s = 0.0 if ready_s >= STEADY_S else FIRST_PAUSE_S
             if not first_ready.done():
                 first_ready.set_exception(EngineRefused(f"the {self._what}'s process ended before it was ready"))
                 return
             self.num_restarts += 1
             await asyncio.sleep(pause_s)
+            pause_s = max(pause_s, FIRST_PAUSE_S)
 
-    async def _run_one(self, first_ready: asyncio.Future[None]) -> bool:
-        """Runs one process until it ends; returns whether it ever was ready."""
+    async def _run_one(self, first_ready: asyncio.Future[None]) -> float | None:
+        """Runs one process until it ends; returns for how many seconds it was ready, None if it never was."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -142,13 +152,13 @@ class SupervisedProcess:
             ours.close()
             raise
         reader, writer = await asyncio.open_connection(sock=ours)
-        was_ready = False
+        loop, began_s = asyncio.get_running_loop(), None
         try:
             writer.writelines(wire.encode(self._first_message))
             async for message in _messages(reader):
                 if "ready" in message:
-                    self._writer, was_ready = writer, True
-                    self.on_ready(message["ready"])
+                    self._writer, began_s = writer, loop.time()
+                    self._first_message["options"].update(self.on_ready(message))
                     if not first_ready.done():
                         first_ready.set_result(None)
                 elif "refused" in message:
@@ -163,7 +173,7 @@ class SupervisedProcess:
             finally:
                 self._process = None
                 self.on_end(how_ended(process.returncode))
-        return was_ready
+        return None if began_s is None else loop.time() - began_s
 
 
 async def _messages(reader: asyncio.StreamReader) -> Any:
