@@ -36,9 +36,18 @@ class TransientError(RuntimeError):
 
 
 class ContextLengthExceeded(RequestError):
-    """A prompt that is longer than the context."""
+    """A prompt that is longer than the context; `found` says what it has.
+
+    The message begins with the words of OpenAI's server: litellm and others know the fault by them, not by its code.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(self, max_context: int, found: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {max_context} tokens. However, {found}. "
+            "Please reduce the length of the prompt."
+        )
 
 
 class UnsupportedConfig(ValueError):

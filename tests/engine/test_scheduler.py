@@ -4,7 +4,7 @@ import pytest
 from mock_model import NOT_WRITTEN, answer, make_core, media_inputs, run_all, text_inputs
 
 from tilewright.engine.step_limits import StepLimits
-from tilewright.types import RequestError, SamplingParams
+from tilewright.types import ContextLengthExceeded, RequestError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 KEY = b"k" * 16
@@ -66,10 +66,12 @@ def test_prompts_of_one_length_are_computed_by_arrival():
 
 def test_a_request_that_never_fits_is_refused():
     core = make_core(num_pages=4, page_size=4)
-    with pytest.raises(RequestError, match="16 tokens, expected at most 15: the memory for keys and values holds 16"):
+    with pytest.raises(
+        ContextLengthExceeded, match=r"is 16 tokens.* in 16 tokens, .* memory for keys and values holds"
+    ):
         core.add("a", prompt(16), GREEDY)
     core = make_core(max_context=10)
-    with pytest.raises(RequestError, match="10 tokens, expected at most 9: the context holds 10"):
+    with pytest.raises(ContextLengthExceeded, match=r"is 10 tokens.* in 10 tokens, the answer needs at least one"):
         core.add("a", prompt(10), GREEDY)
     with pytest.raises(RequestError, match="no tokens"):
         core.add("a", text_inputs([]), GREEDY)

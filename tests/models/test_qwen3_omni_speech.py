@@ -15,7 +15,7 @@ from tilewright.models.qwen3_omni.config import OmniConfig
 from tilewright.models.qwen3_omni.talker import Talker
 from tilewright.models.qwen3_omni.talker_prompt import talker_prompt
 from tilewright.ops.embedding import embedding
-from tilewright.types import RequestError
+from tilewright.types import ContextLengthExceeded, RequestError
 
 PAGE_SIZE = 32
 START, END, BREAK = 140, 141, 7
@@ -344,7 +344,7 @@ def test_a_voice_that_is_dropped_while_it_waits():
 
 def test_prompts_that_can_not_be_spoken():
     token_ids = prompt_ids(CONVERSATIONS["question"])
-    with pytest.raises(RequestError, match="17 rows for the talker, expected at most -1"):
+    with pytest.raises(ContextLengthExceeded, match=r"is 0 tokens\. However, .* 17 rows for the talker"):
         voice = make_voice(token_ids, Any(token_ids), greedy(33))
         make_scheduler(num_pages=1).add(replace(voice))
     with pytest.raises(RequestError, match="beginning of an answer"):

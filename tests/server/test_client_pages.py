@@ -214,9 +214,7 @@ OWN_FIELDS = {
     "filter_ids": [],
     "model_item": {"id": MODEL, "info": {"params": {"temperature": 2}}},
     "num_ctx": 2048,
-    "repeat_penalty": 1.1,
     "keep_alive": "5m",
-    "think": True,
 }
 QUESTION = {"role": "user", "content": "What is a tile?"}
 

@@ -146,7 +146,7 @@ def test_a_client_that_leaves_holds_nothing(server, client):
     ("message", "words"),
     [
         ({"role": "system", "content": [image(40, 56, 1), text("x")]}, "System message cannot contain images"),
-        (user(text("x" * 2000)), "the context holds 1024"),
+        (user(text("x" * 2000)), "context length is 1024 tokens"),
     ],
 )
 def test_what_is_refused(client, message, words):

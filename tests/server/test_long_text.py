@@ -1,10 +1,12 @@
 """Prompts that are too long are refused at once, at every endpoint, and delay no other request."""
 
 import json
+import re
 import threading
 
 import openai
 import pytest
+from chat_parts import image
 from test_guard import error_of, send, wait_until
 
 from tilewright.inputs.text_limits import MAX_MESSAGES
@@ -12,6 +14,10 @@ from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import ContextLengthExceeded, RequestError
 
 LONG = "a " * 2_000_000
+# The words of OpenAI's server, by which litellm, LangChain and others know that a history is to be shortened.
+WORDS = (
+    r"This model's maximum context length is \d+ tokens\. However, your .*\. Please reduce the length of the prompt\."
+)
 
 
 @pytest.fixture
@@ -43,12 +49,25 @@ def test_refused_by_every_interface(chat_server, untokenized, path, body):
     status, _, text = send(chat_server.url + path, body)
     error = error_of(text)
     assert (status, error["code"]) == (400, "context_length_exceeded"), error
-    assert "the limit is" in error["message"] and "context" in error["message"]
+    assert re.match(WORDS, error["message"])
 
 
-def test_a_prompt_that_is_a_little_too_long_has_the_same_code(chat_server):
+def test_a_prompt_that_is_a_little_too_long_has_the_same_code_and_words(chat_server):
     status, _, text = send(f"{chat_server.url}/v1/completions", {"prompt": "a" * 9000})
     assert status == 400 and error_of(text)["code"] == "context_length_exceeded"
+    assert re.match(WORDS, error_of(text)["message"])
+
+
+def test_so_has_one_whose_pictures_are_too_long(vision_server, vision_engine):
+    """The text alone fits, and its pictures alone do."""
+    num_tokens = vision_engine.text_limits.max_context - 200
+    words = "a" * num_tokens
+    assert len(vision_engine.loaded.tokenizer.encode(words)) <= num_tokens
+    content = [*(image(64, 64, seed) for seed in range(8)), {"type": "text", "text": words}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    status, _, text = send(f"{vision_server.url}/v1/chat/completions", body)
+    assert (status, error_of(text)["code"]) == (400, "context_length_exceeded"), text
+    assert re.match(WORDS, error_of(text)["message"])
 
 
 def test_many_messages(chat_server):
@@ -65,7 +84,7 @@ def test_refused_by_the_engine(chat_engine, untokenized):
         lambda: chat_engine.generate(prompt_token_ids=[1] * 100_000),
         lambda: list(chat_engine.stream(prompt=LONG)),
     ):
-        with pytest.raises(ContextLengthExceeded, match="the limit is"):
+        with pytest.raises(ContextLengthExceeded, match=WORDS):
             ask()
 
 
@@ -116,6 +135,6 @@ def test_the_code_survives_the_way_from_the_engine():
         event = wire.event_to_json(failure(error, EngineRequest(text="", names={"prompt": "input"})))
         return as_api_error(wire.event_from_json(json.loads(json.dumps(event))).error())
 
-    too_long = api_error(ContextLengthExceeded("long"))
+    too_long = api_error(ContextLengthExceeded(100, "your prompt is long"))
     assert (too_long.code, too_long.param) == ("context_length_exceeded", "input")
     assert api_error(RequestError("x")).code is None

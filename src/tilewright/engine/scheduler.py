@@ -37,10 +37,11 @@ class Scheduler:
         if num_prompt_tokens < 1:
             raise RequestError("the prompt has no tokens, expected at least 1")
         if num_prompt_tokens >= self.max_context:
-            limit = "the context" if self.max_context == self.limits.max_context else "the memory for keys and values"
+            has_memory = self.max_context == self.limits.max_context
+            memory = "" if has_memory else f", and the memory for keys and values holds {self.max_context} (kv_memory)"
             raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens, expected at most {self.max_context - 1}: "
-                f"{limit} holds {self.max_context}, and the answer needs at least one"
+                self.max_context,
+                f"your prompt resulted in {num_prompt_tokens} tokens, the answer needs at least one{memory}",
             )
 
     def add(self, sequences: Iterable[Sequence]) -> None:

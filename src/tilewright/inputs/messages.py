@@ -21,7 +21,7 @@ from tilewright.types import MediaKind, Messages, RequestError
 
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 # Of qwen_vl_utils' parts: sizes and times that each picture or video would have for itself.
-_UNSERVED_KEYS = (
+UNSERVED_KEYS = (
     "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes", "min_frames",
     "max_frames", "video_start", "video_end",
 )  # fmt: skip
@@ -111,7 +111,7 @@ class _Media:
             return {"type": "text", "text": _text_of(part)}
         kind, source, is_url = found
         name = self._name(kind)
-        if unserved := [key for key in _UNSERVED_KEYS if part.get(key) is not None]:
+        if unserved := [key for key in UNSERVED_KEYS if part.get(key) is not None]:
             raise RequestError(f"{name}: {unserved[0]} is given: media are prepared as the checkpoint says")
         if kind not in self._accepts:
             if self._missing is not None and kind in ("image", "video"):

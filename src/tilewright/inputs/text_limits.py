@@ -37,15 +37,13 @@ class TextLimits:
     def check_text(self, text: str) -> int:
         """How many characters it has; ContextLengthExceeded if they cannot fit the context, however tokenized."""
         if len(text) > self.max_characters:
-            raise self._too_long(f"the prompt has {len(text)} characters")
+            raise self._too_long(f"your prompt has {len(text)} characters")
         return len(text)
 
     def check_prompt(self, text: str | None, token_ids: Sequence[int] | None) -> int:
         """How many characters a prompt of either has; ContextLengthExceeded if it cannot fit the context."""
         if token_ids is not None and len(token_ids) > self.max_context:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(token_ids)} tokens, the limit is {self.max_context}, the context"
-            )
+            raise ContextLengthExceeded(self.max_context, f"your prompt resulted in {len(token_ids)} tokens")
         return 0 if text is None else self.check_text(text)
 
     def check_chat(self, messages: Messages, tools: Sequence[object] | None, template_args: object) -> int:
@@ -72,13 +70,16 @@ class TextLimits:
                     f"messages, tools and template arguments have more than {MAX_VALUES} keys and values, the limit"
                 )
             if num_characters > self.max_characters:
-                raise self._too_long(f"messages, tools and template arguments have {num_characters} characters or more")
+                raise self._too_long(
+                    f"your messages, tools and template arguments have {num_characters} characters or more"
+                )
         return num_characters
 
     def _too_long(self, what: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
-            f"{what}, the limit is {self.max_characters}: a context of {self.max_context} tokens, "
-            f"of which the longest has {self.max_token_bytes} bytes"
+            self.max_context,
+            f"{what}, and {self.max_context} tokens hold {self.max_characters} at most: the longest token has "
+            f"{self.max_token_bytes} bytes",
         )
 
 

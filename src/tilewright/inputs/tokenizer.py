@@ -132,8 +132,9 @@ class Tokenizer:
             num_tokens += len(self._ids(text[end - PIECE_CHARACTERS : end], False))
             if num_tokens > _COUNT_MARGIN * max_context:
                 raise ContextLengthExceeded(
-                    f"the prompt has {len(text)} characters, of which the first {min(end, len(text))} have about "
-                    f"{num_tokens} tokens; the limit is {max_context}, the context"
+                    max_context,
+                    f"your prompt has {len(text)} characters, of which the first {min(end, len(text))} alone resulted "
+                    f"in about {num_tokens} tokens",
                 )
         budget.check_cancelled()
 

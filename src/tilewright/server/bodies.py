@@ -1,15 +1,17 @@
 """The bodies of requests: OpenAI's fields, and common ones of other servers of open models.
 
-Of other fields, `fields` refuses those that would change an answer. The rest is ignored: clients send many fields
-that have no meaning here.
+`fields` says what happens with other fields; one that it does not name is refused.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from tilewright.server import fields
 
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 1024
@@ -29,14 +31,36 @@ def _null_means(default: object) -> BeforeValidator:
 
 
 class Body(BaseModel):
+    """An object of a request. A fault of a field that it does not declare has the field's name in `ctx`."""
+
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    others: ClassVar[fields.Rules | None] = {}  # the fields beside the declared ones; None: any, and they are used
+
+    @model_validator(mode="after")
+    def _check_others(self) -> Body:
+        if self.others is not None and self.model_extra:
+            fault = fields.find_fault(self.model_extra, self.others, self.declared())
+            if fault is not None:
+                context = {"field": fault.name, "message": fault.message}
+                raise PydanticCustomError(fault.code, "{message}", context)
+        return self
+
+    @classmethod
+    def declared(cls) -> list[str]:
+        """The names of its fields in JSON."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
 
 
 class StreamOptions(Body):
+    others = fields.STREAM_OPTIONS
+
     include_usage: Annotated[bool, _null_means(False)] = False
 
 
 class JsonSchema(Body):
+    others = fields.JSON_SCHEMA
+
     name: str = "answer"
     # `schema` would hide a method of BaseModel's.
     json_schema: dict[str, Any] = Field(alias="schema", default_factory=dict)
@@ -44,14 +68,14 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
+    others = fields.RESPONSE_FORMAT
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Body):
     """A constraint on the answer's text; one of these."""
-
-    model_config = ConfigDict(extra="forbid")
 
     json_schema: dict[str, Any] | None = Field(alias="json", default=None)
     regex: str | None = None
@@ -62,19 +86,21 @@ class StructuredOutputs(Body):
 class MediaSettings(Body):
     """How media are read, as vLLM takes it."""
 
-    model_config = ConfigDict(extra="forbid")
-
     use_audio_in_video: Annotated[bool, _null_means(False)] = Field(
         default=False, description="true: the sound of videos is heard with their frames"
     )
 
 
 class Message(Body):
+    others = None  # for the chat template
+
     role: str
     content: str | Objects | None = None
 
 
 class Function(Body):
+    others = None  # for the chat template
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -82,6 +108,8 @@ class Function(Body):
 
 
 class Tool(Body):
+    others = None  # for the chat template
+
     type: Literal["function"] = "function"
     function: Function
 
@@ -107,11 +135,9 @@ class GenerationBody(Body):
         raise NotImplementedError
 
 
-class SamplingBody(GenerationBody):
-    """The fields that chat and plain completions share."""
+class TextBody(GenerationBody):
+    """The fields of all requests for text."""
 
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(default=None, ge=1, le=128)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1, description="0 or -1: all tokens")
@@ -125,12 +151,19 @@ class SamplingBody(GenerationBody):
     stop_token_ids: TokenIds | None = Field(default=None, max_length=MAX_STOPS)
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = Field(default=None, description="structured_outputs.json, as older vLLM")
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
+    stream_options: StreamOptions | None = None
+
+
+class SamplingBody(TextBody):
+    """The fields that chat and plain completions share."""
+
+    n: int | None = Field(default=None, ge=1, le=128)
+    response_format: ResponseFormat | None = None
 
 
 class SpokenAnswer(Body):
@@ -142,7 +175,12 @@ class SpokenAnswer(Body):
     )
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatBody(SamplingBody):
+    others = fields.CHAT
+
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1, description="the older name of max_completion_tokens")
@@ -151,7 +189,9 @@ class ChatBody(SamplingBody):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: Annotated[bool, _null_means(True)] = True
-    reasoning_effort: str | None = Field(default=None, description='"none": answers without reasoning')
+    reasoning_effort: ReasoningEffort | None = Field(
+        default=None, description='"none": answers without reasoning; levels are for templates that know them'
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="arguments of the model's chat template, such as enable_thinking"
     )
@@ -190,6 +230,8 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
+    others = fields.COMPLETION
+
     prompt: (
         str
         | Annotated[TokenIds, Field(min_length=1)]
@@ -215,21 +257,56 @@ class CompletionBody(SamplingBody):
         return (self.n or 1) * len(self.prompts)
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesText(Body):
+    others = fields.RESPONSES_TEXT
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesReasoning(Body):
+    others = fields.RESPONSES_REASONING
+
+    effort: ReasoningEffort | None = None
+
+
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+
+
+class ResponsesBody(TextBody):
     """A Responses request: `responses/request.py` turns it into a ChatBody, which is validated too."""
+
+    others = fields.RESPONSES
 
     input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
+    max_tool_calls: int | None = Field(default=None, ge=1, description="of built-in tools, of which there are none")
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: ResponsesText | None = None
+    reasoning: ResponsesReasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    include: Annotated[list[Includable], Field(fail_fast=True)] | None = Field(
+        default=None, description="reasoning is always there, in plain text; of built-in tools there is nothing"
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="an input that is too long is an error either way"
+    )
     metadata: dict[str, str] | None = None
-    store: bool | None = None
+    store: bool | None = Field(default=None, description="false: previous_response_id cannot name it")
+    user: Any = None
 
     @property
     def num_answers(self) -> int:

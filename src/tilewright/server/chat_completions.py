@@ -7,9 +7,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tilewright.inputs.messages import UNSERVED_KEYS
 from tilewright.server.bodies import ChatBody
 from tilewright.server.chunk_writer import ChunkWriter
-from tilewright.server.fields import check_message
+from tilewright.server.fields import IMAGE_URL, MESSAGE, PART, FieldFault, find_fault
 from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, SpelledLogprob, Started
 from tilewright.server.output import OutputParser, Piece, ToolCallDelta, has_reasoning, tool_format_of
 from tilewright.server.spoken_sound import SpokenSound
@@ -171,10 +172,10 @@ def timings(ended: Ended) -> dict[str, float]:
 
 
 def plain_messages(body: ChatBody) -> list[dict[str, Any]]:
-    """The messages as the engine takes them; RequestError for an unknown role."""
+    """The messages as the engine takes them; RequestError for an unknown role, or a field that is refused."""
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     for number, message in enumerate(messages, 1):
-        check_message(message, f"messages[{number - 1}]")
+        _check_message(message, f"messages[{number - 1}]")
         if message["role"] == "developer":  # the newer name
             message["role"] = "system"
         if message["role"] not in ("system", "user", "assistant", "tool"):
@@ -185,6 +186,40 @@ def plain_messages(body: ChatBody) -> list[dict[str, Any]]:
         if message.get("refusal") and not message.get("content"):  # the model's text when it refused
             message["content"] = message.pop("refusal")
     return messages
+
+
+# The parts that this server takes, with what they may have; `inputs.precomputed` checks the others.
+_PART_FIELDS = {
+    "text": ("type", "text"),
+    "refusal": ("type", "refusal"),
+    "input_audio": ("type", "input_audio"),
+    **dict.fromkeys(("image_url", "image"), ("type", "image_url", "image")),
+    **dict.fromkeys(("video_url", "video"), ("type", "video_url", "video", "fps", "use_audio_in_video")),
+    **dict.fromkeys(("audio_url", "audio"), ("type", "audio_url", "audio")),
+}
+
+
+def _check_message(message: Mapping[str, Any], where: str) -> None:
+    """RequestError for a field of a message, or of a part of its content, that is refused."""
+    named = {name: value for name, value in message.items() if name in MESSAGE}
+    _refuse(find_fault(named, MESSAGE, ()), where)
+    content = message.get("content")
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        fields = _PART_FIELDS.get(str(part.get("type")))
+        if fields is None:
+            continue
+        place = f"{where}.content[{index}]"
+        # `normalize` refuses the sizes and times that a medium would have for itself.
+        more = {name: value for name, value in part.items() if name not in fields and name not in UNSERVED_KEYS}
+        _refuse(find_fault(more, PART, fields), place)
+        if isinstance(image := part.get("image_url"), dict):
+            more = {name: value for name, value in image.items() if name != "url"}
+            _refuse(find_fault(more, IMAGE_URL, ("url",)), f"{place}.image_url")
+
+
+def _refuse(fault: FieldFault | None, where: str) -> None:
+    if fault is not None:
+        raise RequestError(f"{where}.{fault.message}", param="messages", code=fault.code)
 
 
 def _delta(

@@ -15,7 +15,6 @@ from tilewright.server.bodies import ChatBody, CompletionBody, GenerationBody, R
 from tilewright.server.chat_completions import ChatWriter, plain_messages
 from tilewright.server.completions import CompletionWriter
 from tilewright.server.engine_requests import chat_request, completion_requests
-from tilewright.server.fields import check_fields
 from tilewright.server.link.backend import EngineRequest, ModelInfo
 from tilewright.server.responses import History, ResponsesWriter, chat_body
 from tilewright.server.speech.body import SpeechBody
@@ -81,8 +80,7 @@ async def prepare_completion(body: CompletionBody, context: Context) -> Prepared
 
 
 async def prepare_response(body: ResponsesBody, context: Context) -> PreparedRequest:
-    check_fields(body.model_extra)
-    request = context.history.resolve(body.model_dump(exclude_unset=True))
+    request = context.history.resolve(body.model_dump(exclude_unset=True, by_alias=True))
     chat = ChatBody.model_validate(chat_body(request))
     # The writer keeps the request for the history, data: URLs included: they stay counted.
     counting = replace(context, hold=lambda num_bytes: context.hold(max(num_bytes, 0)))
@@ -97,7 +95,6 @@ async def prepare_transcription(body: TranscriptionBody, context: Context) -> Pr
 
 
 async def prepare_speech(body: SpeechBody, context: Context) -> PreparedRequest:
-    check_fields(body.model_extra)
     request = speech_request(body, context.model)
     if (limits := context.model.text_limits) is not None:
         limits.check_chat(request.messages or (), None, None)

@@ -9,7 +9,6 @@ from typing import Any
 from tilewright.server.bodies import ChatBody, CompletionBody, SamplingBody
 from tilewright.server.constraints import chat_constraint, completion_constraint, model_tool_format
 from tilewright.server.errors import ApiError
-from tilewright.server.fields import check_fields
 from tilewright.server.link.backend import EngineRequest, ModelInfo
 from tilewright.server.output import check_tools, has_reasoning
 from tilewright.types import SamplingParams
@@ -28,7 +27,6 @@ _SAMPLING = (
 
 def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> EngineRequest:
     """The EngineRequest of a chat request; `messages` are its messages with their media as bytes."""
-    check_fields(body.model_extra, is_chat=True)
     _check_modalities(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs is given, expected logprobs: true with it", param="top_logprobs")
@@ -39,7 +37,7 @@ def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: M
         sampling["voice"] = (body.audio and body.audio.voice) or model.voices[0]
     check_tools(body.plain_tools)
     _check_history(body, messages, model)
-    template_args = _template_args(body)
+    template_args = _template_args(body, model)
     # Reasoning precedes the constrained text, unless it is turned off: the prompt then has an empty one already.
     allows_reasoning = (
         model.template is not None
@@ -72,7 +70,6 @@ def _check_modalities(body: ChatBody, model: ModelInfo) -> None:
 
 def completion_requests(body: CompletionBody) -> list[EngineRequest]:
     """The EngineRequests of a completion request, one per prompt."""
-    check_fields(body.model_extra)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: the model does not fill in the middle", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -117,12 +114,16 @@ def _logit_bias(given: Mapping[str, Any]) -> dict[int, float]:
     return {int(token_id): float(bias) for token_id, bias in given.items()}
 
 
-def _template_args(body: ChatBody) -> dict[str, Any]:
+def _template_args(body: ChatBody, model: ModelInfo) -> dict[str, Any]:
     given = dict(body.chat_template_kwargs or {})
     for name in given:
         if name in _RESERVED_ARGUMENTS or not re.fullmatch(r"[A-Za-z]\w{0,63}", name):
             message = f"chat_template_kwargs has {name[:64]!r}, which is no argument of a chat template"
             raise ApiError(400, message, param="chat_template_kwargs")
+        # Models that never reason are often asked not to.
+        if name not in ("enable_thinking", "reasoning_effort") and not _reads(model.template, name):
+            message = f"chat_template_kwargs has {name!r}, which the chat template of {model.name} does not read"
+            raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
     if body.reasoning_effort is not None:
         given.setdefault("reasoning_effort", body.reasoning_effort)
         given.setdefault("enable_thinking", body.reasoning_effort != "none")
@@ -138,6 +139,11 @@ def _template_args(body: ChatBody) -> dict[str, Any]:
             raise ApiError(400, message, param="add_generation_prompt")
         given["continue_final_message"] = True
     return given
+
+
+def _reads(template: str | None, name: str) -> bool:
+    """Whether the chat template may read a variable of this name; True where the template is not known."""
+    return template is None or re.search(rf"\b{name}\b", template) is not None
 
 
 def _check_history(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> None:

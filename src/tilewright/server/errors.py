@@ -14,7 +14,9 @@ from tilewright.types import RequestError
 
 RETRY_AFTER_S = 5  # while an engine is being started
 # What Pydantic puts into the path of an error for the member of a union it tried.
-_TYPE_NAME = re.compile(r"str|int|float|bool|constrained-str|list\[.*\]|literal\[.*\]|dict\[.*\]|[A-Z]\w*")
+_TYPE_NAME = re.compile(
+    r"str|int|float|bool|constrained-str|list\[.*\]|literal\[.*\]|dict\[.*\]|function-after\[.*\]|[A-Z]\w*"
+)
 
 
 class ApiError(Exception):
@@ -83,6 +85,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "missing" and tuple(first["loc"]) == ("body",):
         return ApiError(400, "the body is empty, expected a JSON object")
     path = [str(name) for name in first["loc"] if name != "body" and not _TYPE_NAME.fullmatch(str(name))]
+    if (field := first.get("ctx", {}).get("field")) is not None:  # which the body's class does not declare
+        return ApiError(400, ".".join([*path, first["msg"]]), param=[*path, field][0], code=first["type"])
     name = ".".join(path)
     given = first.get("input")
     shown = f" is {given!r:.60}" if isinstance(given, str | int | float | bool) else ""

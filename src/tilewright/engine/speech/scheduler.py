@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewright.engine.kv.pages import PagePool
 from tilewright.engine.speech.runner import Rows, SpeechRunner
 from tilewright.engine.speech.voice import Voice
-from tilewright.types import RequestError
+from tilewright.types import ContextLengthExceeded
 
 # Rows of prompts that one step computes, and frames that it makes samples of: what text waits for.
 MAX_PROMPT_ROWS = 256
@@ -65,11 +65,11 @@ class SpeechScheduler:
         return len(self._speaking)
 
     def check(self, voice: Voice) -> None:
-        """RequestError for one that could never be admitted."""
+        """ContextLengthExceeded for one that could never be admitted."""
         if voice.num_max_rows > self.pool.num_tokens:
-            raise RequestError(
-                f"the answer cannot be spoken: its prompt has {voice.prompt.num_rows} rows for the talker, expected at "
-                f"most {self.pool.num_tokens - voice.params.max_frames}"
+            raise ContextLengthExceeded(
+                max(self.pool.num_tokens - voice.params.max_frames, 0),
+                f"the answer is to be spoken, and your prompt resulted in {voice.prompt.num_rows} rows for the talker",
             )
 
     def add(self, voice: Voice) -> None:

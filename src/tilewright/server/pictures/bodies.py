@@ -9,6 +9,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 
 from tilewright.diffusion.params import MAX_PROMPT_CHARACTERS
 from tilewright.diffusion.requests import MAX_FPS
+from tilewright.server import fields
 from tilewright.server.bodies import Body, Objects, Texts
 from tilewright.server.errors import ApiError
 
@@ -28,6 +29,8 @@ def _interval(value: object) -> object:
 
 class DiffusionBody(Body):
     """The fields that pictures and videos share."""
+
+    others = fields.PICTURES
 
     model: str | None = Field(default=None, description="the id that /v1/models returns; may be left out")
     prompt: Prompt
@@ -88,6 +91,8 @@ class EditBody(ImageBody):
 
 
 class VideoBody(DiffusionBody):
+    others = fields.VIDEOS
+
     seconds: float | None = Field(default=None, gt=0, le=3600)
     num_frames: int | None = Field(default=None, ge=1)
     fps: float | None = Field(default=None, ge=1, le=MAX_FPS, description="frames a second of the file")

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tilewright.server.fields import ITEM, PART, Rules, find_fault
 from tilewright.types import RequestError
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_ITEM_FIELDS = {
+    "message": ("type", "role", "content"),
+    "reasoning": ("type", "content", "summary"),
+    "function_call": ("type", "call_id", "name", "arguments"),
+    "function_call_output": ("type", "call_id", "name", "output"),
+}
+_PART_FIELDS = ("type", "text", "refusal", "image_url", "detail", "file_id", "input_audio")
 # Parts that are text, and the key that has it.
 _TEXT_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
@@ -20,6 +28,8 @@ def messages_of(items: Sequence[object]) -> list[dict[str, Any]]:
         if not isinstance(item, Mapping):
             raise RequestError(f"{where} is a {type(item).__name__}, expected an object")
         kind = item.get("type") or "message"
+        if isinstance(kind, str) and kind in _ITEM_FIELDS:
+            _check_fields(item, where, ITEM, _ITEM_FIELDS[kind])
         if kind == "message":
             turns.add_message(item, where)
         elif kind == "reasoning":
@@ -111,6 +121,8 @@ def _part(part: object, where: str) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise RequestError(f"{where} is a {type(part).__name__}, expected an object")
     kind = _string(part, "type", where)
+    if kind != "input_file":
+        _check_fields(part, where, PART, _PART_FIELDS)
     if kind in _TEXT_TYPES:
         return {"type": "text", "text": _string(part, _TEXT_TYPES[kind], where)}
     if kind == "input_image":
@@ -123,6 +135,13 @@ def _part(part: object, where: str) -> dict[str, Any]:
     if kind == "input_file":
         raise RequestError(f"{where}.type is 'input_file', expected text, pictures and sounds: files are not supported")
     raise RequestError(f"{where}.type is {kind!r:.100}, expected input_text, input_image, input_audio or output_text")
+
+
+def _check_fields(given: Mapping[str, Any], where: str, rules: Rules, fields: Sequence[str]) -> None:
+    """RequestError for a field of an item or a part that is refused."""
+    fault = find_fault({name: value for name, value in given.items() if name not in fields}, rules, fields)
+    if fault is not None:
+        raise RequestError(f"{where}.{fault.message}", param="input", code=fault.code)
 
 
 def _text(parts: object, where: str, kinds: Sequence[str]) -> str:

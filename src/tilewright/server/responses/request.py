@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tilewright.server.fields import RESPONSES_FORMAT, TOOL, find_fault
 from tilewright.server.responses.items import messages_of
 from tilewright.types import RequestError
 
@@ -19,29 +20,20 @@ _SAME = (
     "min_tokens", "ignore_eos", "stop_token_ids", "structured_outputs", "chat_template_kwargs", "enable_thinking",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
-# Fields that would change the answer and are not supported.
-_REFUSED = {
-    "background": "responses are not computed in the background",
-    "conversation": "conversations are not stored; use previous_response_id",
-    "prompt": "prompts are not stored",
-    "top_logprobs": "use /v1/chat/completions for log-probabilities",
-}
 _CHOICES = ("none", "auto", "required")
 
 
 def chat_body(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of the chat completion that answers a Responses request; RequestError for fields that are not supported.
+    """The body of the chat completion that answers a Responses request; RequestError for what is not supported of it.
 
     The items of `previous_response_id` are in its input already.
     """
-    for name, reason in _REFUSED.items():
-        if request.get(name):
-            raise RequestError(f"{name} is {request[name]!r:.100}, expected none: {reason}")
     include = request.get("include") or []
     if not isinstance(include, list | tuple):
         raise RequestError(f"include is {include!r:.100}, expected a list")
     if "message.output_text.logprobs" in include:
-        raise RequestError(f"include has message.output_text.logprobs: {_REFUSED['top_logprobs']}")
+        reason = "use /v1/chat/completions for log-probabilities"
+        raise RequestError(f"include has message.output_text.logprobs, which is not supported: {reason}")
     _check_metadata(request.get("metadata"))
     body = {name: request[name] for name in _SAME if request.get(name) is not None}
     body["messages"] = _messages(request)
@@ -93,8 +85,11 @@ def _tools(tools: object) -> list[dict[str, Any]]:
             )
         if "function" in tool:
             raise RequestError(f"tools[{index}] has function, expected name, description and parameters beside type")
-        keys = ("name", "description", "parameters", "strict")
-        found.append({"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}})
+        fault = find_fault({name: value for name, value in tool.items() if name in TOOL}, TOOL, ())
+        if fault is not None:
+            raise RequestError(f"tools[{index}].{fault.message}", param="tools", code=fault.code)
+        function = {key: value for key, value in tool.items() if key not in ("type", *TOOL) and value is not None}
+        found.append({"type": "function", "function": function})
     return found
 
 
@@ -111,6 +106,11 @@ def _response_format(given: object) -> dict[str, Any] | None:
     if given is None:
         return None
     kind = given.get("type") if isinstance(given, Mapping) else None
+    if isinstance(given, Mapping):
+        fields = ("type", "name", "schema", "strict") if kind == "json_schema" else ("type",)
+        fault = find_fault({key: given[key] for key in given if key not in fields}, RESPONSES_FORMAT, fields)
+        if fault is not None:
+            raise RequestError(f"text.format.{fault.message}", param="text", code=fault.code)
     if isinstance(given, Mapping) and kind == "json_schema":
         if not isinstance(given.get("schema"), Mapping):
             raise RequestError(f"text.format.schema is {given.get('schema')!r:.100}, expected a JSON schema")

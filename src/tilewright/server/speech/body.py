@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from tilewright.server import fields
 from tilewright.server.bodies import Body, GenerationBody
 
 MAX_INPUT_CHARACTERS = 4096  # OpenAI's limit: some five minutes
@@ -16,6 +17,8 @@ class VoiceId(Body):
 
 
 class SpeechBody(GenerationBody):
+    others = fields.SPEECH
+
     input: str = Field(min_length=1, max_length=MAX_INPUT_CHARACTERS, description="what is said")
     voice: str | VoiceId | None = Field(default=None, description="one of the model's voices; its first if left out")
     response_format: Literal["mp3", "wav", "opus", "flac", "pcm"] = "mp3"

@@ -9,17 +9,11 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from tilewright.server.bodies import GenerationBody
 from tilewright.server.errors import ApiError, validation_error
+from tilewright.server.fields import NO_TIMES, TRANSCRIPTION
 from tilewright.server.multipart import is_multipart, parse_multipart
 
 FILE = "file"
 MAX_PROMPT_CHARACTERS = 10_000
-_NO_TIMES = "the model says what it hears, not when"
-_UNSUPPORTED = {
-    "timestamp_granularities": _NO_TIMES,
-    "include": "log-probabilities are given by /v1/chat/completions",
-    "known_speaker_names": "speakers are not told apart",
-    "known_speaker_references": "speakers are not told apart",
-}
 _TIMED_FORMATS = ("verbose_json", "srt", "vtt", "diarized_json")
 # Whisper's codes of the languages that models hear most; others are passed on as they are given.
 _LANGUAGES = {
@@ -36,6 +30,8 @@ def _is_true(value: object) -> object:
 
 
 class TranscriptionBody(GenerationBody):
+    others = TRANSCRIPTION
+
     stream: Annotated[bool, BeforeValidator(_is_true)] = False
     language: str | None = Field(default=None, max_length=40, description="of the sound, such as en")
     prompt: str | None = Field(default=None, max_length=MAX_PROMPT_CHARACTERS, description="what came before, or names")
@@ -52,9 +48,12 @@ class TranscriptionBody(GenerationBody):
     @property
     def instruction(self) -> str:
         """What the model is asked, after the sound."""
+        return self._with_context(f"Transcribe the {self._spoken('audio')} into text.")
+
+    def _spoken(self, what: str) -> str:
+        """The word with the sound's language in front, if it is said."""
         language = self.language and _LANGUAGES.get(self.language.lower(), self.language)
-        task = f"Transcribe the {language} audio into text." if language else "Transcribe the audio into text."
-        return self._with_context(task)
+        return f"{language} {what}" if language else what
 
     def _with_context(self, task: str) -> str:
         return f"{task} Context: {self.prompt}" if self.prompt else task
@@ -63,7 +62,7 @@ class TranscriptionBody(GenerationBody):
 class TranslationBody(TranscriptionBody):
     @property
     def instruction(self) -> str:
-        return self._with_context("Translate the speech in the audio into English text.")
+        return self._with_context(f"Translate the {self._spoken('speech')} in the audio into English text.")
 
 
 async def read_form(kind: type[TranscriptionBody], request: Request) -> TranscriptionBody:
@@ -91,10 +90,6 @@ async def read_form(kind: type[TranscriptionBody], request: Request) -> Transcri
 
 
 def _check(fields: dict[str, Any]) -> None:
-    for name, reason in _UNSUPPORTED.items():
-        if fields.get(name):
-            message = f"{name} is {fields[name]!r:.60}, which is not supported: {reason}"
-            raise ApiError(400, message, param=name, code="unsupported_parameter")
     if fields.get("response_format") in _TIMED_FORMATS:
-        message = f"response_format is {fields['response_format']!r}, expected json or text: {_NO_TIMES}"
+        message = f"response_format is {fields['response_format']!r}, expected json or text: {NO_TIMES}"
         raise ApiError(400, message, param="response_format", code="unsupported_parameter")
