@@ -130,10 +130,143 @@ def test_idle_connections_are_closed(scripted):
 
 
 def test_an_unread_body_keeps_no_connection_open(scripted):
-    running, _ = scripted(settings=ServerSettings(idle_timeout_s=1000.0))
+    running, _ = scripted(settings=ServerSettings(idle_timeout_s=1000.0, body_timeout_s=0.1))
     with connect(running) as connection:
         connection.sendall(GET + b"content-length: 1000000\r\n\r\n")
         assert answer(connection)[0] == 200
+
+
+def read_answer(connection):
+    """(status, whether the server says that it closes) of one answer, which is read whole and no further."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    response.read()
+    return response.status, response.will_close
+
+
+EARLY = [
+    (b"POST /nothing/here", b"", 404),
+    (b"PUT /v1/models", b"", 405),
+    (b"POST /v1/completions", b"authorization: Bearer wrong\r\n", 401),
+    (b"POST /v1/completions", b"origin: https://else.example\r\n", 403),
+]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(("request_line", "header", "status"), EARLY)
+def test_an_answer_before_the_body_leaves_the_connection_usable(scripted, request_line, header, status, is_chunked):
+    running, _ = scripted(settings=ServerSettings(api_keys=("key",)))
+    size = b"transfer-encoding: chunked\r\n" if is_chunked else b"content-length: 300\r\n"
+    body = b"12c\r\n" + b"x" * 300 + b"\r\n0\r\n\r\n" if is_chunked else b"x" * 300
+    head = request_line + b" HTTP/1.1\r\nhost: localhost\r\n" + size + (header or b"authorization: Bearer key\r\n")
+    with connect(running) as connection:
+        for _ in range(3):
+            connection.sendall(head + b"\r\n")
+            assert read_answer(connection) == (status, False)
+            connection.sendall(body + GET + b"\r\n")
+            assert read_answer(connection) == (200, False)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(
+    ("path", "size", "status"), [(b"/nothing", 20_000_000, 404), (b"/v1/completions", 60_000_000, 413)]
+)
+def test_a_long_body_that_is_not_wanted_cuts_no_answer_off(scripted, path, size, status, is_chunked):
+    running, _ = scripted(settings=ServerSettings(max_body_bytes=30_000_000))
+    length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % size
+    body = b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n" if is_chunked else b"x" * size
+    head = b"POST " + path + b" HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" + length
+    with connect(running) as connection:
+        connection.sendall(head + b"\r\n\r\n" + body)  # as clients do that read when all is sent
+        found, closes = read_answer(connection)
+        assert found == status
+        if status == 404:
+            assert not closes
+            connection.sendall(GET + b"\r\n")
+            assert read_answer(connection) == (200, False)
+
+
+def test_a_client_that_asks_before_it_sends_is_told_that_the_connection_ends(scripted):
+    """After the refusal it may send the body or leave it out: what follows could be either."""
+    running, _ = scripted(settings=ServerSettings(body_timeout_s=0.1))
+    for path, closes in ((b"/nothing", True), (b"/v1/completions", False)):
+        with connect(running) as connection:
+            connection.sendall(
+                b"POST " + path + b" HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                b"content-length: 16\r\nexpect: 100-continue\r\n\r\n"
+            )
+            if not closes:
+                assert connection.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
+                connection.sendall(b'{"prompt": "hi"}')
+            assert read_answer(connection) == (404 if closes else 200, closes)
+
+
+def test_a_request_that_follows_at_once_keeps_its_body(scripted):
+    """The first answer ends while the second body is on its way."""
+    running, _ = scripted()
+    body = json.dumps(BODY).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"content-length: %d\r\n\r\n" % len(body)
+    with connect(running) as connection:
+        connection.sendall(head + body + head + body[:5])
+        assert read_answer(connection)[0] == 200
+        connection.sendall(body[5:])
+        assert read_answer(connection)[0] == 200
+
+
+def test_what_follows_a_request_and_is_none_does_not_cut_its_answer_off(scripted):
+    running, _ = scripted()
+    body = json.dumps(BODY).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with connect(running) as connection:
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body + b"left over\r\n\r\n")
+        assert answer(connection)[0] == 200
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "words"),
+    [
+        (GET + b"host: evil.example\r\n\r\n", "has 2 Host headers"),
+        (b"GET /health HTTP/1.1\r\n\r\n", "has 0 Host headers"),
+        (b"GET http://evil.example/ HTTP/1.1\r\nhost: localhost\r\n\r\n", "for 'http://evil.example/'"),
+        (b"GET ftp://localhost/ HTTP/1.1\r\nhost: localhost\r\n\r\n", "for 'ftp://localhost/'"),
+        (b"CONNECT evil.example:443 HTTP/1.1\r\nhost: localhost\r\n\r\n", "for 'evil.example:443'"),
+        (b"GET /health HTTP/2.0\r\nhost: localhost\r\n\r\n", "HTTP/2.0"),
+        (POST + b"transfer-encoding: gzip\r\n\r\n", "Transfer-Encoding is 'gzip'"),
+        (POST + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "Transfer-Encoding is 'gzip, chunked'"),
+        (CHUNKED.replace(b"1.1", b"1.0") + b"\r\n0\r\n\r\n", "in HTTP/1.0"),
+        (CHUNKED + b"content-length: 5\r\n\r\n0\r\n\r\n", "Content-Length can't be present"),
+        (POST + b"content-length: 5\r\ncontent-length: 5\r\n\r\nhello", "Duplicate Content-Length"),
+        (CHUNKED + b"\r\nfffffffffffffffff\r\nhello\r\n0\r\n\r\n", "Chunk size overflow"),
+        (CHUNKED + b"\r\n-5\r\nhello\r\n0\r\n\r\n", "chunk size"),
+    ],
+)
+def test_what_could_be_read_as_two_requests_is_refused(scripted, request_bytes, words):
+    running, backend = scripted()
+    status, error = exchange(running, request_bytes)
+    assert status == 400 and error["code"] == "invalid_http" and words in error["message"]
+    assert not backend.requests
+
+
+def test_a_malformed_chunk_ends_a_request_that_is_being_read(scripted):
+    running, _ = scripted()
+    with connect(running) as connection:
+        connection.sendall(CHUNKED + b"\r\n5\r\nhello\r\n")
+        connection.sendall(b"oh\r\n")
+        status, error = answer(connection)
+    assert status == 400 and "chunk size" in error["message"]
+
+
+def test_requests_of_simple_clients(scripted):
+    """Health checks by HTTP/1.0 send no Host; an address may be absolute if it is this server's."""
+    running, _ = scripted()
+    assert exchange(running, b"GET /health HTTP/1.0\r\n\r\n")[0] == 200
+    absolute = b"GET http://localhost/health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    assert exchange(running, absolute)[0] == 200
 
 
 def test_clients_that_do_not_read_are_cut_off(scripted):

@@ -65,18 +65,93 @@ def test_a_key_is_required(scripted):
 
 def test_names_it_does_not_answer_to(scripted):
     running, _ = scripted()
-    status, _, text = send(f"{running.url}/v1/models", host="rebound.example:8000")
-    assert status == 403 and "rebound.example" in error_of(text)["message"]
-    assert send(f"{running.url}/v1/models", host="localhost:1")[0] == 200
+    for host in ("rebound.example:8000", "localhost.rebound.example", "localhost@rebound.example", "10.0.0.7", ""):
+        status, _, text = send(f"{running.url}/v1/models", host=host)
+        assert status == 403 and error_of(text)["code"] == "host_not_allowed" and host.split(":")[0] in text
     anywhere, _ = scripted(settings=ServerSettings(allowed_hosts=()))
     assert send(f"{anywhere.url}/v1/models", host="tiles.example")[0] == 200
+
+
+def test_names_it_answers_to(scripted):
+    """Those of loopback always: with --allowed-host too, health checks and Prometheus come by 127.0.0.1."""
+    own = ["localhost", "localhost.", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:8000", "127.0.1.1", "[::1]", "[::1]:8000"]
+    for settings in (ServerSettings(), ServerSettings(allowed_hosts=("tiles.example",))):
+        running, _ = scripted(settings=settings)
+        named = [
+            f"{name}{end}" for name in settings.allowed_hosts if name == "tiles.example" for end in ("", ".", ":443")
+        ]
+        assert {host: send(f"{running.url}/health", host=host)[0] for host in own + named} == dict.fromkeys(
+            own + named, 200
+        )
+        assert send(f"{running.url}/health", host="else.example")[0] == 403
+
+
+FORM = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\n\r\n--x--\r\n'
+FORM_TYPE = "multipart/form-data; boundary=x"
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_refused"),
+    [
+        ({}, False),
+        ({"origin": "https://else.example"}, True),
+        ({"origin": "null"}, True),
+        ({"origin": "null", "sec_fetch_site": "same-origin"}, True),
+        ({"origin": "https://tiles.example"}, False),  # TLS ends at a proxy in front
+        ({"origin": "http://tiles.example"}, False),
+        (
+            {"origin": "http://tiles.example", "sec_fetch_site": "cross-site"},
+            True,
+        ),  # a page without TLS beside one with
+        ({"origin": "https://tiles.example:8443"}, True),
+        ({"origin": "https://tiles.example:8443", "sec_fetch_site": "same-origin"}, False),  # the proxy drops the port
+        ({"origin": "https://tiles.example.else.example"}, True),
+        ({"origin": "https://else.example", "sec_fetch_site": "none"}, True),
+        ({"origin": "chrome-extension://tiles.example"}, True),
+        ({"sec_fetch_site": "same-origin"}, False),
+        ({"sec_fetch_site": "none"}, False),
+        ({"sec_fetch_site": "same-site"}, True),
+        ({"sec_fetch_site": "cross-site"}, True),
+        ({"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "document"}, True),
+    ],
+)
+def test_pages_of_other_origins_are_refused(scripted, headers, is_refused):
+    """A form is sent without asking first: what the page cannot read would be computed all the same."""
+    running, _ = scripted(settings=ServerSettings(allowed_hosts=("tiles.example",)))
+    for path, body, content_type in (
+        ("/v1/chat/completions", BODY, "application/json"),
+        ("/v1/audio/transcriptions", FORM, FORM_TYPE),
+        ("/nothing/here", b"", "text/plain"),
+    ):
+        sent = {"host": "tiles.example", "content_type": content_type, **headers}
+        status, _, text = send(running.url + path, body, **sent)
+        assert (status == 403 and error_of(text)["code"] == "origin_not_allowed") == is_refused, (path, status)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/", {"sec_fetch_mode": "navigate", "sec_fetch_dest": "document"}, 200),  # a link to the page
+        ("/", {"sec_fetch_mode": "navigate", "sec_fetch_dest": "iframe"}, 403),
+        ("/page/sample.png", {"sec_fetch_mode": "no-cors", "sec_fetch_dest": "image"}, 403),
+        ("/v1/models", {"sec_fetch_mode": "no-cors", "sec_fetch_dest": "script"}, 403),
+        (
+            "/made/unknown.png",
+            {"sec_fetch_mode": "no-cors", "sec_fetch_dest": "image"},
+            404,
+        ),  # its name is the permission
+    ],
+)
+def test_what_pages_of_other_origins_may_get_without_asking(scripted, path, headers, status):
+    running, _ = scripted()
+    assert send(running.url + path, sec_fetch_site="cross-site", **headers)[0] == status
 
 
 def test_cors_is_off_by_default(scripted):
     running, _ = scripted()
     origin = {"origin": "https://tiles.example", "access_control_request_method": "POST"}
     assert "access-control-allow-origin" not in send(f"{running.url}/v1/models", **origin)[1]
-    assert send(f"{running.url}/v1/chat/completions", method="OPTIONS", **origin)[0] == 405
+    assert send(f"{running.url}/v1/chat/completions", method="OPTIONS", **origin)[0] == 403
     allowing, _ = scripted(settings=ServerSettings(cors_origins=("https://tiles.example",), api_keys=("key",)))
     status, headers, _ = send(f"{allowing.url}/v1/chat/completions", method="OPTIONS", **origin)
     assert status == 200 and headers["access-control-allow-origin"] == "https://tiles.example"
@@ -86,9 +161,13 @@ def test_cors_is_off_by_default(scripted):
     preflight = {**origin, "access_control_request_headers": names}
     assert send(f"{allowing.url}/v1/chat/completions", method="OPTIONS", **preflight)[0] == 200
     other = {**origin, "origin": "https://else.example"}
-    assert (
-        "access-control-allow-origin" not in send(f"{allowing.url}/v1/models", authorization="Bearer key", **other)[1]
-    )
+    for method in ("GET", "OPTIONS"):
+        status, headers, _ = send(f"{allowing.url}/v1/models", method=method, authorization="Bearer key", **other)
+        assert status == 403 and "access-control-allow-origin" not in headers
+    for settings in (ServerSettings(cors_origins=("*",)), ServerSettings(cors_origins=("https://else.example",))):
+        open_to_all, _ = scripted(settings=settings)
+        headers = {"origin": "https://else.example", "sec_fetch_site": "cross-site"}
+        assert send(f"{open_to_all.url}/v1/chat/completions", BODY, **headers)[0] == 200
 
 
 def test_bodies_are_bounded(scripted):

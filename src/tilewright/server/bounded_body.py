@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import time
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
 from tilewright.server.errors import ApiError
 from tilewright.server.memory_budget import MemoryReservation
+from tilewright.server.multipart import is_multipart
 from tilewright.server.settings import ServerSettings
 
-DISCARD_S = 5.0
+DISCARD_S = 30.0  # for the rest of a body that is not wanted, as nginx's lingering_time
+DISCARD_SILENCE_S = 5.0  # while it comes, as nginx's lingering_timeout
 MIN_BYTES_PER_S = 1 << 16
 # Commas and opening brackets: JSON has one for each value. An empty list is 3 bytes of a body and 64 of memory.
 MAX_BODY_VALUES = 2_000_000
@@ -31,27 +34,42 @@ class BoundedBody:
     """Receives the body of a request while it is neither too long nor too slow and the memory budget has room."""
 
     def __init__(
-        self, receive: Receive, settings: ServerSettings, reservation: MemoryReservation, *, is_form: bool = False
+        self, receive: Receive, settings: ServerSettings, reservation: MemoryReservation, headers: Headers
     ) -> None:
-        """A form is not JSON: the bytes of its files are not counted as values."""
         self._receive = receive
         self._settings = settings
-        self._is_form = is_form
+        # A form is not JSON: the bytes of its files are not counted as values.
+        self._is_form = is_multipart(headers.get("content-type", ""))
         self._reservation = reservation
+        length = headers.get("content-length", "0")
+        self._declared_bytes = int(length) if length.isdecimal() else 0
+        # The client may send the body or not if it is answered before it was told to go on.
+        self._awaits_continue = headers.get("expect", "").lower() == "100-continue"
         self._size_bytes = 0
         self._num_values = 0
-        self._is_complete = False
+        self.is_complete = not self._declared_bytes and "transfer-encoding" not in headers
         self._began_s = time.monotonic()
 
+    @property
+    def can_be_discarded(self) -> bool:
+        """Whether the connection can serve another request after an answer that comes before the rest of the body."""
+        return not self._awaits_continue and self._declared_bytes <= self._settings.max_body_bytes
+
+    def check_declared(self) -> None:
+        """413 if the client says that the body is too long."""
+        if self._declared_bytes > self._settings.max_body_bytes:
+            raise body_too_long(self._declared_bytes, self._settings.max_body_bytes)
+
     async def receive(self) -> Message:
-        if self._is_complete:
+        if self.is_complete:
             return await self._receive()
+        self._awaits_continue = False
         message = await self._next()
         data = message.get("body", b"")
         self._size_bytes += len(data)
         if not self._is_form:
             self._num_values += sum(map(data.count, (b",", b"[", b"{")))
-        self._is_complete = not message.get("more_body", False)
+        self.is_complete = not message.get("more_body", False)
         try:
             self._reservation.add(len(data))
             if self._num_values > MAX_BODY_VALUES:
@@ -60,7 +78,6 @@ class BoundedBody:
             if self._size_bytes > self._settings.max_body_bytes:
                 raise body_too_long(self._size_bytes, self._settings.max_body_bytes)
         except ApiError as error:
-            await self.discard()
             raise BodyError(error) from None
         return message
 
@@ -75,16 +92,15 @@ class BoundedBody:
             raise BodyError(ApiError(408, message, code="body_timeout", headers={"Connection": "close"})) from None
 
     async def discard(self) -> None:
-        """Reads and drops the rest, within bounds: a client that is cut off while it sends does not see the answer."""
+        """Reads and drops the rest, for a bounded time: a client cut off while it sends does not see the answer."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._discard(), DISCARD_S)
 
     async def _discard(self) -> None:
-        num_bytes = 0
-        while not self._is_complete and num_bytes <= self._settings.max_body_bytes:
-            message = await self._receive()
-            num_bytes += len(message.get("body", b""))
-            self._is_complete = not message.get("more_body", False)
+        silence_s = min(DISCARD_SILENCE_S, self._settings.body_timeout_s)
+        while not self.is_complete:
+            message = await asyncio.wait_for(self._receive(), silence_s)
+            self.is_complete = not message.get("more_body", False)
 
 
 def body_too_long(size_bytes: int, limit: int) -> ApiError:

@@ -9,6 +9,8 @@ import asyncio
 import functools
 import json
 import logging
+import re
+from collections.abc import Sequence
 from typing import Any, cast
 
 import httptools
@@ -45,6 +47,7 @@ class Connection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
         self._is_lingering = False
+        self._is_deaf = False  # no more of what the client sends is parsed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -67,10 +70,12 @@ class Connection(HttpToolsProtocol):
         self._is_lingering = False
 
     def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
         self._unset_keepalive_if_required()
         if self._is_reading_head and self._head_timer is None:
             self._start_head_timer()
-        while data and not self._is_lingering and not self.transport.is_closing():
+        while data and not self._is_deaf and not self.transport.is_closing():
             # Of a head, no more than the limit; a body is passed on whole.
             size = MAX_HEAD_BYTES - self._head_bytes if self._is_reading_head else len(data)
             if size <= 0:
@@ -89,8 +94,9 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             # No other protocol is supported: answered as a plain request, and nothing is read after it.
             self.cycle.keep_alive = False
-        except httptools.HttpParserError:
-            self._refuse(self._refusal or ApiError(400, "the request is not HTTP/1.1", code="invalid_http"))
+        except httptools.HttpParserError as error:
+            reason = "" if isinstance(error, httptools.HttpParserCallbackError) else f": {str(error)[:100]}"
+            self._refuse(self._refusal or _invalid(f"the request is not HTTP/1.1{reason}"))
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -107,9 +113,13 @@ class Connection(HttpToolsProtocol):
             self._stop_parsing(_too_large(f"there are more than {MAX_HEADERS} headers, the limit"))
 
     def on_headers_complete(self) -> None:
+        try:
+            _check_head(self.headers, self.url, self.parser.get_http_version())
+        except ApiError as error:
+            self._stop_parsing(error)
+        super().on_headers_complete()
         self._is_reading_head = False
         self._stop_head_timer()
-        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -117,7 +127,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._is_reading_head:  # answered before its body was read: the rest is not wanted
+        # A later request on the connection is another cycle: then all of this one's body has come.
+        if self.cycle.response_complete and self.cycle.more_body:  # more than `guard` reads of a body without use
             self.transport.close()
 
     def pause_writing(self) -> None:
@@ -175,22 +186,56 @@ class Connection(HttpToolsProtocol):
             access_log.info(
                 "request", extra={"fields": {"client": client, "status": error.status, "outcome": error.code}}
             )
-        if not self._is_answering:  # else the error would be inside another answer
+        self._is_deaf = True
+        if self.pipeline:
+            self.transport.close()
+            return
+        if self._is_answering and self._is_reading_head:
+            self.cycle.keep_alive = False  # the answer to the request before is under way: it is the last
+            return
+        if not (self._is_answering and self.cycle.response_started):
             body = json.dumps(error.body()).encode()
             headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
             lines = [f"{name}: {value}\r\n".encode() for name, value in {**headers, **error.headers}.items()]
             self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
+        if self._is_answering:  # its body is malformed: for the application the client has left
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self._linger()
 
     def _linger(self) -> None:
         """Closes after the client does, or after LINGER_S; drops what it sends until then."""
-        if self._is_answering or self._limit.num_lingering >= MAX_LINGERING:
+        if self._limit.num_lingering >= MAX_LINGERING:
             self.transport.close()
             return
         self._is_lingering = True
         self._limit.num_lingering += 1
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def _check_head(headers: Sequence[tuple[bytes, bytes]], target: bytes, version: str) -> None:
+    """400 for a head that a proxy in front of this server could read as another request (RFC 9112, 3.2 and 6.1).
+
+    httptools refuses what is not here: two Content-Length, one beside Transfer-Encoding, odd line ends and spaces.
+    """
+    if version not in ("1.0", "1.1"):
+        raise _invalid(f"the request is HTTP/{version}, expected HTTP/1.1")
+    hosts = [value.lower() for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        raise _invalid(f"the request has {len(hosts)} Host headers, expected one")
+    encodings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    if encodings and (version == "1.0" or encodings != [b"chunked"]):
+        given = b", ".join(encodings).decode("latin-1")
+        raise _invalid(f"Transfer-Encoding is {given!r:.60} in HTTP/{version}, expected chunked in HTTP/1.1")
+    absolute = re.match(rb"https?://([^/?#]*)/", target.lower())
+    if not target.startswith(b"/") and (absolute is None or [absolute[1]] != hosts):
+        given = target.decode("latin-1")
+        raise _invalid(f"the request is for {given!r:.100}, expected a path, or this server's address as in Host")
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_http")
 
 
 def _too_large(message: str) -> ApiError:

@@ -35,11 +35,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="origin of a web page that may send requests; *: any",
+        help="origin of web pages that may send requests beside the server's own; *: any",
     )
     group.add_argument(
         "--allowed-host", action="append", metavar="NAME",
-        help="a host name that requests may use; *: any (default: localhost, or any if --host is not local)",
+        help="a host name that requests may use beside localhost, such as that of a proxy in front; *: any "
+        "(default: none, or any if --host is not local)",
     )  # fmt: skip
     group.add_argument(
         "--max-connections", type=engine_flags.positive, metavar="N",
@@ -112,6 +113,7 @@ def _seconds(text: str) -> float:
 
 def make_settings(options: argparse.Namespace) -> ServerSettings:
     """ServerSettings from the flags and the environment."""
+    from tilewright.server.guard import host_name
     from tilewright.server.media.gate import MediaPolicy
     from tilewright.server.settings import LOOPBACK_HOSTS, MEDIA_LIMITS, ServerSettings
 
@@ -125,7 +127,7 @@ def make_settings(options: argparse.Namespace) -> ServerSettings:
     }
     limits = dataclasses.replace(MEDIA_LIMITS, **{name: value for name, value in changes.items() if value is not None})
     folders = tuple(_folder(name) for name in options.allow_files)
-    hosts = tuple(name.lower() for name in options.allowed_host or ())
+    hosts = tuple(host_name(name) for name in options.allowed_host or ())
     if options.allowed_host is None:
         hosts = LOOPBACK_HOSTS if options.host in LOOPBACK_HOSTS else ()
     api_keys = tuple(options.api_key or config.current().api_keys)
@@ -155,7 +157,7 @@ def make_settings(options: argparse.Namespace) -> ServerSettings:
 
 def _origin(text: str) -> str:
     """The origin of a page as browsers send it: without a path or a final /."""
-    if text != "*" and not re.fullmatch(r"https?://[^\s/?#@]+", text):
+    if text != "*" and not re.fullmatch(r"(https?|[a-z]+-extension)://[^\s/?#@]+", text):
         raise RequestError(f"--cors-origin is {text!r}, expected *, or such as https://tiles.example:8443")
     return text
 

@@ -25,8 +25,8 @@ class ServerSettings:
 
     served_name: str | None = None  # instead of the model's own
     api_keys: tuple[str, ...] = ()  # empty: no key is needed
-    cors_origins: tuple[str, ...] = ()  # origins of web pages that may send requests
-    allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS  # names the server answers to; empty: any
+    cors_origins: tuple[str, ...] = ()  # of web pages that may send requests beside the server's own
+    allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS  # names the server answers to beside loopback's; empty: any
     max_body_bytes: int = 128 * 2**20
     max_held_bytes: int = 512 * 2**20  # of all bodies and media of requests under way
     max_connections: int | None = None  # None: as many as the limit on open files allows
