@@ -1,9 +1,11 @@
-"""Samples as the bytes of a sound file: what speaks writes them, in the formats of OpenAI's interface."""
+"""Samples as the bytes of a sound file, in the formats of OpenAI's interface, and speech at another speed."""
 
 from __future__ import annotations
 
 import io
+import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +15,13 @@ _ENCODERS = {
     "mp3": ("mp3", "libmp3lame"),
     "opus": ("ogg", "libopus"),
     "flac": ("flac", "flac"),
+    "aac": ("adts", "aac"),
 }
-FORMATS = (*_ENCODERS, "pcm16")
+FILE_FORMATS = tuple(_ENCODERS)
+FORMATS = (*FILE_FORMATS, "pcm16")
+MIN_SPEED, MAX_SPEED = 0.25, 4.0  # of OpenAI's interface
+# Beyond these factors the filter `atempo` repeats or leaves out parts of the sound; several in a row do not.
+_MAX_STRETCH = 2.0
 
 
 def to_pcm16(samples: np.ndarray) -> bytes:
@@ -33,9 +40,62 @@ def encode(pcm16: bytes, rate: int, format: str) -> bytes:
     with av.open(file, "w", format=container_format) as container:
         stream = container.add_stream(codec, rate=rate, layout="mono")
         if pcm16:
-            samples = np.frombuffer(pcm16, "<i2")[None]
-            frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), "s16", "mono")
-            frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
-            container.mux(stream.encode(frame))
+            container.mux(stream.encode(_frame(pcm16, rate, 0)))
         container.mux(stream.encode(None))
     return file.getvalue()
+
+
+class Tempo:
+    """Speeds up or slows down mono 16-bit samples as they come, and keeps their pitch.
+
+    The samples of all calls of `add` and of `finish`, put together, do not depend on how the sound was cut into pieces.
+    """
+
+    def __init__(self, rate: int, speed: float) -> None:
+        """`speed` is how many times as fast, MIN_SPEED to MAX_SPEED."""
+        import av
+
+        self._rate = rate
+        self._num_samples = 0  # so far
+        self._graph = None if speed == 1 else av.filter.Graph()
+        if self._graph is None:
+            return
+        num_filters = math.ceil(round(abs(math.log(speed, _MAX_STRETCH)), 6)) or 1
+        source = self._graph.add_abuffer(sample_rate=rate, format="s16", layout="mono", time_base=Fraction(1, rate))
+        filters = [self._graph.add("atempo", f"{speed ** (1 / num_filters):.9f}") for _ in range(num_filters)]
+        self._graph.link_nodes(source, *filters, self._graph.add("abuffersink")).configure()
+
+    def add(self, pcm16: bytes) -> bytes:
+        """The samples that are ready; the filter keeps some hundredths of a second back."""
+        if self._graph is None or not pcm16:
+            return pcm16
+        self._graph.push(_frame(pcm16, self._rate, self._num_samples))
+        self._num_samples += len(pcm16) // 2
+        return self._filtered()
+
+    def finish(self) -> bytes:
+        """The rest, at the end of the sound."""
+        if self._graph is None or not self._num_samples:
+            return b""
+        self._graph.push(None)
+        return self._filtered()
+
+    def _filtered(self) -> bytes:
+        from av.error import BlockingIOError, EOFError
+
+        assert self._graph is not None
+        pieces: list[bytes] = []
+        while True:
+            try:
+                frame: Any = self._graph.pull()
+            except (BlockingIOError, EOFError):
+                return b"".join(pieces)
+            pieces.append(frame.to_ndarray().astype("<i2").tobytes())
+
+
+def _frame(pcm16: bytes, rate: int, first_sample: int) -> Any:
+    import av
+
+    frame = av.AudioFrame.from_ndarray(np.frombuffer(pcm16, "<i2").astype(np.int16)[None], "s16", "mono")
+    frame.sample_rate, frame.pts, frame.time_base = rate, first_sample, Fraction(1, rate)
+    return frame

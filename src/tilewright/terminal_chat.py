@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright import engine_flags
-from tilewright.sound_file import encode, to_pcm16
+from tilewright.sound_file import FILE_FORMATS, encode, to_pcm16
 from tilewright.types import Completion, RequestError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     text = "hear the sound of the videos too"
     parser.add_argument("--use-audio-in-video", action="store_true", help=text)
     parser.add_argument(
-        "--speak", metavar="FILE", help="speak the answer to PROMPT too, into a .wav, .mp3, .opus or .flac"
+        "--speak", metavar="FILE", help="speak the answer to PROMPT too, into a .wav, .mp3, .opus, .flac or .aac"
     )
     parser.add_argument("--voice", metavar="NAME", help="the voice that speaks; without it the model's first")
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -110,8 +110,9 @@ def _spoken(options: argparse.Namespace, *, has_prompt: bool) -> dict[str, Any]:
             raise RequestError("--voice is given, expected --speak with it")
         return {}
     format = Path(options.speak).suffix.removeprefix(".")
-    if format not in ("wav", "mp3", "opus", "flac"):
-        raise RequestError(f"--speak is {options.speak}, expected a file that ends with .wav, .mp3, .opus or .flac")
+    if format not in FILE_FORMATS:
+        endings = ", ".join(f".{name}" for name in FILE_FORMATS)
+        raise RequestError(f"--speak is {options.speak}, expected a file that ends with one of {endings}")
     if not has_prompt:
         raise RequestError("--speak is given, expected PROMPT too: one answer is one file")
     return {"modalities": ("text", "audio"), "voice": options.voice}

@@ -15,6 +15,7 @@ from oracle import require
 from tilewright.cli import main
 from tilewright.engine.engine import Engine
 from tilewright.models.qwen3_omni.config import MediaTokens
+from tilewright.models.speaking import find_voice
 from tilewright.sound_file import to_pcm16
 from tilewright.types import RequestError
 
@@ -193,6 +194,10 @@ def test_voices(engine):
     question = asked("Who is it?")
     ann, bob = (engine.chat(question, **GREEDY, **SPOKEN, voice=voice) for voice in ("Ann", "bob"))
     assert ann.token_ids == bob.token_ids and not np.array_equal(ann.audio, bob.audio)
+    assert engine.voice_aliases["alloy"] == "ann" and engine.voice_aliases["ash"] == "bob"
+    by_alias = engine.chat(question, **GREEDY, **SPOKEN, voice="ash")
+    np.testing.assert_array_equal(by_alias.audio, bob.audio)
+    assert find_voice("Sage", ("chelsie", "sage")) == "sage"  # the model's own name, not OpenAI's for another
     with pytest.raises(RequestError, match="voice is 'eve', expected one of ann, bob"):
         engine.chat(question, **GREEDY, **SPOKEN, voice="eve")
     with pytest.raises(RequestError, match="modalities is"):
@@ -232,7 +237,7 @@ def test_the_command_writes_a_file(folder, tmp_path, capsys, engine):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--speak", "a.txt"], "ends with .wav"), (["--voice", "ann"], "expected --speak with it")],
+    [(["--speak", "a.txt"], "ends with one of .wav"), (["--voice", "ann"], "expected --speak with it")],
 )
 def test_flags_of_the_command(folder, flags, message, capsys):
     assert main(["chat", "Who?", "-m", str(folder), *flags]) != 0

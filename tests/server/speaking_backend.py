@@ -10,6 +10,7 @@ from tilewright.server.link.backend import AUDIO_RATE, AnswerDelta, Ended, Start
 from tilewright.types import Timings
 
 SAMPLES = (np.sin(np.arange(AUDIO_RATE // 2) / 10) * 9000).astype("<i2")
+ALIASES = {"alloy": "ann", "ash": "bob"}
 PIECES = [part.tobytes() for part in np.split(SAMPLES, 4)]
 
 
@@ -18,7 +19,7 @@ class SpeakingBackend(ScriptedBackend):
 
     def __init__(self, **model):
         super().__init__()
-        self.model = dataclasses.replace(self.model, voices=("ann", "bob"), **model)
+        self.model = dataclasses.replace(self.model, voices=("ann", "bob"), voice_aliases=ALIASES, **model)
 
     def submit(self, request, listener):
         self.requests.append(request)

@@ -46,7 +46,7 @@ def test_the_whole_is_a_wav_file(url, backend):
         assert file.readframes(file.getnframes()) == SAMPLES.tobytes()
 
 
-@pytest.mark.parametrize("format", ["mp3", "opus", "flac"])
+@pytest.mark.parametrize("format", ["mp3", "opus", "flac", "aac"])
 def test_other_formats(url, format):
     message = asked(url, **spoken(format=format)).json()["choices"][0]["message"]
     with av.open(io.BytesIO(base64.b64decode(message["audio"]["data"]))) as container:
@@ -94,6 +94,7 @@ def test_text_alone_has_no_sound(url, backend):
 def test_models_that_speak_list_their_voices(url):
     (model,) = httpx.get(f"{url}/v1/models").json()["data"]
     assert model["output_modalities"] == ["text", "audio"] and model["voices"] == ["ann", "bob"]
+    assert model["voice_aliases"] == {"alloy": "ann", "ash": "bob"}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_models_that_speak_list_their_voices(url):
     [
         ({"modalities": ["audio"]}, "expected text, or text and audio"),
         ({"audio": {"voice": "ann"}}, "expected modalities with audio"),
-        (spoken(format="aac"), "format"),
+        (spoken(format="amr"), "format"),
         ({**spoken(format="mp3"), "stream": True}, "expected pcm16"),
     ],
 )
@@ -132,7 +133,14 @@ def test_a_text_is_read_out(url, backend):
 
 
 @pytest.mark.parametrize(
-    ("format", "kind"), [(None, "audio/mpeg"), ("opus", "audio/ogg"), ("flac", "audio/flac"), ("pcm", "audio/pcm")]
+    ("format", "kind"),
+    [
+        (None, "audio/mpeg"),
+        ("opus", "audio/ogg"),
+        ("flac", "audio/flac"),
+        ("aac", "audio/aac"),
+        ("pcm", "audio/pcm"),
+    ],
 )
 def test_formats_of_what_is_read_out(url, backend, format, kind):
     made = read_out(url, temperature=0, seed=3, **({"response_format": format} if format else {}))
@@ -155,15 +163,31 @@ def test_what_is_read_out_comes_in_events(url):
     }  # fmt: skip
 
 
+def test_a_text_is_read_out_at_another_speed(url):
+    """In every format, and in events as in one piece."""
+    lines = read_out(url, response_format="pcm", stream_format="sse", speed=0.5).text.splitlines()
+    *deltas, done = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    streamed = b"".join(base64.b64decode(delta["audio"]) for delta in deltas)
+    assert done["type"] == "speech.audio.done" and len(deltas) > 1
+    assert streamed == read_out(url, response_format="pcm", speed=0.5).content
+    assert abs(len(streamed) // 2 - 2 * len(SAMPLES)) < AUDIO_RATE / 20
+    for format in ("mp3", "wav", "opus", "flac", "aac"):
+        made = read_out(url, response_format=format, speed=2)
+        with av.open(io.BytesIO(made.content)) as container:
+            seconds = sum(frame.samples / frame.sample_rate for frame in container.decode(audio=0))
+        assert abs(seconds - len(SAMPLES) / AUDIO_RATE / 2) < 1 / 8, format
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [
         ({"input": ""}, "input"),
         ({"input": "  "}, "input"),
         ({"input": "a" * 4097}, "input"),
-        ({"speed": 1.5}, "speed"),
+        ({"speed": 0.2}, "speed"),
+        ({"speed": 4.5}, "speed"),
         ({"instructions": "whisper"}, "instructions"),
-        ({"response_format": "aac"}, "response_format"),
+        ({"response_format": "amr"}, "response_format"),
         ({"stream_format": "sse"}, "response_format"),
     ],
 )

@@ -39,6 +39,7 @@ from tilewright.inputs.messages import has_media
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.text_limits import TextBudget, TextLimits
 from tilewright.inputs.tokenizer import PIECE_CHARACTERS
+from tilewright.models.speaking import voice_aliases
 from tilewright.ops import backend as ops_backend
 from tilewright.ops.device import HOST, Device
 from tilewright.ops.native import bind_team, work_alone
@@ -216,7 +217,8 @@ class Engine:
         whatever the chat template takes (`enable_thinking`, ...).
         `constraint=Constraint("json_schema", schema)` (or "regex", "lark"; `tilewright.types`) holds the answer to it.
         With `modalities=("text", "audio")` it is spoken too, by `voice` or the first of `voices`: `audio` is fp32
-        samples, `audio_rate` of them a second; the deltas of `stream` have them as they come.
+        samples, `audio_rate` of them a second; the deltas of `stream` have them as they come. OpenAI's names of voices
+        mean those that `voice_aliases` has.
         """
         if messages and not isinstance(messages[0], Mapping):
             handles = [self.submit_chat(conversation, **options) for conversation in messages]
@@ -346,6 +348,11 @@ class Engine:
     def voices(self) -> tuple[str, ...]:
         """Names of the voices that can speak answers, the default first; none where the model does not speak."""
         return () if self.loaded.speech is None else self.loaded.speech.voices
+
+    @property
+    def voice_aliases(self) -> Mapping[str, str]:
+        """OpenAI's names of voices (alloy, ...), each with the one of `voices` that it means here."""
+        return voice_aliases(self.voices)
 
     @cached_property
     def text_limits(self) -> TextLimits:

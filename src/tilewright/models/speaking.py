@@ -8,7 +8,7 @@ Legend of shape suffixes: T packed rows, D the talker's width, B voices, Q codes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch
 from tilewright.models.protocol import KvSpec
-from tilewright.types import ModelInputs
+from tilewright.types import ModelInputs, RequestError
 
 # Codes from fp32 logits [B, V] of the code at this place of the frame, 1 to Q - 1.
 Choose = Callable[[Tensor, int], Tensor]
@@ -25,6 +25,29 @@ Choose = Callable[[Tensor, int], Tensor]
 Embed = Callable[[Tensor], Tensor]
 # As `CodePredicting.predict`.
 Predict = Callable[[Tensor, Choose], tuple[list[Tensor], list[Tensor]]]
+
+# Applications written for OpenAI's models name these. Their order decides which voice a name means, so append only.
+OPENAI_VOICES = (
+    "alloy", "ash", "ballad", "coral", "echo", "fable", "nova", "onyx", "sage", "shimmer", "verse", "marin", "cedar",
+)  # fmt: skip
+
+
+def voice_aliases(voices: Sequence[str]) -> Mapping[str, str]:
+    """OpenAI's names that no voice of the model has, each with the voice it means: the model's, in turn."""
+    if not voices:
+        return {}
+    own = {voice.lower() for voice in voices}
+    return {name: voices[i % len(voices)] for i, name in enumerate(OPENAI_VOICES) if name not in own}
+
+
+def find_voice(name: str, voices: Sequence[str]) -> str:
+    """The model's voice that a request names; RequestError with the list where there is no such voice."""
+    aliases = voice_aliases(voices)
+    found = {**aliases, **{voice.lower(): voice for voice in voices}}.get(name.lower())
+    if found is None:
+        message = f"voice is {name!r:.100}, expected one of {', '.join(voices)}, or a name of OpenAI's for one of them"
+        raise RequestError(f"{message}: {', '.join(aliases)}", param="voice")
+    return found
 
 
 @dataclass(frozen=True)
@@ -172,4 +195,4 @@ class Speaker(Protocol):
         """The name of a tensor that speaks; None for another."""
 
     def prompt(self, inputs: ModelInputs, voice: str) -> TalkerPrompt:
-        """What the talker reads before an answer that is spoken by `voice`; RequestError if there is no such voice."""
+        """What the talker reads before an answer that is spoken by `voice`, one of `voices`."""

@@ -25,7 +25,7 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
-def _null_means(default: object) -> BeforeValidator:
+def null_means(default: object) -> BeforeValidator:
     """For a field with a default: clients send null for what they leave unset, as OpenAI's interface allows."""
     return BeforeValidator(lambda value: default if value is None else value)
 
@@ -55,7 +55,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     others = fields.STREAM_OPTIONS
 
-    include_usage: Annotated[bool, _null_means(False)] = False
+    include_usage: Annotated[bool, null_means(False)] = False
 
 
 class JsonSchema(Body):
@@ -86,7 +86,7 @@ class StructuredOutputs(Body):
 class MediaSettings(Body):
     """How media are read, as vLLM takes it."""
 
-    use_audio_in_video: Annotated[bool, _null_means(False)] = Field(
+    use_audio_in_video: Annotated[bool, null_means(False)] = Field(
         default=False, description="true: the sound of videos is heard with their frames"
     )
 
@@ -127,7 +127,7 @@ class GenerationBody(Body):
     """The fields of every request for an answer."""
 
     model: str | None = Field(default=None, description="the id that /v1/models returns; may be left out")
-    stream: Annotated[bool, _null_means(False)] = False
+    stream: Annotated[bool, null_means(False)] = False
 
     @property
     def num_answers(self) -> int:
@@ -170,7 +170,7 @@ class SpokenAnswer(Body):
     """How an answer is spoken."""
 
     voice: str | None = Field(default=None, max_length=100, description="null: the model's first")
-    format: Literal["wav", "mp3", "opus", "flac", "pcm16"] | None = Field(
+    format: Literal["wav", "mp3", "opus", "flac", "aac", "pcm16"] | None = Field(
         default=None, description="of the whole answer, wav unless said; a stream has pcm16: 24,000 samples a second"
     )
 
@@ -188,7 +188,7 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: Annotated[bool, _null_means(True)] = True
+    parallel_tool_calls: Annotated[bool, null_means(True)] = True
     reasoning_effort: ReasoningEffort | None = Field(
         default=None, description='"none": answers without reasoning; levels are for templates that know them'
     )
@@ -196,10 +196,10 @@ class ChatBody(SamplingBody):
         default=None, description="arguments of the model's chat template, such as enable_thinking"
     )
     enable_thinking: bool | None = Field(default=None, description="short for the same in chat_template_kwargs")
-    add_generation_prompt: Annotated[bool, _null_means(True)] = Field(
+    add_generation_prompt: Annotated[bool, null_means(True)] = Field(
         default=True, description="false: the prompt ends with the last message"
     )
-    continue_final_message: Annotated[bool, _null_means(False)] = Field(
+    continue_final_message: Annotated[bool, null_means(False)] = Field(
         default=False, description="true: the answer continues the last message, which is the assistant's"
     )
     modalities: Texts | None = Field(default=None, description='["text", "audio"]: the answer is spoken too')
@@ -238,11 +238,11 @@ class CompletionBody(SamplingBody):
         | Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: Annotated[int, _null_means(16)] = Field(
+    max_tokens: Annotated[int, null_means(16)] = Field(
         default=16, ge=0, description="0: with echo, only the prompt's log-probabilities"
     )
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: Annotated[bool, _null_means(False)] = False
+    echo: Annotated[bool, null_means(False)] = False
     best_of: int | None = None
     suffix: str | None = Field(default=None, description="refused: fill-in-the-middle is not supported")
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,13 +16,14 @@ from tilewright.server.bodies import ChatBody, CompletionBody, GenerationBody, R
 from tilewright.server.chat_completions import ChatWriter, plain_messages
 from tilewright.server.completions import CompletionWriter
 from tilewright.server.engine_requests import chat_request, completion_requests
-from tilewright.server.link.backend import EngineRequest, ModelInfo
+from tilewright.server.link.backend import AUDIO_RATE, EngineRequest, ModelInfo
 from tilewright.server.responses import History, ResponsesWriter, chat_body
 from tilewright.server.speech.body import SpeechBody
 from tilewright.server.speech.prepare import speech_request
 from tilewright.server.speech.writer import SpeechWriter
 from tilewright.server.transcriptions.body import TranscriptionBody, TranslationBody
 from tilewright.server.transcriptions.prepare import transcription_request
+from tilewright.sound_file import Tempo
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -98,6 +100,8 @@ async def prepare_speech(body: SpeechBody, context: Context) -> PreparedRequest:
     request = speech_request(body, context.model)
     if (limits := context.model.text_limits) is not None:
         limits.check_chat(request.messages or (), None, None)
+    if body.stream and body.speed != 1:  # loads its library, for which the event loop should not wait
+        await asyncio.to_thread(Tempo, AUDIO_RATE, body.speed)
     return PreparedRequest([request], partial(SpeechWriter, body))
 
 

@@ -127,7 +127,7 @@ class ApiHandler:
             "max_model_len": model.max_context,
             "input_modalities": ["text", *model.accepts],
             "output_modalities": ["text", "audio"] if model.voices else ["text"],
-            **({"voices": list(model.voices)} if model.voices else {}),
+            **({"voices": list(model.voices), "voice_aliases": dict(model.voice_aliases)} if model.voices else {}),
             "limits": {
                 "max_body_bytes": self.settings.max_body_bytes,
                 "max_media_bytes": limits.max_bytes,

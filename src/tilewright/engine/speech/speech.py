@@ -13,7 +13,7 @@ from tilewright.engine.speech.scheduler import SpeechScheduler
 from tilewright.engine.speech.voice import SpeechParams, Voice
 from tilewright.engine.step import Step
 from tilewright.layers.batch import KeptStates
-from tilewright.models.speaking import Speaker
+from tilewright.models.speaking import Speaker, find_voice
 from tilewright.ops import backend
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -57,7 +57,7 @@ class Speech:
     def make_voice(self, inputs: ModelInputs, params: SamplingParams) -> Voice:
         """A voice for an answer to this prompt; RequestError if it cannot be spoken."""
         assert params.voice is not None
-        prompt = self.networks.prompt(inputs, params.voice)
+        prompt = self.networks.prompt(inputs, find_voice(params.voice, self.networks.voices))
         voice = Voice(prompt, self.networks.text_end_id, self.networks.text_padding_id, speech_params(params))
         self.scheduler.check(voice)
         return voice

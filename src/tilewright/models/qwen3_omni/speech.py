@@ -10,7 +10,7 @@ from tilewright.models.qwen3_omni.talker import Talker
 from tilewright.models.qwen3_omni.talker_prompt import talker_prompt
 from tilewright.models.speaking import Embed, TalkerPrompt
 from tilewright.models.text_config import Config
-from tilewright.types import ModelInputs, RequestError, UnsupportedConfig
+from tilewright.types import ModelInputs, UnsupportedConfig
 
 DEFAULT_VOICE = "ethan"  # transformers' default too
 
@@ -67,10 +67,8 @@ class OmniSpeech:
         return name if name.startswith((f"{TALKER}.", f"{CODE2WAV}.")) else None
 
     def prompt(self, inputs: ModelInputs, voice: str) -> TalkerPrompt:
-        """What the talker reads before an answer that is spoken by `voice`; RequestError if there is no such voice."""
-        speaker = self.speakers.get(voice.lower())
-        if speaker is None:
-            raise RequestError(f"voice is {voice!r:.100}, expected one of {', '.join(self.voices)}", param="voice")
+        """What the talker reads before an answer that is spoken by `voice`, one of `voices`."""
+        speaker = self.speakers[voice]
         return talker_prompt(inputs.token_ids, inputs.positions, self.turns, self.codec, speaker, self.media_ids)
 
 

@@ -112,6 +112,7 @@ class ModelInfo:
     accepts: Sequence[str] = ()  # the kinds of media it takes: image, video, audio
     text_limits: TextLimits | None = None  # None: the engine checks them
     voices: Sequence[str] = ()  # that speak answers, the default first; none: it only writes
+    voice_aliases: Mapping[str, str] = field(default_factory=dict)  # OpenAI's names, and which of `voices` each means
 
     def is_meant_by(self, name: str) -> bool:
         """Whether `name` is its name, with or without the owner's in front."""

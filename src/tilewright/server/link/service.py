@@ -50,7 +50,8 @@ class EngineService:
         template = sources.get("tool_use", sources.get("default", next(iter(sources.values()), None)))
         accepts, text_limits = loaded.processor.accepts, self._engine.text_limits
         sizes = limits.max_context, limits.max_sequences
-        return ModelInfo(loaded.name, *sizes, template, accepts, text_limits, self._engine.voices)
+        voices = self._engine.voices, self._engine.voice_aliases
+        return ModelInfo(loaded.name, *sizes, template, accepts, text_limits, *voices)
 
     def submit(self, request_id: str, request: EngineRequest) -> None:
         """Submits a request; its events, errors included, are emitted."""

@@ -30,9 +30,6 @@ def speech_request(body: SpeechBody, model: ModelInfo) -> EngineRequest:
 def _check(body: SpeechBody) -> None:
     if not body.input.strip():
         raise ApiError(400, "input has nothing but spaces, expected a text", param="input")
-    if body.speed != 1.0:
-        message = f"speed is {body.speed}, expected 1: the model speaks as fast as it has learned to"
-        raise ApiError(400, message, param="speed", code="unsupported_parameter")
     if body.instructions:
         message = "instructions is given, which is not supported: the model's voices speak in one way each"
         raise ApiError(400, message, param="instructions", code="unsupported_parameter")
