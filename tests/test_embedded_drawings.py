@@ -9,6 +9,7 @@ import pytest
 from oracle import require
 
 from tilewright import Diffusion, Engine, embedded
+from tilewright.types import RequestError
 from training.tiny_draw.captions import drawings
 from training.tiny_draw.evaluate import mistakes
 
@@ -30,6 +31,15 @@ def test_it_draws_what_captions_say(painter):
             if found := mistakes(judge, drawing, picture):
                 wrong[drawing.caption] = found
     assert len(wrong) <= NUM_CAPTIONS - NUM_RIGHT, wrong
+
+
+def test_sizes_it_was_not_taught_are_refused(painter):
+    for width, height in ((256, 256), (320, 320), (384, 256)):
+        painter.params("a red circle", width=width, height=height)
+    with pytest.raises(RequestError, match="width is 1024, expected an integer from 16 to 384"):
+        painter.params("a red circle", width=1024, height=1024)
+    with pytest.raises(RequestError, match="147456 pixels, expected at most 102400: 320 x 320, say"):
+        painter.params("a red circle", width=384, height=384)
 
 
 def test_diffusers_draws_the_same(painter):

@@ -144,6 +144,22 @@ def test_defaults_that_a_folder_recommends(copy):
         open_pipeline(Components(copy))
 
 
+def test_sizes_that_a_folder_allows(copy):
+    file = copy / "generation_config.json"
+    file.write_text('{"width": 32, "height": 16, "max_side": 32, "max_pixels": 512}')
+    limits = open_pipeline(Components(copy)).limits
+    assert (limits.max_side, limits.max_pixels) == (32, 512)
+    with pytest.raises(RequestError, match="1024 pixels, expected at most 512: 20 x 20, say"):
+        limits.params("a cat", width=32, height=32)
+    for text, message in (
+        ('{"max_side": 100000}', "max_side is 100000, expected an integer from 16 to"),
+        ('{"max_pixels": "1"}', "max_pixels is '1'"),
+    ):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            open_pipeline(Components(copy))
+
+
 def test_what_is_no_pipeline(folder, tmp_path, copy):
     with pytest.raises(CheckpointError, match=r"has no model_index\.json: expected a pipeline in diffusers' layout"):
         Components(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from tiny_pipelines import z_image_pipeline
 
 from tilewright import Diffusion, config
-from tilewright.diffusion.expected import FILE, MAX_RUNS, SHARE_OF_PEAK, PastTimes, Work, estimated
+from tilewright.diffusion.expected import FILE, MAX_RUNS, SHARE_OF_PEAK, PastTimes, Work, estimated, sizes_in_time
 from tilewright.diffusion.params import Limits
 from tilewright.diffusion.pipeline import Timings
 
@@ -54,6 +54,19 @@ def test_without_a_run_operations_are_counted():
     expected = estimated(params(n=2), WORK, 2, 1e6)
     operations = 2 * 4 * 2 * (2 * 1000 * 16 + 4 * 500 * 16**2)
     assert expected.seconds == pytest.approx(operations / (SHARE_OF_PEAK * 1e6)) and "estimated" in expected.basis
+
+
+def test_sizes_that_take_no_longer():
+    def seconds(one):
+        return one.width * one.height / 1024
+
+    limits = replace(LIMITS, max_side=512, max_pixels=512 * 256)
+    wide = limits.params("a cat", width=512, height=256)
+    assert sizes_in_time(wide, limits, 128.0, seconds) == [(512, 256), (352, 352)]
+    assert sizes_in_time(wide, limits, 32.0, seconds) == [(256, 128), (176, 176)]
+    assert sizes_in_time(replace(wide, width=64, height=64), limits, 4.0, seconds) == [(64, 64)]
+    assert sizes_in_time(wide, limits, 0.2, seconds) == []
+    assert next(limits.sizes_like(100, 1000)) == (48, 512) and next(limits.sizes_like(1000, 100)) == (512, 48)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": 3}', '{"model": [{"width": 1}, 7, null]}'])

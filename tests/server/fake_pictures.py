@@ -50,7 +50,8 @@ class FakePictures:
         self._ballast_bytes = ballast_bytes
 
     def expected(self, params):
-        return Expected(0.5 * params.num_steps, "as FakePictures says")
+        pixels = params.width * params.height / (LIMITS.default_width * LIMITS.default_height)
+        return Expected(0.5 * params.num_steps * pixels, "as FakePictures says")
 
     def run(self, params, on_step=None):
         ballast = np.ones(self._ballast_bytes, dtype=np.uint8)

@@ -162,7 +162,7 @@ def test_a_picture_by_url(serve):
         ({"size": "33x16"}, "size", "width is 33, expected a multiple of 16"),
         ({"size": "8x16"}, "size", "width is 8, expected an integer from 16 to 1024"),
         ({"size": "4096x16"}, "size", "expected an integer from 16 to 1024"),
-        ({"size": "1024x1024"}, "size", "1048576 pixels, expected at most 262144"),
+        ({"size": "1024x1024"}, "size", "1048576 pixels, expected at most 262144: 512 x 512, say"),
         ({"size": "large"}, "size", "size is 'large', expected such as"),
         ({"steps": 51}, "steps", "steps is 51, expected an integer from 1 to 50"),
         ({"steps": 0}, "steps", "steps is 0"),
@@ -383,10 +383,34 @@ def test_a_client_that_leaves_cancels_its_picture(serve, gate):
     assert running.client().images.generate(prompt="tile").data
 
 
+def test_what_takes_longer_than_a_request_may_is_refused_at_once(serve, gate):
+    """The first step of a picture waits for the gate: nothing is answered because it was made."""
+    running = serve(gate, ServerSettings(request_timeout_s=20.0))
+    client = running.client(max_retries=0)
+    message = (
+        r"size: 512x256 takes about 85 s here \(as FakePictures says\), longer than the 20 s that this server gives a "
+        r"request \(--request-timeout\); the largest that fit are 240x128 or 160x160$"
+    )
+    for more in ({}, {"stream": True}):
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            client.images.generate(prompt="tile", size="512x256", **more)
+        assert (caught.value.param, caught.value.code) == ("size", "takes_too_long")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(client.images.generate, prompt="tile", extra_body={"steps": 24})
+        until(lambda: metric(running, "tilewright_pictures_running") == 1)
+        second = pool.submit(client.images.generate, prompt="tile", extra_body={"steps": 10})
+        until(lambda: metric(running, "tilewright_pictures_waiting") == 1)
+        with pytest.raises(openai.RateLimitError, match=r"take about 1\d s, and it takes about 10 s") as queued:
+            client.images.generate(prompt="tile", extra_body={"steps": 20})
+        assert queued.value.code == "queue_too_long" and 0 < int(queued.value.response.headers["retry-after"]) <= 7
+        gate.open(24 + 10)
+        assert first.result(WAIT_S).data and second.result(WAIT_S).data
+
+
 def test_the_timeout_and_the_end_of_the_server(serve, gate):
-    running = serve(gate, ServerSettings(request_timeout_s=1.0))
-    with pytest.raises(openai.InternalServerError, match="took longer than 1 s") as caught:
-        running.client().images.generate(prompt="tile")
+    running = serve(gate, ServerSettings(request_timeout_s=2.0))
+    with pytest.raises(openai.InternalServerError, match="took longer than 2 s") as caught:
+        running.client().images.generate(prompt="tile", extra_body={"steps": 2})
     assert caught.value.status_code == 504
     gate.open(1)  # ends the cancelled one
     with ThreadPoolExecutor(1) as pool:

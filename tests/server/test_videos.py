@@ -50,7 +50,11 @@ def test_a_video_from_its_creation_to_its_deletion(serve, gate):
     until(lambda: client.videos.retrieve(job.id).status == "completed")
     done = client.videos.retrieve(job.id)
     assert (done.progress, done.size, done.seconds) == (100, "64x32", "1.12") and done.expires_at > done.completed_at
-    assert done.expected_s == 2.0 and done.timings["step_s"] > 0 and done.timings["queued_s"] >= 0
+    assert (
+        done.expected_s == job.expected_s == pytest.approx(4 / 3)
+        and done.timings["step_s"] > 0
+        and done.timings["queued_s"] >= 0
+    )
     assert done.settings["seed"] == 3 and done.settings["num_frames"] == 9 and done.error is None
     content = client.videos.download_content(job.id)
     assert content.response.headers["content-type"] == "video/mp4"
@@ -105,7 +109,7 @@ def test_deleting_cancels_what_is_under_way(serve, gate):
 
 def test_deleting_gives_back_what_the_request_holds_once():
     released = []
-    jobs = videos.VideoJobs(lambda request, listener: lambda: None, ResultStore())
+    jobs = videos.VideoJobs(lambda request, listener, expected_s: lambda: None, ResultStore())
     job = videos.VideoJob(NAME, "turn", "auto", "auto")
     jobs.create(job, PictureRequest("turn"), lambda: released.append(job.id))
     jobs.delete(job.id)

@@ -105,15 +105,27 @@ class Components:
         return {key: value for key, value in read_json(self.path(name) / file).items() if value is not None}
 
     def with_defaults(self, limits: Limits) -> Limits:
-        """The limits with the defaults that the folder's generation_config.json recommends, where it has one."""
+        """The limits with the defaults of the folder's generation_config.json, where it has one.
+
+        `max_side` and `max_pixels` there are the largest pictures that the model was trained for: the networks may
+        take more, and no request may ask for it.
+        """
         stored = read_optional_json(self.folder / "generation_config.json")
-        names = {"width", "height", "num_steps", "guidance", "num_frames"}
-        if unknown := stored.keys() - names:
+        defaults = {"width", "height", "num_steps", "guidance", "num_frames"}
+        bounds = {"max_side", "max_pixels"}
+        if unknown := stored.keys() - defaults - bounds:
             raise CheckpointError(
                 f"{self.folder / 'generation_config.json'} has {', '.join(sorted(unknown))}, expected some of "
-                f"{', '.join(sorted(names))}"
+                f"{', '.join(sorted(defaults | bounds))}"
             )
-        field = {"num_steps": "default_steps", "num_frames": "default_frames"}
+        for name in bounds & stored.keys():
+            least, most = {"max_side": limits.min_side, "max_pixels": limits.min_side**2}[name], getattr(limits, name)
+            if type(stored[name]) is not int or not least <= stored[name] <= most:
+                raise CheckpointError(
+                    f"{self.folder / 'generation_config.json'}: {name} is {stored[name]!r:.100}, expected an integer "
+                    f"from {least} to {most}"
+                )
+        field = {"num_steps": "default_steps", "num_frames": "default_frames", **{name: name for name in bounds}}
         given = {field.get(name, f"default_{name}"): value for name, value in stored.items()}
         limits = dataclasses.replace(limits, **given)
         try:

@@ -14,8 +14,8 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,22 @@ def estimated(params: GenerationParams, work: Work, num_sides: int, operations_p
     operations = params.n * params.num_steps * num_sides * work.step(params.width, params.height, params.num_frames)
     basis = f"estimated: {operations / 1e12:.2g} trillion operations of its steps; prompt and decoding come on top"
     return Expected(operations / (SHARE_OF_PEAK * operations_per_s), basis)
+
+
+def sizes_in_time(
+    params: GenerationParams, limits: Limits, allowed_s: float, seconds: Callable[[GenerationParams], float]
+) -> list[tuple[int, int]]:
+    """The largest size of the request's shape that takes no longer than `allowed_s`, and the largest square.
+
+    `seconds` are those of a request; the other settings are as in `params`. Empty where nothing is fast enough.
+    """
+    found: list[tuple[int, int]] = []
+    for shape in ((params.width, params.height), (1, 1)):
+        for width, height in limits.sizes_like(*shape):
+            if seconds(replace(params, width=width, height=height)) <= allowed_s:
+                found.append((width, height))
+                break
+    return list(dict.fromkeys(found))
 
 
 def _scaled(run: Run, params: GenerationParams, work: Work, is_loaded: bool) -> Expected:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -146,10 +146,19 @@ class Limits:
         width, height = sides
         if width * height > self.max_pixels:
             raise RequestError(
-                f"the size is {width} x {height}, {width * height} pixels, expected at most {self.max_pixels}",
+                f"the size is {width} x {height}, {width * height} pixels, expected at most {self.max_pixels}: "
+                f"{' x '.join(map(str, next(self.sizes_like(width, height))))}, say",
                 param="width",
             )
         return width, height
+
+    def sizes_like(self, width: int, height: int) -> Iterator[tuple[int, int]]:
+        """Widths and heights of about the shape of one, within the limits, the largest first."""
+        for longer in range(self.max_side // self.size_multiple, 0, -1):
+            shorter = max(round(longer * min(width, height) / max(width, height)), 1)
+            short, long = shorter * self.size_multiple, longer * self.size_multiple
+            if short >= self.min_side and short * long <= self.max_pixels:
+                yield (long, short) if width >= height else (short, long)
 
     def _default_size(self, image: Any) -> tuple[int, int]:
         """Width and height where a request names none: for some models those of a picture that it gives."""

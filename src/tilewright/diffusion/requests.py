@@ -60,6 +60,16 @@ class PictureRequest:
 
 
 @dataclass(frozen=True)
+class Expectation:
+    """How long a request takes once it is begun, as `diffusion.expected` knows it before."""
+
+    size: str  # "1024x1024", with the number of frames for a video
+    seconds: float
+    basis: str  # where that is from, as a person reads it
+    sizes_in_time: Sequence[str] = ()  # the largest that take no longer than was allowed; where this one takes longer
+
+
+@dataclass(frozen=True)
 class Waiting:
     """The request is in the queue."""
 

@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from tilewright.diffusion.errors import DiffusionLostError
-from tilewright.diffusion.expected import Expected
+from tilewright.diffusion.expected import Expected, sizes_in_time
 from tilewright.diffusion.files import encode_picture
 from tilewright.diffusion.params import Cancelled, GenerationParams, Limits
 from tilewright.diffusion.requests import (
     Began,
+    Expectation,
     Made,
     MadeFile,
     NotMade,
@@ -56,7 +57,7 @@ class PictureMaker(Protocol):
     def limits(self) -> Limits: ...
 
     def expected(self, params: GenerationParams) -> Expected:
-        """How long `run` takes."""
+        """How long `run` takes; also called while a run is under way."""
 
     def run(self, params: GenerationParams, on_step: OnStep | None = None) -> Any:
         """A `Generated`: its images are arrays [T, H, W, 3], as `params` ask for."""
@@ -68,7 +69,7 @@ class PictureMaker(Protocol):
 
 
 class Worker:
-    """Makes what is submitted, in that order. `submit`, `cancel` and `close` are for one thread.
+    """Makes what is submitted, in that order. `expect`, `submit`, `cancel` and `close` are for one thread.
 
     `start_thread` is called first on the thread that computes.
     """
@@ -91,6 +92,26 @@ class Worker:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="pictures", daemon=True)
         self._thread.start()
+
+    def expect(self, request: PictureRequest, allowed_s: float | None) -> Expectation | None:
+        """How long the request takes, and sizes that take no longer than `allowed_s`; None: it is no valid request.
+
+        A picture that it brings is not decoded for this: its size counts as the model's default.
+        """
+        limits = self._maker.limits
+        try:
+            params = request.params(limits, request.picture)
+        except RequestError:
+            return None
+        expected = self._maker.expected(params)
+        size = f"{params.width}x{params.height}"
+        if params.num_frames > 1:
+            size += f" of {params.num_frames} frames"
+        if allowed_s is None or expected.seconds <= allowed_s:
+            return Expectation(size, expected.seconds, expected.basis)
+        found = sizes_in_time(params, limits, allowed_s, lambda one: self._maker.expected(one).seconds)
+        names = tuple(f"{width}x{height}" for width, height in found)
+        return Expectation(size, expected.seconds, expected.basis, names)
 
     def submit(self, request_id: str, request: PictureRequest) -> None:
         with self._lock:

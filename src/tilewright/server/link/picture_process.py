@@ -57,6 +57,10 @@ def serve(channel: Channel, options: dict[str, Any]) -> None:
     while (message := channel.receive()) is not None:
         if "make" in message:
             worker.submit(message["make"], request_from_json(message["request"]))
+        elif "expect" in message:
+            found = worker.expect(request_from_json(message["request"]), message["allowed_s"])
+            about = None if found is None else dataclasses.asdict(found)
+            channel.send({"expected": message["expect"], "expectation": about})
         elif "cancel" in message:
             worker.cancel(message["cancel"])
         else:

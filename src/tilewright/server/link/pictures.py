@@ -16,6 +16,7 @@ from typing import Any
 from tilewright.diffusion.params import Limits
 from tilewright.diffusion.requests import (
     LAST_EVENTS,
+    Expectation,
     Made,
     NotMade,
     PictureEvent,
@@ -44,6 +45,7 @@ class _Job:
     request_id: str
     request: PictureRequest
     listener: PictureListener | None  # None: nobody waits for it any more
+    expected_s: float | None = None  # from where it is begun; None: it is not known
 
 
 class PictureBackend(SupervisedProcess):
@@ -80,6 +82,7 @@ class PictureBackend(SupervisedProcess):
         self._starting: asyncio.Task[None] | None = None
         self._was_ready = False  # the process of now
         self._waiting_for_limits: list[asyncio.Future[None]] = []
+        self._expecting: dict[str, asyncio.Future[Expectation | None]] = {}
         self._mean_s = _FIRST_GUESS_S
         self._began_s = 0.0
 
@@ -127,10 +130,59 @@ class PictureBackend(SupervisedProcess):
         headers = {"Retry-After": str(wait_s)}
         raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
 
-    def submit(self, request: PictureRequest, listener: PictureListener) -> Cancel:
-        """Puts a request into the queue; its events go to the listener, the first before this returns."""
+    async def expect(self, request: PictureRequest, allowed_s: float | None = None) -> Expectation | None:
+        """How long a request takes once it is begun; None where the process is being restarted and cannot tell.
+
+        With `allowed_s`, ApiError if it takes longer: 400 for the request alone, 429 together with what is before it.
+        """
+        if not self.is_ready:
+            return None
+        name = uuid.uuid4().hex
+        coming = self._expecting[name] = asyncio.get_running_loop().create_future()
+        try:
+            self.send({"expect": name, "request": request_to_json(request), "allowed_s": allowed_s})
+            found = await coming
+        finally:
+            del self._expecting[name]
+        if found is not None and allowed_s is not None:
+            self._check_time(found, allowed_s)
+        return found
+
+    def _check_time(self, found: Expectation, allowed_s: float) -> None:
+        given = f"the {allowed_s:g} s that this server gives a request (--request-timeout)"
+        if found.seconds > allowed_s:
+            others = " or ".join(found.sizes_in_time)
+            message = (
+                f"size: {found.size} takes about {found.seconds:.0f} s here ({found.basis}), longer than {given}; "
+                + (f"the largest that fit are {others}" if others else "no size fits: ask for fewer steps or pictures")
+            )
+            raise ApiError(400, message, param="size", code="takes_too_long")
+        before_s = self._before_s()
+        if before_s + found.seconds > allowed_s:
+            wait_s = min(MAX_WAIT_S, math.ceil(before_s + found.seconds - allowed_s))
+            message = (
+                f"requests before this one take about {before_s:.0f} s, and it takes about {found.seconds:.0f} s, "
+                f"together longer than {given}; try again in {wait_s} s"
+            )
+            headers = {"Retry-After": str(wait_s)}
+            raise ApiError(429, message, kind="rate_limit_error", code="queue_too_long", headers=headers)
+
+    def _before_s(self) -> float:
+        """How long the queue takes, and what is left of the request under way."""
+        waiting_s = sum(self._mean_s if job.expected_s is None else job.expected_s for job in self._queue)
+        running = self._running
+        if running is None or running.expected_s is None:
+            return waiting_s
+        elapsed_s = asyncio.get_running_loop().time() - self._began_s
+        return waiting_s + max(0.0, running.expected_s - elapsed_s)
+
+    def submit(self, request: PictureRequest, listener: PictureListener, expected_s: float | None = None) -> Cancel:
+        """Puts a request into the queue; its events go to the listener, the first before this returns.
+
+        `expected_s` is how long it takes, if that is known: what `expect` says to later ones depends on it.
+        """
         self.check_room()
-        job = _Job(uuid.uuid4().hex, request, listener)
+        job = _Job(uuid.uuid4().hex, request, listener, expected_s)
         self._queue.append(job)
         self._tell_places()
         self._start_once()
@@ -163,6 +215,12 @@ class PictureBackend(SupervisedProcess):
         return {}
 
     def on_message(self, message: dict[str, Any]) -> None:
+        if "expected" in message:
+            coming = self._expecting.get(message["expected"])
+            if coming is not None and not coming.done():  # somebody waits for it still
+                about = message["expectation"]
+                coming.set_result(None if about is None else Expectation(**about))
+            return
         job, event = self._running, event_from_json(message["event"])
         if job is None or job.request_id != message["request"]:
             return
@@ -178,6 +236,9 @@ class PictureBackend(SupervisedProcess):
 
     def on_end(self, how: str) -> None:
         was_ready, self._was_ready = self._was_ready, False
+        for coming in self._expecting.values():
+            if not coming.done():
+                coming.set_result(None)
         job, self._running = self._running, None
         if not self._is_closing:
             _log.error("the image worker ended (%s)%s", how, " with a request under way" if job else "")

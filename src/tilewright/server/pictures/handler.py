@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from tilewright.diffusion.requests import LAST_EVENTS, Made, PictureEvent, PictureRequest
+from tilewright.diffusion.requests import LAST_EVENTS, Expectation, Made, PictureEvent, PictureRequest
 from tilewright.server.answers import ShuttingDown
 from tilewright.server.errors import ApiError
 from tilewright.server.json_text import JsonResponse
@@ -33,6 +33,7 @@ from tilewright.server.pictures.respond import Event, PictureResponse, PictureWr
 from tilewright.server.pictures.results import RESULT_PATH, ResultStore
 from tilewright.server.pictures.videos import VideoJob, VideoJobs
 from tilewright.server.request_log import RequestLog
+from tilewright.server.respond import timed_out
 from tilewright.server.settings import ServerSettings
 from tilewright.types import RequestError
 
@@ -84,14 +85,16 @@ class PictureHandler:
         backend.check_room()
         picture = await self._read_picture(reference_source(body), file, "input_reference", request)
         wanted = video_request(body, picture)
-        # A picture is waited for; of a video that cannot be made the client would hear when it asks again.
         await backend.wait_for_limits()
         self._check(wanted, "input_reference")
+        # No time limit: a client asks again for as long as it likes.
+        expected = await backend.expect(wanted)
         # The picture outlives the request that brought it, until the video is made.
         reservation: MemoryReservation = request.state.reservation
         held = reservation.hand_over(len(picture or b""))
         seconds = "auto" if body.seconds is None else f"{body.seconds:g}"
         job = VideoJob(backend.name, body.prompt, body.size or "auto", seconds)
+        job.expected_s = None if expected is None else expected.seconds
         try:
             self.videos.create(job, wanted, held.release)
         except BaseException:
@@ -195,11 +198,13 @@ class PictureHandler:
     async def _respond(self, body: ImageBody, wanted: PictureRequest, request: Request, kind: str) -> Response:
         log: RequestLog = request.state.log
         log.fields["stream"] = body.stream
-        if body.stream:  # a stream has its status before the process could check it
-            await self._backend.wait_for_limits()
-        self._check(wanted)
+        timeout_s, began_s = self._settings.request_timeout_s, asyncio.get_running_loop().time()
+        try:
+            expected = await asyncio.wait_for(self._checked(wanted), timeout_s)
+        except asyncio.TimeoutError:
+            raise timed_out(timeout_s) from None
         events: asyncio.Queue[Event] = asyncio.Queue()
-        cancel = self._submit(wanted, events.put_nowait)
+        cancel = self._submit(wanted, events.put_nowait, None if expected is None else expected.seconds)
         self._streams.add(events)
         keep = partial(self._keep, wanted.file_format, request) if body.response_format == "url" else None
         return PictureResponse(
@@ -208,16 +213,33 @@ class PictureHandler:
             PictureWriter(kind, wanted.file_format, keep, body.progress),
             log,
             is_stream=body.stream,
-            timeout_s=self._settings.request_timeout_s,
+            timeout_s=timeout_s,
+            began_s=began_s,
             on_close=lambda: self._streams.discard(events),
         )
+
+    async def _checked(self, wanted: PictureRequest) -> Expectation | None:
+        """How long a request takes; ApiError before it is queued if the model cannot make it, or not in time.
+
+        The first one starts the process.
+        """
+        await self._backend.wait_for_limits()
+        self._check(wanted)
+        try:
+            return await self._backend.expect(wanted, self._settings.request_timeout_s)
+        except ApiError as error:
+            if error.status == 429:
+                self._metrics.refused.inc()
+            raise
 
     def _keep(self, file_format: str, request: Request, data: bytes) -> str:
         """The URL of a picture on this server."""
         name = self.results.put(data, _MEDIA_TYPES[file_format])
         return f"{str(request.base_url).rstrip('/')}{RESULT_PATH}{name}.{file_format}"
 
-    def _submit(self, wanted: PictureRequest, listener: Callable[[PictureEvent], None]) -> Cancel:
+    def _submit(
+        self, wanted: PictureRequest, listener: Callable[[PictureEvent], None], expected_s: float | None
+    ) -> Cancel:
         """Puts a request into the queue, and counts what becomes of it."""
         has_ended = False
 
@@ -229,7 +251,7 @@ class PictureHandler:
             listener(event)
 
         try:
-            cancel = self._backend.submit(wanted, see)
+            cancel = self._backend.submit(wanted, see, expected_s)
         except ApiError:
             self._metrics.refused.inc()
             raise

@@ -140,9 +140,10 @@ class PictureResponse(EventResponse):
         *,
         is_stream: bool,
         timeout_s: float,
+        began_s: float,
         on_close: Callable[[], None],
     ) -> None:
-        super().__init__(log, is_stream=is_stream, timeout_s=timeout_s, on_close=on_close)
+        super().__init__(log, is_stream=is_stream, timeout_s=timeout_s, began_s=began_s, on_close=on_close)
         self._events = events
         self._cancel = cancel
         self._writer = writer

@@ -17,7 +17,7 @@ from tilewright.server.pictures.results import KeptResult, ResultStore
 
 MAX_VIDEOS = 64  # jobs that are remembered; those that are done go first
 
-Submit = Callable[[PictureRequest, Callable[[PictureEvent], None]], Cancel]
+Submit = Callable[[PictureRequest, Callable[[PictureEvent], None], float | None], Cancel]
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
 
@@ -68,7 +68,7 @@ class VideoJobs:
     def create(self, job: VideoJob, request: PictureRequest, release: Callable[[], None]) -> VideoJob:
         """Puts a job into the queue, or raises what submitting it does; `release` is called once when it ends."""
         self._make_room()
-        job.cancel = self._submit(request, lambda event: self._see(job, event))
+        job.cancel = self._submit(request, lambda event: self._see(job, event), job.expected_s)
         job.release = release
         self._jobs[job.id] = job
         return job
