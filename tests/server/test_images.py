@@ -145,6 +145,9 @@ def test_a_picture_by_url(serve):
             response.headers["content-type"] == "image/webp" and response.headers["x-content-type-options"] == "nosniff"
         )
         assert Image.open(io.BytesIO(response.read())).format == "WEBP"
+    behind_tls = client.with_options(default_headers={"x-forwarded-proto": "https"})
+    answer = behind_tls.images.generate(prompt="tile", response_format="url")
+    assert answer.data[0].url.startswith(f"{running.url.replace('http:', 'https:')}/made/")
     store = running.handler.pictures.results
     assert store.size_bytes > 0
     running.loop.call_soon_threadsafe(store._expire)  # nothing is due yet

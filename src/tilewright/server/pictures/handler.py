@@ -235,7 +235,10 @@ class PictureHandler:
     def _keep(self, file_format: str, request: Request, data: bytes) -> str:
         """The URL of a picture on this server."""
         name = self.results.put(data, _MEDIA_TYPES[file_format])
-        return f"{str(request.base_url).rstrip('/')}{RESULT_PATH}{name}.{file_format}"
+        base = request.base_url
+        if request.headers.get("x-forwarded-proto") == "https":  # TLS ends at a proxy in front
+            base = base.replace(scheme="https")
+        return f"{str(base).rstrip('/')}{RESULT_PATH}{name}.{file_format}"
 
     def _submit(
         self, wanted: PictureRequest, listener: Callable[[PictureEvent], None], expected_s: float | None
