@@ -135,6 +135,7 @@ class PictureBackend(SupervisedProcess):
 
         With `allowed_s`, ApiError if it takes longer: 400 for the request alone, 429 together with what is before it.
         """
+        self.check_room()  # also whether the process could answer
         if not self.is_ready:
             return None
         name = uuid.uuid4().hex
