@@ -77,3 +77,9 @@ def damages(data: bytes, count: int) -> Iterator[bytes]:
             end = at + generator.choice([0, 1, 4, 20])
             damaged[at:end] = generator.randbytes(generator.choice([0, 1, 4]))
         yield bytes(damaged)
+
+
+def bitmap_header(side):
+    """A BMP of side x side pixels, without the pixels."""
+    head = b"BM" + struct.pack("<IHHI", 54, 0, 0, 54)
+    return head + struct.pack("<IiiHHIIiiII", 40, side, side, 1, 24, 0, 0, 0, 0, 0, 0)

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 import pytest
-from clips import write_clip
+from clips import bitmap_header, write_clip
 from PIL import Image
 from sounds import wav
 
@@ -133,10 +133,10 @@ def test_sounds_are_as_if_decoded_here(opener):
     "data,limits,message",
     [
         (b"no picture", {}, "image 3: not a picture this can read, expected PNG, JPEG, WEBP, GIF, BMP"),
-        (encode(noise()), {"max_pixels": 4000}, "image 3: 80 x 60 = 4800 pixels, the limit is 4000"),
-        (encode(noise()), {"max_bytes": 50}, "image 3: .* bytes or more, the limit is 50"),
+        (encode(noise()), {"max_pixels": 4000}, "image 3: 80 x 60 = 4800 pixels, the limit is 4000 \\(--max-pixels\\)"),
+        (encode(noise()), {"max_bytes": 50}, "image 3: .* bytes or more, the limit is 50 \\(--max-media-bytes\\)"),
         (b"", {}, "image 3: it is empty"),
-        (encode(noise())[:200], {}, "image 3: cannot be decoded: "),
+        (encode(noise())[:200], {}, "image 3: cannot be decoded: the file is damaged, cut short"),
         ("no/such.png", {}, "image 3: no/such.png cannot be read"),
         (3, {}, "image 3: it is a int, expected bytes"),
     ],
@@ -149,6 +149,16 @@ def test_errors_are_those_of_decoding_here(opener, data, limits, message):
             each.open_picture(picture_part(data), MediaLimits(**limits)).decode()
         assert not isinstance(caught.value, MediaFault)
     assert processes(opener) == before, "a refused file costs no process"
+
+
+def test_the_only_limit_of_pixels_is_ours(opener):
+    """Pillow's own is lower than what --max-pixels may be."""
+    data = bitmap_header(20_000)
+    with pytest.raises(
+        RequestError, match=r"20000 x 20000 = 400000000 pixels, the limit is 67108864 \(--max-pixels\)$"
+    ):
+        opener.open_picture(picture_part(data), MediaLimits())
+    assert opener.open_picture(picture_part(data), MediaLimits(max_pixels=10**9)).width == 20_000
 
 
 def test_nothing_is_decoded_until_it_is_asked_for(opener):
@@ -222,8 +232,8 @@ def attack(code):
         ("time.sleep(100)", "it took more than 0.5 seconds"),
         ("while True: pass", "it took more than 0.5 seconds"),
         ("keep = [bytes(2**20) for _ in range(2**14)]", "it takes more memory than decoding may use"),
-        ("raise KeyError('surprise')", "KeyError: 'surprise'"),
-        ("import colorsys", "ModuleNotFoundError: No module named 'colorsys'|OSError"),
+        ("raise KeyError('surprise')", "its decoder failed; the log has the reason"),
+        ("import colorsys", "its decoder failed; the log has the reason"),
     ],
 )
 def test_what_brings_a_decoder_down_costs_the_request_alone(taken_over, code, message):

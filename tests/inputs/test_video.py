@@ -196,7 +196,7 @@ def test_truncated_files_are_named(name, share, tmp_path):
 @pytest.mark.parametrize(
     "source,message",
     [
-        (b"no video at all, just some text", "video 1: cannot be decoded: Invalid data"),
+        (b"no video at all, just some text", "video 1: cannot be decoded: the file is damaged, cut short"),
         ("no/such/file.mp4", "video 1: no/such/file.mp4 cannot be read"),
         (np.zeros((4, 4, 3), np.uint8), r"video 1: its shape is \[4, 4, 3\], expected \[frames, H, W, 3\]"),
         ([], "video 1: it has no frames"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tilewright.inputs.media import UNREADABLE
 from tilewright.types import RequestError
 
 
@@ -27,5 +28,4 @@ def opened_container(data: bytes, name: str, formats: str) -> Iterator[Any]:
     except RequestError:
         raise
     except (av.FFmpegError, OSError, ValueError, EOFError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"{name}: cannot be decoded: {reason}") from error
+        raise RequestError(f"{name}: cannot be decoded: {UNREADABLE}") from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_pixels, read_source
+from tilewright.inputs.media import UNREADABLE, Fetch, MediaLimits, MediaPart, check_pixels, read_source
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ class Picture:
 
 def read_picture(data: bytes, name: str, limits: MediaLimits) -> PictureFile:
     """The picture that the bytes hold, decoded in this process when it is asked for."""
-    image = _open(data, name)
+    image = _open(data, name, limits)
     check_pixels(image.height, image.width, name, limits)
     height, width = image.height, image.width
     if _orientation(image, data, name) in _TURNED:
         height, width = width, height
 
     def decode() -> np.ndarray:
-        pixels = _decode(lambda: _to_rgb(_open(data, name)), name)
+        pixels = _decode(lambda: _to_rgb(_open(data, name, limits)), name)
         if pixels.shape[:2] != (height, width):
             raise RequestError(f"{name}: decoded to {pixels.shape[1]} x {pixels.shape[0]}, its header says otherwise")
         return pixels
@@ -64,9 +64,9 @@ def read_picture(data: bytes, name: str, limits: MediaLimits) -> PictureFile:
     return PictureFile(height, width, decode)
 
 
-def animation_frames(data: bytes, name: str, indices: Sequence[int]) -> Iterator[np.ndarray]:
+def animation_frames(data: bytes, name: str, indices: Sequence[int], limits: MediaLimits) -> Iterator[np.ndarray]:
     """The frames of an animated picture at rising indices, [H, W, 3] uint8 each."""
-    image = _open(data, name)
+    image = _open(data, name, limits)
     # A PNG may have a picture of its own for those who show no animations, which Pillow counts as a frame.
     first = int(getattr(image, "default_image", False))
 
@@ -106,15 +106,22 @@ def _from_pixels(pixels: np.ndarray, name: str) -> Picture:
     return Picture(name, pixels.shape[0], pixels.shape[1], digest.digest(), lambda: pixels)
 
 
-def _open(data: bytes, name: str) -> Image:
+def _open(data: bytes, name: str, limits: MediaLimits) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        # Pillow has a limit too, except in the decoders of a server. What it refuses, it does not give the size of.
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        limit = (
+            f"{limits.max_pixels} (--max-pixels)" if limits.max_pixels <= most else f"{most} (MAX_IMAGE_PIXELS of PIL)"
+        )
+        raise RequestError(f"{name}: more than {most} pixels, the limit is {limit}") from error
     except UnidentifiedImageError as error:
         raise RequestError(f"{name}: not a picture this can read, expected {', '.join(FORMATS)}") from error
     except Exception as error:
-        raise _unreadable(name, error) from error
+        raise _unreadable(name) from error
 
 
 def _orientation(image: Image, data: bytes, name: str) -> int:
@@ -124,7 +131,7 @@ def _orientation(image: Image, data: bytes, name: str) -> int:
     try:
         return int(image.getexif().get(0x0112, 1))
     except Exception as error:
-        raise _unreadable(name, error) from error
+        raise _unreadable(name) from error
 
 
 def _decode(to_rgb: Callable[[], np.ndarray], name: str) -> np.ndarray:
@@ -133,12 +140,12 @@ def _decode(to_rgb: Callable[[], np.ndarray], name: str) -> np.ndarray:
     except MemoryError:
         raise
     except Exception as error:
-        raise _unreadable(name, error) from error
+        raise _unreadable(name) from error
 
 
-def _unreadable(name: str, error: Exception) -> RequestError:
+def _unreadable(name: str) -> RequestError:
     # Decoders of damaged files raise OSError, SyntaxError, struct.error, zlib.error and more: all mean the same here.
-    return RequestError(f"{name}: cannot be decoded: {error or type(error).__name__}")
+    return RequestError(f"{name}: cannot be decoded: {UNREADABLE}")
 
 
 def _to_rgb(image: Image) -> np.ndarray:

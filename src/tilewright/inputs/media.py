@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from tilewright.types import MediaKind, RequestError
 
+# What is said of a file that a library cannot decode: the library's own words mean little to a client.
+UNREADABLE = "the file is damaged, cut short, or of a kind that is not supported"
 _JPEG_FRAMES = "data:video/jpeg;base64,"
 Fetch = Callable[[str], bytes]  # an http(s) URL -> what lies there; the caller's, with the caller's checks of addresses
 
@@ -81,10 +84,18 @@ def _decode_data_url(url: str, name: str, limits: MediaLimits) -> bytes:
 
 def decode_base64(text: str, name: str, what: str = "the data: URL") -> bytes:
     """The bytes of an item; RequestError says `what` of it is not base64."""
+    characters = "".join((unquote(text) if "%" in text else text).split())
     try:
-        return base64.b64decode("".join((unquote(text) if "%" in text else text).split()), validate=True)
+        return base64.b64decode(characters, validate=True)
     except ValueError as error:
-        raise RequestError(f"{name}: {what} is not base64: {error}") from error
+        raise RequestError(f"{name}: {what} is not base64: {base64_fault(characters)}") from error
+
+
+def base64_fault(text: str) -> str:
+    """Why a text is not base64."""
+    if wrong := re.search(r"[^A-Za-z0-9+/=]", text):
+        return f"it has {wrong[0]!a}, expected letters, digits, + and /"
+    return "it does not end with a whole group of four characters, = where there are fewer"
 
 
 def num_frames_of_url(url: str) -> int:
@@ -135,13 +146,14 @@ def check_bytes(data: bytes, name: str, limits: MediaLimits) -> bytes:
 
 def _check_size(size_bytes: int, name: str, limits: MediaLimits) -> None:
     if size_bytes > limits.max_bytes:
-        raise RequestError(f"{name}: {size_bytes} bytes or more, the limit is {limits.max_bytes}")
+        raise RequestError(f"{name}: {size_bytes} bytes or more, the limit is {limits.max_bytes} (--max-media-bytes)")
 
 
 def check_count(num_items: int, name: str, limits: MediaLimits) -> None:
     """Refuses the item with which a request has too many."""
     if num_items > limits.max_items:
-        raise RequestError(f"{name}: the request has more than {limits.max_items} pictures, videos and sounds")
+        most = f"more than {limits.max_items} pictures, videos and sounds"
+        raise RequestError(f"{name}: the request has {most}, the limit (--max-media)")
 
 
 def check_total(size_bytes: int, name: str, limits: MediaLimits) -> None:
@@ -156,13 +168,13 @@ def check_pixels(height: int, width: int, name: str, limits: MediaLimits) -> Non
         raise RequestError(f"{name}: its size is {width} x {height}, expected at least 1 x 1")
     if height * width > limits.max_pixels:
         pixels = f"{width} x {height} = {height * width} pixels"
-        raise RequestError(f"{name}: {pixels}, the limit is {limits.max_pixels}")
+        raise RequestError(f"{name}: {pixels}, the limit is {limits.max_pixels} (--max-pixels)")
 
 
 def check_duration(duration_s: float, name: str, limits: MediaLimits) -> None:
     """Refuses videos and sounds that last too long."""
     if not duration_s <= limits.max_duration_s:  # NaN fails too
-        raise RequestError(f"{name}: {duration_s:.1f} seconds, the limit is {limits.max_duration_s:g}")
+        raise RequestError(f"{name}: {duration_s:.1f} seconds, the limit is {limits.max_duration_s:g} (--max-duration)")
 
 
 def content_key(content: bytes, *what: object) -> bytes:

@@ -92,7 +92,7 @@ def _read_animation(data: bytes, name: str, limits: MediaLimits, delays_s: Seque
     times_s = tuple(accumulate(delays_s[:-1], initial=0.0))
 
     def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
-        for pixels in animation_frames(data, name, indices):
+        for pixels in animation_frames(data, name, indices, limits):
             if pixels.shape[:2] != (first.height, first.width):
                 raise RequestError(
                     f"{name}: a frame is {pixels.shape[1]} x {pixels.shape[0]}, its header says otherwise"

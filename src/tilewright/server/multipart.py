@@ -30,7 +30,8 @@ class Part:
         try:
             return self.data.decode()
         except UnicodeDecodeError as error:
-            raise ApiError(400, f"{self.name} is not UTF-8: {error.reason}", param=self.name) from None
+            message = f"{self.name} is not UTF-8: byte {error.start + 1} is no part of a character"
+            raise ApiError(400, message, param=self.name) from None
 
 
 def is_multipart(content_type: str) -> bool:

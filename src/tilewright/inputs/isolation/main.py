@@ -60,6 +60,9 @@ def import_all() -> None:
     wanted = [name for name in parts if name not in ("av.__main__", "av.datasets")]
     for name in (*_STANDARD, *(f"PIL.{name}" for name in _PILLOW), *wanted):
         importlib.import_module(name)
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None  # the limit is that of the request, and is checked before anything is decoded
 
 
 class _Decoder:

@@ -222,7 +222,8 @@ class _Session:
         if error == "memory":
             raise DecoderFailed("it takes more memory than decoding may use")
         if error is not None:
-            raise DecoderFailed(message)
+            _log.warning("the decoder of %s failed: %a", item.name, message)
+            raise DecoderFailed("its decoder failed; the log has the reason")
         return reply, payload
 
 

@@ -83,11 +83,14 @@ class Qwen3VlProcessor(MediaProcessor):
             raise RequestError(f"{name}: grid is {grid}, expected rows and columns that {settings.merge_size} divides")
         pixels = rows * columns * settings.patch_size**2
         if pixels > self.limits.max_pixels:
-            raise RequestError(f"{name}: grid is {grid}, {pixels} pixels, the limit is {self.limits.max_pixels}")
+            raise RequestError(
+                f"{name}: grid is {grid}, {pixels} pixels, the limit is {self.limits.max_pixels} (--max-pixels)"
+            )
         frames = 1 if given.kind == "image" else settings.temporal_patch_size
         if groups * frames > self.limits.max_frames:
             raise RequestError(
-                f"{name}: grid is {grid}, {groups * frames} frames, the limit is {self.limits.max_frames}"
+                f"{name}: grid is {grid}, {groups * frames} frames, the limit is {self.limits.max_frames} "
+                "(--max-frames)"
             )
         num_patches = math.prod(grid)
         return ValueSizes(
@@ -134,7 +137,9 @@ class Qwen3VlProcessor(MediaProcessor):
         video = self.opener.open_video(part, self.limits, fetch)
         indices = self._frame_indices(video)
         if len(indices) > self.limits.max_frames:
-            raise RequestError(f"{part.name}: {len(indices)} frames, the limit is {self.limits.max_frames}")
+            raise RequestError(
+                f"{part.name}: {len(indices)} frames, the limit is {self.limits.max_frames} (--max-frames)"
+            )
         sampled = video.sample(indices)
         height, width = self._frame_size(video, len(indices))
         group = settings.temporal_patch_size

@@ -10,7 +10,7 @@ import base64
 from collections.abc import Iterator
 from urllib.parse import unquote, unquote_to_bytes
 
-from tilewright.inputs.media import MediaLimits, check_bytes
+from tilewright.inputs.media import MediaLimits, base64_fault, check_bytes
 from tilewright.types import RequestError
 
 PIECE_CHARACTERS = 1 << 16  # 0.7 ms of decoding
@@ -40,8 +40,8 @@ def _decode(text: str, name: str, limits: MediaLimits, start: int = 0, is_base64
             if len(data) > limits.max_bytes:
                 break  # refused below
     except ValueError as error:
-        what = "base64" if is_base64 else "text"
-        raise RequestError(f"{name}: the data: URL is not {what}: {error}") from error
+        fault = f"base64: {error}" if is_base64 else "text: it has half of a surrogate pair"
+        raise RequestError(f"{name}: the data: URL is not {fault}") from error
     return check_bytes(bytes(data), name, limits)
 
 
@@ -63,12 +63,19 @@ def _base64_pieces(pieces: Iterator[str]) -> Iterator[bytes]:
         whole = len(characters) // 4 * 4
         left = characters[whole:]
         if whole and has_padding:
-            raise ValueError("Excess data after padding")
+            raise ValueError("it goes on after its padding")
         has_padding = has_padding or characters.endswith("=", 0, whole)
         num_characters += whole
-        yield base64.b64decode(characters[:whole], validate=True)
+        yield _decoded(characters[:whole])
     if num_characters and not has_padding and not left.strip("="):
         return  # padding that is not needed, which Python's decoder allows too
     if len(left) == 1:
         raise ValueError(f"{num_characters + 1} characters, one more than a multiple of 4")
-    yield base64.b64decode(left, validate=True)
+    yield _decoded(left)
+
+
+def _decoded(characters: str) -> bytes:
+    try:
+        return base64.b64decode(characters, validate=True)
+    except ValueError:
+        raise ValueError(base64_fault(characters)) from None

@@ -128,7 +128,9 @@ class MediaSources:
     def _count_frames(self, num_frames: int, name: str) -> None:
         self._num_frames += num_frames
         if self._num_frames > self._limits.max_frames:
-            raise RequestError(f"{name}: {self._num_frames} frames, the limit is {self._limits.max_frames}")
+            raise RequestError(
+                f"{name}: {self._num_frames} frames, the limit is {self._limits.max_frames} (--max-frames)"
+            )
 
     def _count(self, num_bytes: int, name: str) -> None:
         self._total_bytes += num_bytes
