@@ -1,4 +1,4 @@
-"""What tests of kernels, models and pictures share: each ISA level in turn, both dtypes, one thread, a gate."""
+"""What tests of kernels, models and pictures share: ISA levels, both dtypes, one thread, a gate."""
 
 import pytest
 import torch
@@ -11,21 +11,35 @@ BYTE_LEVELS = ("avx512_vnni",)
 MADE_OF = {"moe": ("moe", "linear")}  # ops whose kernels are also others'
 
 
-def isa_levels(op: str | None = None, *, with_bytes: bool = False) -> list[str]:
-    """The levels this machine has, plainest first: of an op those at which it has a kernel of its own."""
+def pytest_addoption(parser):
+    parser.addoption(
+        "--level",
+        action="append",
+        choices=(*kernels.isa_levels(), "all"),
+        help="run tests of kernels at this ISA level instead of the best one and scalar; may be repeated",
+    )
+
+
+def isa_levels(config: pytest.Config, op: str | None = None, *, with_bytes: bool = False) -> list[str]:
+    """Return the levels to test at: scalar and the best one, unless --level names others.
+
+    The C++ tests go through every level (csrc/testing/testing.h); what Python adds, bindings and models, is the same
+    at all of them. For an op, the levels are those at which it has a kernel of its own.
+    """
     levels = [level for level in kernels.isa_levels() if with_bytes or level not in BYTE_LEVELS]
-    if op is None:
-        return levels
-    own = {level for part in MADE_OF.get(op, (op,)) for level, _ in kernels.manifest()[part]}
-    return [level for level in levels if level in own]
+    if op is not None:
+        own = {level for part in MADE_OF.get(op, (op,)) for level, _ in kernels.manifest()[part]}
+        levels = [level for level in levels if level in own]
+    chosen = config.getoption("--level") or [levels[0], levels[-1]]
+    return levels if "all" in chosen else [level for level in levels if level in chosen]
 
 
 def pytest_generate_tests(metafunc):
     """Runs a test that asks for `isa` once per level; one of tests/ops/test_<op>.py at those its op has kernels for."""
     if "isa" in metafunc.fixturenames:
         op = metafunc.module.__name__.rpartition(".")[2].removeprefix("test_")
-        is_known = op in kernels.manifest()
-        levels = isa_levels(op if is_known else None, with_bytes=getattr(metafunc.module, "MULTIPLIES_BYTES", False))
+        with_bytes = getattr(metafunc.module, "MULTIPLIES_BYTES", False)
+        levels = isa_levels(metafunc.config, op if op in kernels.manifest() else None, with_bytes=with_bytes)
         metafunc.parametrize("isa", levels, indirect=True)
 
 

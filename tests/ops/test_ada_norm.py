@@ -20,7 +20,7 @@ def modulation(share, width, dtype, seed):
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("width", [1, 15, 16, 33, 64, 130])
+@pytest.mark.parametrize("width", [1, 33, 130])
 @pytest.mark.parametrize("modulation_dtype", [torch.float32, torch.bfloat16], ids=["m32", "m16"])
 def test_ada_norms(isa, dtype, modulation_dtype, share, width):
     x = rand(BATCH, LENGTH, width, dtype=dtype)
@@ -59,7 +59,7 @@ def test_with_residual(isa, dtype, share, width, gated):
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("width", [1, 17, 64])
+@pytest.mark.parametrize("width", [1, 33])
 def test_gated_add(isa, dtype, share, width):
     x, residual = rand(BATCH, LENGTH, width, dtype=dtype), rand(BATCH, LENGTH, width, dtype=dtype, seed=1)
     gate = modulation(share, width, dtype, 2)

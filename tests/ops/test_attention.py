@@ -7,7 +7,7 @@ from tilewright.ops import attention, backend
 from tilewright.ops.kv_cache import KvCache, kv_store
 from tilewright.ops.native import kernels
 
-WIDTHS = [16, 24, 40, 64, 72, 80, 128, 256]
+WIDTHS = [16, 24, 72, 128, 256]
 
 
 def starts_of(lengths):
@@ -57,7 +57,7 @@ def test_one_head_of_an_autoencoder(isa, dtype, width):
     check_varlen(dtype, [3], 1, 1, width, key_lengths=[530])
 
 
-@pytest.mark.parametrize("lengths", [[1], [2, 1, 3], [31, 32, 33], [255, 257], [0, 40, 0], [300, 5], [520]])
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 3], [31, 32, 33], [0, 40, 0], [300, 5]])
 @pytest.mark.parametrize("heads,kv_heads", [(1, 1), (6, 2), (5, 1)])
 def test_varlen_lengths(isa, dtype, lengths, heads, kv_heads):
     check_varlen(dtype, lengths, heads, kv_heads, 64)
@@ -202,7 +202,7 @@ def test_paged_widths(isa, dtype, width):
     check_paged(dtype, [1, 20, 1], [70, 45, 300], 4, 2, width)
 
 
-@pytest.mark.parametrize("page_size", [32, 64, 96, 256, 512])
+@pytest.mark.parametrize("page_size", [32, 96, 512])
 @pytest.mark.parametrize("heads,kv_heads", [(2, 2), (8, 2), (40, 1)])
 def test_paged_prefill_and_decode_in_one_call(isa, dtype, page_size, heads, kv_heads):
     check_paged(dtype, [1, 37, 1, 5, 1], [1, 37, 600, 261, 32], heads, kv_heads, 64, page_size)

@@ -33,8 +33,7 @@ class Case:
         assert torch.equal(states, expected_states)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 9, 16, 33])
-@pytest.mark.parametrize("channels", [1, 64, 97])
+@pytest.mark.parametrize("channels,width", [(1, 3), (64, 1), (97, 4), (97, 33)])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_matches_the_twin(isa, dtype, lengths, channels, width):
     Case(lengths, channels, width, dtype).check()

@@ -19,8 +19,8 @@ from tilewright.ops.torch_backend import gated_delta as reference
 # Sequences of a call: decode steps, drafts, chunks with and without a rest, each kind of padding.
 LENGTHS = [(1,), (1, 1, 1), (4, 1, 0, 12), (13,), (32, 33), (64, 65, 3), (150, 1, 70)]
 # Key heads, value heads, widths of keys and values.
-SPLIT_SHAPES = [(1, 1, 1, 1), (2, 6, 5, 3), (3, 9, 17, 23), (1, 7, 33, 65), (5, 5, 1, 2), (16, 32, 128, 128)]
-SHAPES = [(1, 1, 1, 1), (2, 2, 16, 16), (1, 3, 7, 33), (2, 4, 40, 24), (1, 2, 65, 130), (2, 4, 128, 128)]
+SPLIT_SHAPES = [(2, 6, 5, 3), (1, 7, 33, 65), (16, 32, 128, 128)]
+SHAPES = [(1, 1, 1, 1), (1, 3, 7, 33), (2, 4, 40, 24), (2, 4, 128, 128)]
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def test_a_refused_draft_leaves_the_states_to_go_back_to(isa):
     assert_close(states[[6, 10]], expected[[1, 2]])
 
 
-@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_torch_backend_matches_token_by_token(dtype, lengths, shape):
     case = Case(lengths, shape, dtype)

@@ -13,19 +13,9 @@ from tilewright.ops.torch_backend import linear as reference
 
 ACTIVATIONS = ["none", "silu", "gelu_tanh", "gelu_erf", "gelu_quick"]
 SHAPES = [  # M, N, K
-    (1, 1, 1),
-    (1, 32, 32),
     (1, 33, 31),
-    (2, 31, 65),
-    (3, 70, 7),
     (5, 100, 129),
-    (16, 48, 64),
-    (17, 64, 96),
-    (31, 65, 33),
-    (32, 32, 512),
     (33, 96, 100),
-    (64, 17, 250),
-    (100, 130, 70),
     (131, 64, 576),
 ]
 
@@ -43,7 +33,7 @@ def test_linear(isa, dtype, weight_dtype, m, n, k):
         assert_close(out, expected, atol=expected.float().abs().mean().item() * 2**-7 if wide else None)
 
 
-@pytest.mark.parametrize("m,n,k", [(1, 2, 3), (3, 34, 40), (20, 66, 64), (40, 200, 33)])
+@pytest.mark.parametrize("m,n,k", [(1, 2, 3), (20, 66, 33)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_epilogues(isa, dtype, m, n, k, activation, gated):

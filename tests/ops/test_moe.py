@@ -46,7 +46,7 @@ def routing(tokens: int, num_experts: int, k: int) -> tuple[torch.Tensor, torch.
 # ---- route
 
 
-@pytest.mark.parametrize("tokens,num_experts,k", [(1, 1, 1), (3, 7, 2), (5, 16, 16), (9, 128, 8), (33, 100, 5)])
+@pytest.mark.parametrize("tokens,num_experts,k", [(1, 1, 1), (5, 16, 16), (33, 100, 5)])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_route(isa, dtype, tokens, num_experts, k, scoring, renormalize):

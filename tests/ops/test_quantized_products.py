@@ -29,7 +29,7 @@ FORMATS = [
     ("int4_rotated", 32), ("uint4", 32), ("uint4", 64), ("uint4_zero", 128), ("mxfp4", 32), ("iq4_nl", 32), ("fp8", 0),
     ("fp8", 128), ("int8_exact", 0), ("int8_exact", 32),
 ]  # fmt: skip
-SHAPES = [(1, 1, 1), (2, 31, 65), (5, 100, 129), (17, 64, 96), (70, 33, 250)]
+SHAPES = [(2, 31, 65), (70, 33, 250)]
 
 
 @pytest.fixture(params=FORMATS, ids=lambda given: f"{given[0]}-{given[1]}")

@@ -6,7 +6,7 @@ from tilewright.ops import rope
 from tilewright.ops.torch_backend import rope as reference
 
 # Heads of Qwen3-VL (128, 64, 72), odd halves, partial rotation.
-WIDTHS = [(2, 2), (6, 6), (10, 4), (64, 64), (72, 72), (80, 34), (128, 128), (256, 64)]
+WIDTHS = [(2, 2), (10, 4), (72, 72), (80, 34), (128, 128)]
 
 
 def frequencies(count: int, theta: float = 5e6) -> torch.Tensor:
@@ -117,7 +117,7 @@ def test_rope(isa, dtype, width, rotated, interleaved):
     assert torch.equal(x, out)
 
 
-@pytest.mark.parametrize("width,rotated", WIDTHS)
+@pytest.mark.parametrize("width,rotated", [(10, 4), (72, 72)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("form", ["rope", "norm", "norm_plus_one"])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])

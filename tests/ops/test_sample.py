@@ -11,7 +11,7 @@ from tilewright.ops import backend, sample
 from tilewright.ops.native import kernels
 from tilewright.ops.torch_backend import sample as reference
 
-SIZES = [1, 7, 16, 17, 33, 511, 1000, 4097]
+SIZES = [1, 17, 1000, 4097]
 INFINITY = math.inf
 
 
@@ -71,7 +71,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 17, 4097])
 def test_sample_and_its_distribution(isa, dtype, size, case):
     logits = rand(3, size + 3, dtype=dtype, scale=3.0, seed=size)[:, 2:-1]
     parameters = filters(3, **case)
@@ -281,7 +281,7 @@ def bits(rows: int, words: int, seed: int) -> torch.Tensor:
     return torch.where(kinds == 0, -1, torch.where(kinds == 1, 0, drawn)).int()
 
 
-@pytest.mark.parametrize("size", [*SIZES, 31, 32, 40_000])
+@pytest.mark.parametrize("size", [1, 31, 32, 4097, 40_000])
 def test_mask(isa, size):
     num_words = -(-size // 32)
     whole = poisoned(6, size + 5)

@@ -1,7 +1,9 @@
 // Every norm kernel of this machine against plain loops in double, at odd widths, between guard pages.
 #include <cmath>
+#include <cstring>
 #include <vector>
 
+#include "base/parallel.h"
 #include "kernels/norm/norm.h"
 #include "testing/testing.h"
 
@@ -151,6 +153,48 @@ TEST(layer_norm_matches_plain_loops) {
       }
     });
   });
+}
+
+// What no cache holds is written past the caches (base/stream.h): the same bits as of one row at a time. Of odd widths
+// most rows lack the alignment that such stores need.
+template <class T>
+void check_streamed(int64_t width, void (*norm)(const NormArgs&)) {
+  const int64_t rows = (num_threads() * kCoreCacheBytes) / (width * static_cast<int64_t>(sizeof(T))) + 2;
+  Random random(static_cast<uint64_t>(width));
+  GuardedBuffer<T> x(rows * width), y(rows * width), alone(width);
+  GuardedBuffer<float> weight(width);
+  x.fill(random);
+  weight.fill(random);
+  NormArgs args;
+  args.x = heads_of(x, width, width);
+  args.y = heads_of(y, width, width);
+  args.weight = weight.data();
+  args.outer = rows;
+  args.inner = 1;
+  args.width = width;
+  args.eps = kEps;
+  args.weight_dtype = DType::f32;
+  norm(args);
+  args.y = heads_of(alone, width, width);
+  args.outer = 1;
+  for (int64_t row = 0; row < rows; ++row) {
+    args.x.data = x.data() + row * width;
+    norm(args);
+    CHECK(std::memcmp(alone.data(), y.data() + row * width, static_cast<size_t>(width) * sizeof(T)) == 0);
+  }
+}
+
+TEST(large_outputs_have_the_bits_of_small_ones) {
+  set_num_threads(2);
+  for_each_isa([] {
+    for (int64_t width : {2048, 2049}) {
+      for (auto norm : {rms_norm, layer_norm}) {
+        check_streamed<float>(width, norm);
+        check_streamed<bf16>(width, norm);
+      }
+    }
+  });
+  set_num_threads(0);
 }
 
 TEST(norm_of_no_rows_touches_nothing) {
