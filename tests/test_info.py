@@ -2,12 +2,14 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tilewright import __version__, cli, config, machine
+from tilewright.ops import native
 from tilewright.ops.native import kernels
 
 LEVELS = config.ISA_LEVELS[platform.machine()]
@@ -46,6 +48,18 @@ def test_a_kernel_is_the_best_the_level_allows(level):
             assert kernel.name == next(name for isa, name in kernels.manifest()[op] if isa in allowed)
     finally:
         kernels.set_max_isa(config.current().max_isa)
+
+
+def test_a_build_for_one_cpu_says_so_and_what_that_costs_on_another():
+    assert f"compiled {native.read_build()}" in re.sub(" +", " ", machine.as_text(machine.describe()))
+    levels = ("amx", "avx512_bf16", "scalar")
+    here = native.Build(levels, LEVELS, LEVELS)
+    assert not here.is_for_another_cpu
+    assert str(here).startswith("amx, avx512_bf16, scalar alone, for the CPU it was built on (`pip install .`")
+    elsewhere = native.Build(levels, ("scalar", "avx2", "avx512"), LEVELS)
+    assert elsewhere.is_for_another_cpu and "this one has no amx, and ops without a kernel for it" in str(elsewhere)
+    whole = native.Build(LEVELS, ("scalar",), LEVELS)
+    assert not whole.is_for_another_cpu and str(whole) == "every ISA level"
 
 
 def test_the_cap_is_shown():

@@ -4,15 +4,13 @@ A template of std:: or an inline function compiled with the flags of a level is 
 for the whole library, and if that is the one of the best level, the scalar path dies on an older machine.
 """
 
-import platform
 import re
 import subprocess
 
 import pytest
 from sources import ROOT
 
-from tilewright import config
-from tilewright.ops.native import kernels
+from tilewright.ops.native import kernels, read_build
 
 # Where `make test` and `make dev` build with the flags that are shipped; the sanitizer build has others.
 BUILDS = [ROOT / "build" / name for name in ("release", "dev")]
@@ -28,7 +26,7 @@ def build():
     return max(built, key=lambda folder: (folder / "libtilewright_core.a").stat().st_mtime)
 
 
-@pytest.mark.parametrize("level", config.ISA_LEVELS[platform.machine()])
+@pytest.mark.parametrize("level", read_build().compiled)
 def test_isa_files_export_their_kernel_tables_alone(build, level):
     objects = sorted((build / f"CMakeFiles/tilewright_{level}.dir").rglob("*.o"))
     command = ["nm", "--demangle", "--defined-only", "--extern-only", *map(str, objects)]

@@ -1,7 +1,7 @@
 // How an op picks its kernel: from its levels in CMakeLists.txt, best first, the first that may be used.
 //
 // From that list CMake compiles the op's files, once for each level with its flags, builds its C++ test, and writes the
-// levels of this architecture to kernels/lists.h:
+// levels of this architecture to kernels/lists.h, or of them those that TILEWRIGHT_LEVELS asks for:
 //
 //   #define TILEWRIGHT_KERNELS_OF_norm(KERNEL, ...) ... KERNEL(scalar, norm_scalar, __VA_ARGS__)
 //   #define TILEWRIGHT_OPS(OP) OP(norm) ...

@@ -11,7 +11,7 @@ from tilewright import __version__, config
 from tilewright.cpu_name import cpu_name
 from tilewright.host_memory import available_bytes, total_bytes
 from tilewright.ops import backend
-from tilewright.ops.native import kernels
+from tilewright.ops.native import kernels, read_build
 from tilewright.parallel import topology
 from tilewright.parallel.binding import RankBinding, plan_binding
 from tilewright.parallel.topology import read_text
@@ -57,6 +57,7 @@ class Machine:
     version: str
     cpu_model: str
     isa_found: list[str]
+    isa_compiled: str  # "every ISA level", or which and why
     isa_cap: str | None
     isa_in_use: str
     num_sockets: int
@@ -98,6 +99,7 @@ def describe() -> Machine:
         version=__version__,
         cpu_model=cpu_name(read_text(CPUINFO)) or platform.processor() or "unknown",
         isa_found=kernels.isa_levels(),
+        isa_compiled=str(read_build()),
         isa_cap=settings.max_isa,
         isa_in_use=kernels.active_isa(),
         num_sockets=len({cpu.socket for cpu in cpus}) or 1,
@@ -163,6 +165,7 @@ def as_text(machine: Machine, measured: Measured | None = None) -> str:
         ("tilewright", machine.version),
         ("CPU", machine.cpu_model),
         ("ISA levels", f"{', '.join(machine.isa_found)}; in use: {machine.isa_in_use}{cap}"),
+        ("compiled", machine.isa_compiled),
         ("cores", f"{machine.num_cpus} CPUs, cores: {machine.num_cores}, sockets: {machine.num_sockets}"),
         ("threads", f"{machine.num_threads} of CPUs {machine.process_cpus}{pinned}"),
         ("caches", "; ".join(caches) or "unknown"),

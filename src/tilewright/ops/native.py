@@ -4,6 +4,8 @@ import contextlib
 import functools
 import logging
 import os
+import platform
+from dataclasses import dataclass
 
 import torch  # first: the kernels then share torch's OpenMP runtime instead of bringing a second one
 from torch.utils.dlpack import to_dlpack as view
@@ -11,7 +13,7 @@ from torch.utils.dlpack import to_dlpack as view
 from tilewright import _kernels as kernels
 from tilewright import config
 
-__all__ = ["apply_config", "bind_team", "kernels", "view", "view_or_none", "work_alone"]
+__all__ = ["Build", "apply_config", "bind_team", "kernels", "read_build", "view", "view_or_none", "work_alone"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +41,42 @@ def work_alone() -> None:
     if config.current().bind_cpus:  # a new thread has the place of the pinned one that started it
         with contextlib.suppress(OSError):  # where the system refuses this, it is not pinned either
             os.sched_setaffinity(0, config.current().available_cpus)
+
+
+@dataclass(frozen=True)
+class Build:
+    """The ISA levels that kernels were compiled for, best first, and those that this CPU has.
+
+    What is shipped has every level of the architecture. `make demo` and `make dev` compile, for the CPU they run on,
+    the best kernel of each op and the scalar one (TILEWRIGHT_LEVELS=host in CMakeLists.txt).
+    """
+
+    compiled: tuple[str, ...]
+    found: tuple[str, ...]
+    of_architecture: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return set(self.compiled) == set(self.of_architecture)
+
+    @property
+    def is_for_another_cpu(self) -> bool:
+        return not self.is_whole and self.compiled[0] not in self.found
+
+    def __str__(self) -> str:
+        if self.is_whole:
+            return "every ISA level"
+        text = f"{', '.join(self.compiled)} alone, for the CPU it was built on"
+        if self.is_for_another_cpu:
+            text += f"; this one has no {self.compiled[0]}, and ops without a kernel for it run as scalar, far slower"
+        return f"{text} (`pip install .` compiles every level)"
+
+
+def read_build() -> Build:
+    """Return the levels of the native module and of this CPU."""
+    best_first = config.ISA_LEVELS[platform.machine()][::-1]
+    compiled = {level for entries in kernels.manifest().values() for level, _ in entries}
+    return Build(tuple(level for level in best_first if level in compiled), tuple(kernels.isa_levels()), best_first)
 
 
 def apply_config() -> None:
@@ -70,3 +108,5 @@ def _warn_of_memory(nodes: tuple[int, ...], error: int) -> None:
 
 
 apply_config()
+if (_build := read_build()).is_for_another_cpu:
+    _log.warning("kernels are compiled for %s", _build)
