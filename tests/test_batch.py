@@ -322,9 +322,9 @@ def test_files_that_cannot_be(text_model, tmp_path, source, output, capsys):
     (tmp_path / "link.jsonl").symlink_to(source)
     for input_path, output_path, words in (
         (tmp_path / "nothing.jsonl", output, "No such file"),
-        (tmp_path / "pipe", output, "is not a regular file"),
-        (tmp_path, output, "is not a regular file"),
-        (source, tmp_path, "cannot be written: Is a directory"),
+        (tmp_path / "pipe", output, "expected a regular file"),
+        (tmp_path, output, "expected a regular file"),
+        (source, tmp_path, "cannot be written: it is a directory, expected a regular file"),
         (source, tmp_path / "nowhere" / "out.jsonl", "cannot be written: No such file"),
         (source, tmp_path / "link.jsonl", "must be different files"),
     ):

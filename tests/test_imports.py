@@ -27,7 +27,9 @@ LEVELS = [
     ["ops"],
     ["_kernels"],
     ["host_memory", "embedded"],
-    ["types", "config", "control_group", "cpu_name", "event_loop", "model_files", "process_state", "sound_file"],
+    ["model_files"],
+    ["files"],
+    ["types", "config", "control_group", "cpu_name", "event_loop", "process_state", "sound_file"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
@@ -50,6 +52,7 @@ FREE_OF_TORCH = [
     "cpu_name",
     "host_memory",
     "event_loop",
+    "files",
     "model_files",
     "types",
     "sound_file",

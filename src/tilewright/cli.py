@@ -1,13 +1,18 @@
 """The `tilewright` command. Each subcommand imports what it needs when it runs: --help is fast."""
 
 import argparse
+import errno
 import json
+import select
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from tilewright import __version__, config
 from tilewright.types import RequestError
 
+# What writing to a full disk, or to one that fails, raises; files that are opened by name have errors of their own.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 INTERRUPTED = 130  # the exit status shells give a program that Ctrl-C ended
 
 
@@ -15,12 +20,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `tilewright ARGUMENTS`."""
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options)
+        status = options.run(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where an error can be told: Python's own flush at exit prints a traceback
+        return status
     except (config.ConfigError, RequestError) as error:
         print(f"tilewright: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OSError as error:
+        from tilewright.terminal_chat import discard_output
+
+        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+            discard_output()
+            return 0  # as `| head` does
+        if error.filename is not None or error.errno not in _NO_ROOM:
+            raise
+        discard_output()
+        print(f"tilewright: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose reader has gone."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright import config, embedded, engine_flags
+from tilewright import config, embedded, engine_flags, files
 from tilewright import terminal_chat as chat
+from tilewright.diffusion_flags import read_picture
 from tilewright.sound_file import encode, to_pcm16
-from tilewright.types import Completion, RequestError
+from tilewright.types import Completion
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +64,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
     picture = embedded.DEMO_PICTURE if options.image is None else Path(options.image).expanduser()
-    image = _opened(picture)
+    image = read_picture(picture, f"image {picture}")  # before the model is loaded
     style = Style.of_terminal()
     started_s = time.perf_counter()
     with engine_flags.open_engine(options, progress=sys.stderr.isatty()) as engine:
@@ -83,18 +84,6 @@ def run(options: argparse.Namespace) -> int:
         except BrokenPipeError:
             chat.discard_output()
     return 0
-
-
-def _opened(picture: Path) -> Image.Image:
-    """The picture; checked before the model is loaded."""
-    from PIL import Image
-
-    try:
-        return Image.open(picture).convert("RGB")
-    except FileNotFoundError:
-        raise RequestError(f"image {picture}: there is no such file") from None
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise RequestError(f"image {picture}: {error}") from error
 
 
 def _is_bare(options: argparse.Namespace) -> bool:
@@ -144,10 +133,7 @@ def _listen(max_tokens: int, style: Style) -> None:
 
 
 def _save(samples: np.ndarray, rate: int, style: Style) -> None:
-    try:
-        SPOKEN_FILE.write_bytes(encode(to_pcm16(samples), rate, "wav"))
-    except OSError as error:
-        raise RequestError(f"the spoken answer cannot be saved as {SPOKEN_FILE}: {error}") from error
+    files.write_bytes(SPOKEN_FILE, encode(to_pcm16(samples), rate, "wav"))
     print(f"{SPOKEN_FILE} {style.dim(f'{len(samples) / rate:.1f} s of speech')}", flush=True)
 
 

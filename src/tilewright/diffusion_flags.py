@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from tilewright import embedded
+from tilewright import embedded, files
 from tilewright.engine_flags import check_model, positive
+from tilewright.inputs.media import MediaLimits
 from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL import Image
 
     from tilewright.diffusion.diffusion import Diffusion, Generated
     from tilewright.diffusion.params import GenerationParams
@@ -71,7 +73,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def read_prompt(options: argparse.Namespace) -> None:
     """options.prompt, from standard input if it is -; an empty one is a RequestError."""
     if options.prompt == "-":
-        options.prompt = sys.stdin.read().strip()
+        options.prompt = files.read_standard_input()
     if not options.prompt:
         raise RequestError("the prompt is empty, expected some text")
 
@@ -101,7 +103,7 @@ def request(diffusion: Diffusion, options: argparse.Namespace, **more: Any) -> G
         guidance=options.guidance,
         negative_prompt=options.negative,
         seed=options.seed,
-        image=None if options.image is None else _read_picture(options.image),
+        image=None if options.image is None else read_picture(options.image, f"--image {options.image}"),
         step_cache=options.step_cache,
         guidance_interval=options.guidance_interval,
         **more,
@@ -145,10 +147,7 @@ def write_files(output: Path, made: Generated, encode: Callable[[np.ndarray, dic
     """
     for i, pixels in enumerate(made.images):
         path = output if len(made.images) == 1 else output.with_stem(f"{output.stem}-{i + 1}")
-        try:
-            path.write_bytes(encode(pixels, made.settings_of(i)))
-        except OSError as error:
-            raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+        files.write_bytes(path, encode(pixels, made.settings_of(i)))
         print(path)
 
 
@@ -174,14 +173,18 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def _read_picture(file: str) -> Any:
-    from PIL import Image, UnidentifiedImageError
+def read_picture(file: str | Path, name: str) -> Image.Image:
+    """The picture in a user's file, upright and over white as models see it; a RequestError calls it `name`."""
+    from PIL import Image
 
+    from tilewright.inputs.image import read_picture as read
+
+    limits = MediaLimits()
     try:
-        with Image.open(Path(file).expanduser()) as picture:
-            return picture.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
-        raise RequestError(f"--image {file} cannot be read as a picture: {error}") from error
+        data = files.read_bytes(Path(file).expanduser(), limits.max_bytes)
+    except OSError as error:
+        raise RequestError(f"{name} cannot be read: {error.strerror or error}") from error
+    return Image.fromarray(read(data, name, limits).decode())
 
 
 def _size(text: str) -> tuple[int, int]:

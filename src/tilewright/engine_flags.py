@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright import embedded
+from tilewright import embedded, files
 from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
 
@@ -112,7 +112,7 @@ def embedded_key(options: argparse.Namespace) -> str:
 
 def check_model(model: str | None) -> None:
     """RequestError for a path that is not there: known at once, where loading torch to find out takes seconds."""
-    if model is None or Path(embedded.resolve(model)).expanduser().exists():
+    if model is None or files.exists(Path(embedded.resolve(model)).expanduser()):
         return
     if model.startswith((".", "/", "~")) or model.count("/") != 1:  # a hub id is organisation/name
         raise RequestError(f"{model} does not exist: expected a folder, a .gguf file or a hub id")

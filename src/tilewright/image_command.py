@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from tilewright import diffusion_flags, embedded
+from tilewright import diffusion_flags, embedded, files
 from tilewright.engine_flags import positive
 from tilewright.types import RequestError
 
@@ -64,6 +64,5 @@ def run(options: argparse.Namespace) -> int:
 def _format(path: Path) -> str:
     if path.suffix.lower() not in FORMATS:
         raise RequestError(f"--output is {path}, expected a name that ends in {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise RequestError(f"--output is {path}, but there is no folder {path.parent}")
+    files.check_output(path, "--output")
     return FORMATS[path.suffix.lower()]

@@ -5,6 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tilewright import files
+
+MAX_JSON_BYTES = 64 << 20  # an index of 140,000 tensors has 15 MB
+MAX_VOCABULARY_BYTES = 256 << 20  # tokenizer.json, vocab.json, merges.txt: those of 260,000 tokens have 35 MB
+MAX_TEMPLATE_BYTES = 4 << 20  # the longest chat templates have 30 KB
+
 # What stands in for a file that was not really downloaded, or was renamed: how it begins, and what that is.
 _BEGINNINGS = (
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer, not the file itself: run `git lfs pull`"),
@@ -29,14 +35,36 @@ def foreign_kind(beginning: bytes) -> str | None:
     return next((kind for start, kind in _BEGINNINGS if text.startswith(start)), None)
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file; CheckpointError if there is none."""
+def read_file(path: Path, limit_bytes: int) -> bytes:
+    """The bytes of a small file of a model; CheckpointError if it cannot be read or has more than `limit_bytes`."""
     try:
-        data = path.read_bytes()
+        return files.read_bytes(path, limit_bytes)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: a model folder has config.json and safetensors") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def check_file(path: Path, limit_bytes: int) -> None:
+    """CheckpointError where `read_file` would raise one, for a library that reads the file itself."""
+    try:
+        files.open_regular(path, limit_bytes).close()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_template(path: Path) -> str:
+    """The text of a chat template; CheckpointError if there is none."""
+    data = read_file(path, MAX_TEMPLATE_BYTES)
+    try:
+        return data.removeprefix(_BOM).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is {foreign_kind(data) or f'not UTF-8: {error}'}") from error
+
+
+def read_json(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> dict:
+    """The object in a JSON file; CheckpointError if there is none."""
+    data = read_file(path, limit_bytes)
     try:
         value = json.loads(data.removeprefix(_BOM))
     except (ValueError, RecursionError) as error:
@@ -48,7 +76,7 @@ def read_json(path: Path) -> dict:
 
 def read_optional_json(path: Path) -> dict:
     """The object in a JSON file, an empty one where there is no file."""
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if files.exists(path) else {}
 
 
 def _not_json(data: bytes, error: Exception) -> str:

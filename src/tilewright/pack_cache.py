@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from pathlib import Path
 
 from tilewright import config
 
@@ -33,15 +35,24 @@ def run(options: argparse.Namespace) -> int:
     if folder is None:
         print("there is no cache of packed weights: TILEWRIGHT_CACHE_DIR is off")
         return 0
-    paths = entries(folder)
-    print(f"{folder}: {len(paths)} of packed weights, {sum(path.stat().st_size for path in paths) / 1e9:.1f} GB")
+    sizes = {}
+    for path in entries(folder):
+        with contextlib.suppress(FileNotFoundError):  # a server that starts meanwhile removes old ones
+            sizes[path] = path.stat().st_size
+    print(f"{folder}: {len(sizes)} of packed weights, {sum(sizes.values()) / 1e9:.1f} GB")
     status = 0
-    for path in paths:
+    for path, size_bytes in sizes.items():
         damage = find_damage(path) if options.action == "verify" else None
+        state = "" if options.action == "list" else "  whole"
         if damage is not None:
-            status = DAMAGED
-            path.unlink(missing_ok=True)
-        state = "" if options.action == "list" else "  whole" if damage is None else f"  removed: {damage}"
-        size_bytes = path.stat().st_size if damage is None else 0
+            status, state = DAMAGED, f"  {_remove(path)}: {damage}"
         print(f"  {path.name}  {size_bytes / 1e9:.1f} GB{state}")
     return status
+
+
+def _remove(path: Path) -> str:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        return f"damaged, and not removed ({error.strerror or error})"
+    return "removed"

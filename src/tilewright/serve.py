@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright import embedded, engine_flags, replica_flags
+from tilewright import embedded, engine_flags, files, replica_flags
 from tilewright.event_loop import run_loop
 from tilewright.server import flags
 from tilewright.types import RequestError
@@ -122,7 +122,7 @@ def _models(options: argparse.Namespace) -> tuple[str | None, str | None]:
 
 
 def _is_pipeline(model: str) -> bool:
-    return Path(embedded.resolve(model)).expanduser().joinpath("model_index.json").is_file()
+    return files.exists(Path(embedded.resolve(model)).expanduser() / "model_index.json")
 
 
 def _engine(options: argparse.Namespace, model: str, settings: ServerSettings) -> dict[str, Any]:

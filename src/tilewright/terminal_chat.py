@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright import engine_flags
+from tilewright import engine_flags, files
 from tilewright.sound_file import FILE_FORMATS, encode, to_pcm16
 from tilewright.types import Completion, RequestError
 
@@ -85,8 +85,8 @@ def run(options: argparse.Namespace) -> int:
     """The exit status."""
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
     prompt = options.prompt
-    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        prompt = sys.stdin.read().strip()
+    if prompt == "-" or (prompt is None and not (sys.stdin and sys.stdin.isatty())):
+        prompt = files.read_standard_input()
     if prompt == "":
         raise RequestError("the prompt is empty, expected some text")
     media = [_part(kind, file) for kind in ("image", "video", "audio") for file in getattr(options, kind)]
@@ -115,14 +115,19 @@ def _spoken(options: argparse.Namespace, *, has_prompt: bool) -> dict[str, Any]:
         raise RequestError(f"--speak is {options.speak}, expected a file that ends with one of {endings}")
     if not has_prompt:
         raise RequestError("--speak is given, expected PROMPT too: one answer is one file")
+    files.check_output(Path(options.speak), "--speak")
     return {"modalities": ("text", "audio"), "voice": options.voice}
 
 
 def _part(kind: str, file: str) -> dict[str, Any]:
     """A part of a message; RequestError if there is no such file."""
     path = Path(file).expanduser()
-    if not path.is_file():
-        raise RequestError(f"{kind} {file}: {'it is not a file' if path.exists() else 'there is no such file'}")
+    try:
+        files.open_regular(path).close()
+    except FileNotFoundError:
+        raise RequestError(f"{kind} {file}: there is no such file") from None
+    except OSError as error:
+        raise RequestError(f"{kind} {file}: {error.strerror or error}") from error
     return {"type": kind, kind: str(path)}
 
 
@@ -188,7 +193,7 @@ def answer_once(conversation: Conversation, prompt: str, sound_file: Path | None
         raise KeyboardInterrupt  # the text stays on standard output; the exit status is that of an interrupt
     if sound_file is not None and completion.audio is not None and completion.audio_rate is not None:
         pcm16 = to_pcm16(completion.audio)
-        sound_file.write_bytes(encode(pcm16, completion.audio_rate, sound_file.suffix.removeprefix(".")))
+        files.write_bytes(sound_file, encode(pcm16, completion.audio_rate, sound_file.suffix.removeprefix(".")))
         if conversation.show_speed:
             print(f"{len(completion.audio) / completion.audio_rate:.1f} s of speech in {sound_file}", file=sys.stderr)
     return 0

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright import diffusion_flags
+from tilewright import diffusion_flags, files
 from tilewright.engine_flags import positive
 from tilewright.types import RequestError
 
@@ -48,8 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
     output = Path(options.output).expanduser()
     suffix = check_video_name(output)
-    if not output.parent.is_dir():
-        raise RequestError(f"--output is {output}, but there is no folder {output.parent}")
+    files.check_output(output, "--output")
     diffusion_flags.read_prompt(options)
     if options.model is None:
         raise RequestError("no model is named, and the embedded one makes stills: -m ./Wan2.1-T2V-1.3B-Diffusers, say")

@@ -12,6 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from tilewright import files
 from tilewright.batch.index import IdIndex
 from tilewright.types import RequestError
 
@@ -203,8 +204,6 @@ class RequestFile:
 
 def _open(path: Path) -> BufferedReader:
     try:
-        if not path.is_file() and path.exists():  # checked first: opening a pipe would block
-            raise RequestError(f"{path} is not a regular file: it is read twice, which a pipe does not allow")
-        return path.open("rb")
+        return files.open_regular(path)  # read twice, which a pipe does not allow
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from error

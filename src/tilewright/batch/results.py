@@ -9,13 +9,18 @@ import os
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tilewright import files
 from tilewright.server.json_text import to_json
 from tilewright.types import RequestError
 
 SYNC_INTERVAL_S = 5.0
+MAX_LINE_BYTES = 1 << 30  # of a file that is resumed: an answer with log-probabilities of a long context has half
+_PIECE_BYTES = 1 << 16
+_ZEROS = bytes(_PIECE_BYTES)
 # Python's splitlines ends a line at these, and many read such files with it; JSON escapes the other line ends.
 _LINE_ENDS = "\x85\u2028\u2029"
 _BEGINNING = b'{"id":"batch_req_'  # of each line
@@ -90,13 +95,13 @@ class ResultFile:
         offset = 0
         with open(self._descriptor, "rb", closefd=False) as file:
             file.seek(0)
-            for line_number, line in enumerate(file, 1):
+            for line_number, (line, size_bytes) in enumerate(self._lines(file), 1):
                 if not line.endswith(b"\n") and _is_incomplete(line):
                     os.ftruncate(self._descriptor, offset)
                     self._size_bytes = offset
                     return
                 yield self._entry(line_number, offset, line)
-                offset += len(line)
+                offset += size_bytes
 
     def remove(self, offsets: Sequence[int]) -> None:
         """Removes the lines at these ascending offsets; a copy without them replaces the file atomically."""
@@ -107,18 +112,41 @@ class ResultFile:
         with open(self._descriptor, "rb", closefd=False) as old, open(descriptor, "wb", closefd=False) as new:
             os.ftruncate(descriptor, 0)
             old.seek(0)
-            for line in old:
-                if offset == next_removed:
+            is_removed, ends_line = False, True
+            while piece := old.readline(_PIECE_BYTES):
+                if ends_line and (is_removed := offset == next_removed):
                     next_removed = next(removed)
-                else:
-                    new.write(line)
-                offset += len(line)
+                if not is_removed:
+                    new.write(piece)
+                offset += len(piece)
+                ends_line = piece.endswith(b"\n")
         os.fchmod(descriptor, os.fstat(self._descriptor).st_mode & 0o777)
         os.fsync(descriptor)
         os.replace(path, self.path)
         _sync_folder(path.parent)
         os.close(self._descriptor)
         self._descriptor, self._size_bytes = descriptor, os.fstat(descriptor).st_size
+
+    def _lines(self, file: BufferedReader) -> Iterator[tuple[bytes, int]]:
+        """Yield each line and its size in the file.
+
+        Of many zeros in a row some are left out: after a power failure, and in a sparse file, there may be gigabytes.
+        """
+        line, size_bytes, line_number = bytearray(), 0, 1
+        while piece := file.readline(_PIECE_BYTES):
+            size_bytes += len(piece)
+            if size_bytes > MAX_LINE_BYTES:
+                raise RequestError(
+                    f"{self.path}, line {line_number}: more than {MAX_LINE_BYTES} bytes, which no line of a batch's "
+                    "output has; choose another OUT, or --restart to start over"
+                )
+            if line[-1:] != b"\0" or piece != _ZEROS:
+                line += piece
+            if piece.endswith(b"\n"):
+                yield bytes(line), size_bytes
+                line, size_bytes, line_number = bytearray(), 0, line_number + 1
+        if line:
+            yield bytes(line), size_bytes
 
     def _entry(self, line_number: int, offset: int, line: bytes) -> Entry:
         # JSON has no zero bytes; blocks lost in a power failure read as zeros.
@@ -189,20 +217,25 @@ def _is_incomplete(line: bytes) -> bool:
 
 def _sync_folder(folder: Path) -> None:
     """Waits until new file names in it are on disk, if its file system supports that."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):
-        os.fsync(descriptor)
-    os.close(descriptor)
+    with contextlib.suppress(OSError):  # a folder may be written to and not read
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _open_locked(path: Path) -> int:
-    """A descriptor that appends to the file, locked against other batches."""
+    """Open a regular file to append to it and to read it again, locked against other batches."""
     while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            if files.exists(path):
+                files.check_regular(path, os.stat(path))
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror}") from error
         try:
+            files.check_regular(path, os.fstat(descriptor))
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another process may have replaced the file at this path meanwhile.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tilewright import engine_flags, replica_flags
+from tilewright import engine_flags, files, replica_flags
 from tilewright.batch.paths import PathGate
 from tilewright.batch.requests import Place, Request, read_request
 from tilewright.batch.work import BatchWorkers, Totals
@@ -81,7 +81,7 @@ class BatchWorker:
     def _read(self, places: Sequence[Place]) -> list[Request]:
         settings = self._settings
         try:
-            with settings.path.open("rb") as file:
+            with files.open_regular(settings.path) as file:
                 return [read_request(file, place, ENDPOINTS, settings.max_line_bytes) for place in places]
         except OSError as error:
             raise RequestError(f"{settings.path} cannot be read on every machine: {error.strerror}") from error

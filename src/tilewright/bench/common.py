@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import platform
 import re
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright import files
+from tilewright.types import RequestError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def size(text: str) -> tuple[int, int]:
@@ -17,14 +26,31 @@ def size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def can_plot() -> bool:
-    """Whether matplotlib is installed; prints how to install it if not."""
+def check_outputs(options: argparse.Namespace) -> None:
+    """RequestError if the files of --json and --plot could not be written, before anything is measured."""
+    if options.json:
+        files.check_output(options.json, "--json")
+    if not options.plot:
+        return
+    files.check_output(options.plot, "--plot")
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError:
-        print("tilewright: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return False
-    return True
+        raise RequestError("--plot needs matplotlib: pip install matplotlib") from None
+    formats = Figure().canvas.get_supported_filetypes()
+    if _plot_format(options.plot) not in formats:
+        raise RequestError(f"--plot is {options.plot}, expected a name that ends in .{', .'.join(sorted(formats))}")
+
+
+def write_plot(path: Path, figure: Figure) -> None:
+    """The figure as a file of the format that its name ends in, PNG where it has no ending."""
+    data = io.BytesIO()
+    figure.savefig(data, format=_plot_format(path), dpi=130)
+    files.write_bytes(path, data.getvalue())
+
+
+def _plot_format(path: Path) -> str:
+    return path.suffix.removeprefix(".").lower() or "png"
 
 
 def load_average() -> float:

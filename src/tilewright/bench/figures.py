@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from tilewright.bench import common
 from tilewright.bench.probe import Probe, median
 from tilewright.bench.report import aligned, write_document
 from tilewright.bench.rounds import Round
@@ -73,4 +74,4 @@ def write_plot(path: Path, rounds: Sequence[Round], title: str) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(True, alpha=0.3)
     figure.suptitle(title)
-    figure.savefig(path, dpi=130)
+    common.write_plot(path, figure)

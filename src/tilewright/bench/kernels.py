@@ -40,8 +40,7 @@ def run(options: argparse.Namespace) -> int:
     """The exit status: 0, 1 if a check failed, 2 if no row matches or a flag cannot be used."""
     from tilewright.bench import common
 
-    if options.plot and not common.can_plot():
-        return 2
+    common.check_outputs(options)
     import torch
 
     from tilewright import machine

@@ -69,8 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if options.what == "decode" and options.new_tokens < 2:
         print("tilewright: --new-tokens is 1, expected 2 or more: the first is prefill's", file=sys.stderr)
         return 2
-    if options.plot and not common.can_plot():
-        return 2
+    common.check_outputs(options)
     from tilewright.bench import figures
 
     load_average = common.load_average()

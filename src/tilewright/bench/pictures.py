@@ -51,8 +51,7 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
-    if options.plot and not common.can_plot():
-        return 2
+    common.check_outputs(options)
     from tilewright.bench import figures
 
     load_average = common.load_average()

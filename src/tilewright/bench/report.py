@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilewright import files
+from tilewright.bench import common
+
 if TYPE_CHECKING:  # timing imports torch, which tables do not need
     from tilewright.bench.timing import Times
 
@@ -127,7 +130,7 @@ def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
 
 
 def write_document(path: Path, document: dict[str, object]) -> None:
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    files.write_bytes(path, (json.dumps(document, indent=2) + "\n").encode())
 
 
 def write_json(path: Path, results: Sequence[Result], about: dict[str, object]) -> None:
@@ -172,4 +175,4 @@ def write_plot(path: Path, results: Sequence[Result], limits: MachineLimits) -> 
     )
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    common.write_plot(path, figure)

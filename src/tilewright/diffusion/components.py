@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tilewright import config as settings
-from tilewright import embedded
+from tilewright import embedded, files
 from tilewright.diffusion.params import Limits
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.layers import partition
@@ -245,11 +245,11 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 def pipeline_folder(model: str | Path) -> Path:
     """The folder that `model` names, downloaded if it is a hub id; one that is no pipeline is a CheckpointError."""
     path = Path(embedded.resolve(str(model))).expanduser()
-    if not path.exists():
+    if not files.exists(path):
         if not is_hub_id(str(model)):
             raise CheckpointError(f"{model} does not exist: expected a folder or a hub id")
         path = download_pipeline(str(model))
-    if not (path / "model_index.json").is_file():
+    if not files.exists(path / "model_index.json"):
         raise CheckpointError(
             f"{path} has no model_index.json: expected a pipeline in diffusers' layout, which makes pictures or video"
         )

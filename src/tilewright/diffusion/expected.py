@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tilewright import files
 from tilewright.diffusion.params import GenerationParams, Limits
 
 _log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 FILE = "picture_times.json"
 MAX_RUNS = 32  # that are kept of each model: the latest of each kind of request
 MAX_MODELS = 64
+MAX_FILE_BYTES = 4 << 20  # twice what so many runs of so many models take
 # Of the multiply peak, what products and attention of a step reach together (docs/performance.md).
 SHARE_OF_PEAK = 0.6
 
@@ -127,8 +129,8 @@ class PastTimes:
     def _read(self) -> dict[str, Any]:
         """The file; empty where there is none, or none that can be read: it is only times."""
         try:
-            found = {} if self._path is None else json.loads(self._path.read_text())
-        except (OSError, ValueError):
+            found = {} if self._path is None else json.loads(files.read_bytes(self._path, MAX_FILE_BYTES))
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -141,9 +143,13 @@ class PastTimes:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=FILE, suffix=".partial")
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(kept, file, indent=1)
-            os.replace(temporary, self._path)
+            try:
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump(kept, file, indent=1)
+                os.replace(temporary, self._path)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
         except OSError as error:
             _log.debug("times of pictures are not kept: %s", error)
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright import embedded, engine_flags
+from tilewright import embedded, engine_flags, files
 from tilewright.bench import common
 from tilewright.evaluate.formats import EvalFormat, parse_formats
 from tilewright.evaluate.questions import FILE_NAME, read_questions
@@ -65,8 +65,7 @@ def run(options: argparse.Namespace) -> int:
     """The exit status."""
     plan = make_plan(options)
     engine_flags.check_model(options.model)
-    if options.plot and not common.can_plot():
-        return 2
+    common.check_outputs(options)
     from tilewright.evaluate import report
     from tilewright.evaluate.measure import measure
 
@@ -115,7 +114,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return files.read_bytes(path, files.MAX_TEXT_BYTES).decode()
     except OSError as error:
         raise RequestError(f"--text is {path}, which cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

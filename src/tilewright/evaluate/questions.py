@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tilewright import files
 from tilewright.types import RequestError
 
 FILE_NAME = "questions.jsonl"
@@ -60,7 +61,7 @@ def read_questions(folder: Path) -> list[Question]:
     """The questions of a set; RequestError that names the line for one that cannot be asked."""
     path = folder / FILE_NAME
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = files.read_bytes(path, files.MAX_TEXT_BYTES).decode().splitlines()
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -80,7 +81,7 @@ def _question(folder: Path, line: str, place: str) -> Question:
         raise RequestError(f"{place} is no object, expected image, question and answer")
     images = tuple(folder / name for name in _texts(entry, "image", place))
     for image in images:
-        if not image.is_file():
+        if not files.exists(image):
             raise RequestError(f"{place}: {image} is no file")
     (text,) = _texts(entry, "question", place, at_most=1)
     kind = entry.get("kind", "")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tilewright.bench import common
 from tilewright.bench.report import aligned, write_document
 from tilewright.evaluate.measure import Result
 
@@ -101,7 +102,7 @@ def write_plot(path: Path, results: Sequence[Result], title: str) -> None:
             axes.invert_yaxis()  # less is better
         axes.grid(True, alpha=0.3)
     figure.suptitle(title)
-    figure.savefig(path, dpi=130)
+    common.write_plot(path, figure)
 
 
 def _quality(results: Sequence[Result]) -> tuple[str, list[float]]:

@@ -11,8 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewright import files
 from tilewright.inputs.cut_json import whole_part
-from tilewright.model_files import CheckpointError, read_json
+from tilewright.model_files import CheckpointError, read_json, read_template
 from tilewright.types import REASONING_TAGS, Messages, RequestError
 
 if TYPE_CHECKING:
@@ -107,14 +108,14 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
     elif isinstance(kept, Mapping):
         found.update(kept)
     path = folder / "chat_template.json"
-    if path.is_file():
+    if files.exists(path):
         kept = read_json(path).get("chat_template") or {}
         found.update({"default": kept} if isinstance(kept, str) else kept)
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        found["default"] = path.read_text(encoding="utf-8")
+    if files.exists(path):
+        found["default"] = read_template(path)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+        found[path.stem] = read_template(path)
     return found
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.model_files import CheckpointError
+from tilewright import files
+from tilewright.model_files import MAX_VOCABULARY_BYTES, CheckpointError, check_file
 
 if TYPE_CHECKING:
     import tokenizers
@@ -22,7 +23,7 @@ _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 def describes(folder: Path, config: Mapping[str, object]) -> bool:
     """Whether the folder's files are such a tokenizer; `config` is its tokenizer_config.json."""
     is_clip = str(config.get("tokenizer_class")).startswith("CLIPTokenizer")
-    return is_clip and (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    return is_clip and files.exists(folder / "vocab.json") and files.exists(folder / "merges.txt")
 
 
 def build(folder: Path, special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
@@ -32,6 +33,8 @@ def build(folder: Path, special_tokens: Mapping[str, str]) -> tokenizers.Tokeniz
     start = special_tokens.get("bos_token", "<|startoftext|>")
     end = special_tokens.get("eos_token", "<|endoftext|>")
     unknown = special_tokens.get("unk_token", end)
+    for name in ("vocab.json", "merges.txt"):
+        check_file(folder / name, MAX_VOCABULARY_BYTES)
     try:
         vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         model = models.BPE(vocab, merges, unk_token=unknown, end_of_word_suffix=WORD_END)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewright import files
 from tilewright.inputs import clip_tokenizer, qwen_tokenizer
 from tilewright.inputs.chat_template import read_templates
-from tilewright.model_files import CheckpointError, read_json, read_optional_json
+from tilewright.model_files import MAX_VOCABULARY_BYTES, CheckpointError, read_file, read_json, read_optional_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,7 +29,7 @@ def build(folder: Path) -> dict[str, Any]:
     model_config = read_optional_json(folder / "config.json")
     special_tokens = _special_tokens({**read_optional_json(folder / "special_tokens_map.json"), **config})
     templates = read_templates(folder, config)
-    if path.is_file():
+    if files.exists(path):
         backend = _from_file(path)
     elif clip_tokenizer.describes(folder, config):
         backend = clip_tokenizer.build(folder, special_tokens)
@@ -48,10 +49,11 @@ def build(folder: Path) -> dict[str, Any]:
 def _from_file(path: Path) -> tokenizers.Tokenizer:
     import tokenizers
 
+    data = read_file(path, MAX_VOCABULARY_BYTES)
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises no narrower one
-        read_json(path)  # raises a clearer error if it is not JSON at all
+        read_json(path, MAX_VOCABULARY_BYTES)  # raises a clearer error if it is not JSON at all
         raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
 
 

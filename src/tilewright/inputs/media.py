@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
+from tilewright import files
 from tilewright.types import MediaKind, RequestError
 
 # What is said of a file that a library cannot decode: the library's own words mean little to a client.
@@ -127,13 +128,9 @@ def _read_file(path: Path, name: str, limits: MediaLimits) -> bytes:
     if not limits.allow_paths:
         raise RequestError(f"{name}: files are not read here: pass a data: URL")
     try:
-        with path.open("rb") as file:
-            # One byte more than allowed, so that a file that grows, or a device, ends here too.
-            return check_bytes(file.read(limits.max_bytes + 1), name, limits)
-    except (OSError, ValueError) as error:
-        if isinstance(error, RequestError):
-            raise
-        raise RequestError(f"{name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        return check_bytes(files.read_bytes(path, limits.max_bytes), name, limits)
+    except OSError as error:
+        raise RequestError(f"{name}: {path} cannot be read: {error.strerror or error}") from error
 
 
 def check_bytes(data: bytes, name: str, limits: MediaLimits) -> bytes:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.model_files import CheckpointError
+from tilewright import files
+from tilewright.model_files import MAX_VOCABULARY_BYTES, CheckpointError, check_file
 
 if TYPE_CHECKING:
     import tokenizers
@@ -23,13 +24,15 @@ _WORDS = (
 def describes(folder: Path, config: Mapping[str, object]) -> bool:
     """Whether the folder's files are such a tokenizer; `config` is its tokenizer_config.json."""
     is_qwen = str(config.get("tokenizer_class")).startswith("Qwen2Tokenizer")
-    return is_qwen and (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    return is_qwen and files.exists(folder / "vocab.json") and files.exists(folder / "merges.txt")
 
 
 def build(folder: Path) -> tokenizers.Tokenizer:
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+    for name in ("vocab.json", "merges.txt"):
+        check_file(folder / name, MAX_VOCABULARY_BYTES)
     try:
         vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         backend = tokenizers.Tokenizer(models.BPE(vocab, merges))

@@ -19,6 +19,7 @@ machine: differences under 3 % mean nothing).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -26,6 +27,7 @@ import mmap
 import os
 import random
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -55,6 +57,7 @@ _MARK = b"tilewpk\x01"
 _DIGEST_BYTES = 32
 _FOOTER_BYTES = len(_MARK) + 8 + _DIGEST_BYTES  # mark, where the header begins, its digest
 _CHUNK_BYTES = 64 << 20
+MAX_HEADER_BYTES = 100_000_000  # a model of 1 TB has 20 MB of checksums
 _POPULATE_READ = 22  # Linux 5.14's MADV_POPULATE_READ, which Python does not name
 
 _log = logging.getLogger(__name__)
@@ -86,6 +89,7 @@ class PackedCache:
         self._checkpoint = hashlib.sha256(os.fsencode(checkpoint.resolve())).hexdigest()[:16]
         self._state = _key(fingerprint)[:16]
         self.path = folder / f"{self._checkpoint}-{self._state}-{self._key[:16]}{SUFFIX}"
+        self._why_unused: str | None = None  # why `restore` could use no entry, though there is a file
         self.unchecked: ChecksummedData | None = None  # what `restore` mapped and has compared a sample of only
 
     def restore(self, on_bytes: Callable[[int], object], is_streamed: bool = False) -> bool:
@@ -93,12 +97,10 @@ class PackedCache:
 
         `on_bytes` is called as the file comes into memory; `is_streamed`: it does not, until layers are used.
         """
-        if not self.path.is_file():
-            return False
         try:
             values = self._read(on_bytes, is_streamed)
         except (_NoEntryError, CheckpointError) as error:
-            _log.warning("%s is not used, and written anew: %s", self.path, error)
+            self._why_unused = str(error)
             return False
         for weight, value in zip(self._weights, values, strict=True):
             weight.restore(value)
@@ -107,6 +109,18 @@ class PackedCache:
         except OSError as error:
             _log.debug("the time of %s stays as it is: %s", self.path, error)
         return True
+
+    def stored_bytes(self) -> int | None:
+        """The size of the entry's file; None: there is none, or something else stands there.
+
+        What hides it, a folder of another user say, `store` meets too: one warning is enough.
+        """
+        try:
+            status = os.stat(self.path)
+        except OSError as error:
+            _log.debug("no packed weights are read from %s: %s", self.path, error)
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def _read(self, on_bytes: Callable[[int], object], is_streamed: bool) -> list[object]:
         entry, data = _open(self.path)
@@ -121,7 +135,10 @@ class PackedCache:
             data.file.release(0, data.file.size_bytes)  # a check of all of it would read what was let go again
         else:
             self.unchecked = data if num_blocks > SAMPLE_BLOCKS else None
-        return [decode(value, data.file) for value in entry["values"]]
+        try:
+            return [decode(value, data.file) for value in entry["values"]]
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError) as error:
+            raise _NoEntryError(f"its header describes no weights: {error!r}") from error
 
     def store(self) -> None:
         """Writes the weights' values as the entry, and removes what it takes the place of; a warning if it cannot."""
@@ -132,12 +149,17 @@ class PackedCache:
             self._remove_old()
             self._write(values, encoder)
         except OSError as error:
+            unused = "" if self._why_unused is None else f", nor read from there ({self._why_unused})"
             _log.warning(
-                "packed weights are not kept in %s (%s), so the next start packs them again: TILEWRIGHT_CACHE_DIR "
+                "packed weights are not kept in %s (%s)%s, so the next start packs them again: TILEWRIGHT_CACHE_DIR "
                 "names another folder, or off",
                 self._folder,
                 error.strerror or error,
+                unused,
             )
+        else:
+            if self._why_unused is not None:
+                _log.warning("%s is not used, and written anew: %s", self.path, self._why_unused)
 
     def _write(self, values: list[object], encoder: Encoder) -> None:
         data_bytes = encoder.size_bytes
@@ -161,20 +183,27 @@ class PackedCache:
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
             raise
-        _sync_folder(self._folder)
+        with contextlib.suppress(OSError):  # the file is there, if perhaps not after a power failure
+            _sync_folder(self._folder)
 
     def _remove_old(self) -> None:
         """Removes older states of this checkpoint, what was used longest ago beyond MAX_ENTRIES, and remains."""
-        times_ns = {path: path.stat().st_mtime_ns for path in self._folder.glob(f"*{SUFFIX}") if path != self.path}
+        times_ns = _times_ns(self._folder, SUFFIX)
+        times_ns.pop(self.path, None)
         stale = [path for path in times_ns if self._is_older_state(path)]
         current = sorted(times_ns.keys() - set(stale), key=lambda path: times_ns[path], reverse=True)
         abandoned_before_ns = time.time_ns() - int(ABANDONED_S * 1e9)
-        remains = [p for p in self._folder.glob("*.partial") if p.stat().st_mtime_ns < abandoned_before_ns]
+        partial = _times_ns(self._folder, ".partial")
+        remains = [path for path, time_ns in partial.items() if time_ns < abandoned_before_ns]
         for path in [*stale, *current[MAX_ENTRIES - 1 :], *remains]:
             _log.info("removing %s", path)
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # another user's, in a folder for all
+                _log.debug("%s stays: %s", path, error)
 
     def _is_older_state(self, path: Path) -> bool:
         parts = path.stem.split("-")
@@ -183,7 +212,17 @@ class PackedCache:
 
 def entries(folder: Path) -> list[Path]:
     """The files of all models, those used last first."""
-    return sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    times_ns = _times_ns(folder, SUFFIX)
+    return sorted(times_ns, key=lambda path: times_ns[path], reverse=True)
+
+
+def _times_ns(folder: Path, suffix: str) -> dict[Path, int]:
+    """When the files of a folder were written that end so; without those that are removed meanwhile."""
+    times_ns = {}
+    for path in folder.glob(f"*{suffix}"):
+        with contextlib.suppress(OSError):
+            times_ns[path] = path.stat().st_mtime_ns
+    return times_ns
 
 
 def find_damage(path: Path) -> str | None:
@@ -203,11 +242,17 @@ def _open(path: Path) -> tuple[dict, ChecksummedData]:
     if len(footer) < _FOOTER_BYTES or not footer.startswith(_MARK):
         raise _NoEntryError("it does not end as a whole file does")
     header_begin = int.from_bytes(footer[len(_MARK) : -_DIGEST_BYTES], "little")
+    if file.size_bytes - header_begin > MAX_HEADER_BYTES:
+        raise _NoEntryError(f"its header has {file.size_bytes - header_begin} bytes, the limit is {MAX_HEADER_BYTES}")
     header = file.memory[header_begin : file.size_bytes - _FOOTER_BYTES]
     if hashlib.sha256(header).digest() != footer[-_DIGEST_BYTES:]:
         raise _NoEntryError("its header was changed")
-    entry = json.loads(header)
-    if entry["data_bytes"] != header_begin:
+    try:
+        entry = json.loads(header)
+        is_whole = entry["data_bytes"] == header_begin
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise _NoEntryError(f"its header is no entry's: {error!r}") from error
+    if not is_whole:
         raise _NoEntryError("it has data of another length")
     if "checksums" not in entry:
         raise _NoEntryError("it has no checksums: another version wrote it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilewright import embedded
+from tilewright import embedded, files
 from tilewright.model_files import CheckpointError
 from tilewright.ops.quantized import Quantized
 from tilewright.weights.gguf import GgufCheckpoint
@@ -70,9 +71,13 @@ def open_checkpoint(model: str | Path, mmproj: str | Path | None = None) -> Chec
 def local_path(model: str | Path) -> Path:
     """The folder or the .gguf file that `model` names, downloaded if it is a hub id."""
     path = Path(embedded.resolve(str(model))).expanduser()
-    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
-        return path
-    if path.exists():
+    if files.exists(path):
+        try:
+            is_folder = stat.S_ISDIR(path.stat().st_mode)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        if is_folder or path.suffix == ".gguf":
+            return path
         raise CheckpointError(f"{path} is no model: expected a folder, a .gguf file or a hub id")
     if is_hub_id(str(model)):
         return download(str(model))

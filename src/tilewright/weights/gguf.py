@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright.files import exists
 from tilewright.model_files import CheckpointError
 from tilewright.ops.quantized import Quantized
 from tilewright.weights.gguf_config import (
@@ -177,7 +178,7 @@ def _parts(path: Path) -> list[GgufFile]:
             f"-00001-of-{count:0>5}.gguf"
         )
     paths = [path.with_name(f"{name[1]}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
-    missing = [part.name for part in paths if not part.is_file()]
+    missing = [part.name for part in paths if not exists(part)]
     if missing:
         raise CheckpointError(f"{path} is one of {count} parts, and {', '.join(missing[:5])} is missing: download it")
     files = [file if part == path else GgufFile(part) for part in paths]

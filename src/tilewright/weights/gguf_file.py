@@ -17,6 +17,8 @@ from tilewright.weights.mapped import MappedFile
 
 VERSIONS = (2, 3)
 MAX_RANK = 4
+MAX_HEADER_BYTES = 100_000_000  # as safetensors allows; a vocabulary of 260,000 tokens with its merges takes 15 MB
+MAX_ARRAY = 1 << 22  # elements of a list in the metadata: the largest vocabularies have 262,144
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", _BOOL: "?", 10: "u8", 11: "i8", 12: "f8"}
@@ -166,11 +168,7 @@ class _Cursor:
 
     def take(self, size_bytes: int) -> bytes:
         begin, self.position = self.position, self.position + size_bytes
-        if self.position > self._file.size_bytes:
-            raise CheckpointError(
-                f"{self._file.path} is truncated or damaged: its header asks for byte {self.position} "
-                f"of {self._file.size_bytes}: download it again"
-            )
+        self._check(self.position)
         return self._file.memory[begin : self.position]
 
     def number(self, kind: str) -> int:
@@ -187,7 +185,7 @@ class _Cursor:
             return self._scalars(kind, 1, key)[0]
         kind, count = self.number("u4"), self.number("u8")
         if kind == _STRING:
-            self._expect(count * 8, key)
+            self._expect(count, 8, key)
             return self._strings(count)
         if kind == _ARRAY:
             raise CheckpointError(f"{self._file.path}: {key} is an array of arrays, which no known key is")
@@ -197,30 +195,42 @@ class _Cursor:
         if kind not in _SCALARS:
             raise CheckpointError(f"{self._file.path}: {key} has a value of the unknown type {kind}")
         dtype = np.dtype(f"<{_SCALARS[kind]}" if kind != _BOOL else "u1")
-        self._expect(count * dtype.itemsize, key)
+        self._expect(count, dtype.itemsize, key)
         values = np.frombuffer(self.take(count * dtype.itemsize), dtype)
         return (values != 0).tolist() if kind == _BOOL else values.tolist()
 
-    def _expect(self, size_bytes: int, key: str) -> None:
-        """Checked before memory is taken for a size that the file claims."""
+    def _check(self, end: int) -> None:
+        """Refuses a header that ends at `end` or later, if the file or our limit ends before."""
+        if end > self._file.size_bytes:
+            raise CheckpointError(
+                f"{self._file.path} is truncated or damaged: its header asks for byte {end} "
+                f"of {self._file.size_bytes}: download it again"
+            )
+        if end > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{self._file.path} has a header of {end} bytes or more, the limit is {MAX_HEADER_BYTES}"
+            )
+
+    def _expect(self, count: int, item_bytes: int, key: str) -> None:
+        """Checked before memory is taken for a count that the file claims."""
+        size_bytes = count * item_bytes
         if size_bytes > self._file.size_bytes - self.position:
             raise CheckpointError(f"{self._file.path}: {key} claims {size_bytes} bytes or more, past the file's end")
+        if count > MAX_ARRAY:
+            raise CheckpointError(f"{self._file.path}: {key} has {count} elements, the limit is {MAX_ARRAY}")
 
     def _strings(self, count: int) -> list[str]:
         # A vocabulary has 150,000: a local loop takes a third of the time of calling string().
-        memory, position, end = self._file.memory, self.position, self._file.size_bytes
+        memory, position = self._file.memory, self.position
+        limit = min(self._file.size_bytes, MAX_HEADER_BYTES)
         strings = []
         for _ in range(count):
-            if position + 8 > end:
-                break
-            begin = position + 8
-            position = begin + struct.unpack_from("<Q", memory, position)[0]
-            if position > end:
-                break
-            strings.append(memory[begin:position].decode("utf-8", errors="replace"))
-        if len(strings) < count:
-            raise CheckpointError(
-                f"{self._file.path} is truncated or damaged: a list of {count} strings passes its end"
-            )
+            begin = end = position + 8
+            if begin <= limit:
+                end += struct.unpack_from("<Q", memory, position)[0]
+            if end > limit:
+                self._check(end)
+            strings.append(memory[begin:end].decode("utf-8", errors="replace"))
+            position = end
         self.position = position
         return strings

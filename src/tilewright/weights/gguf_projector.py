@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright.files import exists
 from tilewright.model_files import CheckpointError
 from tilewright.weights.gguf_config import PROJECTOR_ARCHITECTURE, Keys
 from tilewright.weights.gguf_file import GgufFile, PlacedTensor, architecture_of
@@ -236,7 +237,7 @@ def _fitting(path: Path, model: Path, width: int, num_deepstack_layers: int | No
 
 def _named_path(model: Path, mmproj: str | Path) -> Path:
     path = Path(mmproj).expanduser()
-    found = next((place for place in (path, model.parent / path) if place.is_file()), None)
+    found = next((place for place in (path, model.parent / path) if exists(place)), None)
     if found is None:
         names = ", ".join(place.name for place in _beside(model)) or "none"
         raise CheckpointError(f"mmproj is {mmproj}, which does not exist; projectors beside {model.name}: {names}")

@@ -88,8 +88,8 @@ def load(
     if cache_dir is not None:
         in_order = [stored_names[source.name] for weight in weights for source in weight.sources]
         cache = PackedCache(cache_dir, weights, checkpoint.path, checkpoint.fingerprint, dtype, f"{in_order}")
-        if cache.path.is_file():
-            with _progress_bar(cache.path.stat().st_size, progress) as bar:
+        if (stored_bytes := cache.stored_bytes()) is not None:
+            with _progress_bar(stored_bytes, progress) as bar:
                 from_cache = cache.restore(bar.update, is_streamed)
     if not from_cache:
         _build(weights, checkpoint, stored_names, dtype, progress)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright import files
 from tilewright.host_memory import MAP_NORESERVE
 from tilewright.model_files import CheckpointError
 
@@ -22,7 +23,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with files.open_regular(path) as file:
                 status = os.fstat(file.fileno())
                 self.size_bytes, self.modified_ns = status.st_size, status.st_mtime_ns
                 if self.size_bytes == 0:

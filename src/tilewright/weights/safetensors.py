@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilewright.model_files import CheckpointError, foreign_kind, read_json
+from tilewright import files
+from tilewright.model_files import MAX_JSON_BYTES, CheckpointError, foreign_kind, read_file, read_json
 from tilewright.ops.quantized import Quantized
 from tilewright.weights.mapped import MappedFile
 
@@ -63,7 +65,7 @@ class SafetensorsCheckpoint:
         self.files: Path | None = folder
         self.config: dict = _without_nulls(read_json(folder / "config.json"))
         self._entries: dict[str, Entry] = {}
-        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        digest = hashlib.sha256(read_file(folder / "config.json", MAX_JSON_BYTES))
         expected, paths = _weight_files(folder)
         for path in paths:
             file = MappedFile(path)
@@ -126,9 +128,9 @@ def _without_nulls(config: dict) -> dict:
 def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
     """The file that each tensor must be in, where an index says so, and all files to read."""
     for stem in WEIGHT_STEMS:
-        if (index := folder / f"{stem}.safetensors.index.json").is_file():
+        if files.exists(index := folder / f"{stem}.safetensors.index.json"):
             return _indexed_files(folder, index)
-        if (single := folder / f"{stem}.safetensors").is_file():
+        if files.exists(single := folder / f"{stem}.safetensors"):
             return {}, [single]
     raise CheckpointError(_no_weights_message(folder))
 
@@ -142,7 +144,7 @@ def _indexed_files(folder: Path, index: Path) -> tuple[dict[str, Path], list[Pat
         if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
             raise CheckpointError(f"{index} names the file {name!r}, expected a .safetensors file beside it")
     shards = sorted({folder / name for name in weight_map.values()})
-    missing = [path.name for path in shards if not path.is_file()]
+    missing = [path.name for path in shards if not files.exists(path)]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of the {len(shards)} files its index names: "
@@ -152,7 +154,10 @@ def _indexed_files(folder: Path, index: Path) -> tuple[dict[str, Path], list[Pat
 
 
 def _no_weights_message(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir())
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        return f"{folder} cannot be read: {error.strerror or error}"
     looked_for = f"{folder} has neither model.safetensors nor model.safetensors.index.json"
     gguf = [name for name in names if name.endswith(".gguf")]
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]

@@ -73,4 +73,6 @@ def decode(encoded: object, file: MappedFile) -> object:
         return named
     assert encoded["module"].startswith(_PACKAGE), encoded["module"]
     value_class = getattr(importlib.import_module(encoded["module"]), encoded["class"])
+    # Nothing else of a module is called, whatever the file asks for.
+    assert isinstance(value_class, type) and dataclasses.is_dataclass(value_class), encoded["class"]
     return value_class(**{name: decode(value, file) for name, value in encoded["fields"].items()})

@@ -174,8 +174,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.images or options.make_videos:
         return _run_images(options)
-    if options.plot and not common.can_plot():
-        return 2
+    common.check_outputs(options)
     server = Server.parse(options.url)
     limits_s = parse_goodput(options.goodput) if options.goodput else None
     client = Client(server, headers(options.api_key))
@@ -214,6 +213,7 @@ def _run_images(options: argparse.Namespace) -> int:
 
     if options.plot or options.goodput:
         raise RequestError("--images and --make-videos have neither --plot nor --goodput")
+    common.check_outputs(options)
     server = Server.parse(options.url)
     client = Client(server, headers(options.api_key))
     noun = "video" if options.make_videos else "picture"
