@@ -6,8 +6,13 @@ import json
 import logging
 import os
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -363,3 +368,102 @@ def test_the_command_without_a_cache(tmp_path, monkeypatch, capsys):
         settings = config.resolve({"TILEWRIGHT_CACHE_DIR": value}, [0])
         monkeypatch.setattr(config, "current", lambda settings=settings: settings)
         assert cli.main(["cache", "verify"]) == 0 and text in capsys.readouterr().out
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+def make_endless(path):
+    path.symlink_to("/dev/zero")
+
+
+def make_sparse(path):
+    with path.open("wb") as file:
+        file.truncate(10 << 30)
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_endless, make_sparse, os.mkdir])
+def test_what_is_no_file_in_the_entry_s_place(start, caplog, make):
+    """A pipe, a device or a file of another format is replaced; a folder is not, and is one warning."""
+    first, report = start()
+    report.cache_path.unlink()
+    make(report.cache_path)
+    caplog.clear()
+    second, report = start()
+    assert not report.from_cache and same_values(first, second)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    if make is os.mkdir:
+        assert len(warnings) == 1 and "(Is a directory)" in warnings[0]
+    else:
+        assert len(warnings) == (make is make_sparse) and start()[1].from_cache
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", ["open", "replace", "mkdir", "unlink", "utime", "stat", "fsync"])
+def test_a_system_call_that_fails_stops_no_start(start, tmp_path, monkeypatch, caplog, call, number):
+    """Whatever fails beneath the cache folder, with or without an entry there: at most one warning, and the weights."""
+    first, report = start()
+    before = getattr(os, call)
+
+    def fail(path, *arguments, **options):
+        if isinstance(path, int) or str(path).startswith(str(tmp_path / "cache")):
+            raise OSError(number, os.strerror(number), str(path))
+        return before(path, *arguments, **options)
+
+    for is_there in (True, False):
+        if not is_there:
+            report.cache_path.unlink(missing_ok=True)
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            second, _ = start()
+        assert same_values(first, second)
+        assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 1
+
+
+LOAD_AS_NOBODY = """
+import os, sys
+*sys.path, folder = sys.argv[1:]
+import logging
+from pathlib import Path
+import torch
+import test_packed_cache
+from tilewright.weights.checkpoint import open_checkpoint
+from tilewright.weights.load import load
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+def start(cache_dir):
+    checkpoint = open_checkpoint(Path(folder, "checkpoint"))
+    return load(test_packed_cache.make_model(), checkpoint, dtype=torch.float32, cache_dir=cache_dir)
+start(None)  # imports the rest, which may be in a folder of root's
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+for cache in sorted(Path(folder).glob("cache*")):
+    print("from the cache" if start(cache).from_cache else "packed")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_cache_folder_of_another_user(make_checkpoint):
+    """Nobody starts with root's folders: closed, readable though its file is not, and one for all to write to."""
+    with tempfile.TemporaryDirectory() as name:  # pytest's own are closed to others
+        folder, modes = Path(name), (0o700, 0o755, 0o1777)
+        folder.chmod(0o755)
+        shutil.copytree(make_checkpoint(TENSORS).path, folder / "checkpoint")
+        for path in (folder / "checkpoint").iterdir():
+            path.chmod(0o644)
+        checkpoint = open_checkpoint(folder / "checkpoint")
+        caches = [folder / f"cache{number}" for number in range(len(modes))]
+        for path, mode in zip(caches, modes, strict=True):
+            load(make_model(), checkpoint, dtype=torch.float32, cache_dir=path)
+            path.chmod(mode)
+        before = [os.listdir(path) for path in caches]
+        command = [sys.executable, "-c", LOAD_AS_NOBODY, *sys.path, name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and done.stdout == "packed\n" * len(modes), done.stderr
+        for path, warning, mode in zip(caches, done.stderr.splitlines(), modes, strict=True):
+            assert f"packed weights are not kept in {path} (" in warning
+            assert "Permission denied" in warning or "Operation not permitted" in warning
+            assert ("nor read from there" in warning) == (mode != 0o700)
+        assert [os.listdir(path) for path in caches] == before
