@@ -1,6 +1,8 @@
 import contextlib
 import io
 import os
+import pty
+import select
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from clips import write_clip
 from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
-from tilewright import Engine, cli, engine_flags
+from tilewright import Engine, cli, engine_flags, standard_streams, terminal_chat
 from tilewright.terminal_chat import Conversation, converse, speeds
 from tilewright.types import Completion, Timings
 
@@ -75,6 +77,39 @@ def test_dash_reads_standard_input(text_model, capsys, monkeypatch):
         assert capsys.readouterr().out == printed
 
 
+@pytest.fixture
+def piped(tmp_path, monkeypatch):
+    """Puts a text where `command < file` has it."""
+
+    def put(text):
+        (tmp_path / "input").write_text(text)
+        monkeypatch.setattr(sys, "stdin", (tmp_path / "input").open())
+
+    yield put
+    sys.stdin.close()
+
+
+def test_what_is_piped_in_goes_before_the_prompt(piped):
+    piped("a\n b\n\n")
+    assert terminal_chat._prompt("Summarise.") == "a\n b\n\nSummarise."
+    piped("")
+    assert terminal_chat._prompt("Summarise.") == "Summarise."
+    piped("a\n b\n")
+    assert terminal_chat._prompt(None) == "a\n b"
+
+
+def test_a_pipe_that_stays_silent_is_not_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr(standard_streams, "PIPE_WAIT_S", 0.01)
+    read, write = os.pipe()
+    with open(read) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert terminal_chat._prompt("Hello") == "Hello"
+        assert "nothing came from standard input within 0.01 s" in capsys.readouterr().err
+        os.write(write, b"late")
+        os.close(write)
+        assert terminal_chat._prompt("Hello") == "late\n\nHello"
+
+
 def test_as_a_program(text_model):
     command = [sys.executable, "-m", "tilewright", "chat", "-", "-m", text_model, *FLAGS]
     done = subprocess.run(command, input=b"Hello", capture_output=True, timeout=120, check=False)
@@ -88,7 +123,7 @@ def test_a_reader_that_leaves_is_no_error(text_model):
     command = [sys.executable, "-m", "tilewright", "chat", "Hello", "-m", text_model, *FLAGS]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
     os.close(write)
-    assert done.returncode == 0 and b"Error" not in done.stderr, done.stderr
+    assert done.returncode == 141 and b"Error" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -121,7 +156,7 @@ def said(lines):
     """What a terminal would give: the lines, then Ctrl-D. An exception among them is raised."""
     waiting = list(lines)
 
-    def read_line():
+    def read_line(prompt):
         if not waiting:
             raise EOFError
         line = waiting.pop(0)
@@ -154,6 +189,85 @@ def test_pictures_go_with_the_next_message(conversation, engine, photo, capsys):
     assert conversation.turns[0]["content"] == parts
     assert conversation.turns[2]["content"] == "And?"
     assert conversation.turns[1]["content"] == expected(engine, parts)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["one\n\n  two\n"], "one\n\n  two"),  # a paste
+        (['"""quoted"""\n\nx = 1'], '"""quoted"""\n\nx = 1'),  # a paste, in which nothing but its text counts
+        (["/usr/bin\n/etc"], "/usr/bin\n/etc"),
+        (["one \\", "two\\", " three"], "one \ntwo\n three"),
+        (["a \\\\"], "a \\\\"),  # an even number of backslashes is text
+        (['"""one"""'], "one"),
+        (['"""', "  one", "", "two", '"""'], "one\n\ntwo"),
+        (['"""one', "/exit", 'a\n"""b"""\nc', 'two"""  '], 'one\n/exit\na\n"""b"""\nc\ntwo'),
+    ],
+)
+def test_a_message_may_have_several_lines(lines, message):
+    answered = []
+    assert converse(SimpleNamespace(answer=answered.append), said([*lines, "Next"])) == 0
+    assert answered == [message, "Next"]
+
+
+def test_control_c_drops_a_message_that_is_not_finished():
+    answered = []
+    interrupted = ['"""one', KeyboardInterrupt(), "two \\", KeyboardInterrupt(), "three", '"""four']
+    assert converse(SimpleNamespace(answer=answered.append), said(interrupted)) == 0
+    assert answered == ["three"]
+
+
+ECHO = """
+import sys
+if {without_readline}:
+    sys.modules["readline"] = None
+from tilewright import standard_streams, terminal_chat
+class Echo:
+    answer = staticmethod(lambda text: print(repr(text), flush=True))
+with standard_streams.guarded():
+    terminal_chat.converse(Echo, terminal_chat._read_line)
+"""
+
+
+@pytest.mark.parametrize("without_readline", [False, True])
+def test_a_paste_into_a_terminal_is_one_message(without_readline):
+    """As terminals send it: between marks where readline asks for them, with carriage returns."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-c", ECHO.format(without_readline=without_readline)]
+    shell = subprocess.Popen(
+        command, stdin=follower, stdout=follower, stderr=follower, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(follower)
+    screen = b""
+
+    def read_until(end):
+        nonlocal screen
+        while end not in screen:
+            assert select.select([leader], [], [], 30)[0], screen
+            screen += os.read(leader, 4096)
+        screen = screen.partition(end)[2]
+
+    read_until(b"> ")
+    pasted = b"one\r  two\r\rthree"
+    os.write(leader, pasted + b"\r" if without_readline else b"\x1b[200~" + pasted + b"\x1b[201~\r")
+    read_until(rb"'one\n  two\n\nthree'")
+    read_until(b"> ")
+    os.write(leader, b"Next\r")
+    read_until(b"'Next'")
+    read_until(b"> ")
+    os.write(leader, b"\x04")
+    assert shell.wait(30) == 0
+    os.close(leader)
+
+
+def test_prompts_are_not_among_the_answers_in_a_file(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    monkeypatch.setattr(terminal_chat.select, "select", lambda *arguments: ([], [], []))
+    assert terminal_chat._read_line("> ") == "Hello"
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "> ")
+    with pytest.raises(EOFError):
+        terminal_chat._read_line("> ")
 
 
 def test_commands(conversation, capsys):

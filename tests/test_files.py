@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -245,22 +244,6 @@ def test_a_prompt_without_an_end(tmp_path, capsys):
             patch.chdir(tmp_path)
             assert cli.main(arguments) == 2
         assert "standard input has more than 16777216 characters" in capsys.readouterr().err
-
-
-def run(arguments, **more):
-    command = [sys.executable, "-m", "tilewright", *arguments]
-    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, **more)
-
-
-def test_standard_output_that_is_full_or_unread():
-    with open("/dev/full", "w") as disk:
-        done = run(["cache"], stdout=disk)
-    assert (done.returncode, done.stderr) == (2, "tilewright: the output cannot be written: No space left on device\n")
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    done = run(["cache"], stdout=write_end)
-    os.close(write_end)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Outputs: a device or a pipe takes what is written to it, a disk and a folder do not.

@@ -26,7 +26,7 @@ LEVELS = [
     ["weights", "parallel", "inputs", "platform"],
     ["ops"],
     ["_kernels"],
-    ["host_memory", "embedded"],
+    ["host_memory", "embedded", "standard_streams"],
     ["model_files"],
     ["files"],
     ["types", "config", "control_group", "cpu_name", "event_loop", "process_state", "sound_file"],
@@ -56,6 +56,7 @@ FREE_OF_TORCH = [
     "model_files",
     "types",
     "sound_file",
+    "standard_streams",
     "server",
 ]
 

@@ -1,56 +1,97 @@
 """The `tilewright` command. Each subcommand imports what it needs when it runs: --help is fast."""
 
 import argparse
-import errno
+import contextlib
+import difflib
 import json
-import select
 import sys
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
-from tilewright import __version__, config
-from tilewright.types import RequestError
+from tilewright import __version__
 
-# What writing to a full disk, or to one that fails, raises; files that are opened by name have errors of their own.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
-INTERRUPTED = 130  # the exit status shells give a program that Ctrl-C ended
+INTERRUPTED = 130  # the exit status that shells give a program which Ctrl-C ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `tilewright ARGUMENTS`."""
-    options = _parser().parse_args(arguments)
     try:
-        status = options.run(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here, where an error can be told: Python's own flush at exit prints a traceback
-        return status
-    except (config.ConfigError, RequestError) as error:
-        print(f"tilewright: {error}", file=sys.stderr)
-        return 2
+        return _main(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except OSError as error:
-        from tilewright.terminal_chat import discard_output
 
-        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
-            discard_output()
-            return 0  # as `| head` does
-        if error.filename is not None or error.errno not in _NO_ROOM:
-            raise
-        discard_output()
-        print(f"tilewright: the output cannot be written: {error.strerror}", file=sys.stderr)
+
+def _main(arguments: Sequence[str] | None) -> int:
+    # Imported here, as each command's own: Ctrl-C while modules load shows no traceback either.
+    from tilewright.config import ConfigError
+    from tilewright.model_files import CheckpointError
+    from tilewright.standard_streams import READER_LEFT, OutputError, guarded
+    from tilewright.types import RequestError
+
+    try:
+        with guarded():
+            options = _parser().parse_args(arguments)
+            return options.run(options)
+    except OutputError as error:
+        if error.exit_status != READER_LEFT:
+            _print_error(error)
+        return error.exit_status
+    except (ConfigError, RequestError, CheckpointError) as error:
+        _print_error(error)
         return 2
 
 
-def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream is a pipe whose reader has gone."""
-    poll = select.poll()
-    poll.register(stream.fileno(), 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
+def _print_error(error: Exception) -> None:
+    # Standard error may be full or closed; there is nobody else to tell.
+    with contextlib.suppress(OSError):
+        print(f"tilewright: {error}", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest flag, command or choice, and show the usage of the command at fault."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        if (flag := self._unknown_flag(words)) is not None:
+            self.error(f"there is no flag {flag}{_suggestion(flag, self._option_string_actions)}")
+        options, others = super().parse_known_args(words, namespace)
+        if others:
+            self.error(f"unexpected argument {others[0]!r}: a text with spaces needs quotes")
+        return options, others
+
+    def _unknown_flag(self, words: Sequence[str]) -> str | None:
+        """Return the first flag that this parser has not, which argparse would report after what is missing."""
+        for word in words:
+            flag = word.partition("=")[0]
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                return None  # no flags follow, or those of another parser
+            is_flag = flag.startswith("--") and " " not in flag
+            if is_flag and not any(known.startswith(flag) for known in self._option_string_actions):
+                return flag
+        return None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if action.choices is not None:
+                error.message += _suggestion(str(value), map(str, action.choices))
+            raise
+
+    def error(self, message: str) -> NoReturn:
+        formatter = self._get_formatter()
+        formatter.add_usage(None, self._get_positional_actions(), [], None)
+        usage = formatter.format_help().rstrip().replace(self.prog, f"{self.prog} [OPTION ...]", 1)
+        self.exit(2, f"{usage}\n{self.prog}: {message}\nAll options: {self.prog} --help\n")
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="tilewright",
         description="Runs and serves multimodal models on CPUs.",
         epilog="Each command has its own help: tilewright info --help",
@@ -137,6 +178,8 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from tilewright import engine_flags
+
     parser = commands.add_parser(
         "info",
         help="show this machine and the kernels it uses, or a model's weights",
@@ -151,7 +194,7 @@ def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
   TILEWRIGHT_MAX_ISA=scalar tilewright info  as a machine without vector instructions""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder, a GGUF file or a hub id")
+    engine_flags.add_model_argument(parser, "a folder, a GGUF file or a hub id", is_positional=True)
     parser.add_argument(
         "--load", action="store_true", help="load MODEL, answer a short prompt and show what the memory goes to"
     )
@@ -165,11 +208,14 @@ def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _run_info(options: argparse.Namespace) -> int:
+    from tilewright import engine_flags
+    from tilewright.types import RequestError
+
+    engine_flags.check_model(options.model, options.mmproj)
     if options.load:
         return _run_memory_info(options)
     if options.quantize is not None or options.kv_memory is not None:
-        print("tilewright info: --quantize and --kv-memory say how a model is loaded: give --load too", file=sys.stderr)
-        return 2
+        raise RequestError("--quantize and --kv-memory say how a model is loaded: give --load too")
     if options.model is not None:
         return _run_model_info(options.model, options.mmproj, options.json)
     from tilewright import machine
@@ -186,16 +232,10 @@ def _run_info(options: argparse.Namespace) -> int:
 def _run_memory_info(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from tilewright.engine.engine import Engine
-    from tilewright.types import RequestError
-    from tilewright.weights.checkpoint import CheckpointError
+    from tilewright import engine_flags
 
-    try:
-        engine = Engine(options.model, quantize=options.quantize, mmproj=options.mmproj, kv_memory=options.kv_memory)
-    except (CheckpointError, RequestError) as error:
-        print(f"tilewright info: {error}", file=sys.stderr)
-        return 2
-    with engine:
+    given = {name: getattr(options, name) for name in ("quantize", "mmproj", "kv_memory")}
+    with engine_flags.make_engine(model=options.model, **given) as engine:
         engine.generate("Hello", max_tokens=4)
         memory, packed_as = engine.memory(), engine.loaded.report.packed_as
     if options.json:
@@ -208,14 +248,10 @@ def _run_memory_info(options: argparse.Namespace) -> int:
 def _run_model_info(model: str, mmproj: str | None, as_json: bool) -> int:
     from dataclasses import asdict
 
-    from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
+    from tilewright.weights.checkpoint import open_checkpoint
     from tilewright.weights.summary import stored_formats
 
-    try:
-        checkpoint = open_checkpoint(model, mmproj)
-    except CheckpointError as error:
-        print(f"tilewright info: {error}", file=sys.stderr)
-        return 2
+    checkpoint = open_checkpoint(model, mmproj)
     formats = stored_formats(checkpoint)
     if as_json:
         print(json.dumps({"path": str(checkpoint.path), "weights": [asdict(item) for item in formats]}, indent=2))

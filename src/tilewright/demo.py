@@ -68,21 +68,18 @@ def run(options: argparse.Namespace) -> int:
     style = Style.of_terminal()
     started_s = time.perf_counter()
     with engine_flags.open_engine(options, progress=sys.stderr.isatty()) as engine:
-        try:
-            ready = f"ready in {time.perf_counter() - started_s:.1f} s"
-            print(f"{style.bold(engine.loaded.name)} {style.dim(ready)}")
-            print(f"{picture} {style.dim(f'{image.width}x{image.height}')}")
-            _show(image, style)
-            for question in options.questions or QUESTIONS:
-                _ask(engine, image, question, options.max_tokens, style)
-            if _is_bare(options) and embedded.has("tiny_draw"):
-                drawn = _draw(style)
-                _show(drawn, style)
-                _ask(engine, drawn, QUESTION_OF_DRAWN, options.max_tokens, style)
-            if _is_bare(options) and embedded.has("tiny_omni"):
-                _listen(options.max_tokens, style)
-        except BrokenPipeError:
-            chat.discard_output()
+        ready = f"ready in {time.perf_counter() - started_s:.1f} s"
+        print(f"{style.bold(engine.loaded.name)} {style.dim(ready)}")
+        print(f"{picture} {style.dim(f'{image.width}x{image.height}')}")
+        _show(image, style)
+        for question in options.questions or QUESTIONS:
+            _ask(engine, image, question, options.max_tokens, style)
+        if _is_bare(options) and embedded.has("tiny_draw"):
+            drawn = _draw(style)
+            _show(drawn, style)
+            _ask(engine, drawn, QUESTION_OF_DRAWN, options.max_tokens, style)
+        if _is_bare(options) and embedded.has("tiny_omni"):
+            _listen(options.max_tokens, style)
     return 0
 
 

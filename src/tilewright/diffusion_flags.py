@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from tilewright import embedded, files
-from tilewright.engine_flags import check_model, positive
+from tilewright.engine_flags import add_model_argument, check_file, positive
 from tilewright.inputs.media import MediaLimits
 from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.weights import hub
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +48,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a folder in diffusers' layout or a hub id"
     if embedded.has("tiny_draw"):
         text += f" (default: the embedded {embedded.DRAWING_NAME})"
-    parser.add_argument("-m", "--model", metavar="MODEL", help=text)
+    add_model_argument(parser, text)
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no times, no notices")
     group = parser.add_argument_group("model")
     text = "hold one of text encoder, transformer and VAE in memory at a time"
@@ -70,17 +71,29 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance-interval", type=_interval, metavar="A-B", help=text)
 
 
+def check_files(options: argparse.Namespace) -> None:
+    """Raise the error of a model or a picture that is not there: known at once, before torch is imported."""
+    if options.image is not None:
+        check_file("--image", options.image)
+    check_pipeline(options.model)
+
+
+def check_pipeline(model: str | None) -> None:
+    """Raise the error of a model that is not there."""
+    if model is not None and hub.find(model, "a folder or a hub id") is None:
+        hub.check(model, "model_index.json")
+
+
 def read_prompt(options: argparse.Namespace) -> None:
     """options.prompt, from standard input if it is -; an empty one is a RequestError."""
     if options.prompt == "-":
         options.prompt = files.read_standard_input()
-    if not options.prompt:
+    if not files.check_text(options.prompt, "the prompt"):
         raise RequestError("the prompt is empty, expected some text")
 
 
 def open_diffusion(options: argparse.Namespace) -> Diffusion:
     """The model of the flags. One that cannot be loaded is a RequestError."""
-    check_model(options.model)
     from tilewright.diffusion.diffusion import Diffusion
 
     given = {name: value for name in _MODEL_OPTIONS if (value := getattr(options, name)) is not None}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tilewright import embedded, files
 from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.weights import hub
 
 if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
@@ -36,9 +37,28 @@ _NAMES = (
 )
 
 
+class _ModelAction(argparse.Action):
+    """Stores the model, which a command may take as an argument and as -m, but not as both."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        if values is None:  # the argument is left out
+            return
+        if namespace.model is not None:
+            parser.error(f"two models are named, {namespace.model} and {values}: expected one")
+        namespace.model = values
+
+
+def add_model_argument(parser: argparse.ArgumentParser, text: str, *, is_positional: bool = False) -> None:
+    """Adds -m, and MODEL as an argument where the command is about the model."""
+    if is_positional:
+        parser.add_argument("model", nargs="?", metavar="MODEL", action=_ModelAction, help=text)
+        text = "the same"
+    parser.add_argument("-m", "--model", metavar="MODEL", action=_ModelAction, help=text)
+
+
 def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Adds -m and the engine's options; `defaults` are those of this command where they are not the Engine's."""
-    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
+    add_model_argument(parser, MODEL_HELP)
     add_engine_arguments(parser)
     parser.set_defaults(**defaults)
 
@@ -110,12 +130,25 @@ def embedded_key(options: argparse.Namespace) -> str:
     return "tiny_omni" if getattr(options, "audio", None) or getattr(options, "speak", None) else "tiny_vl"
 
 
-def check_model(model: str | None) -> None:
-    """RequestError for a path that is not there: known at once, where loading torch to find out takes seconds."""
-    if model is None or files.exists(Path(embedded.resolve(model)).expanduser()):
-        return
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:  # a hub id is organisation/name
-        raise RequestError(f"{model} does not exist: expected a folder, a .gguf file or a hub id")
+def check_file(flag: str, file: str) -> Path:
+    """Return the path of a file to read; RequestError if there is none."""
+    path = Path(file).expanduser()
+    try:
+        files.open_regular(path).close()
+    except FileNotFoundError:
+        raise RequestError(f"{flag} {file}: there is no such file") from None
+    except OSError as error:
+        raise RequestError(f"{flag} {file}: {error.strerror or error}") from error
+    return path
+
+
+def check_model(model: str | None, mmproj: str | None = None) -> None:
+    """Raise the error of a model that is not there: known at once, where importing torch to find out takes seconds."""
+    if model is not None and hub.find(model) is None:
+        hub.check(model)
+    if mmproj not in (None, "none"):
+        in_folder = None if model is None else Path(model).expanduser().parent / mmproj
+        check_file("--mmproj", mmproj if in_folder is None or not files.exists(in_folder) else str(in_folder))
 
 
 def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> Engine:
@@ -124,6 +157,7 @@ def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> 
     Unless --quiet, a line on standard error says so if the embedded model is used because none is named.
     """
     given = engine_options(options)
+    check_model(options.model, options.mmproj)
     if options.model is None and not getattr(options, "quiet", False):
         print(f"tilewright: {embedded.notice('-m ./Qwen3-VL-2B-Instruct', embedded_key(options))}", file=sys.stderr)
     return make_engine(progress=progress, **given, **more)

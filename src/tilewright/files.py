@@ -102,7 +102,16 @@ def read_standard_input() -> str:
         raise RequestError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from error
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise RequestError(f"standard input has more than {MAX_PROMPT_CHARACTERS} characters, the limit of a prompt")
-    return text.strip()
+    return check_text(text, "standard input").strip()
+
+
+def check_text(text: str, what: str) -> str:
+    """Return `text`; RequestError if it stands for bytes that are not UTF-8, as Python's surrogates do."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{what} is not UTF-8, from character {error.start + 1} on") from error
+    return text
 
 
 def check_output(path: Path, flag: str) -> None:

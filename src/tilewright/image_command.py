@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     output = Path(options.output).expanduser()
     file_format = _format(output)
+    diffusion_flags.check_files(options)
     diffusion_flags.read_prompt(options)
     if options.model is None and embedded.path("tiny_draw") and not options.quiet:
         print(f"tilewright: {embedded.notice('-m ./Z-Image-Turbo', 'tiny_draw')}", file=sys.stderr)

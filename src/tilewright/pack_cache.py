@@ -29,12 +29,12 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(options: argparse.Namespace) -> int:
     """The exit status of `tilewright cache`."""
-    from tilewright.weights.cache import entries, find_damage
-
     folder = config.current().cache_dir
     if folder is None:
         print("there is no cache of packed weights: TILEWRIGHT_CACHE_DIR is off")
         return 0
+    from tilewright.weights.cache import entries, find_damage
+
     sizes = {}
     for path in entries(folder):
         with contextlib.suppress(FileNotFoundError):  # a server that starts meanwhile removes old ones

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright import embedded, engine_flags, files, replica_flags
+from tilewright import diffusion_flags, embedded, engine_flags, files, replica_flags
 from tilewright.event_loop import run_loop
 from tilewright.server import flags
 from tilewright.types import RequestError
@@ -54,7 +54,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
   curl http://127.0.0.1:8000/v1/models""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=engine_flags.MODEL_HELP)
+    engine_flags.add_model_argument(parser, engine_flags.MODEL_HELP, is_positional=True)
     parser.add_argument(
         "--image-model", metavar="MODEL",
         help="makes pictures or videos: a folder in diffusers' layout or a hub id, loaded by the first request; "
@@ -105,7 +105,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _models(options: argparse.Namespace) -> tuple[str | None, str | None]:
     """The model that answers and the one that makes pictures; None: there is none."""
-    engine_flags.check_model(options.model)
     image_model = None if options.image_model == "none" else options.image_model
     if options.model is not None and _is_pipeline(options.model):
         if options.image_model is not None:
@@ -113,7 +112,8 @@ def _models(options: argparse.Namespace) -> tuple[str | None, str | None]:
                 f"{options.model} makes pictures, and --image-model is {options.image_model}: expected one of them"
             )
         return None, options.model
-    engine_flags.check_model(image_model)
+    engine_flags.check_model(options.model, options.mmproj)
+    diffusion_flags.check_pipeline(image_model)
     if options.model is None:
         _log.info(embedded.notice("tilewright serve ./Qwen3-VL-2B-Instruct"))
         if options.image_model is None and embedded.has("tiny_draw"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import logging
-import os
+import select
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright import engine_flags, files
 from tilewright.sound_file import FILE_FORMATS, encode, to_pcm16
+from tilewright.standard_streams import read_piped_input
 from tilewright.types import Completion, RequestError
 
 if TYPE_CHECKING:
@@ -25,7 +26,13 @@ HELP = """/image FILE   attach a picture to the next message
 /audio FILE   attach a sound
 /clear        clear the conversation
 /help         show this help
-/exit         exit, as Ctrl-D does; Ctrl-C stops an answer"""
+/exit         exit, as Ctrl-D does; Ctrl-C stops an answer
+
+A pasted text is one message. To type several lines, end a line with \\ to
+go on in the next one, or put the message between \"\"\" and \"\"\"."""
+QUOTES = '"""'
+FIRST_PROMPT, NEXT_PROMPT = "> ", "... "
+PASTE_GAP_S = 0.02  # between the lines of one paste, where the terminal does not mark its ends
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,16 +41,20 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "chat",
         help="chat in the terminal, or print one answer",
         description="Prints the answer to PROMPT on standard output as it is generated, the rest on standard error. "
-        "Without PROMPT, on a terminal: a conversation. Without -m: the model that is part of the package.",
+        "Without PROMPT, on a terminal: a conversation. A text that is piped in goes before PROMPT, or is the prompt. "
+        "Without -m: the model that is part of the package.",
         epilog="""examples:
+  tilewright image "a red circle left of a blue square" -o shapes.png
   tilewright chat "What is on it?" --image shapes.png      the embedded model, which is tiny
-  tilewright chat "What is said?" --audio speech.wav       another one, which hears
+  tilewright demo                                          leaves a spoken answer as tilewright-answer.wav
+  tilewright chat "What is said?" --audio tilewright-answer.wav       another one, which hears
   tilewright chat "What is a tile?" -m ./Qwen3-VL-2B-Instruct
   tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png
   tilewright chat "What happens here?" -m MODEL --video clip.mp4 --max-tokens 200
   tilewright chat "What is said?" -m ./Qwen3-Omni-30B-A3B-Instruct --audio speech.wav
   tilewright chat "Say hello." -m ./Qwen3-Omni-30B-A3B-Instruct --speak hello.wav
-  git diff | tilewright chat - -m MODEL --system "Write a commit message."
+  git diff | tilewright chat "Write a commit message for this." -m MODEL
+  tilewright chat - -m MODEL < question.txt                the prompt is in the file
   tilewright chat -m MODEL --temperature 0                 a conversation; /help lists its commands""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -84,11 +95,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
-    prompt = options.prompt
-    if prompt == "-" or (prompt is None and not (sys.stdin and sys.stdin.isatty())):
-        prompt = files.read_standard_input()
-    if prompt == "":
-        raise RequestError("the prompt is empty, expected some text")
+    prompt = _prompt(options.prompt)
     media = [_part(kind, file) for kind in ("image", "video", "audio") for file in getattr(options, kind)]
     if options.use_audio_in_video:
         media = [{**part, "use_audio_in_video": True} if part["type"] == "video" else part for part in media]
@@ -101,6 +108,20 @@ def run(options: argparse.Namespace) -> int:
         if prompt is None:
             return converse(conversation, _read_line)
         return answer_once(conversation, prompt, options.speak and Path(options.speak))
+
+
+def _prompt(given: str | None) -> str | None:
+    """The text to answer, as `given`, piped in, or both; None: a conversation."""
+    if given is None and sys.stdin.isatty():
+        return None
+    if given in (None, "-"):
+        prompt = files.read_standard_input()
+    else:
+        piped = "" if sys.stdin.isatty() else read_piped_input()
+        prompt = "\n\n".join(text for text in (piped, files.check_text(given or "", "the prompt")) if text)
+    if not prompt:
+        raise RequestError("the prompt is empty, expected some text")
+    return prompt
 
 
 def _spoken(options: argparse.Namespace, *, has_prompt: bool) -> dict[str, Any]:
@@ -121,14 +142,7 @@ def _spoken(options: argparse.Namespace, *, has_prompt: bool) -> dict[str, Any]:
 
 def _part(kind: str, file: str) -> dict[str, Any]:
     """A part of a message; RequestError if there is no such file."""
-    path = Path(file).expanduser()
-    try:
-        files.open_regular(path).close()
-    except FileNotFoundError:
-        raise RequestError(f"{kind} {file}: there is no such file") from None
-    except OSError as error:
-        raise RequestError(f"{kind} {file}: {error.strerror or error}") from error
-    return {"type": kind, kind: str(path)}
+    return {"type": kind, kind: str(engine_flags.check_file(kind, file))}
 
 
 @dataclass
@@ -158,7 +172,7 @@ class Conversation:
                 print(delta.text, end="", flush=True)
         except KeyboardInterrupt:
             handle.abort()
-        except BrokenPipeError:
+        except BaseException:  # nobody reads the answer
             handle.abort()
             raise
         (completion,) = handle.result()
@@ -184,11 +198,7 @@ def speeds(completion: Completion) -> str:
 
 def answer_once(conversation: Conversation, prompt: str, sound_file: Path | None = None) -> int:
     """Writes the answer, and what was said to a file if one is given."""
-    try:
-        completion = conversation.answer(prompt)
-    except BrokenPipeError:
-        discard_output()
-        return 0
+    completion = conversation.answer(prompt)
     if completion.finish_reason == "abort":
         raise KeyboardInterrupt  # the text stays on standard output; the exit status is that of an interrupt
     if sound_file is not None and completion.audio is not None and completion.audio_rate is not None:
@@ -199,35 +209,73 @@ def answer_once(conversation: Conversation, prompt: str, sound_file: Path | None
     return 0
 
 
-def discard_output() -> None:
-    """Closes standard output quietly after its reader has closed the pipe, as `| head` does."""
-    # Python flushes it at exit, and would print an error.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+@functools.cache
+def _marks_pastes() -> bool:
+    """Whether a paste comes as one line with line feeds in it, as from GNU readline, which is loaded if it is there."""
+    try:
+        import readline  # input() uses it once it is imported, for arrow keys and history
+    except ImportError:
+        return False
+    if "libedit" in (readline.__doc__ or ""):
+        return False
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    return True
 
 
-def _read_line() -> str:
-    """A line from the terminal, with readline's arrow keys and history if Python has it."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  input() uses it once it is imported
-    return input("> ")
+def _read_line(prompt: str) -> str:
+    """A line from the terminal, or all lines of a paste; EOFError at the end."""
+    if not sys.stdout.isatty():  # the answers go to a file, and the prompt is none of them
+        lines = [_read_plain_line(prompt)]
+    elif _marks_pastes():
+        return input(prompt)
+    else:
+        lines = [input(prompt)]
+    while select.select([sys.stdin], [], [], PASTE_GAP_S)[0]:
+        try:
+            lines.append(_read_plain_line(""))
+        except EOFError:
+            break
+    return "\n".join(lines)
 
 
-def converse(conversation: Conversation, read_line: Callable[[], str]) -> int:
-    """Answers line by line until `read_line` raises EOFError or a line is /exit."""
+def _read_plain_line(prompt: str) -> str:
+    print(prompt, end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+def whole_message(line: str, read_line: Callable[[str], str]) -> str:
+    """The message that begins with `line`: a paste, what is between quotes, or lines that end with a backslash."""
+    if "\n" in line:  # a paste means nothing but its text
+        return line.strip()
+    if line.startswith(QUOTES):
+        lines = [line.removeprefix(QUOTES)]
+        while not lines[-1].rstrip().endswith(QUOTES):
+            lines.append(read_line(NEXT_PROMPT))
+        return "\n".join(lines).rstrip().removesuffix(QUOTES).strip()
+    while (len(line) - len(line.rstrip("\\"))) % 2:  # two of them are a backslash at the end of the text
+        line = line[:-1] + "\n" + read_line(NEXT_PROMPT)
+    return line.strip()
+
+
+def converse(conversation: Conversation, read_line: Callable[[str], str]) -> int:
+    """Answers message by message until `read_line`, which is given a prompt, raises EOFError or a line is /exit."""
     print("/help for help, Ctrl-D to end", file=sys.stderr)
     while True:
         try:
-            line = read_line().strip()
-            if line == "/exit":
+            line = read_line(FIRST_PROMPT).strip(" \t")
+            if line.rstrip() == "/exit":
                 return 0
-            if line.startswith("/"):
-                _run_command(conversation, line)
-            elif line:
-                conversation.answer(line)
+            if line.startswith("/") and "\n" not in line.rstrip():
+                _run_command(conversation, line.rstrip())
+            elif message := whole_message(line, read_line):
+                conversation.answer(files.check_text(message, "the message"))
         except EOFError:
             print(file=sys.stderr)
             return 0
-        except KeyboardInterrupt:  # at the prompt: the line is dropped
+        except KeyboardInterrupt:  # at the prompt: the message is dropped
             print(file=sys.stderr)
         except RequestError as error:
             print(f"tilewright: {error}", file=sys.stderr)

@@ -44,6 +44,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    diffusion_flags.check_files(options)
     from tilewright.diffusion.video_file import check_video_name, encode_video
 
     output = Path(options.output).expanduser()

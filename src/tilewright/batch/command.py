@@ -80,13 +80,14 @@ exit status: 0 all requests succeeded, 1 some failed, 2 the batch cannot run or 
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
+    replica_flags.check(options)
+    engine_flags.check_model(options.model, options.mmproj)
     from tilewright.batch.requests import RequestFile
     from tilewright.batch.results import Results
     from tilewright.batch.work import Totals
     from tilewright.server.endpoints import ENDPOINTS
 
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
-    replica_flags.check(options)
     paths = [options.input, options.output, *([options.errors] if options.errors else [])]
     # Links are resolved first: replacing a file must not replace a link to it.
     source, *targets = (path.expanduser().resolve() for path in paths)
@@ -177,7 +178,6 @@ def _answer_by_replicas(
     from tilewright.engine.step_limits import StepLimits
 
     engine = engine_flags.engine_options(options)
-    engine_flags.check_model(options.model)
     own_name = embedded.name_of(engine["model"])
     name = options.name or own_name
     _check_names(requests, answered_by, name, own_name)

@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if options.what == "decode" and options.new_tokens < 2:
         print("tilewright: --new-tokens is 1, expected 2 or more: the first is prefill's", file=sys.stderr)
         return 2
+    engine_flags.check_model(options.model, options.mmproj)
     common.check_outputs(options)
     from tilewright.bench import figures
 

@@ -51,6 +51,7 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
+    diffusion_flags.check_files(options)
     common.check_outputs(options)
     from tilewright.bench import figures
 

@@ -28,10 +28,9 @@ from tilewright.model_files import CheckpointError, read_json, read_optional_jso
 from tilewright.ops import backend
 from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import RequestError, UnsupportedConfig
-from tilewright.weights import layer_stream
+from tilewright.weights import hub, layer_stream
 from tilewright.weights.checkpoint import Checkpoint
 from tilewright.weights.entry_check import DamagedEntryError, EntryCheck
-from tilewright.weights.hub import download_pipeline, is_hub_id
 from tilewright.weights.load import DTYPES, LoadReport, load
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 
@@ -244,11 +243,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 def pipeline_folder(model: str | Path) -> Path:
     """The folder that `model` names, downloaded if it is a hub id; one that is no pipeline is a CheckpointError."""
-    path = Path(embedded.resolve(str(model))).expanduser()
-    if not files.exists(path):
-        if not is_hub_id(str(model)):
-            raise CheckpointError(f"{model} does not exist: expected a folder or a hub id")
-        path = download_pipeline(str(model))
+    path = hub.find(model, "a folder or a hub id") or hub.download_pipeline(str(model))
     if not files.exists(path / "model_index.json"):
         raise CheckpointError(
             f"{path} has no model_index.json: expected a pipeline in diffusers' layout, which makes pictures or video"

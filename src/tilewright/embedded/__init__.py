@@ -66,6 +66,11 @@ def has(key: str) -> bool:
     return (_FOLDERS[key] / MODELS[key].file).is_file()
 
 
+def names() -> list[str]:
+    """Return the names of the models that this package was built with."""
+    return [model.name for key, model in MODELS.items() if has(key)]
+
+
 def is_embedded(model: str | Path) -> bool:
     """Whether `model` is the folder of an embedded model, however it is written."""
     return _key_of(model) is not None

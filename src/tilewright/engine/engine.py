@@ -45,6 +45,7 @@ from tilewright.ops.device import HOST, Device
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.platform import Platform
 from tilewright.types import Completion, Delta, MediaKind, Messages, ModelInputs, RequestError, SamplingParams
+from tilewright.weights import hub
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.entry_check import EntryCheck
 
@@ -118,6 +119,8 @@ class Engine:
         isolate_media: bool = False,
         allow_special_tokens: bool = False,
     ) -> None:
+        name = _embedded_path() if model is None else model
+        hub.find(name)  # a path that is not there is known before any process is started
         self.platform = platform.resolve(device, backend)
         backend = self.platform.backend
         _require_supported(self.platform, tp=tp, quantize=quantize, kv_cache_dtype=kv_cache_dtype)
@@ -126,7 +129,6 @@ class Engine:
         self._cleanup = contextlib.ExitStack()  # when it is closed, or cannot be started
         self._cleanup.callback(self._opener.close)
         with self._cleaned_up_on_error(), ops_backend.use(backend, self.platform.place):
-            name = _embedded_path() if model is None else model
             # Packed weights are mapped from disk as the host reads them: a GPU has its own copy of the checkpoint's.
             pack_cache = pack_cache and self.platform.place.is_host
             loading: dict[str, Any] = {"dtype": dtype, "drafting": speculate > 0, "pack_cache": pack_cache}

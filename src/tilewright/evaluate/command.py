@@ -63,8 +63,8 @@ def _number(parser: argparse.ArgumentParser, flag: str, default: int | None, wha
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
+    engine_flags.check_model(options.model, options.mmproj)
     plan = make_plan(options)
-    engine_flags.check_model(options.model)
     common.check_outputs(options)
     from tilewright.evaluate import report
     from tilewright.evaluate.measure import measure

@@ -10,12 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilewright import embedded, files
 from tilewright.model_files import CheckpointError
 from tilewright.ops.quantized import Quantized
+from tilewright.weights import hub
 from tilewright.weights.gguf import GgufCheckpoint
 from tilewright.weights.gguf_projector import NO_PROJECTOR
-from tilewright.weights.hub import download, is_hub_id
 from tilewright.weights.quantized_checkpoint import with_linears
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 
@@ -70,15 +69,13 @@ def open_checkpoint(model: str | Path, mmproj: str | Path | None = None) -> Chec
 
 def local_path(model: str | Path) -> Path:
     """The folder or the .gguf file that `model` names, downloaded if it is a hub id."""
-    path = Path(embedded.resolve(str(model))).expanduser()
-    if files.exists(path):
-        try:
-            is_folder = stat.S_ISDIR(path.stat().st_mode)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        if is_folder or path.suffix == ".gguf":
-            return path
-        raise CheckpointError(f"{path} is no model: expected a folder, a .gguf file or a hub id")
-    if is_hub_id(str(model)):
-        return download(str(model))
-    raise CheckpointError(f"{model} does not exist: expected a folder, a .gguf file or a hub id")
+    path = hub.find(model)
+    if path is None:
+        return hub.download(str(model))
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if is_folder or path.suffix == ".gguf":
+        return path
+    raise CheckpointError(f"{path} is no model: expected a folder, a .gguf file or a hub id")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import re
 from pathlib import Path
 
+from tilewright import embedded, files
 from tilewright.model_files import CheckpointError
 
 # All that is read of a model, and no pickle, which could run code: weights, configs, templates, tokenizers.
@@ -16,11 +19,54 @@ PIPELINE_FILES = ["model_index.json", "generation_config.json", *(f"*/{pattern}"
 IGNORED_PIPELINE_FILES = ["*/*/*", "*.fp16.safetensors", "*.fp16-*.safetensors"]
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_LONGEST_ID = 96  # characters, as the hub allows
+_FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json", ".zip", ".gz", ".tar", ".onnx")
+
+
+def find(model: str | Path, kinds: str = "a folder, a .gguf file or a hub id") -> Path | None:
+    """Return the path that `model` names on this machine; None: it is a hub id. CheckpointError if it is neither.
+
+    `kinds`: what the error says is expected.
+    """
+    named = embedded.resolve(str(model))
+    path = Path(named).expanduser()
+    if files.exists(path):
+        return path
+    if isinstance(model, Path) or not is_hub_id(named):
+        raise CheckpointError(f"{model} does not exist{_nearest(path)}: expected {kinds}")
+    if path.parent.is_dir() and not _is_cached(named):
+        raise CheckpointError(
+            f"{model} does not exist{_nearest(path)}: the folder {path.parent} has no {path.name}; if it is a hub id, "
+            f"run `hf download {model}` first"
+        )
+    return None
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` could be one: "organisation/name"."""
-    return _ID.fullmatch(model) is not None
+    """Return whether `model` could be one: "organisation/name", and not the name of a file."""
+    is_named_so = _ID.fullmatch(model) is not None and len(model) <= _LONGEST_ID
+    return is_named_so and not model.lower().endswith(_FILE_ENDINGS) and "--" not in model and ".." not in model
+
+
+def _nearest(path: Path) -> str:
+    """Return a hint at an embedded model, a folder or a .gguf file whose name is close to that of `path`."""
+    near = {name: name for name in embedded.names()} if path.parent == Path() else {}
+    with contextlib.suppress(OSError):
+        others = [other for other in path.parent.iterdir() if other.is_dir() or other.suffix == ".gguf"]
+        near = {other.name: str(other) for other in others} | near
+    found = difflib.get_close_matches(path.name, list(near), n=1)
+    return f" (did you mean {near[found[0]]}?)" if found else ""
+
+
+def _is_cached(model_id: str) -> bool:
+    from huggingface_hub import constants
+
+    return (Path(constants.HF_HUB_CACHE) / f"models--{model_id.replace('/', '--')}").is_dir()
+
+
+def check(model_id: str, file: str = "config.json") -> None:
+    """Raise the CheckpointError that a download of the model would end in, after fetching one small file of it."""
+    _download(model_id, [file], [])
 
 
 def download(model_id: str) -> Path:

@@ -241,7 +241,7 @@ class PictureBackend(SupervisedProcess):
             if not coming.done():
                 coming.set_result(None)
         job, self._running = self._running, None
-        if not self._is_closing:
+        if not (self._is_closing or self._is_refused):
             _log.error("the image worker ended (%s)%s", how, " with a request under way" if job else "")
         if job is not None:
             message = f"the image worker ended ({how}) and is being restarted; send the request again"

@@ -90,7 +90,7 @@ class RemoteBackend(SupervisedProcess):
 
     def on_end(self, how: str) -> None:
         """Fails all requests under way."""
-        if not self._is_closing:
+        if not (self._is_closing or self._is_refused):
             _log.error("the engine ended (%s) with %d requests under way", how, len(self._listeners))
         message = f"the engine ended ({how}) and is being restarted; send the request again"
         if self._is_closing:

@@ -60,6 +60,7 @@ class SupervisedProcess:
         self._stopped: ActivityProbe | None = None  # from when it was first seen to be stopped
         self._supervisor: asyncio.Task[None] | None = None
         self._is_closing = False
+        self._is_refused = False  # the latest process said why it cannot start: its end is no news
         self.num_restarts = 0
 
     def on_ready(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -142,6 +143,7 @@ class SupervisedProcess:
 
     async def _run_one(self, first_ready: asyncio.Future[None]) -> float | None:
         """Runs one process until it ends; returns for how many seconds it was ready, None if it never was."""
+        self._is_refused = False
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -162,6 +164,7 @@ class SupervisedProcess:
                     if not first_ready.done():
                         first_ready.set_result(None)
                 elif "refused" in message:
+                    self._is_refused = True
                     raise EngineRefused(message["refused"])
                 else:
                     self.on_message(message)
