@@ -64,7 +64,7 @@ def test_sides_guidance_and_negative(model, tmp_path, capsys):
         (["--size", "24x20", "--width", "24"], "--size says width and height"),
         (["--steps", "1000"], "num_steps is 1000, expected an integer from 1 to 200"),
         (["--guidance", "nan"], "guidance is nan, expected a number"),
-        (["--image", "nothing.png"], "--image nothing.png cannot be read: No such file"),
+        (["--image", "nothing.png"], "--image nothing.png: there is no such file"),
         (["-o", "cat.bmp"], "--output is cat.bmp, expected a name that ends in .png"),
         (["-o", "nowhere/cat.png"], "--output is nowhere/cat.png, but there is no folder nowhere"),
         (["-m", "./nothing"], "./nothing does not exist"),

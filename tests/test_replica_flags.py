@@ -98,5 +98,5 @@ def test_flags_that_need_others(command, monkeypatch, capsys, tmp_path):
     assert "--ray-address is given, expected --replicas with it" in capsys.readouterr().err
     monkeypatch.setattr(replica_flags.importlib.util, "find_spec", lambda name: None)
     assert cli.main([*command, "--replicas", "2"]) == 2
-    assert "pip install 'tilewright[ray]'" in capsys.readouterr().err
+    assert "pip install 'ray[serve,data]'" in capsys.readouterr().err
     assert "ray" not in sys.modules

@@ -47,7 +47,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog="""examples:
   tilewright demo
   tilewright demo "How many circles are there?" "Where is the star?"
-  tilewright demo "What is on it?" -m ./Qwen3-VL-2B-Instruct --image photo.jpg
+  tilewright demo "What is on it?" -m ./Qwen3-VL-2B-Instruct --image photo.jpg    a picture of yours
   NO_COLOR=1 tilewright demo""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -38,14 +38,17 @@ _NAMES = (
 
 
 class _ModelAction(argparse.Action):
-    """Stores the model, which a command may take as an argument and as -m, but not as both."""
+    """Stores the model, which a command may take as an argument or as -m; of several -m the last counts."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
         if values is None:  # the argument is left out
             return
-        if namespace.model is not None:
+        is_argument = option is None
+        if namespace.model is not None and (is_argument or getattr(namespace, "model_is_argument", False)):
             parser.error(f"two models are named, {namespace.model} and {values}: expected one")
-        namespace.model = values
+        namespace.model, namespace.model_is_argument = values, is_argument
 
 
 def add_model_argument(parser: argparse.ArgumentParser, text: str, *, is_positional: bool = False) -> None:

@@ -26,7 +26,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
   tilewright image "a lighthouse at dusk" -m ./Z-Image-Turbo -o lighthouse.png --size 1024x768 --seed 7
   tilewright image "a cat, ink drawing" -m MODEL -n 4 -o cat.png          cat-1.png to cat-4.png
   tilewright image "a cat" -m MODEL --negative "blurry" --guidance 4 --steps 28
-  tilewright image "make it winter" -m MODEL --image house.png -o winter.png
+  tilewright image "make it winter" -m MODEL --image house.png -o winter.png      a picture of yours
   tilewright image "a cat" -m MODEL --low-memory                          one network in memory at a time""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -26,7 +26,7 @@ class ReplicaCount:
 
 def add_arguments(parser: argparse.ArgumentParser, count: Any, count_help: str) -> None:
     """Adds the flags; `count` parses the number of replicas."""
-    group = parser.add_argument_group("replicas", "Several engines, by Ray: pip install 'tilewright[ray]'.")
+    group = parser.add_argument_group("replicas", "Several engines, by Ray: pip install 'ray[serve,data]'.")
     group.add_argument("--replicas", type=count, metavar="N", help=count_help)
     group.add_argument(
         "--replica-cpus", type=engine_flags.positive, metavar="N",
@@ -59,7 +59,7 @@ def check(options: argparse.Namespace) -> None:
             if getattr(options, name) is not None:
                 raise RequestError(f"--{name.replace('_', '-')} is given, expected --replicas with it")
     elif importlib.util.find_spec("ray") is None:
-        raise RequestError("--replicas needs Ray, which is not installed: pip install 'tilewright[ray]'")
+        raise RequestError("--replicas needs Ray, which is not installed: pip install 'ray[serve,data]'")
 
 
 def cpus_per_replica(cpus_of_nodes: list[int], num_replicas: int) -> int:

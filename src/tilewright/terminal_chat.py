@@ -46,10 +46,10 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog="""examples:
   tilewright image "a red circle left of a blue square" -o shapes.png
   tilewright chat "What is on it?" --image shapes.png      the embedded model, which is tiny
-  tilewright demo                                          leaves a spoken answer as tilewright-answer.wav
-  tilewright chat "What is said?" --audio tilewright-answer.wav       another one, which hears
+  tilewright chat "What colour is the banana?" --speak speech.wav     another one, which speaks and hears
+  tilewright chat "What is said?" --audio speech.wav
   tilewright chat "What is a tile?" -m ./Qwen3-VL-2B-Instruct
-  tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png
+  tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png     pictures of yours
   tilewright chat "What happens here?" -m MODEL --video clip.mp4 --max-tokens 200
   tilewright chat "What is said?" -m ./Qwen3-Omni-30B-A3B-Instruct --audio speech.wav
   tilewright chat "Say hello." -m ./Qwen3-Omni-30B-A3B-Instruct --speak hello.wav

@@ -25,7 +25,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog="""examples:
   tilewright video "a cat walks in the rain" -m ./Wan2.1-T2V-1.3B-Diffusers -o cat.mp4
   tilewright video "a cat walks" -m MODEL --size 832x480 --seconds 2 --steps 30 --seed 7
-  tilewright video "she turns to us" -m ./Wan2.2-TI2V-5B-Diffusers --image portrait.png -o turn.mp4
+  tilewright video "she turns to us" -m ./Wan2.2-TI2V-5B-Diffusers --image mine.png -o turn.mp4    a picture of yours
   tilewright video "a cat walks" -m MODEL --frames 17 -o cat.webp         an animated picture
   tilewright video "a cat walks" -m MODEL --low-memory                    one network in memory at a time""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
