@@ -83,7 +83,8 @@ def test_control_c_shows_no_traceback():
         time.sleep(0.02)
     command.send_signal(signal.SIGINT)
     assert command.communicate(timeout=60)[1] == ""
-    assert command.returncode == 130
+    # Within a module that calls exec, Python ends by the signal itself, of which shells say 130 too.
+    assert command.returncode in (130, -signal.SIGINT)
 
 
 def test_control_c_while_modules_load():
