@@ -1,5 +1,6 @@
 """The page where things go wrong: haste, two tabs, a browser that keeps nothing, a server that does not answer."""
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 from page_browser import answers, hand_over, kept, png, send, until, until_kept, wait_until_done
 
 from tilewright.server.link import remote
-from tilewright.server.link.backend import EngineUnavailable
+from tilewright.server.link.backend import EngineUnavailable, Failed
 from tilewright.server.settings import ServerSettings
+from tilewright.types import ContextLengthExceeded
 
 REFUSED = "Failed to load resource"
 # Pictures are read when the test says so.
@@ -266,6 +268,163 @@ def test_retries_are_bounded(scripted, visits, message, pauses_s):
     page.get_by_role("button", name="Try again").click()
     wait_until_done(page)
     assert answers(page).locator(".markdown").inner_text() == "Hello there"
+
+
+def posted(page):
+    """The bodies that the page sends, as they are sent."""
+    bodies = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    return bodies
+
+
+def unsent(page):
+    """For each question, whether it is marked as not sent."""
+    marks = page.locator(".question .unsent")
+    return [marks.nth(index).is_visible() for index in range(marks.count())]
+
+
+def test_a_refused_file_does_not_end_the_conversation(vision_server, visits):
+    visits.expected.append(REFUSED)
+    page = visits.open(vision_server.url)
+    page.evaluate("localStorage.setItem('tilewright-settings', JSON.stringify({ max_tokens: '2' }))")
+    bodies = posted(page)
+    hand_over(page, "drop", png(), "good.png")
+    hand_over(page, "drop", b"no picture", "broken.png")
+    until(page, "document.querySelectorAll('.tray .preview:not(.unread)').length === 2")
+    send(page, "What is it?")
+    wait_until_done(page)
+    assert answers(page).locator(".error").inner_text().startswith("“broken.png”: not a picture")
+    send(page, "And now?")
+    wait_until_done(page, 2)
+    assert answers(page).nth(1).locator(".error").is_hidden() and unsent(page) == [True, False]
+    assert [message["content"] for message in bodies[-1]["messages"]] == ["And now?"]
+    page.reload()
+    page.get_by_role("button", name="Ask without broken.png").click()
+    wait_until_done(page, 2)
+    assert answers(page).nth(0).locator(".error").is_hidden() and unsent(page) == [False, False]
+    (question,) = bodies[-1]["messages"]  # in its place, before the later one
+    assert [part["type"] for part in question["content"]] == ["image_url", "text"]
+    send(page, "And then?")
+    wait_until_done(page, 3)
+    contents = [message["content"] for message in bodies[-1]["messages"] if message["role"] == "user"]
+    assert contents == [question["content"], "And now?", "And then?"]
+    assert page.locator(".left-out").count() == 1
+    texts = [message["text"] for message in kept(page)[0]["messages"] if message["role"] == "user"]
+    assert texts == ["What is it?", "And now?", "And then?"]
+
+
+def test_a_file_that_is_gone_is_left_out_by_name(scripted, visits):
+    running, backend = scripted(accepts=("image",))
+    page = visits.open(running.url)
+    hand_over(page, "drop", png())
+    page.locator(".tray img").wait_for()
+    send(page, "What is it?")
+    wait_until_done(page)
+    page.evaluate(
+        """() => new Promise((resolve) => {
+          indexedDB.open("tilewright").onsuccess = ({ target: { result: database } }) => {
+            const transaction = database.transaction("files", "readwrite");
+            transaction.objectStore("files").clear();
+            transaction.oncomplete = () => { database.close(); resolve(); };
+          };
+        })"""
+    )
+    page.reload()
+    answers(page).wait_for()
+    until(page, "document.querySelector('#model').value")
+    send(page, "And now?")
+    wait_until_done(page, 2)
+    page.get_by_text("photo.png is not sent: the browser does not keep it any more.").wait_for()
+    assert [message["content"] for message in backend.requests[-1].messages] == [
+        "What is it?",
+        "Hello there",
+        "And now?",
+    ]
+
+
+def test_a_full_context_goes_on_without_the_oldest_turns(scripted, visits, monkeypatch):
+    visits.expected.append(REFUSED)
+    running, backend = scripted()
+    answer = backend.submit
+
+    def full(request, listener):
+        if sum(len(message["content"]) for message in request.messages) > 400:
+            failed = Failed("request", "the prompt has 200 tokens", "messages", ContextLengthExceeded.code)
+            asyncio.get_running_loop().call_soon(listener, failed)
+            return lambda: None
+        return answer(request, listener)
+
+    monkeypatch.setattr(backend, "submit", full)
+    page = visits.open(running.url)
+    for number, text in enumerate(("one", "two", "three")):
+        send(page, f"{text} {'x' * 100}")
+        wait_until_done(page, number + 1)
+    send(page, f"four {'x' * 100}")
+    wait_until_done(page, 4)
+    assert answers(page).nth(3).locator(".error").is_visible() and unsent(page) == [False, False, False, True]
+    page.get_by_role("button", name="Continue without the oldest turns").click()
+    wait_until_done(page, 4)
+    assert answers(page).nth(3).locator(".error").is_hidden() and unsent(page) == [True, False, False, False]
+    page.reload()
+    answers(page).nth(3).wait_for()
+    until(page, "document.querySelector('#model').value")
+    assert unsent(page) == [True, False, False, False]
+    send(page, f"five {'x' * 280}")  # more than one round of leaving out
+    wait_until_done(page, 5)
+    page.get_by_role("button", name="Continue without the oldest turns").click()
+    wait_until_done(page, 5)
+    asked = [message["content"].split()[0] for message in backend.requests[-1].messages if message["role"] == "user"]
+    assert asked == ["five"]
+    send(page, "x" * 500)  # too long by itself: nothing is offered
+    wait_until_done(page, 6)
+    page.get_by_role("button", name="Continue without the oldest turns").click()
+    wait_until_done(page, 6)
+    assert answers(page).nth(5).locator(".error").is_visible()
+    assert page.get_by_role("button", name="Continue without the oldest turns").count() == 0
+
+
+@pytest.mark.parametrize("way", ["Escape", "backdrop", "Cancel"])
+def test_the_key_is_asked_for_again_where_one_finds_it(scripted, visits, way):
+    visits.expected.append(REFUSED)
+    running, _ = scripted(settings=ServerSettings(api_keys=("secret",)))
+    page = visits.open(running.url, wait=False)
+    page.get_by_label("Key", exact=True).wait_for()
+    if way == "Escape":
+        page.keyboard.press("Escape")
+    elif way == "backdrop":
+        page.mouse.click(5, 5)
+    else:
+        page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("dialog").wait_for(state="detached")
+    page.locator("#sidebar").get_by_role("button", name="API key").click()
+    page.keyboard.press("Escape")
+    page.locator("#banner").get_by_role("button", name="Enter the API key").click()
+    page.get_by_label("Key", exact=True).fill("secret")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelector('#model').value")
+    assert page.locator("#banner").is_hidden()
+    assert page.locator("#sidebar").get_by_role("button", name="API key").is_visible()  # to change it
+
+
+def test_a_slip_of_the_mouse_loses_nothing_that_is_written(scripted, visits):
+    running, _ = scripted()
+    page = visits.open(running.url)
+    dialog, field = page.get_by_role("dialog"), page.get_by_label("System prompt")
+    page.get_by_role("button", name="Settings", exact=True).click()
+    box = field.bounding_box()
+    page.mouse.move(box["x"] + 20, box["y"] + 10)  # a selection that ends outside
+    page.mouse.down()
+    page.mouse.move(5, 5, steps=3)
+    page.mouse.up()
+    assert dialog.count() == 1
+    page.mouse.click(5, 5)
+    dialog.wait_for(state="detached")  # nothing was written
+    page.get_by_role("button", name="Settings", exact=True).click()
+    field.fill("Be kind.")
+    page.mouse.click(5, 5)
+    assert dialog.count() == 1 and field.input_value() == "Be kind."
+    page.keyboard.press("Escape")
+    assert dialog.count() == 0
 
 
 def test_a_browser_that_blocks_site_data(scripted, visits):

@@ -11,8 +11,10 @@ const WAS_LOST = /send the request again/;
 
 export class Answering {
   // `request` resolves to the body; `onChange` is called whenever `answer` has changed. `speaker` gets its sound.
-  constructor({ api, connection, answer, request, onChange, speaker }) {
-    Object.assign(this, { api, connection, answer, request, onChange, speaker });
+  // `mend(error)` says whether the next request is another one, that may be answered; `explain(error)` is what the
+  // answer says of its failure.
+  constructor({ api, connection, answer, request, onChange, speaker, mend, explain }) {
+    Object.assign(this, { api, connection, answer, request, onChange, speaker, mend, explain });
     this.controller = new AbortController();
     this.numRepeats = 0;
   }
@@ -67,11 +69,12 @@ export class Answering {
   // Waits if the error is one that passes, and nothing of the answer has come; otherwise ends with it.
   async canTryAgain(error) {
     const { answer } = this;
+    if (!answer.text && !answer.reasoning && this.mend(error)) return true;
     const back = error instanceof Unreachable ? this.connection.lost(error.message) : null;
     const isPassing = back || (error instanceof ApiError && error.retryAfterS);
     const limit = error.isMidAnswer || WAS_LOST.test(error.message) ? MAX_REPEATS_OF_LOST : MAX_REPEATS;
     if (!isPassing || answer.text || answer.reasoning || this.numRepeats >= limit) {
-      answer.error = { message: error.message };
+      answer.error = this.explain(error);
       this.end("failed");
       return false;
     }

@@ -9,10 +9,12 @@ const POSSIBLE_KEY = /^[\x20-\x7e]+$/; // what a header can carry
 const BROKE_OFF = "The connection was lost in mid-answer.";
 
 export class ApiError extends Error {
-  constructor(status, message, retryAfterS = null) {
+  // `code` is OpenAI's name of the fault, where it has one.
+  constructor(status, message, { retryAfterS = null, code = null } = {}) {
     super(message);
     this.status = status;
     this.retryAfterS = retryAfterS;
+    this.code = code;
   }
 }
 
@@ -34,6 +36,7 @@ export class Api {
   constructor(askForKey) {
     this.askForKey = askForKey;
     this.asking = null;
+    this.wantsKey = this.key() !== null; // whether the server is known to want one
   }
 
   async models() {
@@ -75,7 +78,10 @@ export class Api {
       for await (const data of eventsOf(response)) {
         if (data === "[DONE]") return; // what becomes of the connection after it is of no matter
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new ApiError(chunk.error.code === "engine_unavailable" ? 503 : 500, chunk.error.message);
+        if (chunk.error) {
+          const { code, message } = chunk.error;
+          throw new ApiError(code === "engine_unavailable" ? 503 : 500, message, { code });
+        }
         yield chunk;
       }
     } catch (error) {
@@ -90,6 +96,7 @@ export class Api {
       const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
       const response = await reach(path, { ...options, headers: new Headers(headers), cache: "no-store" });
       if (response.ok) return response;
+      if (response.status === 401) this.wantsKey = true;
       if (response.status !== 401 || !(await this.renewKey(key))) throw await apiError(response);
     }
   }
@@ -102,12 +109,15 @@ export class Api {
 
   // Whether there is another key to try than the one that was refused. Several requests ask the user once.
   async renewKey(refused) {
-    if (this.key() !== refused) return true;
-    this.asking ??= this.askForKey(refused !== null).finally(() => (this.asking = null));
+    return this.key() !== refused || this.changeKey(refused !== null);
+  }
+
+  // Whether the user gave a key, which is kept for this tab.
+  async changeKey(wasRefused) {
+    this.asking ??= this.askForKey(wasRefused).finally(() => (this.asking = null));
     const key = await this.asking;
-    if (!key) return false;
-    tabValues.set(KEY, key);
-    return true;
+    if (key) tabValues.set(KEY, key);
+    return Boolean(key);
   }
 }
 
@@ -122,11 +132,13 @@ async function reach(path, options) {
 async function apiError(response) {
   const wait = Number(response.headers.get("retry-after"));
   let message = `The server answered with status ${response.status}.`;
+  let code = null;
   try {
     const body = await response.json();
     message = body.error?.message ?? body.reason ?? message;
+    code = body.error?.code ?? null;
   } catch {
     // Not of this server's making, such as a proxy's page: the status says it.
   }
-  return new ApiError(response.status, message, wait > 0 ? wait : null);
+  return new ApiError(response.status, message, { retryAfterS: wait > 0 ? wait : null, code });
 }

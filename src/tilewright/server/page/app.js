@@ -4,7 +4,7 @@ import { Api, ApiError, Unreachable, keyProblem } from "./api.js";
 import { kindsOf } from "./attachments.js";
 import { Connection } from "./connection.js";
 import { comingConversation, hasBegun, newConversation, titleOf } from "./conversation.js";
-import { askDialog } from "./dialogs.js";
+import { askDialog, button } from "./dialogs.js";
 import { byId, element } from "./dom.js";
 import { PANES } from "./panes.js";
 import { currentSettings, openSettings } from "./settings.js";
@@ -34,6 +34,7 @@ class App {
       rename: (id, title) => this.rename(id, title),
       remove: (id) => this.remove(id),
       removeAll: () => this.removeAll(),
+      changeKey: () => this.changeKey(),
     });
     this.pane = new PANES.chat(this);
     this.pictures = new PANES.pictures(this);
@@ -69,16 +70,26 @@ class App {
     for (;;) {
       try {
         this.showModels(await this.api.models());
+        this.sidebar.showKey(this.api.wantsKey);
         return;
       } catch (error) {
         const isPassing = error instanceof Unreachable || (error instanceof ApiError && error.status >= 500);
+        this.sidebar.showKey(this.api.wantsKey);
         if (!isPassing) {
-          this.showBanner(`The server's models cannot be had: ${error.message}`);
+          const again = error.status === 401 ? button("Enter the API key", () => this.changeKey()) : null;
+          this.showBanner(`The server's models cannot be had: ${error.message}`, again);
           return;
         }
         await this.connection.lost(error.message);
       }
     }
+  }
+
+  // Asks for another API key, and for the models with it.
+  async changeKey() {
+    if (!(await this.api.changeKey(false))) return;
+    this.showBanner(null);
+    await this.loadModels();
   }
 
   showModels(models) {
@@ -152,9 +163,10 @@ class App {
     byId("announcer").textContent = text;
   }
 
-  showBanner(reason) {
+  // Says something above everything, with a button where something can be done about it; null takes it away.
+  showBanner(reason, action = null) {
     byId("banner").hidden = !reason;
-    byId("banner").textContent = reason ?? "";
+    byId("banner").replaceChildren(...[reason, action].filter(Boolean));
   }
 
   // Called by the connection. After the server was away another model may answer.

@@ -1,17 +1,23 @@
 // The pane of conversations: what was said, and where the next question is written.
 
 import { Answering } from "./answering.js";
-import { KINDS, kindsOf, sizeText } from "./attachments.js";
 import { Composer } from "./composer.js";
 import {
-  encodedBytes,
+  FileProblem,
+  NoRoom,
+  canDoWithout,
+  checkRoom,
+  filesOf,
   hasBegun,
-  questionFiles,
+  isLeftOut,
   isUnderWay,
   newAnswer,
   newConversation,
   newQuestion,
+  oldestTurns,
   requestMessages,
+  sentTurns,
+  turnsOf,
 } from "./conversation.js";
 import { element, icon, iconButton } from "./dom.js";
 import { AnswerView, QuestionView } from "./message_views.js";
@@ -22,8 +28,9 @@ import { storageProblem } from "./store.js";
 import { welcomeNode } from "./welcome.js";
 
 const KEEP_EVERY_MS = 1000; // while an answer comes
-const BODY_ROOM = 1 << 20; // bytes of a request beside its files
 const MAX_ANNOUNCED = 2000;
+const FULL = "context_length_exceeded"; // the server's code
+const NAMED_FILE = /^(image|video|audio) (\d+)\b/; // how its errors name a file: the kind, and which of that kind
 
 export class ChatPane {
   // app: { api, connection, store, model(), announce(text), listChanged(), opened(conversation), gone(id) }
@@ -91,7 +98,8 @@ export class ChatPane {
     settle({ messages }, false);
     const shown = conversation.messages;
     const isSame = (message, index) =>
-      message.id === shown[index]?.id && message.status === shown[index].status && message.text === shown[index].text;
+      message.id === shown[index]?.id &&
+      ["status", "text", "isLeftOut"].every((name) => message[name] === shown[index][name]);
     const numSame = messages.findIndex((message, index) => !isSame(message, index));
     if (numSame < 0 && messages.length === shown.length) return;
     this.removeFrom(numSame < 0 ? messages.length : numSame);
@@ -180,12 +188,49 @@ export class ChatPane {
     return true;
   }
 
-  retry() {
+  // Answers the question of an answer once more: the last one anew, a failed one before it in its place.
+  retry(answer, shortens = false) {
     if (this.isBusy) return;
     const { messages } = this.conversation;
-    this.removeFrom(messages.findLastIndex((message) => message.role === "user") + 1);
-    this.answer();
+    const first = messages.findLastIndex((message) => message.role === "user") + 1;
+    if (messages.indexOf(answer) >= first) {
+      this.removeFrom(first);
+      this.answer(null, shortens);
+    } else {
+      Object.assign(answer, { ...newAnswer(), id: answer.id });
+      this.app.store.takeOver(answer);
+      this.answer(answer, shortens);
+    }
     this.focus();
+  }
+
+  // Asks the question of a failed answer again without a file.
+  askWithout(answer, { id }) {
+    if (this.isBusy) return;
+    for (const message of this.conversation.messages) {
+      const attachment = message.attachments?.find((one) => one.id === id);
+      if (!attachment) continue;
+      attachment.isLeftOut = true;
+      this.app.store.takeOver(message);
+      this.views.get(message.id).show();
+    }
+    this.retry(answer);
+  }
+
+  // Asks the question of a failed answer again without the oldest turns: so many that there is room.
+  shorten(answer) {
+    if (this.isBusy || !this.leaveOutOldest(this.conversation, answer)) return;
+    this.retry(answer, true);
+  }
+
+  // Whether there was something to leave out before the question of an answer.
+  leaveOutOldest(conversation, answer) {
+    const oldest = oldestTurns(sentTurns(conversation, conversation.messages.indexOf(answer)));
+    for (const { question } of oldest) {
+      question.isLeftOut = true;
+      this.app.store.takeOver(question);
+    }
+    return oldest.length > 0;
   }
 
   removeFrom(index) {
@@ -216,26 +261,32 @@ export class ChatPane {
     for (const id of [...this.underWay.keys()]) this.drop(id);
   }
 
-  async answer() {
+  // Answers the last question, or with `again` the question of an answer that failed, in its place. With `shortens`, the
+  // oldest turns are left out for as long as there is no room.
+  async answer(again = null, shortens = false) {
     const { conversation, app } = this;
-    const answer = newAnswer();
-    conversation.messages.push(answer);
-    this.addView(answer);
-    const entry = { conversation, isDropped: false, keptAtMs: 0 };
+    const answer = again ?? newAnswer();
+    if (!again) {
+      conversation.messages.push(answer);
+      this.addView(answer);
+    }
+    const entry = { conversation, isDropped: false, keptAtMs: 0, files: [] };
     this.speaker?.stop(); // of the answer before, which may still be heard
     const speaker = (this.speaker = new Speaker());
     entry.answering = new Answering({
       api: app.api,
       connection: app.connection,
       answer,
-      request: () => this.request(conversation, conversation.messages.indexOf(answer)),
+      request: () => this.request(entry, conversation.messages.indexOf(answer)),
       onChange: () => this.answerChanged(entry, answer),
+      mend: (error) => shortens && isFull(error) && this.leaveOutOldest(conversation, answer),
+      explain: (error) => explanation(error, entry, answer),
       speaker,
     });
     this.underWay.set(conversation.id, entry);
     this.composer.setBusy(true);
     this.changedMessages();
-    this.scroller.toEnd();
+    if (!again) this.scroller.toEnd();
     this.keep(entry, "asked");
     await entry.answering.run();
     if (!entry.isDropped) await this.keepSound(answer, speaker);
@@ -249,25 +300,16 @@ export class ChatPane {
     this.announce(answer);
   }
 
-  // The body of a request; reports here what cannot be sent.
-  async request(conversation, end) {
+  // The body of a request; reports here which files of earlier turns are not sent.
+  async request(entry, end) {
     const { system, ...sampling } = currentSettings();
     const model = this.app.model();
-    const kinds = new Set(questionFiles(conversation).map(({ kind }) => kind));
-    for (const kind of kinds) {
-      if (!kindsOf(model).includes(kind)) {
-        throw new Error(`${model.id} takes no ${KINDS[kind].noun}, and this conversation has some.`);
-      }
-    }
-    const sizeBytes = encodedBytes(conversation) + BODY_ROOM;
-    const limit = model.limits?.max_body_bytes ?? Infinity;
-    if (sizeBytes > limit) {
-      throw new Error(
-        `The files of this conversation take ${sizeText(sizeBytes)} in a request, this server takes ` +
-          `${sizeText(limit)}. A new conversation has room.`,
-      );
-    }
-    const messages = await requestMessages(conversation, end, system, (id) => this.app.store.file(id));
+    const turns = sentTurns(entry.conversation, end);
+    const { sent, unsent } = await filesOf(turns, model, (id) => this.app.store.file(id));
+    entry.files = sent.map(({ attachment }) => attachment);
+    if (unsent.length && entry.conversation === this.conversation) this.tell(unsent.join(" "));
+    checkRoom(sent, model.limits);
+    const messages = await requestMessages(turns, system, sent);
     const { voice } = this.composer.voiceChoice;
     const spoken = voice ? { modalities: ["text", "audio"], audio: { voice, format: "pcm16" } } : {};
     return { model: model.id, messages, stream: true, stream_options: { include_usage: true }, ...sampling, ...spoken };
@@ -323,7 +365,9 @@ export class ChatPane {
     const host = {
       store: this.app.store,
       edit: (one, text) => this.edit(one, text),
-      retry: () => this.retry(),
+      retry: () => this.retry(message),
+      askWithout: (file) => this.askWithout(message, file),
+      shorten: () => this.shorten(message),
       drawn: () => this.scroller.follow(),
     };
     const view = message.role === "user" ? new QuestionView(message, host) : new AnswerView(message, host);
@@ -331,13 +375,21 @@ export class ChatPane {
     this.column.append(view.node);
   }
 
-  // Only the last question can be edited, only the last answer regenerated; an empty conversation shows a welcome.
+  // Only the last question can be edited, only the last answer and those that failed regenerated; an empty conversation
+  // shows a welcome.
   changedMessages() {
     const { messages } = this.conversation;
-    const lastQuestion = messages.findLast((message) => message.role === "user");
-    for (const message of messages) {
-      const isLast = message === messages.at(-1) || message === lastQuestion;
-      this.views.get(message.id).setLast(isLast && !this.isBusy);
+    const turns = turnsOf(messages);
+    for (const turn of turns) {
+      const isLast = turn === turns.at(-1);
+      const isUnsent = isLeftOut(turn);
+      const view = this.views.get(turn.question.id);
+      view.setLast(isLast && !this.isBusy);
+      view.setUnsent(isUnsent);
+      for (const answer of turn.answers) {
+        const canRetry = (isLast && answer === turn.answers.at(-1)) || (isUnsent && answer.status === "failed");
+        this.views.get(answer.id).setRetry(canRetry && !this.isBusy);
+      }
     }
     this.column.querySelector(".welcome")?.remove();
     const isEmpty = !hasBegun(this.conversation);
@@ -352,4 +404,25 @@ function settle(conversation, isAnswered) {
   for (const message of conversation.messages) {
     if (isUnderWay(message)) Object.assign(message, { status: "stopped", error: null });
   }
+}
+
+function isFull(error) {
+  return error.code === FULL || error instanceof NoRoom;
+}
+
+// What an answer says of its failure: the message, and which file or how long a conversation it is due to where one can
+// ask again without.
+function explanation(error, { conversation, files }, answer) {
+  const { message } = error;
+  const turns = sentTurns(conversation, conversation.messages.indexOf(answer));
+  if (isFull(error)) return { message, isFull: turns.length > 1 };
+  const [named, kind, number] = message.match(NAMED_FILE) ?? [];
+  const attachment =
+    error instanceof FileProblem ? error.attachment : files.filter((one) => one.kind === kind)[Number(number) - 1];
+  if (!attachment) return { message };
+  const { id, name } = attachment;
+  const text = named ? message.replace(named, `“${name}”`) : message;
+  const { question } = turns.at(-1);
+  const isOwn = question.attachments.includes(attachment);
+  return { message: text, file: !isOwn || canDoWithout(question, attachment) ? { id, name } : null };
 }

@@ -1,9 +1,11 @@
 // A conversation: questions and answers, and what of them is sent to the model.
 
-import { KINDS } from "./attachments.js";
+import { KINDS, kindsOf, sizeText } from "./attachments.js";
 import { randomId } from "./ids.js";
 
 const MAX_TITLE = 60;
+const BODY_ROOM = 1 << 20; // bytes of a request beside its files
+const FILE_CHARACTERS = 4000; // as long a text has about as many tokens as a file
 
 export function newConversation() {
   return { id: randomId(), title: "", changedAt: Date.now(), messages: [] };
@@ -19,6 +21,7 @@ export function hasBegun({ messages, isComing }) {
   return Boolean(isComing || messages.length);
 }
 
+// isLeftOut, of a question and of its attachments: not sent with later questions any more.
 export function newQuestion({ text, attachments }) {
   return { id: randomId(), role: "user", text, attachments };
 }
@@ -44,11 +47,6 @@ export function titleRow(conversation) {
   return { id: conversation.id, title: titleOf(conversation), changedAt: conversation.changedAt };
 }
 
-// The files that are sent with a conversation; those of answers are not.
-export function questionFiles({ messages }) {
-  return attachmentsOf(messages.filter(({ role }) => role === "user"));
-}
-
 export function attachmentsOf(messages) {
   return messages.flatMap((message) => message.attachments ?? []);
 }
@@ -65,24 +63,116 @@ export function mergedMessages(base, mine, kept, isOwn) {
   ];
 }
 
-// The messages as the server takes them, up to `end`. Files are read by `file(id)`.
-export async function requestMessages(conversation, end, system, file) {
+// A request that has to be smaller before the server can take it; the message says why.
+export class NoRoom extends Error {}
+
+// A file of the question that is asked now cannot be sent; the message says why.
+export class FileProblem extends Error {
+  constructor(message, attachment) {
+    super(message);
+    this.attachment = attachment;
+  }
+}
+
+// Questions with what was answered to each: [{ question, answers }].
+export function turnsOf(messages) {
+  const turns = [];
+  for (const message of messages) {
+    if (message.role === "user") turns.push({ question: message, answers: [] });
+    else turns.at(-1)?.answers.push(message);
+  }
+  return turns;
+}
+
+// Whether later questions are sent without a turn: it failed, there was no room for it any more, or its files were all
+// there was of it.
+export function isLeftOut({ question, answers }) {
+  const isFailed = answers.length > 0 && answers.every(({ status, text }) => status === "failed" && !text);
+  return Boolean(question.isLeftOut) || isFailed || isEmpty(question);
+}
+
+// Whether nothing is left of a question without the files that are not sent.
+function isEmpty({ text, attachments }) {
+  return !text && attachments.length > 0 && attachments.every((one) => one.isLeftOut);
+}
+
+// Whether a question can be asked without one of its files.
+export function canDoWithout({ text, attachments }, { id }) {
+  return Boolean(text) || attachments.some((one) => one.id !== id && !one.isLeftOut);
+}
+
+// The turns that are sent for the answer at `end`, the last of which is its own.
+export function sentTurns({ messages }, end) {
+  const turns = turnsOf(messages.slice(0, end));
+  return turns.filter((turn, index) => index === turns.length - 1 || !isLeftOut(turn));
+}
+
+// The oldest of several turns, so many that they are a quarter of the whole or more; never the last.
+export function oldestTurns(turns) {
+  const sizes = turns.map(({ question, answers }) =>
+    [question, ...answers].reduce(
+      (sum, { text }) => sum + text.length,
+      1 + FILE_CHARACTERS * question.attachments.length,
+    ),
+  );
+  const enough = sizes.reduce((sum, size) => sum + size, 0) / 4;
+  let size = 0;
+  const count = sizes.findIndex((one) => (size += one) >= enough) + 1;
+  return turns.slice(0, Math.min(count, turns.length - 1));
+}
+
+// { sent, unsent }: the files of some turns as [{ attachment, blob }] in order, and why others, of earlier turns, are
+// not sent. One of the last turn that cannot be sent is a FileProblem. Files are read by `file(id)`.
+export async function filesOf(turns, model, file) {
+  const sent = [];
+  const unsent = [];
+  for (const turn of turns) {
+    for (const attachment of turn.question.attachments.filter((one) => !one.isLeftOut)) {
+      const isTaken = kindsOf(model).includes(attachment.kind);
+      const blob = isTaken ? await file(attachment.id) : null;
+      const why = isTaken
+        ? "the browser does not keep it any more"
+        : `${model.id} takes no ${KINDS[attachment.kind].noun}`;
+      if (blob) sent.push({ attachment, blob });
+      else if (turn === turns.at(-1)) throw new FileProblem(`${attachment.name} cannot be sent: ${why}.`, attachment);
+      else unsent.push(`${attachment.name} is not sent: ${why}.`);
+    }
+  }
+  return { sent, unsent };
+}
+
+// NoRoom if files are more than the server takes in one request.
+export function checkRoom(files, limits = {}) {
+  const sizeBytes = files.reduce((sum, { blob }) => sum + blob.size, 0);
+  const encodedBytes = files.reduce((sum, { blob }) => sum + Math.ceil(blob.size / 3) * 4, BODY_ROOM);
+  const check = (what, value, limit, text) => {
+    if (value > limit)
+      throw new NoRoom(`The files of this conversation ${what} ${text(value)}, this server takes ${text(limit)}.`);
+  };
+  check("are", files.length, limits.max_media ?? Infinity, String);
+  check("have", sizeBytes, limits.max_media_total_bytes ?? Infinity, sizeText);
+  check("take in a request", encodedBytes, limits.max_body_bytes ?? Infinity, sizeText);
+}
+
+// The messages of some turns as the server takes them, with those of their files that are in `files`.
+export async function requestMessages(turns, system, files) {
+  const blobs = new Map(files.map(({ attachment, blob }) => [attachment.id, blob]));
   const messages = system ? [{ role: "system", content: system }] : [];
-  for (const message of conversation.messages.slice(0, end)) {
-    if (message.role === "user") messages.push({ role: "user", content: await questionContent(message, file) });
-    else if (message.text) messages.push({ role: "assistant", content: message.text });
+  for (const { question, answers } of turns) {
+    const content = await questionContent(question, blobs);
+    if (!content.length) continue; // its files were all there was of it
+    messages.push({ role: "user", content });
+    for (const { text } of answers) if (text) messages.push({ role: "assistant", content: text });
   }
   return messages;
 }
 
-async function questionContent({ text, attachments }, file) {
-  if (!attachments.length) return text;
+async function questionContent({ text, attachments }, blobs) {
   const parts = [];
-  for (const { id, kind, name } of attachments) {
-    const blob = await file(id);
-    if (!blob) throw new Error(`${name} is no longer kept by the browser. Edit the question to send it without.`);
-    parts.push(KINDS[kind].part(await dataUrl(blob)));
+  for (const { id, kind } of attachments) {
+    if (blobs.has(id)) parts.push(KINDS[kind].part(await dataUrl(blobs.get(id))));
   }
+  if (!parts.length) return text;
   return text ? [...parts, { type: "text", text }] : parts;
 }
 
@@ -93,9 +183,4 @@ function dataUrl(blob) {
     reader.onerror = () => reject(new Error("A file could not be read."));
     reader.readAsDataURL(blob);
   });
-}
-
-// How many bytes the files of a conversation have in a request, where three bytes take four characters.
-export function encodedBytes(conversation) {
-  return questionFiles(conversation).reduce((sum, { sizeBytes }) => sum + Math.ceil(sizeBytes / 3) * 4, 0);
 }

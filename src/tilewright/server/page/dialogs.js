@@ -23,7 +23,15 @@ export function openDialog(title, fill, properties = {}) {
       dialog.remove();
       resolve(result);
     });
-    dialog.addEventListener("click", (event) => event.target === dialog && close());
+    // By the backdrop only what was pressed and released there, and not while something is written: a selection that ends
+    // outside, or a slip, closes nothing.
+    let isWritten = false;
+    let isPressedOutside = false;
+    dialog.addEventListener("input", () => (isWritten = true));
+    dialog.addEventListener("pointerdown", (event) => (isPressedOutside = event.target === dialog));
+    dialog.addEventListener("click", (event) => {
+      if (event.target === dialog && isPressedOutside && !isWritten) close();
+    });
     fill(body, close);
     document.body.append(dialog);
     dialog.showModal();

@@ -19,12 +19,18 @@ export class QuestionView {
 
   show() {
     const { message, host } = this;
-    const files = message.attachments.map((one) => previewNode(one, host.store));
+    const files = message.attachments.map((one) => {
+      const node = previewNode(one, host.store);
+      if (one.isLeftOut) node.append(element("span", { class: "left-out" }, "Not sent"));
+      return node;
+    });
     this.editor = null;
     this.editButton = iconButton("edit", "Edit question", () => this.edit(), { hidden: !this.isLast });
+    this.unsent = element("p", { class: "unsent", hidden: !this.isUnsent }, "Not sent with later questions");
     this.node.replaceChildren(
       ...(files.length ? [element("div", { class: "files" }, ...files)] : []),
       ...(message.text ? [element("div", { class: "bubble" }, message.text)] : []),
+      this.unsent,
       element(
         "footer",
         {},
@@ -43,6 +49,11 @@ export class QuestionView {
     this.isLast = isLast;
     if (!isLast && this.editor) this.show();
     this.editButton.hidden = !isLast;
+  }
+
+  setUnsent(isUnsent) {
+    this.isUnsent = isUnsent;
+    this.unsent.hidden = !isUnsent;
   }
 
   edit() {
@@ -87,7 +98,7 @@ export class QuestionView {
 const STATES = { asking: "Reading", waiting: "", streaming: "", complete: "", stopped: "Stopped", failed: "" };
 
 export class AnswerView {
-  // host: { store, retry(), drawn() }
+  // host: { store, retry(), askWithout(file), shorten(), drawn() }
   constructor(message, host) {
     this.message = message;
     this.host = host;
@@ -106,12 +117,9 @@ export class AnswerView {
     this.markdown = new MarkdownView(this.body);
     this.state = element("p", { class: "state", hidden: true });
     this.errorText = element("p", {});
-    this.error = element(
-      "div",
-      { class: "error", role: "alert", hidden: true },
-      this.errorText,
-      button("Try again", () => host.retry()),
-    );
+    this.remedies = element("div", { class: "remedies" });
+    this.shownError = null;
+    this.error = element("div", { class: "error", role: "alert", hidden: true }, this.errorText, this.remedies);
     this.figures = element("div", {});
     this.sound = element("div", { class: "files", hidden: true });
     this.retryButton = iconButton("retry", "Answer again", () => host.retry());
@@ -135,9 +143,11 @@ export class AnswerView {
     this.update();
   }
 
-  setLast(isLast) {
-    this.retryButton.hidden = !isLast;
-    this.error.querySelector("button").hidden = !isLast || this.message.status === "waiting";
+  // Whether the question can be answered again now.
+  setRetry(canRetry) {
+    this.canRetry = canRetry;
+    this.retryButton.hidden = !canRetry;
+    this.showError();
   }
 
   // Shows what came, soon.
@@ -184,8 +194,9 @@ export class AnswerView {
   showError() {
     const { error, status } = this.message;
     this.error.hidden = !error;
-    this.error.querySelector("button").hidden = status === "waiting";
+    this.remedies.hidden = !this.canRetry || status === "waiting";
     if (!error) return;
+    this.showRemedies(error);
     const wait = error.retryInS
       ? ` Asking again in ${error.retryInS} s.`
       : status === "waiting"
@@ -195,6 +206,18 @@ export class AnswerView {
     this.error.setAttribute("role", status === "waiting" ? "group" : "alert");
     this.error.classList.toggle("waiting", status === "waiting");
     this.errorText.textContent = sentence(error.message) + wait;
+  }
+
+  // What can be done about an error.
+  showRemedies(error) {
+    if (this.shownError === error) return;
+    this.shownError = error;
+    const { file, isFull } = error;
+    this.remedies.replaceChildren(
+      button("Try again", () => this.host.retry()),
+      ...(file ? [button(`Ask without ${file.name}`, () => this.host.askWithout(file))] : []),
+      ...(isFull ? [button("Continue without the oldest turns", () => this.host.shorten())] : []),
+    );
   }
 }
 

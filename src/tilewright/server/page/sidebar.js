@@ -6,7 +6,7 @@ import { themeButton } from "./theme.js";
 import { openShortcuts } from "./shortcuts.js";
 
 export class Sidebar {
-  // host: { open(id), create(), draw(), rename(id, title), remove(id), removeAll() }
+  // host: { open(id), create(), draw(), rename(id, title), remove(id), removeAll(), changeKey() }
   constructor(host) {
     this.host = host;
     this.node = byId("sidebar");
@@ -38,11 +38,17 @@ export class Sidebar {
       icon("keyboard"),
       "Keys",
     );
+    this.key = element(
+      "button",
+      { type: "button", class: "quiet row", hidden: true, onclick: () => this.pick(() => host.changeKey()) },
+      icon("key"),
+      "API key",
+    );
     this.node.append(
       create,
       this.pictures,
       element("nav", { "aria-label": "Conversations" }, this.list),
-      element("footer", {}, this.deleteAll, themeButton(), keys),
+      element("footer", {}, this.deleteAll, this.key, themeButton(), keys),
     );
     byId("menu").addEventListener("click", () => this.toggle());
     byId("veil").addEventListener("click", () => this.toggle(false));
@@ -67,6 +73,11 @@ export class Sidebar {
     byId("menu").setAttribute("aria-expanded", String(this.isOpen));
     if (this.isOpen) this.node.querySelector("button").focus();
     else if (had) byId("menu").focus();
+  }
+
+  // Offers to change the API key, where the server wants one.
+  showKey(isWanted) {
+    this.key.hidden = !isWanted;
   }
 
   // Shows what there is to do here, and which of it is done now: "chat" or "pictures".

@@ -70,6 +70,11 @@ export class Store {
     this.bases.set(conversation, idsOf(conversation.messages));
   }
 
+  // Notes that a message which was kept before changes here from now on.
+  takeOver(message) {
+    this.own.add(message);
+  }
+
   // Keeps a conversation as it is when its turn comes. Resolves to the messages that are kept then, those of other tabs
   // among them; null if another tab deleted it.
   keep(conversation) {
