@@ -105,7 +105,7 @@ def alternatives(depth):
         Constraint("regex", "((a*)*)*b"),
         Constraint("regex", r"(\p{L}\p{N}?){1000}"),
         Constraint("regex", "(" * 1500 + "a" + ")" * 1500),
-        Constraint("json_schema", '{"items":' * 400 + "{}" + "}" * 400),
+        Constraint("json_schema", '{"items":' * 200 + "{}" + "}" * 200),
         Constraint("json_schema", alternatives(16)),
         Constraint("json_schema", '{"type": "array", "minItems": 1000000000, "items": {"type": "integer"}}'),
         Constraint("json_schema", '{"type": "string", "minLength": 999999999, "maxLength": 1000000000}'),

@@ -241,6 +241,39 @@ def test_errors_have_one_shape(scripted, path, body, status):
     assert found == status and error_of(text)["message"]
 
 
+AMBIGUOUS = [
+    (b'{"model": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "the body has lists and objects in more than"),
+    (b'{"seed": ' + b"1" * 5000 + b"}", "the body has an integer of 5000 digits, the limit is 4300"),
+    (b'{"seed": 1, "model": "", "seed": 2}', "the body has the key 'seed' twice in an object"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "least"),
+    [
+        ("/v1/chat/completions", BODY),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/audio/speech", {"input": "hi"}),
+        ("/v1/images/generations", {"prompt": "hi"}),
+    ],
+)
+def test_bodies_that_no_parser_should_guess_at(scripted, path, least):
+    """One rule for all endpoints: limits are named, keys are there once, and values are of the field's type."""
+    running, backend = scripted()
+    for body, words in AMBIGUOUS:
+        status, _, text = send(running.url + path, body)
+        assert status == 400 and error_of(text)["message"].startswith(words)
+    for wrong in ("7", True, 7.5):
+        status, _, text = send(running.url + path, {**least, "seed": wrong})
+        error = error_of(text)
+        assert status == 400 and error["param"] == "seed" and error["code"] == "invalid_type"
+        assert error["message"].startswith(f"seed is {wrong!r}: Input should be a valid integer; ")
+    status, _, text = send(running.url + path, {**least, "seed": 7.0})  # is the number 7
+    assert status == 200 or "seed" not in error_of(text)["message"]
+    assert all(request.sampling["seed"] == 7 for request in backend.requests)
+
+
 def test_echoed_fields_are_valid_json(scripted):
     running, _ = scripted()
     for odd in (b'"\\ud800"', b"NaN"):

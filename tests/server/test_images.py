@@ -25,6 +25,7 @@ from PIL import Image
 from processes import family_of
 from serve_process import ServerProcess
 from soak import bomb
+from test_guard import AMBIGUOUS, error_of, send
 from tiny_checkpoint import write_vision_model
 
 from tilewright.diffusion.files import settings_of
@@ -246,6 +247,15 @@ def test_pictures_only():
         assert running.client().images.generate(prompt="tile").data
         assert metric(running, "tilewright_picture_worker_ready") == metric(running, "tilewright_pictures_total") == 1
         assert metric(running, "tilewright_picture_step_seconds_count") == 3
+
+
+@pytest.mark.parametrize("path", ["/v1/images/edits", "/v1/videos"])
+def test_bodies_that_may_be_forms_are_parsed_as_all_others(ready, path):
+    for body, words in AMBIGUOUS:
+        status, _, text = send(ready.url + path, body)
+        assert status == 400 and error_of(text)["message"].startswith(words)
+    status, _, text = send(ready.url + path, {"prompt": "more", "seed": "3"})  # of a form it is the number 3
+    assert status == 400 and error_of(text)["code"] == "invalid_type"
 
 
 def test_edits_take_a_form_or_a_url(ready):

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from tilewright import files
 from tilewright.batch.index import IdIndex
+from tilewright.inputs.client_json import parse_json
 from tilewright.types import RequestError
 
 MAX_ID_CHARACTERS = 512
@@ -37,27 +38,20 @@ class Request:
 
 def parse(line: bytes, urls: Collection[str]) -> Request:
     """The Request of a line; RequestError if it is invalid."""
-    try:
-        fields = json.loads(line.decode())
-        if not isinstance(fields, dict):
-            raise RequestError("it is not an object")
-        custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
-        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARACTERS:
-            raise RequestError(f"custom_id is {custom_id!r:.60}, expected 1 to {MAX_ID_CHARACTERS} characters")
-        if fields.get("method") != "POST":
-            raise RequestError(f"method is {fields.get('method')!r:.60}, expected POST")
-        if not isinstance(url, str) or url not in urls:
-            raise RequestError(f"url is {url!r:.60}, expected {' or '.join(urls)}")
-        if not isinstance(body, dict):
-            raise RequestError(f"body is {body!r:.60}, expected an object")
-        # Serialized again, so that spaces and the order of keys do not matter.
-        content = json.dumps([custom_id, url, body], sort_keys=True).encode()
-    except RecursionError:
-        raise RequestError("its values are nested too deeply") from None
-    except ValueError as error:
-        if isinstance(error, RequestError):
-            raise
-        raise RequestError(f"it is not JSON: {error}") from error
+    fields = parse_json(line, "it")
+    if not isinstance(fields, dict):
+        raise RequestError("it is not an object")
+    custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARACTERS:
+        raise RequestError(f"custom_id is {custom_id!r:.60}, expected 1 to {MAX_ID_CHARACTERS} characters")
+    if fields.get("method") != "POST":
+        raise RequestError(f"method is {fields.get('method')!r:.60}, expected POST")
+    if not isinstance(url, str) or url not in urls:
+        raise RequestError(f"url is {url!r:.60}, expected {' or '.join(urls)}")
+    if not isinstance(body, dict):
+        raise RequestError(f"body is {body!r:.60}, expected an object")
+    # Serialized again, so that spaces and the order of keys do not matter.
+    content = json.dumps([custom_id, url, body], sort_keys=True).encode()
     fingerprint = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
     return Request(custom_id, url, body, fingerprint)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright import files
-from tilewright.inputs.cut_json import whole_part
+from tilewright.inputs.client_json import whole_part
 from tilewright.model_files import CheckpointError, read_json, read_template
 from tilewright.types import REASONING_TAGS, Messages, RequestError
 
@@ -171,6 +171,8 @@ def _parse_arguments(function: Mapping[str, Any]) -> object:
     anywhere, and clients send it back with the next turn."""
     try:
         return whole_part(function["arguments"] or "{}")
+    except RequestError as error:
+        raise RequestError(f"the text of a tool call's arguments {error}") from None
     except ValueError:
         return {"arguments": function["arguments"]}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tilewright.server import fields
@@ -31,11 +31,20 @@ def null_means(default: object) -> BeforeValidator:
 
 
 class Body(BaseModel):
-    """An object of a request. A fault of a field that it does not declare has the field's name in `ctx`."""
+    """An object of a request. A fault of a field that it does not declare has the field's name in `ctx`.
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    Values must have a field's type: "7" is no number, and 1 is not true.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
 
     others: ClassVar[fields.Rules | None] = {}  # the fields beside the declared ones; None: any, and they are used
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_whole(cls, value: object) -> object:
+        """JSON has one type of numbers: 7.0 is the integer 7."""
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     @model_validator(mode="after")
     def _check_others(self) -> Body:

@@ -106,7 +106,7 @@ def _sampling(body: SamplingBody) -> dict[str, Any]:
 
 def _logit_bias(given: Mapping[str, Any]) -> dict[int, float]:
     for token_id, bias in given.items():
-        if not re.fullmatch(r"\d{1,9}", token_id, re.ASCII):
+        if not re.fullmatch(r"0|[1-9]\d{0,8}", token_id, re.ASCII):
             raise ApiError(400, f"logit_bias has {token_id[:40]!r}, which is no token id", param="logit_bias")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             message = f"logit_bias[{token_id}] is {bias!r:.40}, expected -100 to 100"

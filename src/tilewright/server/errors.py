@@ -79,9 +79,6 @@ def param_of(error: RequestError) -> str | None:
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first field of a body that Pydantic rejects, by name."""
     first = _most_specific(errors)
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return ApiError(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}")
     if first["type"] == "missing" and tuple(first["loc"]) == ("body",):
         return ApiError(400, "the body is empty, expected a JSON object")
     path = [str(name) for name in first["loc"] if name != "body" and not _TYPE_NAME.fullmatch(str(name))]
@@ -91,7 +88,10 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     given = first.get("input")
     shown = f" is {given!r:.60}" if isinstance(given, str | int | float | bool) else ""
     message = f"{name}{shown}: {first['msg']}" if name else f"the body: {first['msg']}"
-    return ApiError(400, message, param=path[0] if path else None)
+    is_other_type = _is_other_type(first)
+    if is_other_type and shown:
+        message += "; a value of another type is not converted"
+    return ApiError(400, message, param=path[0] if path else None, code="invalid_type" if is_other_type else None)
 
 
 def _most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -100,11 +100,12 @@ def _most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     An error about a limit comes before one about the type, and a deeper path before a shorter one.
     """
 
-    def is_other_type(error: Mapping[str, Any]) -> bool:
-        return error["type"].endswith("_type")
-
     def field_of(error: Mapping[str, Any]) -> object:
         return next((name for name in error["loc"] if name != "body"), None)
 
     of_first = [error for error in errors if field_of(error) == field_of(errors[0])]
-    return min(of_first, key=lambda error: (is_other_type(error), -len(error["loc"])))
+    return min(of_first, key=lambda error: (_is_other_type(error), -len(error["loc"])))
+
+
+def _is_other_type(error: Mapping[str, Any]) -> bool:
+    return error["type"].endswith("_type")

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import pydantic_core
 from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-# Both parsers hold the interpreter lock, so a thread would not help: 20 MB take `json` 117 ms, pydantic's 13 ms.
-LARGE_BODY_BYTES = 1 << 20
-
-
-def parse_json(body: bytes) -> Any:
-    """What `json.loads` returns or raises, sooner for large bodies."""
-    if len(body) >= LARGE_BODY_BYTES:
-        try:
-            return pydantic_core.from_json(body)
-        except ValueError:  # malformed, deeply nested, or with what only `json` takes: half a surrogate pair, UTF-16
-            pass
-    return json.loads(body)
+from tilewright.inputs.client_json import parse_json
+from tilewright.server.bounded_body import BodyError
+from tilewright.server.errors import as_api_error
+from tilewright.types import RequestError
 
 
 class JsonRequest(Request):
@@ -37,7 +27,10 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         """The values of the body, which was read by `body` before."""
         text, self._text = self._text, b""
-        return parse_json(text)
+        try:
+            return parse_json(text, "the body")
+        except RequestError as error:
+            raise BodyError(as_api_error(error)) from None
 
 
 class JsonRoute(APIRoute):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tilewright.inputs.client_json import parse_json
 from tilewright.types import REASONING_TAGS, Constraint, RequestError
 
 MAX_SOURCE_BYTES = 1 << 20
@@ -65,10 +66,7 @@ def _answer(constraint: Constraint) -> dict[str, Any]:
 
 
 def _schema(source: str) -> dict[str, Any]:
-    try:
-        schema = json.loads(source)
-    except ValueError as error:
-        raise RequestError(f"the JSON schema cannot be read: {error}") from None
+    schema = parse_json(source, "the JSON schema")
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}  # everything, or nothing
     if not isinstance(schema, dict):

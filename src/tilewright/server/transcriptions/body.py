@@ -84,7 +84,7 @@ async def read_form(kind: type[TranscriptionBody], request: Request) -> Transcri
         raise ApiError(400, f"the form has {len(files)} parts named {FILE}, expected one", param=FILE)
     _check(fields)
     try:
-        return kind.model_validate({**fields, "data": files[0]})
+        return kind.model_validate({**fields, "data": files[0]}, strict=False)  # a form has text alone
     except ValidationError as error:
         raise validation_error(error.errors()) from None
 
