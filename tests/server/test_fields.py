@@ -1,6 +1,6 @@
 """Fields that change an answer are supported or refused by name; none is ignored.
 
-`python tests/server/test_fields.py` writes the tables of docs/fields.md.
+`PYTHONPATH=tests python tests/server/test_fields.py` writes the tables of docs/fields.md.
 """
 
 import json
@@ -106,7 +106,7 @@ def tables():
 
 
 def test_the_page_has_the_tables():
-    assert PAGE.read_text().endswith(tables()), "python tests/server/test_fields.py writes them"
+    assert PAGE.read_text().endswith(tables()), "PYTHONPATH=tests python tests/server/test_fields.py writes them"
 
 
 @pytest.mark.parametrize("path", OF_OPENAI)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_BRIEF = reprlib.Repr()  # repr would copy a value of 100 MB to show 60 characters of it
+_BRIEF.maxstring = _BRIEF.maxother = 60
 UNSUPPORTED, UNKNOWN = "unsupported_parameter", "unknown_parameter"  # OpenAI's codes
 
 
@@ -70,7 +73,7 @@ def find_fault(others: Mapping[str, Any] | None, rules: Rules, declared: Collect
         if value is None:
             continue
         rule = rules.get(name)
-        shown = f"{name[:100]} is {value!r:.60}"
+        shown = f"{name[:100]} is {_BRIEF.repr(value)[:60]}"
         if rule is None:
             near = difflib.get_close_matches(name[:100], [*declared, *rules], 1, 0.8)
             hint = f"did you mean {near[0]}?" if near else "docs/fields.md lists what is supported"
@@ -113,7 +116,7 @@ _BESIDE = "its fields belong beside the others, by their names here"
 _FIXED = Refused("the server has one model, as it was started with")
 _TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 
-# Of OpenAI's interfaces for answers, those of a service with customers: accepted, and without a part in the answer.
+# OpenAI's fields about the customer and the service: no answer depends on them.
 SERVICE: Rules = {
     "user": NoEffect("who asks"),
     "safety_identifier": NoEffect("who asks"),
@@ -206,7 +209,7 @@ ANSWERS: Rules = {
         ("mirostat_eta", "mirostat_tau", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
          "dry_sequence_breakers", "xtc_threshold", "dynatemp_exponent", "smoothing_curve"),
     ),
-    # how a server keeps and runs its model, and what clients send of themselves
+    # settings of a machine, and what clients send about themselves
     **_each(
         NoEffect("how Ollama and llama.cpp run a model; --max-context is the context"),
         ("num_ctx", "num_batch", "num_keep", "num_gpu", "main_gpu", "num_thread", "low_vram", "use_mmap", "use_mlock",
@@ -291,7 +294,7 @@ RESPONSES_REASONING: Rules = {
     "mode": Refused("there is one mode", ("standard",)),
 }
 
-# Of a message. What else it has goes to the chat template, which reads what it knows: clients keep notes in messages.
+# The refused fields of a message. Any other goes to the chat template: clients keep ids and notes in messages.
 MESSAGE: Rules = {
     "function_call": Refused("use tool_calls"),
     "audio": Refused("this server stores no sounds"),
@@ -309,7 +312,7 @@ IMAGE_URL: Rules = {
     "format": NoEffect("files say themselves what they are"),
 }
 
-# Of an input of /v1/responses.
+# The items of an input of /v1/responses.
 ITEM: Rules = {
     **_each(NoEffect("what earlier responses wrote"), ("id", "status", "phase", "encrypted_content")),
     "caller": NoEffect("who called a function"),
