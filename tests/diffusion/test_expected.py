@@ -48,6 +48,8 @@ def test_another_size_is_scaled_by_its_operations():
     assert expected.seconds == pytest.approx(1 + 4 * 2 * ratio + 2 * 4 * 5)
     assert expected.basis == "scaled from what 64 x 64 took"
     assert times.expected(params(guidance=4.0), WORK, True) is None  # two prompts: another thing
+    times.note(params(width=16, height=16), TOOK)  # later, and further from what is asked
+    assert times.expected(params(width=128, height=128), WORK, True).basis == "scaled from what 64 x 64 took"
 
 
 def test_without_a_run_operations_are_counted():

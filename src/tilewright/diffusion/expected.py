@@ -116,15 +116,17 @@ class PastTimes:
         self._write()
 
     def expected(self, params: GenerationParams, work: Work, is_loaded: bool) -> Expected | None:
-        """By the last run of this kind, or else by the latest one of another size, scaled by operations."""
+        """By the last run of this size and kind, or else by the one of the nearest size, scaled by operations."""
         shape, kind = _shape(params), kind_of(params)
         for run in reversed(self._runs):
             if _shape(run) == shape and run.kind == kind:
                 return Expected(run.total_s(params.num_steps, is_loaded), "as long as the last one of this size took")
-        for run in reversed(self._runs):
-            if run.kind == kind:
-                return _scaled(run, params, work, is_loaded)
-        return None
+        # What a step costs whatever its size makes small runs a bad measure of large ones.
+        alike = [run for run in reversed(self._runs) if run.kind == kind]
+        nearest = min(
+            alike, key=lambda run: abs(math.log(_operations(run, work) / _operations(params, work))), default=None
+        )
+        return None if nearest is None else _scaled(nearest, params, work, is_loaded)
 
     def _read(self) -> dict[str, Any]:
         """The file; empty where there is none, or none that can be read: it is only times."""
@@ -178,11 +180,16 @@ def sizes_in_time(
 
 
 def _scaled(run: Run, params: GenerationParams, work: Work, is_loaded: bool) -> Expected:
-    steps = params.n * work.step(*_shape(params)[:3]) / (run.n * work.step(*_shape(run)[:3]))
+    steps = _operations(params, work) / _operations(run, work)
     pixels = math.prod(_shape(params)) / math.prod(_shape(run))
     like = Run(**{**asdict(run), "step_s": steps * run.step_s, "decode_s": pixels * run.decode_s})
     size = " x ".join(map(str, _shape(run)[: 2 if run.num_frames == 1 else 3]))
     return Expected(like.total_s(params.num_steps, is_loaded), f"scaled from what {size} took")
+
+
+def _operations(one: Run | GenerationParams, work: Work) -> float:
+    """Those of a step, unguided."""
+    return one.n * work.step(one.width, one.height, one.num_frames)
 
 
 def _shape(one: Run | GenerationParams) -> tuple[int, int, int, int]:

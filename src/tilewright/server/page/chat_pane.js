@@ -261,8 +261,8 @@ export class ChatPane {
     for (const id of [...this.underWay.keys()]) this.drop(id);
   }
 
-  // Answers the last question, or with `again` the question of an answer that failed, in its place. With `shortens`, the
-  // oldest turns are left out for as long as there is no room.
+  // Answers the last question, or with `again` that of an answer that failed, in its place. With `shortens`, the oldest
+  // turns are left out for as long as there is no room.
   async answer(again = null, shortens = false) {
     const { conversation, app } = this;
     const answer = again ?? newAnswer();

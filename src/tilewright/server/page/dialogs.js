@@ -23,8 +23,8 @@ export function openDialog(title, fill, properties = {}) {
       dialog.remove();
       resolve(result);
     });
-    // By the backdrop only what was pressed and released there, and not while something is written: a selection that ends
-    // outside, or a slip, closes nothing.
+    // The backdrop closes by a press and release there, and not while something is written: a selection that ends outside,
+    // or a slip, closes nothing.
     let isWritten = false;
     let isPressedOutside = false;
     dialog.addEventListener("input", () => (isWritten = true));
