@@ -75,7 +75,7 @@ def comparable(lines):
 
 
 def run(requests, output, model, *flags):
-    return cli.main(["batch", str(requests), str(output), "-m", model, *FLAGS, *flags])
+    return cli.main(["batch", str(requests), str(output), "-m", str(model), *FLAGS, *flags])
 
 
 def many(num_requests):
@@ -306,7 +306,8 @@ def test_an_input_that_is_refused_before_anything_runs(lines, words, tmp_path, o
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
     flags = ["--max-line", "2000"] if "bytes" in words else []
-    assert run(source, output, "no model is loaded", *flags) == 2
+    (model := tmp_path / "no model is loaded").mkdir()
+    assert run(source, output, model, *flags) == 2
     printed = capsys.readouterr().err
     assert words in printed and printed.count("\n") == 1
     assert not output.exists()
@@ -314,7 +315,8 @@ def test_an_input_that_is_refused_before_anything_runs(lines, words, tmp_path, o
 
 def test_nothing_to_do(tmp_path, output, capsys):
     (tmp_path / "in.jsonl").touch()
-    assert run(tmp_path / "in.jsonl", output, "no model is loaded") == 0
+    (model := tmp_path / "no model is loaded").mkdir()
+    assert run(tmp_path / "in.jsonl", output, model) == 0
     assert output.read_bytes() == b""
     assert "0 requests" in capsys.readouterr().err
 
