@@ -21,6 +21,7 @@ from tilewright.engine.assembly import build_core
 from tilewright.engine.costs import Costs
 from tilewright.engine.loop import EngineLoop
 from tilewright.engine.step_limits import StepLimits
+from tilewright.layers.attention import KvLayer
 from tilewright.models.protocol import KvSpec
 from tilewright.ops.native import kernels
 from tilewright.types import ModelInputs, SamplingParams
@@ -36,7 +37,7 @@ class FreeModel:
 
     vocab_size = VOCABULARY_SIZE
     num_position_axes = NUM_AXES
-    kv_spec = KvSpec(num_layers=1, num_heads=1, head_width=16)
+    kv_spec = KvSpec((KvLayer(num_heads=1, head_width=16),))
     cross_spec = state_spec = predictor = None
     num_embeddings = VOCABULARY_SIZE
 

@@ -6,6 +6,7 @@ from mock_model import run_all, text_inputs
 
 from tilewright.engine.assembly import build_core
 from tilewright.engine.step_limits import StepLimits
+from tilewright.layers.attention import KvLayer
 from tilewright.models.protocol import KvSpec, StateSpec
 from tilewright.ops.conv import causal_conv
 from tilewright.ops.embedding import embedding
@@ -32,7 +33,7 @@ class DeltaModel:
     vocab_size, num_position_axes = VOCABULARY_SIZE, 3
     cross_spec = None
     predictor = None
-    kv_spec = KvSpec(1, 1, 32)
+    kv_spec = KvSpec((KvLayer(1, 32),))
     state_spec = StateSpec(LAYERS, (3, CHANNELS), (HEADS, WIDTH, WIDTH))
     num_embeddings = VOCABULARY_SIZE
 

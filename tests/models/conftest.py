@@ -13,7 +13,6 @@ from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.registry import family_of
 from tilewright.ops import backend
-from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.packed import weight_format
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
@@ -69,9 +68,7 @@ def make_runner():
 
     def make(model, *, num_pages=64, replay=False, dtype=torch.float32):
         def caches(spec):
-            return [
-                KvCache.empty(num_pages, 32, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)
-            ]
+            return spec.empty_caches(num_pages, 32, dtype)
 
         limits = StepLimits(max_context=32 * num_pages, max_tokens_per_step=2048, max_sequences=16)
         resources = build_resources(

@@ -10,7 +10,6 @@ import torch
 from tilewright.engine.sequence import Sequence
 from tilewright.layers.batch import Batch, MediaRun, StateBatch
 from tilewright.models.media_batch import MediaBatch
-from tilewright.ops.kv_cache import KvCache
 from tilewright.types import ModelInputs, SamplingParams
 
 PAGE_SIZE = 32
@@ -35,9 +34,7 @@ class Hands:
     def __init__(self, model, dtype=torch.float32, *, num_pages: int = 64, num_slots: int = 8) -> None:
         self.model, self.dtype = model, dtype
         spec, states = model.kv_spec, model.state_spec
-        self.kv_caches = [
-            KvCache.empty(num_pages, PAGE_SIZE, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)
-        ]
+        self.kv_caches = spec.empty_caches(num_pages, PAGE_SIZE, dtype)
         self.conv_states = [
             torch.full((num_slots, *states.conv_shape), torch.nan, dtype=dtype) for _ in range(states.num_layers)
         ]

@@ -11,7 +11,6 @@ from tilewright.engine.state.memory import StateMemory
 from tilewright.engine.step_inputs import StepInputs, StepLayout
 from tilewright.engine.step_limits import StepLimits
 from tilewright.models.registry import family_of
-from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.native import kernels
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
@@ -35,8 +34,7 @@ def make_runner(model, inputs: StepInputs, sizes: Sizes, dtype: torch.dtype, med
     """A runner over fresh memory, which is NaN where nothing was written."""
 
     def caches(spec, num_pages):
-        shape = num_pages, sizes.page_size, spec.num_heads, spec.head_width
-        return [KvCache.empty(*shape, dtype) for _ in range(spec.num_layers)]
+        return spec.empty_caches(num_pages, sizes.page_size, dtype)
 
     kv_caches = caches(model.kv_spec, sizes.num_pages)
     cross_caches = caches(model.cross_spec, sizes.num_cross_pages) if model.cross_spec else []

@@ -11,6 +11,7 @@ from fake_device import FakeDevice, NoValues, Upload
 from test_parity import prompts_for
 
 from tilewright.engine.media.transfer import MediaTransfer
+from tilewright.layers.attention import KvLayer
 from tilewright.models.media_batch import MediaItem
 from tilewright.models.protocol import KvSpec
 from tilewright.ops import backend
@@ -153,7 +154,7 @@ class Stranger:
 
     vocab_size = num_embeddings = tiny.VOCAB
     num_position_axes = 1
-    kv_spec = KvSpec(num_layers=1, num_heads=1, head_width=16)
+    kv_spec = KvSpec((KvLayer(num_heads=1, head_width=16),))
     cross_spec = state_spec = predictor = None
 
     def encode(self, batch):

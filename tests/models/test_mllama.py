@@ -134,8 +134,8 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(networks):
     text = {key: value for key, value in config["text_config"].items() if key not in left_out}
     model = family_of(config).build({**config, "text_config": text}, {})
     wanted = transformers.models.mllama.MllamaTextConfig()
-    assert model.decoder.config.eps == wanted.rms_norm_eps
-    assert model.decoder.config.rope.theta == wanted.rope_parameters["rope_theta"]
+    assert model.decoder.config.norm.eps == wanted.rms_norm_eps
+    assert model.decoder.ropes.ropes[0].config.theta == wanted.rope_parameters["rope_theta"]
 
 
 @torch.no_grad()

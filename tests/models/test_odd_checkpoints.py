@@ -136,9 +136,9 @@ def test_what_qwen3_vl_takes_for_granted(networks, tmp_path):
     _, folder = networks("qwen3_vl")
     config = open_checkpoint(folder).config
     text = {k: v for k, v in config["text_config"].items() if k not in ("head_dim", "rope_parameters", "rope_theta")}
-    built = family_of(config).build({**config, "text_config": text}, {}).decoder.config
+    built = family_of(config).build({**config, "text_config": text}, {}).decoder.config.layers[0].attention
     theirs = transformers.Qwen3VLConfig(text_config=text).text_config
-    assert (built.attention.head_width, built.rope.theta) == (theirs.head_dim, theirs.rope_parameters["rope_theta"])
+    assert (built.head_width, built.rope.theta) == (theirs.head_dim, theirs.rope_parameters["rope_theta"])
 
 
 @pytest.mark.parametrize(
@@ -191,4 +191,4 @@ def test_heads_of_a_vision_tower_may_be_of_another_width(networks, tmp_path):
 )
 def test_the_width_of_a_head_is_found_in_any_config(given, expected):
     text = {key: value for key, value in tiny.TEXT.items() if key != "hidden_size"}
-    assert decoder_config({**text, **given}).attention.head_width == expected
+    assert decoder_config({**text, **given}).layers[0].attention.head_width == expected

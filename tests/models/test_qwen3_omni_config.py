@@ -27,10 +27,11 @@ def test_released_config():
     audio = config.thinker.audio
     assert (audio.head_width, audio.frames_per_chunk, audio.chunks_per_window) == (64, 100, 8)
     assert (audio.features_per_chunk, audio.features_per_window, audio.bins_after_convs) == (13, 104, 16)
-    assert config.thinker.text.moe.num_experts == 128 and config.thinker.vision.deepstack_layers == (8, 16, 24)
+    assert config.thinker.text.layers[0].mlp.num_experts == 128
+    assert config.thinker.vision.deepstack_layers == (8, 16, 24)
     # The talker's config does not say that its axes are interleaved; they are.
-    assert config.talker.text.rope.scaling["mrope_interleaved"]
-    assert config.talker.text.moe.shared_width == 768 and config.talker.speakers["chelsie"] == 2301
+    assert config.talker.text.layers[0].attention.rope.scaling["mrope_interleaved"]
+    assert config.talker.text.layers[0].mlp.shared_width == 768 and config.talker.speakers["chelsie"] == 2301
     assert config.talker.code_predictor.num_code_groups == config.code2wav.num_quantizers == 16
     assert config.code2wav.window == 72 and config.turns.assistant == 77091
 

@@ -11,7 +11,6 @@ from components import rms
 from tilewright.layers.batch import Batch
 from tilewright.models.qwen3_omni.config import TalkerConfig
 from tilewright.models.qwen3_omni.talker import Talker
-from tilewright.ops.kv_cache import KvCache
 
 PAGE_SIZE, NUM_PAGES = 32, 4
 NUM_ROWS = 40
@@ -50,10 +49,7 @@ def expected(network, x_TD):
 @torch.inference_mode()
 def computed(ours, x_TD, sizes=(NUM_ROWS,), dtype=torch.float32):
     """Hidden states and logits of rows that come in chunks."""
-    spec = ours.kv_spec
-    caches = [
-        KvCache.empty(NUM_PAGES, PAGE_SIZE, spec.num_heads, spec.head_width, dtype) for _ in range(spec.num_layers)
-    ]
+    caches = ours.kv_spec.empty_caches(NUM_PAGES, PAGE_SIZE, dtype)
     positions, hidden, first = positions_of(len(x_TD)), [], 0
     for size in sizes:
         stop = min(first + size, len(x_TD))

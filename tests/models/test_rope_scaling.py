@@ -69,7 +69,7 @@ def test_logits_are_those_of_transformers(make_pair, make_runner, parameters):
 def test_dynamic_beyond_its_positions_is_transformers_at_that_length(make_pair, make_runner, length):
     """transformers takes the base of the sequence's own length; ours is of the longest that may come, for all."""
     hf, model = make_pair(DYNAMIC)
-    model.decoder.rope.fit(length)
+    model.decoder.ropes.fit(length)
     prompt = tiny.text_prompt(length, 1)
     (ours,) = logits_of(make_runner(model), [prompt])
     assert relative(ours, expected(hf, prompt)) < 1e-4
@@ -77,7 +77,7 @@ def test_dynamic_beyond_its_positions_is_transformers_at_that_length(make_pair, 
 
 def test_longrope_is_short_where_the_context_is(make_pair, make_runner):
     hf, model = make_pair(LONG)
-    model.decoder.rope.fit(64)
+    model.decoder.ropes.fit(64)
     prompt = tiny.text_prompt(50, 1)
     (ours,) = logits_of(make_runner(model), [prompt])
     assert relative(ours, expected(hf, prompt)) < 1e-4
@@ -145,14 +145,15 @@ def test_an_engine_with_a_stretched_context(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         with Engine(folder, max_context=3 * positions, **options) as engine:
             assert engine.limits.max_context == 3 * positions
-            width = engine.loaded.model.decoder.rope.config.width
+            (rope,) = engine.loaded.model.decoder.ropes.ropes
+            width = rope.config.width
             base = theta * (4 * 3 - 3) ** (width / (width - 2))
-            assert engine.loaded.model.decoder.rope.inv_freq[-1] == pytest.approx(base ** (2 / width - 1), rel=1e-5)
+            assert rope.inv_freq[-1] == pytest.approx(base ** (2 / width - 1), rel=1e-5)
         assert "max_context" not in caplog.text
         with Engine(folder, max_context=5 * positions, **options) as engine:
             assert engine.limits.max_context == 4 * positions
         assert f"max_context is {5 * positions}, and " in caplog.text
         assert f"takes {4 * positions} tokens at most" in caplog.text
     with Engine(folder, max_context=positions, **options) as engine:  # as transformers for all that fits
-        rope = engine.loaded.model.decoder.rope
+        (rope,) = engine.loaded.model.decoder.ropes.ropes
         assert torch.equal(rope.inv_freq, 1 / theta ** (torch.arange(0, width, 2) / width))

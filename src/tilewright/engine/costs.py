@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from tilewright.models.protocol import Model
+from tilewright.models.protocol import KvSpec, Model
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _draft_costs(model: Model, kv_itemsize: int, byte_dtype: torch.dtype | None)
         weight_bytes=both.weight_bytes - both.expert_bytes_per_token,
         head_bytes=head.weight_bytes,
         expert_bytes_per_draft=both.expert_bytes_per_token,
-        kv_bytes_per_token=replace(model.kv_spec, num_layers=1).bytes_per_token(kv_itemsize, byte_dtype),
+        kv_bytes_per_token=KvSpec(model.kv_spec.layers[-1:]).bytes_per_token(kv_itemsize, byte_dtype),
         flops_per_token=2 * predictor.keys.multiply_adds,
         flops_per_draft=2 * (predictor.rest.multiply_adds + head.multiply_adds),
         flops_per_pair=2 * predictor.multiply_adds_per_pair,

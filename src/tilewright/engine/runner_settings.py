@@ -66,8 +66,7 @@ def build_runner(
     def caches(spec: KvSpec | None, num_pages: int) -> list[KvCache]:
         if spec is None:
             return []
-        shape = num_pages, settings.page_size, spec.num_heads, spec.head_width
-        return [KvCache.empty(*shape, byte_dtype or dtype) for _ in range(spec.num_layers)]
+        return spec.empty_caches(num_pages, settings.page_size, byte_dtype or dtype)
 
     return ModelRunner(
         model,

@@ -85,8 +85,18 @@ class SequenceBatch(Protocol):
     @property
     def states(self) -> StateBatch | None: ...
 
-    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *, window: int) -> Tensor:
-        """What each query attends to [T, H, K], in self-attention layer `layer`."""
+    def attend(
+        self,
+        layer: int,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        *,
+        window: int,
+        scale: float | None,
+        soft_cap: float,
+    ) -> Tensor:
+        """Return what each query attends to [T, H, K], in self-attention layer `layer` (ops/attention.py)."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +116,22 @@ class Batch:
     states: StateBatch | None = None  # None: the model has no recurrent layers
     kept: KeptStates | None = None  # filled in by the decoder; such a batch is not recorded
 
-    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *, window: int) -> Tensor:
-        """Over the layer's cache, after the tokens' keys and values are stored there."""
+    def attend(
+        self,
+        layer: int,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        *,
+        window: int,
+        scale: float | None,
+        soft_cap: float,
+    ) -> Tensor:
+        """Attend over the layer's cache, after storing the tokens' keys and values there."""
         cache = self.kv_caches[layer]
         kv_store(k_TGK, v_TGK, cache, self.slots_T)
-        return paged_attention(q_THK, cache, self.block_table, self.query_starts, self.kv_lengths, window=window)
+        rules: dict[str, Any] = {"window": window, "scale": scale, "soft_cap": soft_cap}
+        return paged_attention(q_THK, cache, self.block_table, self.query_starts, self.kv_lengths, **rules)
 
 
 @dataclass(frozen=True)
@@ -127,14 +148,27 @@ class UncachedBatch:
     padding_starts: Tensor | None = None  # int32 [B + 1]
     states: StateBatch | None = None
 
-    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *, window: int) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        *,
+        window: int,
+        scale: float | None,
+        soft_cap: float,
+    ) -> Tensor:
+        rules: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
         if self.text_rows is None:
-            return varlen_attention(q_THK, k_TGK, v_TGK, self.query_starts, causal=True, window=window)
+            return varlen_attention(q_THK, k_TGK, v_TGK, self.query_starts, causal=True, window=window, **rules)
         k, v = k_TGK[self.text_rows], v_TGK[self.text_rows]
         assert self.text_starts is not None and self.padding_rows is not None and self.padding_starts is not None
         out = q_THK.new_empty(q_THK.shape)
         out[self.text_rows] = varlen_attention(
-            q_THK[self.text_rows], k, v, self.text_starts, causal=True, window=window
+            q_THK[self.text_rows], k, v, self.text_starts, causal=True, window=window, **rules
         )
-        out[self.padding_rows] = varlen_attention(q_THK[self.padding_rows], k, v, self.padding_starts, self.text_starts)
+        out[self.padding_rows] = varlen_attention(
+            q_THK[self.padding_rows], k, v, self.padding_starts, self.text_starts, **rules
+        )
         return out

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from tilewright.layers.attention import AttentionConfig, heads_of
+from tilewright.layers.attention import HeadsConfig, KvLayer, heads_of
 from tilewright.layers.batch import Batch, CrossBatch
 from tilewright.layers.cost import Cost, linear_cost
 from tilewright.layers.linear import Linear
-from tilewright.layers.mlp import GatedMlp
-from tilewright.layers.rms_norm import RmsNorm
+from tilewright.layers.mlp import GatedMlp, MlpConfig
+from tilewright.layers.rms_norm import NormConfig, RmsNorm
+from tilewright.layers.rope import RopeTables
 from tilewright.ops.attention import paged_attention
 from tilewright.ops.embedding import embedding, scatter_rows
 from tilewright.ops.kv_cache import KvCache, kv_store
@@ -17,13 +20,19 @@ from tilewright.ops.norm import rms_norm
 from tilewright.weights.unpacked import Unpacked
 
 
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionConfig(HeadsConfig):
+    eps: float  # of the norms of q and k
+
+
 class CrossAttention:
     """What each token's heads attend to among the encoder states; queries and keys are RMS-normed, without rope."""
 
-    def __init__(self, name: str, config: AttentionConfig, layer: int, gate: str) -> None:
+    def __init__(self, name: str, config: CrossAttentionConfig, layer: int, gate: str) -> None:
         self.config, self.layer = config, layer
         heads = heads_of(config)
         self.num_kv_heads = heads.num_keys
+        self.kv = KvLayer(heads.num_keys, config.head_width)
         query_width, kv_width = config.num_heads * config.head_width, config.num_kv_heads * config.head_width
         queries, keys = heads.queries.times(config.head_width), heads.keys.times(config.head_width)
         self.query = Linear([(f"{name}.q_proj", query_width, queries)], config.width)
@@ -55,23 +64,21 @@ class CrossLayer:
     The others are left as they are, bit for bit: Meta's own implementation masks both branches of theirs.
     """
 
-    def __init__(
-        self, name: str, config: AttentionConfig, layer: int, *, mlp_width: int, activation: str, mlp_bias: bool
-    ) -> None:
+    def __init__(self, name: str, config: CrossAttentionConfig, layer: int, mlp: MlpConfig, norm: NormConfig) -> None:
         """`layer` counts cross-attention layers alone."""
-        self.attention_norm = RmsNorm(f"{name}.input_layernorm", config.width, config.eps)
+        self.attention_norm = RmsNorm(f"{name}.input_layernorm", config.width, norm.eps, plus_one=norm.plus_one)
         self.attention = CrossAttention(f"{name}.cross_attn", config, layer, f"{name}.cross_attn_attn_gate")
-        self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", config.width, config.eps)
+        self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", config.width, norm.eps, plus_one=norm.plus_one)
         self.mlp = GatedMlp(
             f"{name}.mlp",
             config.width,
-            mlp_width,
-            activation=activation,
-            bias=mlp_bias,
+            mlp.width,
+            activation=mlp.activation,
+            bias=mlp.bias,
             tanh_scale=f"{name}.cross_attn_mlp_gate",
         )
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cos: Tensor, sin: Tensor, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, x_TD: Tensor, batch: Batch, rope: RopeTables, rows: Tensor | None = None) -> Tensor:
         """x, updated in place; with `rows`, only those of its tokens."""
         if batch.cross is not None:
             rows_R = batch.cross.rows_R

@@ -1,111 +1,118 @@
-"""A decoder-only language model: token ids in, logits out. Every text family here is a config of it."""
+"""A decoder-only language model: token ids in, logits out.
+
+Every text family here is a config of it, in which each layer has a recipe of its own (`LayerSpec`): a family that does
+something new adds an option to a recipe.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilewright.layers import precision
-from tilewright.layers.attention import Attention, AttentionConfig, heads_of
+from tilewright.layers.attention import Attention, AttentionConfig, HeadsConfig, KvLayer
 from tilewright.layers.batch import Batch, MediaRun, SequenceBatch
 from tilewright.layers.cost import Cost, DecoderCost, linear_cost
-from tilewright.layers.cross_attention import CrossLayer
+from tilewright.layers.cross_attention import CrossAttentionConfig, CrossLayer
 from tilewright.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from tilewright.layers.linear import GatheredLinear
-from tilewright.layers.mlp import GatedMlp
+from tilewright.layers.mlp import GatedMlp, MlpConfig
 from tilewright.layers.moe import MoeConfig, SparseMlp
-from tilewright.layers.rms_norm import RmsNorm
-from tilewright.layers.rope import Rope, RopeConfig
+from tilewright.layers.rms_norm import NormConfig, RmsNorm
+from tilewright.layers.rope import LayerRopes, RopeTables
 from tilewright.layers.token_embedding import TokenEmbedding
 from tilewright.ops.embedding import embedding, scatter_add_rows, scatter_rows
 from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import empty, scope
+from tilewright.types import UnsupportedConfig
 
 LEAST_LAYERS_WITH_ENDS = 8  # of a decoder whose first and last layer are rounded less
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The recipe of one layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    `attention` says of which kind the layer is: over keys and values of its own sequence, over encoder states, or a
+    recurrent state instead of keys and values.
+    """
+
+    attention: AttentionConfig | CrossAttentionConfig | GatedDeltaConfig
+    mlp: MlpConfig | MoeConfig
+    norm: NormConfig  # of the hidden state, before both
+    scales_rows: bool = False  # what attention and a dense MLP add is multiplied by a vector of the checkpoint
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
     vocab_size: int
     width: int
-    mlp_width: int
-    num_layers: int
-    attention: AttentionConfig
-    rope: RopeConfig
-    eps: float
-    activation: str
-    mlp_bias: bool
+    layers: tuple[LayerSpec, ...]
+    norm: NormConfig  # of the last layer's result
     tied: bool  # the head is the embedding table
     max_context: int
-    moe: MoeConfig | None = None
-    windows: tuple[int, ...] = ()  # sliding window of each layer, 0 for none; empty: none has one
-    cross_layers: tuple[int, ...] = ()  # those that attend to encoder states
     num_extra_embeddings: int = 0  # rows of the embedding table beyond the head's: tokens that are read, never written
-    norm_plus_one: bool = False  # norms of the hidden state scale by 1 + weight
-    delta: GatedDeltaConfig | None = None
-    delta_layers: tuple[int, ...] = ()  # those that have a state per sequence instead of keys and values
-    layer_scale: bool = False  # what attention and a dense MLP add is multiplied by a vector of each layer
 
     @property
-    def num_kv_layers(self) -> int:
-        """Layers that keep keys and values of tokens."""
-        return self.num_layers - len(self.cross_layers) - len(self.delta_layers)
-
-    @property
-    def multiply_adds_per_pair(self) -> int:
-        """Of one query and one key in one layer: their product, and the value's share of the result."""
-        return 2 * self.attention.num_heads * self.attention.head_width
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def num_embeddings(self) -> int:
         return self.vocab_size + self.num_extra_embeddings
 
-    def attention_of(self, layer: int) -> AttentionConfig:
-        return replace(self.attention, window=self.windows[layer]) if self.windows else self.attention
 
-
-def hidden_norm(name: str, config: DecoderConfig) -> RmsNorm:
+def hidden_norm(name: str, width: int, config: NormConfig) -> RmsNorm:
     """A norm of the hidden state."""
-    return RmsNorm(name, config.width, config.eps, plus_one=config.norm_plus_one)
+    return RmsNorm(name, width, config.eps, plus_one=config.plus_one)
+
+
+def ropes_of(layers: Sequence[LayerSpec]) -> LayerRopes:
+    """The ropes of a decoder's layers."""
+    configs = [spec.attention for spec in layers]
+    return LayerRopes([config.rope if isinstance(config, AttentionConfig) else None for config in configs])
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); attention over keys and values, or over a recurrent state.
+    """A layer that attends to its own sequence: over keys and values, or over a recurrent state.
 
     `own` is which of the caches, or of the states, are its own.
     """
 
-    def __init__(self, name: str, config: DecoderConfig, layer: int, own: int) -> None:
-        self.attention_norm = hidden_norm(f"{name}.input_layernorm", config)
+    def __init__(self, name: str, spec: LayerSpec, own: int) -> None:
+        config, mlp = spec.attention, spec.mlp
+        width = config.width
+        self.attention_norm = hidden_norm(f"{name}.input_layernorm", width, spec.norm)
         self.attention: Attention | GatedDeltaNet
-        if config.delta is not None and layer in config.delta_layers:
-            self.attention = GatedDeltaNet(f"{name}.linear_attn", config.delta, own)
-        else:
-            scale = f"{name}.self_attn_layer_scale.scale" if config.layer_scale else None
+        if isinstance(config, GatedDeltaConfig):
+            self.attention = GatedDeltaNet(f"{name}.linear_attn", config, own)
+        elif isinstance(config, AttentionConfig):
+            scale = f"{name}.self_attn_layer_scale.scale" if spec.scales_rows else None
             with precision.use(precision.current().with_care):
-                self.attention = Attention(f"{name}.self_attn", config.attention_of(layer), own, row_scale=scale)
-        self.mlp_norm = hidden_norm(f"{name}.post_attention_layernorm", config)
+                self.attention = Attention(f"{name}.self_attn", config, own, row_scale=scale)
+        else:
+            raise UnsupportedConfig(f"{name} attends to encoder states, expected it to attend to its own sequence")
+        self.mlp_norm = hidden_norm(f"{name}.post_attention_layernorm", width, spec.norm)
         self.mlp: GatedMlp | SparseMlp
-        if config.moe is not None and config.moe.is_sparse(layer):
-            self.mlp = SparseMlp(f"{name}.mlp", config.width, config.moe)
+        if isinstance(mlp, MoeConfig):
+            self.mlp = SparseMlp(f"{name}.mlp", width, mlp)
         else:
             self.mlp = GatedMlp(
                 f"{name}.mlp",
-                config.width,
-                config.mlp_width,
-                activation=config.activation,
-                bias=config.mlp_bias,
-                row_scale=f"{name}.mlp_layer_scale.scale" if config.layer_scale else None,
+                width,
+                mlp.width,
+                activation=mlp.activation,
+                bias=mlp.bias,
+                row_scale=f"{name}.mlp_layer_scale.scale" if spec.scales_rows else None,
             )
 
-    def __call__(
-        self, x_TD: Tensor, batch: SequenceBatch, cos: Tensor, sin: Tensor, rows: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, batch: SequenceBatch, rope: RopeTables, rows: Tensor | None = None) -> Tensor:
         """x, updated in place; with `rows`, only those of its tokens, though all leave keys and values, or a state."""
-        attended = self.attention(self.attention_norm(x_TD), batch, cos, sin)
+        attended = self.attention(self.attention_norm(x_TD), batch, rope)
         if rows is not None:
             x_TD, attended = embedding(rows, x_TD), embedding(rows, attended)
         self.mlp(x_TD, self.attention.output.add_and_norm(attended, x_TD, self.mlp_norm))
@@ -115,36 +122,31 @@ class DecoderLayer:
         return linear_cost(self.attention) + self.mlp.cost()
 
 
-def _layers(name: str, config: DecoderConfig) -> list[DecoderLayer | CrossLayer]:
+def kv_layers_of(layers: Iterable[DecoderLayer | CrossLayer]) -> tuple[KvLayer, ...]:
+    """Return what each self-attention layer keeps of a token, by which of the caches is its own."""
+    return tuple(layer.attention.kv for layer in layers if isinstance(layer.attention, Attention))
+
+
+def _layers(name: str, specs: Sequence[LayerSpec]) -> list[DecoderLayer | CrossLayer]:
     """The first and the last with care; of a few layers that would be most of them."""
-    formats, last = precision.current(), config.num_layers - 1
-    made = []
-    for layer in range(config.num_layers):
-        is_end = layer in (0, last) and config.num_layers >= LEAST_LAYERS_WITH_ENDS
+    formats, last = precision.current(), len(specs) - 1
+    num_before: Counter[type] = Counter()  # layers of a kind, each of which has a cache or a state of its own
+    made: list[DecoderLayer | CrossLayer] = []
+    for layer, spec in enumerate(specs):
+        is_end = layer in (0, last) and len(specs) >= LEAST_LAYERS_WITH_ENDS
+        kind = type(spec.attention)
         with precision.use(formats.with_care if is_end else formats):
-            made.append(_layer(f"{name}.{layer}", config, layer))
+            made.append(_layer(f"{name}.{layer}", spec, num_before[kind]))
+        num_before[kind] += 1
     return made
 
 
-def _layer(name: str, config: DecoderConfig, layer: int) -> DecoderLayer | CrossLayer:
-    kinds = [_kind(config, other) for other in range(layer + 1)]
-    own = kinds[:layer].count(kinds[layer])  # how many of its kind come before it
-    if kinds[layer] != "cross":
-        return DecoderLayer(name, config, layer, own)
-    return CrossLayer(
-        name,
-        config.attention,
-        own,
-        mlp_width=config.mlp_width,
-        activation=config.activation,
-        mlp_bias=config.mlp_bias,
-    )
-
-
-def _kind(config: DecoderConfig, layer: int) -> str:
-    if layer in config.cross_layers:
-        return "cross"
-    return "delta" if layer in config.delta_layers else "attention"
+def _layer(name: str, spec: LayerSpec, own: int) -> DecoderLayer | CrossLayer:
+    if not isinstance(spec.attention, CrossAttentionConfig):
+        return DecoderLayer(name, spec, own)
+    if not isinstance(spec.mlp, MlpConfig):
+        raise UnsupportedConfig(f"{name} attends to encoder states and has experts, expected a dense MLP")
+    return CrossLayer(name, spec.attention, own, spec.mlp, spec.norm)
 
 
 class Decoder:
@@ -158,10 +160,19 @@ class Decoder:
         self.embed_tokens = TokenEmbedding(
             table, config.num_embeddings, config.width, self.head if config.tied else None
         )
-        self.layers = _layers(f"{name}.layers", config)
-        self.norm = hidden_norm(f"{name}.norm", config)
-        self.rope = Rope(config.rope)
-        self.num_kv_heads = heads_of(config.attention).num_keys
+        self.layers = _layers(f"{name}.layers", config.layers)
+        self.norm = hidden_norm(f"{name}.norm", config.width, config.norm)
+        self.ropes = ropes_of(config.layers)
+
+    @property
+    def kv_layers(self) -> tuple[KvLayer, ...]:
+        """What each self-attention layer keeps of a token, by which of the caches is its own."""
+        return kv_layers_of(self.layers)
+
+    @property
+    def cross_layers(self) -> tuple[KvLayer, ...]:
+        """What each cross-attention layer keeps of an encoder state."""
+        return tuple(layer.attention.kv for layer in self.layers if isinstance(layer, CrossLayer))
 
     def store_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:
         """Writes the keys and values of encoder states, for each cross-attention layer into its cache."""
@@ -173,14 +184,17 @@ class Decoder:
     def cost(self) -> DecoderCost:
         own = (layer.cost() for layer in self.layers if not isinstance(layer, CrossLayer))
         cross = (layer.cost() for layer in self.layers if isinstance(layer, CrossLayer))
-        per_pair = self.config.multiply_adds_per_pair
         return DecoderCost(
             layers=sum(own, Cost()),
             cross_layers=sum(cross, Cost()),
             head=linear_cost(self.head),
-            multiply_adds_per_pair=self.config.num_kv_layers * per_pair,
-            cross_multiply_adds_per_pair=len(self.config.cross_layers) * per_pair,
+            multiply_adds_per_pair=self._multiply_adds_per_pair(AttentionConfig),
+            cross_multiply_adds_per_pair=self._multiply_adds_per_pair(CrossAttentionConfig),
         )
+
+    def _multiply_adds_per_pair(self, kind: type[HeadsConfig]) -> int:
+        configs = [spec.attention for spec in self.config.layers]
+        return sum(config.multiply_adds_per_pair for config in configs if isinstance(config, kind))
 
     def checkpoint_name(self, name: str) -> str | None:
         """`name`, or None for what some tools store though it follows from the rest: rotary tables and a tied head."""
@@ -201,10 +215,10 @@ class Decoder:
     def hidden(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
         """What the head reads, the normed result of the last layer: of the given rows [R, D], or of all [T, D]."""
         x_TD = self.embed(batch.token_ids_T, batch.media)
-        cos, sin = self.rope.tables(batch.positions_AT)
+        ropes = self.ropes.tables(batch.positions_AT)
         for i, layer in enumerate(self.layers[:-1]):
             with scope():
-                layer(x_TD, batch, cos, sin)
+                layer(x_TD, batch, ropes[i])
                 for run in batch.media:
                     if i < len(run.deepstack):
                         scatter_add_rows(x_TD, run.rows_M, run.deepstack[i])
@@ -212,7 +226,7 @@ class Decoder:
                 batch.kept.states_MD = x_TD[batch.kept.rows_M]
         out = empty((len(x_TD if rows is None else rows), self.config.width), x_TD.dtype)
         with scope():
-            self.norm(self.layers[-1](x_TD, batch, cos, sin, rows), out=out)
+            self.norm(self.layers[-1](x_TD, batch, ropes[-1], rows), out=out)
         return out
 
     def logits(self, h_TD: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewright.layers import partition
 from tilewright.layers.batch import SequenceBatch
 from tilewright.layers.linear import Linear
+from tilewright.layers.rope import RopeTables
 from tilewright.ops.conv import causal_conv
 from tilewright.ops.gated_delta import delta_gates, gated_delta_rule, split_projections
 from tilewright.ops.norm import rms_norm
@@ -132,8 +133,8 @@ class GatedDeltaNet:
         self.norm = Unpacked(f"{name}.norm.weight", config.value_width, in_fp32=True)
         self.output = Linear([(f"{name}.out_proj", config.width)], config.values_width, column_shard=values)
 
-    def __call__(self, h_TD: Tensor, batch: SequenceBatch, cos: Tensor, sin: Tensor) -> Tensor:
-        """Positions (cos and sin) are not used: the order of tokens is in the states."""
+    def __call__(self, h_TD: Tensor, batch: SequenceBatch, rope: RopeTables) -> Tensor:
+        """Positions are not used: the order of tokens is in the states."""
         config, states, starts = self.config, batch.states, batch.query_starts
         assert states is not None, "a model with recurrent layers was given a batch without states"
         slots = states.read_slots, states.write_slots

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from tilewright.layers import partition, precision
@@ -21,6 +23,13 @@ def activation_named(name: str) -> str:
     if name not in _ACTIVATIONS:
         raise UnsupportedConfig(f"hidden_act is {name!r}, expected one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    width: int  # between gate and down
+    activation: str
+    bias: bool = False
 
 
 class GatedMlp:

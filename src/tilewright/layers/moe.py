@@ -22,11 +22,7 @@ class MoeConfig:
     renormalize: bool  # the weights of a token's experts sum to one
     activation: str
     stored: ExpertFormat  # how the checkpoint keeps the experts
-    dense_layers: frozenset[int]
     shared_width: int = 0  # of an expert that all tokens go through, times the sigmoid of a gate; 0: there is none
-
-    def is_sparse(self, layer: int) -> bool:
-        return layer not in self.dense_layers
 
 
 class SparseMlp:

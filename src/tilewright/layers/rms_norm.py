@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,12 @@ from tilewright.weights.unpacked import Unpacked
 
 # Rows that are scaled at a time: their fp32 copies stay in a core's cache.
 BLOCK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    eps: float
+    plus_one: bool = False  # scales by 1 + weight
 
 
 class RmsNorm:

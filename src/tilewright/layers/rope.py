@@ -107,6 +107,9 @@ def _number(name: str, value: object, verb: str = " is") -> float:
     return float(value)
 
 
+RopeTables = tuple[Tensor, Tensor]  # cos and sin, fp32 [T, R/2] each, R of a head's elements being turned
+
+
 class Rope:
     """cos and sin tables for positions on one axis, or on three that are interleaved over the frequencies (M-RoPE)."""
 
@@ -137,9 +140,39 @@ class Rope:
         inv_freq, self.attention_scaling = _frequencies(self.config, max_context)
         self.inv_freq = inv_freq.to(backend.device())
 
-    def tables(self, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [T, R/2] each, R of a head's elements being turned."""
+    def tables(self, positions_AT: Tensor) -> RopeTables:
         return ops.rope_table(positions_AT, self.inv_freq, self.axis_of_frequency, self.attention_scaling)
+
+
+class LayerRopes:
+    """The rope of each layer of a decoder; layers with equal configs share one, and its tables."""
+
+    def __init__(self, configs: Sequence[RopeConfig | None]) -> None:
+        """`configs` are those of the layers; None: the layer has no rope."""
+        distinct: list[RopeConfig] = []
+        for config in configs:
+            if config is not None and config not in distinct:
+                distinct.append(config)
+        self.ropes = [Rope(config) for config in distinct]
+        self._of_layer = [0 if config is None else distinct.index(config) for config in configs]
+
+    @property
+    def num_axes(self) -> int:
+        return self.ropes[0].num_axes
+
+    def fit(self, max_context: int) -> None:
+        """Choose frequencies as `Rope.fit` does."""
+        for rope in self.ropes:
+            rope.fit(max_context)
+
+    def of(self, config: RopeConfig) -> Rope:
+        """Return the rope of the layers with this config."""
+        return next(rope for rope in self.ropes if rope.config == config)
+
+    def tables(self, positions_AT: Tensor) -> list[RopeTables]:
+        """Return the tables that each layer reads; one without rope gets those of another, and reads none."""
+        made = [rope.tables(positions_AT) for rope in self.ropes]
+        return [made[place] for place in self._of_layer]
 
 
 class AxialRope:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.layers.cost import DecoderCost
 from tilewright.layers.decoder import Decoder
+from tilewright.models.protocol import KvSpec
 from tilewright.ops.kv_cache import KvCache
 
 
@@ -21,11 +22,15 @@ class DecoderModel:
         return self.decoder.config.width
 
     @property
+    def kv_spec(self) -> KvSpec:
+        return KvSpec(self.decoder.kv_layers)
+
+    @property
     def num_embeddings(self) -> int:
         return self.decoder.config.num_embeddings
 
     def fit_context(self, max_context: int) -> None:
-        self.decoder.rope.fit(max_context)
+        self.decoder.ropes.fit(max_context)
 
     def store_cross_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:
         self.decoder.store_states(states_ND, slots_N, kv_caches)

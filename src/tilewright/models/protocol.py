@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright.inputs.media_buffer import MediaBuffer
+from tilewright.layers.attention import KvLayer
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cost import DecoderCost, PredictorCost
 from tilewright.models.media_batch import MediaBatch
@@ -22,15 +23,26 @@ from tilewright.types import MediaKind, ModelInputs
 class KvSpec:
     """The keys and values stored for one token."""
 
-    num_layers: int
-    num_heads: int
-    head_width: int
+    layers: tuple[KvLayer, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     def bytes_per_token(self, itemsize: int, byte_dtype: torch.dtype | None = None) -> int:
         """In a type of `itemsize` bytes, or in one of 8 bits with its scales."""
-        if byte_dtype is not None:
-            return self.num_layers * self.num_heads * bytes_per_token(self.head_width, byte_dtype)
-        return self.num_layers * self.num_heads * elements_per_token(self.head_width) * itemsize
+
+        def per_head(width: int) -> int:
+            if byte_dtype is not None:
+                return bytes_per_token(width, byte_dtype)
+            return elements_per_token(width) * itemsize
+
+        return sum(layer.num_heads * per_head(layer.head_width) for layer in self.layers)
+
+    def empty_caches(self, num_pages: int, page_size: int, dtype: torch.dtype) -> list[KvCache]:
+        """Return a cache of as many pages for each layer."""
+        sizes = [(layer.num_heads, layer.head_width) for layer in self.layers]
+        return [KvCache.empty(num_pages, page_size, *size, dtype) for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,10 @@ class Model(Protocol):
     vocab_size: int
     max_context: int
     num_position_axes: int
-    kv_spec: KvSpec
+
+    @property
+    def kv_spec(self) -> KvSpec:
+        """What its self-attention layers keep."""
 
     @property
     def num_embeddings(self) -> int:

@@ -10,7 +10,7 @@ from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.media_batch import MediaBatch
-from tilewright.models.protocol import Family, KvSpec
+from tilewright.models.protocol import Family
 from tilewright.models.text_config import Config, decoder_config, moe_config, whole_name
 from tilewright.weights.experts import ExpertFormat
 
@@ -30,7 +30,6 @@ class TextModel(DecoderModel):
     def __init__(self, config: DecoderConfig) -> None:
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
         self.decoder = Decoder("model", config)
-        self.kv_spec = KvSpec(config.num_layers, self.decoder.num_kv_heads, config.attention.head_width)
 
     def checkpoint_name(self, name: str) -> str | None:
         return self.decoder.checkpoint_name(whole_name(name))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from tilewright.layers.attention import AttentionConfig
-from tilewright.layers.decoder import DecoderConfig
-from tilewright.layers.mlp import activation_named
+from tilewright.layers.decoder import DecoderConfig, LayerSpec
+from tilewright.layers.mlp import MlpConfig, activation_named
 from tilewright.layers.moe import MoeConfig
+from tilewright.layers.rms_norm import NormConfig
 from tilewright.layers.rope import RopeConfig
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.experts import ExpertFormat
@@ -88,13 +90,19 @@ def decoder_config(
     config: Config,
     *,
     qk_norm: bool = False,
+    norm_plus_one: bool = False,
+    output_gate: bool = False,
     qkv_bias: bool | None = None,
     output_bias: bool | None = None,
     tied: bool | None = None,
     moe: MoeConfig | None = None,
     default_head_width: int | None = None,
 ) -> DecoderConfig:
-    """The decoder a text config describes. What is None is read from the config."""
+    """The decoder a text config describes. What is None is read from the config.
+
+    `norm_plus_one`: all norms scale by 1 + weight. `output_gate`: as in `AttentionConfig`. `moe` are the experts of
+    layers that are not dense.
+    """
     width, num_heads = model_width(config), integer(config, "num_attention_heads")
     num_kv_heads = integer(config, "num_key_value_heads", num_heads)
     if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -103,42 +111,50 @@ def decoder_config(
         )
     each_head = head_width(config, width, num_heads, default_head_width)
     rope = RopeConfig.from_dict(config, each_head)
-    eps = number(config, "rms_norm_eps", 1e-6)
+    norm = NormConfig(number(config, "rms_norm_eps", 1e-6), norm_plus_one)
     attention_bias = bool(config.get("attention_bias", False))
     attention = AttentionConfig(
         width=width,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_width=each_head,
-        eps=eps,
-        qk_norm=qk_norm,
+        rope=rope,
+        qk_norm=norm if qk_norm else None,
         qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
         output_bias=attention_bias if output_bias is None else output_bias,
+        output_gate=output_gate,
+    )
+    layers = (
+        LayerSpec(replace(attention, window=window), mlp, norm)
+        for window, mlp in zip(_windows(config), _mlps(config, moe), strict=True)
     )
     return DecoderConfig(
         vocab_size=integer(config, "vocab_size"),
         width=width,
-        # A config whose layers all have experts may say nothing of a dense layer's width.
-        mlp_width=integer(config, "intermediate_size", 0 if moe is not None and not moe.dense_layers else None),
-        num_layers=integer(config, "num_hidden_layers"),
-        attention=attention,
-        rope=rope,
-        eps=eps,
-        activation=activation_named(str(config.get("hidden_act", "silu"))),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        layers=tuple(layers),
+        norm=norm,
         tied=bool(config.get("tie_word_embeddings", False)) if tied is None else tied,
         max_context=rope.longest_context,
-        moe=moe,
-        windows=_windows(config),
     )
 
 
+def _mlps(config: Config, moe: MoeConfig | None) -> list[MlpConfig | MoeConfig]:
+    """The feed-forward part of each layer."""
+    layers = range(integer(config, "num_hidden_layers"))
+    is_dense = [moe is None or _is_dense(config, layer) for layer in layers]
+    activation = activation_named(str(config.get("hidden_act", "silu")))
+    # A config whose layers all have experts may say nothing of a dense layer's width.
+    width = integer(config, "intermediate_size", None if any(is_dense) else 0)
+    dense = MlpConfig(width, activation, bool(config.get("mlp_bias", False)))
+    return [dense if moe is None or is_dense[layer] else moe for layer in layers]
+
+
 def _windows(config: Config) -> tuple[int, ...]:
-    """The sliding window of each layer, as Qwen2 and Qwen3 configs say it; empty when no layer has one."""
+    """The sliding window of each layer, as Qwen2 and Qwen3 configs say it; 0: it sees all tokens."""
+    num_layers = integer(config, "num_hidden_layers")
     if not config.get("use_sliding_window") or not config.get("sliding_window"):
-        return ()
-    num_layers, window = integer(config, "num_hidden_layers"), integer(config, "sliding_window")
-    kinds = config.get("layer_types")
+        return (0,) * num_layers
+    window, kinds = integer(config, "sliding_window"), config.get("layer_types")
     if isinstance(kinds, (list, tuple)):
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     first = integer(config, "max_window_layers", num_layers)
@@ -147,19 +163,25 @@ def _windows(config: Config) -> tuple[int, ...]:
 
 def moe_config(config: Config, stored: ExpertFormat, *, renormalize: bool) -> MoeConfig:
     """The experts a Qwen3-MoE config describes."""
-    num_experts = integer(config, "num_experts" if "num_experts" in config else "num_local_experts")
-    step = integer(config, "decoder_sparse_step", 1)
-    listed = config.get("mlp_only_layers") or ()
-    if not isinstance(listed, (list, tuple)):
-        raise UnsupportedConfig(f"config has mlp_only_layers {listed!r}, expected a list")
-    layers = range(integer(config, "num_hidden_layers"))
     return MoeConfig(
-        num_experts=num_experts,
+        num_experts=_num_experts(config),
         experts_per_token=integer(config, "num_experts_per_tok"),
         expert_width=integer(config, "moe_intermediate_size"),
         renormalize=renormalize,
         activation=activation_named(str(config.get("hidden_act", "silu"))),
         stored=stored,
-        dense_layers=frozenset(i for i in layers if i in listed or num_experts == 0 or (i + 1) % step),
         shared_width=integer(config, "shared_expert_intermediate_size", 0),
     )
+
+
+def _num_experts(config: Config) -> int:
+    return integer(config, "num_experts" if "num_experts" in config else "num_local_experts")
+
+
+def _is_dense(config: Config, layer: int) -> bool:
+    """Whether a layer of a Qwen3-MoE config has no experts."""
+    listed = config.get("mlp_only_layers") or ()
+    if not isinstance(listed, (list, tuple)):
+        raise UnsupportedConfig(f"config has mlp_only_layers {listed!r}, expected a list")
+    step = integer(config, "decoder_sparse_step", 1)
+    return layer in listed or _num_experts(config) == 0 or (layer + 1) % step != 0

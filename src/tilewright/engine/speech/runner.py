@@ -20,7 +20,6 @@ from tilewright.layers.batch import Batch
 from tilewright.models.speaking import Embed, Talking, WaveDecoder
 from tilewright.ops import backend
 from tilewright.ops import sample as ops
-from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import Arena
 
 Frame = tuple[list[int], Tensor]  # its codes, and the codec row that they are for the step after
@@ -57,9 +56,7 @@ class SpeechRunner:
         self.talker, self.code2wav = talker, code2wav
         self._embed = embed
         self.page_size, self.num_pages = page_size, num_pages
-        spec = talker.kv_spec
-        shape = num_pages, page_size, spec.num_heads, spec.head_width
-        self._caches = [KvCache.empty(*shape, dtype) for _ in range(spec.num_layers)]
+        self._caches = talker.kv_spec.empty_caches(num_pages, page_size, dtype)
         self._arena = Arena()
         self._draws: dict[int, CodeDraws] = {}  # by the number of voices
         self._recorded: RecordedFrames | None = None

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from tilewright.layers.attention import AttentionConfig
 from tilewright.layers.batch import Batch
-from tilewright.layers.decoder import Decoder, DecoderConfig
+from tilewright.layers.cross_attention import CrossAttentionConfig
+from tilewright.layers.decoder import Decoder, DecoderConfig, LayerSpec
 from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.media_batch import MediaBatch
 from tilewright.models.mllama.processor import MllamaProcessor
 from tilewright.models.mllama.vision import VisionConfig, VisionTower
-from tilewright.models.protocol import CrossSpec, Family, KvSpec
+from tilewright.models.protocol import CrossSpec, Family
 from tilewright.models.text_config import Config, decoder_config, integer, table
 from tilewright.types import UnsupportedConfig
 
@@ -45,10 +47,7 @@ class Mllama(DecoderModel):
     def __init__(self, text: DecoderConfig, vision: VisionConfig, biases: frozenset[str]) -> None:
         self.vocab_size, self.max_context = text.vocab_size, text.max_context
         self.decoder = Decoder(TEXT, text)
-        num_kv_heads, head_width = self.decoder.num_kv_heads, text.attention.head_width
-        self.kv_spec = KvSpec(text.num_kv_layers, num_kv_heads, head_width)
-        max_states = vision.max_tiles * vision.rows_per_tile
-        self.cross_spec = CrossSpec(len(text.cross_layers), num_kv_heads, head_width, max_states=max_states)
+        self.cross_spec = CrossSpec(self.decoder.cross_layers, vision.max_tiles * vision.rows_per_tile)
         self.vision = VisionTower(VISION, PROJECTOR, vision, text.width, biases)
 
     def checkpoint_name(self, name: str) -> str | None:
@@ -66,13 +65,25 @@ class Mllama(DecoderModel):
 
 def _build(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mllama:
     text_config, vision_config = {**UNSAID, **table(config, "text_config")}, table(config, "vision_config")
-    text = replace(
-        decoder_config(text_config, tied=False),
-        cross_layers=_cross_layers(text_config),
-        num_extra_embeddings=NUM_EXTRA_EMBEDDINGS,
-    )
+    decoder, cross_layers = decoder_config(text_config, tied=False), _cross_layers(text_config)
+    layers = (_with_cross(spec) if i in cross_layers else spec for i, spec in enumerate(decoder.layers))
+    text = replace(decoder, layers=tuple(layers), num_extra_embeddings=NUM_EXTRA_EMBEDDINGS)
     biases = frozenset(name for name in map(model_name, shapes) if name.endswith(".bias"))
     return Mllama(text, VisionConfig.from_dict(vision_config), biases)
+
+
+def _with_cross(spec: LayerSpec) -> LayerSpec:
+    """A layer as `spec` that attends to encoder states instead."""
+    own = spec.attention
+    assert isinstance(own, AttentionConfig)
+    cross = CrossAttentionConfig(
+        width=own.width,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
+        head_width=own.head_width,
+        eps=spec.norm.eps,
+    )
+    return replace(spec, attention=cross)
 
 
 def _cross_layers(config: Config) -> tuple[int, ...]:

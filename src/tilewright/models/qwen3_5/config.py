@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tilewright.layers.decoder import DecoderConfig
+from tilewright.layers.attention import AttentionConfig
+from tilewright.layers.decoder import DecoderConfig, LayerSpec
 from tilewright.layers.gated_delta import GatedDeltaConfig
+from tilewright.layers.moe import MoeConfig
 from tilewright.layers.rope import rope_parameters
 from tilewright.models.text_config import (
     Config,
@@ -40,20 +42,27 @@ def text_config(config: Config, shapes: Shapes, *, tied: bool, interleaved: bool
         renormalize = bool(config.get("norm_topk_prob", True))
         moe = moe_config(config, expert_format(shapes, predictor=False), renormalize=renormalize)
     decoder = decoder_config(
-        _with_rope(config, num_axes), qk_norm=True, tied=tied, moe=moe, default_head_width=_HEAD_WIDTH
-    )
-    attention = replace(decoder.attention, norm_plus_one=True, output_gate=bool(config.get("attn_output_gate", True)))
-    return replace(
-        decoder,
-        attention=attention,
+        _with_rope(config, num_axes),
+        qk_norm=True,
         norm_plus_one=True,
-        delta=_delta_config(config, decoder.eps, interleaved),
-        delta_layers=_delta_layers(config),
+        output_gate=bool(config.get("attn_output_gate", True)),
+        tied=tied,
+        moe=moe,
+        default_head_width=_HEAD_WIDTH,
     )
+    delta, kinds = _delta_config(config, decoder.norm.eps, interleaved), _kinds(config)
+    layers = (
+        replace(spec, attention=delta) if kind == DELTA else spec
+        for spec, kind in zip(decoder.layers, kinds, strict=True)
+    )
+    return replace(decoder, layers=tuple(layers))
 
 
-def mtp_config(config: Config, decoder: DecoderConfig, shapes: Shapes) -> DecoderConfig | None:
-    """The decoder of which the multi-token predictor is the one layer; None where the checkpoint has none."""
+def mtp_layer(config: Config, decoder: DecoderConfig, shapes: Shapes) -> LayerSpec | None:
+    """The one layer of the multi-token predictor; None where the checkpoint has none.
+
+    It is an attention layer as the decoder's, with experts if any layer has them.
+    """
     num_layers = integer(config, "mtp_num_hidden_layers", 1)
     if num_layers == 0 or not any(name.startswith("mtp.") for name in shapes):
         return None
@@ -61,10 +70,11 @@ def mtp_config(config: Config, decoder: DecoderConfig, shapes: Shapes) -> Decode
         raise UnsupportedConfig(f"mtp_num_hidden_layers is {num_layers}, expected 0 or 1")
     if config.get("mtp_use_dedicated_embeddings"):
         raise UnsupportedConfig("mtp_use_dedicated_embeddings is true, expected false: the model's own are used")
-    moe = decoder.moe
-    if moe is not None:
-        moe = replace(moe, stored=expert_format(shapes, predictor=True), dense_layers=frozenset())
-    return replace(decoder, num_layers=1, delta_layers=(), moe=moe)
+    layer = next(spec for spec in decoder.layers if isinstance(spec.attention, AttentionConfig))
+    moe = next((spec.mlp for spec in decoder.layers if isinstance(spec.mlp, MoeConfig)), None)
+    if moe is None:
+        return layer
+    return replace(layer, mlp=replace(moe, stored=expert_format(shapes, predictor=True)))
 
 
 def expert_format(shapes: Shapes, *, predictor: bool) -> ExpertFormat:
@@ -97,8 +107,8 @@ def _delta_config(config: Config, eps: float, interleaved: bool) -> GatedDeltaCo
     )
 
 
-def _delta_layers(config: Config) -> tuple[int, ...]:
-    """The recurrent layers: as listed, or all but every fourth."""
+def _kinds(config: Config) -> list[str]:
+    """The kind of each layer: as listed, or all but every fourth recurrent."""
     num_layers = integer(config, "num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None:
@@ -108,4 +118,4 @@ def _delta_layers(config: Config) -> tuple[int, ...]:
         raise UnsupportedConfig(f"layer_types is {kinds!r}, expected {DELTA} or {ATTENTION} for each of {num_layers}")
     if ATTENTION not in kinds:
         raise UnsupportedConfig(f"layer_types has no {ATTENTION}: at least one layer must keep keys and values")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == DELTA)
+    return list(kinds)

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cost import PredictorCost
-from tilewright.layers.decoder import Decoder, DecoderConfig
-from tilewright.layers.gated_delta import own_config
+from tilewright.layers.decoder import Decoder, DecoderConfig, LayerSpec, kv_layers_of
+from tilewright.layers.gated_delta import GatedDeltaConfig, own_config
 from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.media_batch import MediaBatch
 from tilewright.models.protocol import Family, KvSpec, StateSpec
-from tilewright.models.qwen3_5.config import Shapes, mtp_config, text_config
+from tilewright.models.qwen3_5.config import Shapes, mtp_layer, text_config
 from tilewright.models.qwen3_5.mtp import PREFIX, MultiTokenPredictor
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
@@ -31,17 +31,20 @@ class Qwen35(DecoderModel):
 
     cross_spec = None
 
-    def __init__(self, text: DecoderConfig, vision: VisionConfig | None, mtp: DecoderConfig | None) -> None:
+    def __init__(self, text: DecoderConfig, vision: VisionConfig | None, mtp: LayerSpec | None) -> None:
         if vision is not None and vision.deepstack_layers:
             raise UnsupportedConfig(f"deepstack_visual_indexes is {list(vision.deepstack_layers)}, expected none")
         self.vocab_size, self.max_context = text.vocab_size, text.max_context
         self.num_position_axes = 1 if vision is None else 3
         self.decoder = Decoder(TEXT_ALONE if vision is None else TEXT, text)
         self.vision = None if vision is None else VisionTower(VISION, vision)
-        self.mtp = None if mtp is None else MultiTokenPredictor(mtp, text.num_kv_layers)
-        num_kv_layers = text.num_kv_layers + (0 if mtp is None else 1)
+        self.mtp = None if mtp is None else MultiTokenPredictor(mtp, len(self.decoder.kv_layers))
         self.state_spec = _state_spec(text)
-        self.kv_spec = KvSpec(num_kv_layers, self.decoder.num_kv_heads, text.attention.head_width)
+
+    @property
+    def kv_spec(self) -> KvSpec:
+        """The predictor's layer is the last."""
+        return KvSpec(self.decoder.kv_layers + (() if self.mtp is None else kv_layers_of([self.mtp.layer])))
 
     @property
     def predictor(self) -> Qwen35 | None:
@@ -96,11 +99,12 @@ class Qwen35(DecoderModel):
 
 def _state_spec(text: DecoderConfig) -> StateSpec | None:
     """Of this rank's heads."""
-    if text.delta is None or not text.delta_layers:
+    configs = [spec.attention for spec in text.layers if isinstance(spec.attention, GatedDeltaConfig)]
+    if not configs:
         return None
-    delta = own_config(text.delta)
+    delta = own_config(configs[0])  # they are alike
     return StateSpec(
-        len(text.delta_layers),
+        len(configs),
         (delta.num_taps - 1, delta.num_channels),
         (delta.value_heads, delta.key_width, delta.value_width),
     )
@@ -110,7 +114,7 @@ def _build_vision(config: Config, shapes: Shapes) -> Qwen35:
     text = table(config, "text_config")
     decoder = text_config(text, shapes, tied=is_tied(config), interleaved=False, num_axes=3)
     vision = VisionConfig.from_dict(table(config, "vision_config"))
-    return Qwen35(decoder, vision, mtp_config(text, decoder, shapes))
+    return Qwen35(decoder, vision, mtp_layer(text, decoder, shapes))
 
 
 def _build_text(config: Config, shapes: Shapes) -> Qwen35:
@@ -124,7 +128,7 @@ def _build_next(config: Config, shapes: Shapes) -> Qwen35:
 def _text_alone(config: Config, shapes: Shapes, *, interleaved: bool) -> Qwen35:
     tied = is_tied(config)
     decoder = text_config(config, shapes, tied=tied, interleaved=interleaved, num_axes=1)
-    return Qwen35(decoder, None, mtp_config(config, decoder, shapes))
+    return Qwen35(decoder, None, mtp_layer(config, decoder, shapes))
 
 
 _MTP = f"{PREFIX}."

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tilewright.layers.attention import AttentionConfig
 from tilewright.layers.batch import Batch, MediaRun
 from tilewright.layers.cost import PredictorCost, linear_cost
-from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer, hidden_norm
+from tilewright.layers.decoder import Decoder, DecoderLayer, LayerSpec, hidden_norm
 from tilewright.layers.linear import GatheredLinear
 from tilewright.ops.plan import empty, scope
 
@@ -29,14 +30,15 @@ class MultiTokenPredictor:
     Embedding, head and rope are the decoder's. `kv_layer` is which of the batch's caches is its own.
     """
 
-    def __init__(self, config: DecoderConfig, kv_layer: int) -> None:
-        self.config = config
-        width = config.width
-        self.embedding_norm = hidden_norm(f"{PREFIX}.pre_fc_norm_embedding", config)
-        self.hidden_norm = hidden_norm(f"{PREFIX}.pre_fc_norm_hidden", config)
+    def __init__(self, spec: LayerSpec, kv_layer: int) -> None:
+        assert isinstance(spec.attention, AttentionConfig)
+        self.attention = spec.attention
+        width, norm = spec.attention.width, spec.norm
+        self.embedding_norm = hidden_norm(f"{PREFIX}.pre_fc_norm_embedding", width, norm)
+        self.hidden_norm = hidden_norm(f"{PREFIX}.pre_fc_norm_hidden", width, norm)
         self.projection = GatheredLinear.named(f"{PREFIX}.fc", width, 2 * width, what="predictor's projection")
-        self.layer = DecoderLayer(f"{PREFIX}.layers.0", config, 0, kv_layer)
-        self.norm = hidden_norm(f"{PREFIX}.norm", config)
+        self.layer = DecoderLayer(f"{PREFIX}.layers.0", spec, kv_layer)
+        self.norm = hidden_norm(f"{PREFIX}.norm", width, norm)
 
     def __call__(
         self,
@@ -51,21 +53,21 @@ class MultiTokenPredictor:
         `batch` says where the rows stand; its ids and media are not read. `next_media` are the runs of rows whose
         next token is a medium's.
         """
-        config, rows = self.config, batch.logit_rows
-        out = empty((len(hidden_TD if rows is None else rows), config.width), hidden_TD.dtype)
+        width, rows = self.attention.width, batch.logit_rows
+        out = empty((len(hidden_TD if rows is None else rows), width), hidden_TD.dtype)
         with scope():
-            x_TD = empty((len(hidden_TD), config.width), hidden_TD.dtype)
-            both = empty((len(hidden_TD), 2 * config.width), hidden_TD.dtype)
-            self.embedding_norm(decoder.embed(next_token_ids_T, next_media), out=both[:, : config.width])
-            self.hidden_norm(hidden_TD, out=both[:, config.width :])
+            x_TD = empty((len(hidden_TD), width), hidden_TD.dtype)
+            both = empty((len(hidden_TD), 2 * width), hidden_TD.dtype)
+            self.embedding_norm(decoder.embed(next_token_ids_T, next_media), out=both[:, :width])
+            self.hidden_norm(hidden_TD, out=both[:, width:])
             self.projection(both, out=x_TD)
-            cos, sin = decoder.rope.tables(batch.positions_AT)
-            self.norm(self.layer(x_TD, batch, cos, sin, rows), out=out)
+            rope = decoder.ropes.of(self.attention.rope).tables(batch.positions_AT)
+            self.norm(self.layer(x_TD, batch, rope, rows), out=out)
         return out
 
     def cost(self) -> PredictorCost:
         return PredictorCost(
             keys=linear_cost(self.projection, self.layer.attention),
             rest=self.layer.mlp.cost(),
-            multiply_adds_per_pair=self.config.multiply_adds_per_pair,
+            multiply_adds_per_pair=self.attention.multiply_adds_per_pair,
         )

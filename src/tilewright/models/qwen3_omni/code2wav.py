@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ from torch import Tensor
 from tilewright.layers import partition
 from tilewright.layers.attention import AttentionConfig
 from tilewright.layers.batch import StateBatch
-from tilewright.layers.decoder import DecoderConfig, DecoderLayer, hidden_norm
+from tilewright.layers.decoder import DecoderLayer, LayerSpec, hidden_norm, ropes_of
 from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import Linear
-from tilewright.layers.rope import Rope, RopeConfig
+from tilewright.layers.mlp import MlpConfig
+from tilewright.layers.rms_norm import NormConfig
+from tilewright.layers.rope import RopeConfig
 from tilewright.layers.streams import (
     CausalConv1d,
     DepthwiseConv1d,
@@ -92,10 +95,21 @@ class _WindowBatch:
         self._key_starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         self.query_starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
 
-    def attend(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *, window: int) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        *,
+        window: int,
+        scale: float | None,
+        soft_cap: float,
+    ) -> Tensor:
         keys = self._seen(("keys", layer), k_TGK)
         values = self._seen(("values", layer), v_TGK)
-        return varlen_attention(q_THK, keys, values, self.query_starts, self._key_starts)
+        rules: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+        return varlen_attention(q_THK, keys, values, self.query_starts, self._key_starts, **rules)
 
     def _seen(self, name: object, new_TGK: Tensor) -> Tensor:
         """Those that each query sees, one query's after the other's; the last are carried on."""
@@ -166,12 +180,10 @@ class Code2Wav:
         self.config = config
         num_codes = config.codebook_size * config.num_quantizers
         self.embedding = Unpacked(f"{name}.code_embedding.weight", num_codes, config.width)
-        decoder = _transformer_config(config)
-        self.layers = [
-            DecoderLayer(f"{name}.pre_transformer.layers.{i}", decoder, i, i) for i in range(config.num_layers)
-        ]
-        self.norm = hidden_norm(f"{name}.pre_transformer.norm", decoder)
-        self.rope = Rope(decoder.rope)
+        specs = [_layer_spec(config)] * config.num_layers
+        self.layers = [DecoderLayer(f"{name}.pre_transformer.layers.{i}", spec, i) for i, spec in enumerate(specs)]
+        self.norm = hidden_norm(f"{name}.pre_transformer.norm", config.width, NormConfig(config.eps))
+        self.ropes = ropes_of(specs)
         self.upsamples = [
             TransposedConv1d(f"{name}.upsample.{i}.0.conv", config.width, config.width, ratio, ratio)
             for i, ratio in enumerate(config.upsampling_ratios)
@@ -253,39 +265,27 @@ class Code2Wav:
         x_TD = rows.view(-1, num_codes, self.config.width).float().mean(1).to(rows.dtype)
         places = torch.arange(num_frames, device=codes_BTQ.device)
         positions = torch.cat([stream.num_frames + places for stream in streams])
-        cos, sin = self.rope.tables(positions[None])
+        ropes = self.ropes.tables(positions[None])
         batch = _WindowBatch(streams, num_frames, self.config.window)
-        for layer in self.layers:
-            layer(x_TD, batch, cos, sin)
+        for layer, rope in zip(self.layers, ropes, strict=True):
+            layer(x_TD, batch, rope)
         return self.norm(x_TD).view(batch_size, num_frames, -1)
 
 
-def _transformer_config(config: Code2WavConfig) -> DecoderConfig:
+def _layer_spec(config: Code2WavConfig) -> LayerSpec:
+    """The recipe of every layer of the transformer."""
     attention = AttentionConfig(
         width=config.width,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_width=config.head_width,
-        eps=config.eps,
-        qk_norm=False,
+        rope=RopeConfig(config.head_width, config.rope_theta, {}, config.max_positions),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
         window=config.window,
     )
-    return DecoderConfig(
-        vocab_size=config.codebook_size,
-        width=config.width,
-        mlp_width=config.mlp_width,
-        num_layers=config.num_layers,
-        attention=attention,
-        rope=RopeConfig(config.head_width, config.rope_theta, {}, config.max_positions),
-        eps=config.eps,
-        activation=config.activation,
-        mlp_bias=False,
-        tied=False,
-        max_context=config.max_positions,
-        layer_scale=True,
-    )
+    mlp = MlpConfig(config.mlp_width, config.activation)
+    return LayerSpec(attention, mlp, NormConfig(config.eps), scales_rows=True)
 
 
 def build(config: Mapping[str, object]) -> Code2Wav:

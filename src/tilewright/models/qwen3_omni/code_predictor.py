@@ -11,12 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewright.layers.attention import heads_of
 from tilewright.layers.batch import Batch
-from tilewright.layers.decoder import DecoderLayer, hidden_norm
+from tilewright.layers.decoder import DecoderLayer, hidden_norm, kv_layers_of, ropes_of
 from tilewright.layers.linear import GatheredLinear
-from tilewright.layers.rope import Rope
 from tilewright.layers.token_embedding import TokenEmbedding
+from tilewright.models.protocol import KvSpec
 from tilewright.models.qwen3_omni.config import TALKER, CodePredictorConfig
 from tilewright.models.speaking import Choose
 from tilewright.ops import backend
@@ -34,14 +33,14 @@ class CodePredictor:
         self.embeddings = [
             TokenEmbedding(f"{name}.model.codec_embedding.{i}", decoder.vocab_size, decoder.width) for i in own
         ]
-        self.layers = [DecoderLayer(f"{name}.model.layers.{i}", decoder, i, i) for i in range(decoder.num_layers)]
-        self.norm = hidden_norm(f"{name}.model.norm", decoder)
+        self.layers = [DecoderLayer(f"{name}.model.layers.{i}", spec, i) for i, spec in enumerate(decoder.layers)]
+        self.norm = hidden_norm(f"{name}.model.norm", decoder.width, decoder.norm)
         self.heads = [
             GatheredLinear.named(f"{name}.lm_head.{i}", decoder.vocab_size, decoder.width, what="codes", is_head=True)
             for i in own
         ]
-        self.rope = Rope(decoder.rope)
-        self._num_kv_heads = heads_of(decoder.attention).num_keys
+        self.ropes = ropes_of(decoder.layers)
+        self._kv = KvSpec(kv_layers_of(self.layers))
         self._page_size = -(-self.num_codes // TILE_DEPTH) * TILE_DEPTH
         self._caches: tuple[KvCache, ...] = ()  # a page for each voice; larger ones when there are more voices
         self._batches: dict[int, list[Batch]] = {}  # by the number of voices, one for each code
@@ -66,17 +65,16 @@ class CodePredictor:
 
     def logits(self, x_TD: Tensor, batch: Batch, i: int) -> Tensor:
         """fp32 [B, V] of code i + 1, from the rows that are new with it; x is overwritten."""
-        cos, sin = self.rope.tables(batch.positions_AT)
-        for layer in self.layers[:-1]:
-            layer(x_TD, batch, cos, sin)
-        last = self.layers[-1](x_TD, batch, cos, sin, batch.logit_rows)
+        ropes = self.ropes.tables(batch.positions_AT)
+        for layer, rope in zip(self.layers[:-1], ropes, strict=False):
+            layer(x_TD, batch, rope)
+        last = self.layers[-1](x_TD, batch, ropes[-1], batch.logit_rows)
         return self.heads[i](self.norm(last), out_dtype=torch.float32)
 
     def _batches_for(self, num_voices: int, dtype: torch.dtype) -> list[Batch]:
         """Which rows each pass has: the first two of a frame, then one after the other."""
         if not self._caches or self._caches[0].num_pages < num_voices or self._caches[0].data.dtype != dtype:
-            shape = num_voices, self._page_size, self._num_kv_heads, self.config.decoder.attention.head_width
-            self._caches = tuple(KvCache.empty(*shape, dtype) for _ in self.layers)
+            self._caches = tuple(self._kv.empty_caches(num_voices, self._page_size, dtype))
             self._batches.clear()
         if num_voices not in self._batches:
             rows = [(0, 2), *((place, 1) for place in range(2, self.num_codes))]

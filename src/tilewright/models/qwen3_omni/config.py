@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewright.layers.decoder import DecoderConfig
-from tilewright.layers.mlp import activation_named
+from tilewright.layers.mlp import MlpConfig, activation_named
 from tilewright.layers.rope import rope_parameters
 from tilewright.models.qwen3_vl.vision import VisionConfig
 from tilewright.models.text_config import (
@@ -208,6 +208,7 @@ class TalkerConfig:
     """The decoder that reads the thinker's states and gives the first code of each frame of speech."""
 
     text: DecoderConfig
+    projection: MlpConfig  # from the thinker's width to the talker's
     code_predictor: CodePredictorConfig
     thinker_width: int
     accept_layer: int  # the thinker's layer whose states stand for media: the one after so many
@@ -223,8 +224,11 @@ class TalkerConfig:
                 f"talker_config has num_code_groups {num_code_groups}, its code predictor {predictor.num_code_groups}: "
                 "expected the same"
             )
+        text = table(config, "text_config")
+        activation = activation_named(str(text.get("hidden_act", "silu")))
         return cls(
-            text=_sparse_decoder(table(config, "text_config"), shapes, is_talker=True),
+            text=_sparse_decoder(text, shapes, is_talker=True),
+            projection=MlpConfig(integer(text, "intermediate_size", 0), activation, bias=True),
             code_predictor=predictor,
             thinker_width=integer(config, "thinker_hidden_size"),
             accept_layer=integer(config, "accept_hidden_layer"),

@@ -10,7 +10,7 @@ from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder
 from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.media_batch import MediaBatch
-from tilewright.models.protocol import Family, KvSpec
+from tilewright.models.protocol import Family
 from tilewright.models.qwen3_omni.audio import AudioTower
 from tilewright.models.qwen3_omni.config import CODE2WAV, MODEL_TYPE, TALKER, THINKER, Shapes, ThinkerConfig
 from tilewright.models.qwen3_omni.processor import OmniProcessor
@@ -40,7 +40,6 @@ class OmniThinker(DecoderModel):
         text = config.text
         self.vocab_size, self.max_context = text.vocab_size, text.max_context
         self.decoder = Decoder(TEXT, text)
-        self.kv_spec = KvSpec(text.num_layers, self.decoder.num_kv_heads, text.attention.head_width)
         self.vision = VisionTower(VISION, config.vision)
         self.audio = AudioTower(AUDIO, config.audio)
 

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from tilewright.layers import partition
-from tilewright.layers.attention import heads_of
 from tilewright.layers.batch import Batch
-from tilewright.layers.decoder import DecoderLayer, hidden_norm
+from tilewright.layers.decoder import DecoderLayer, hidden_norm, kv_layers_of, ropes_of
 from tilewright.layers.linear import GatheredLinear, Linear
-from tilewright.layers.rope import Rope
 from tilewright.layers.token_embedding import TokenEmbedding
 from tilewright.models.protocol import KvSpec
 from tilewright.models.qwen3_omni.code_predictor import CodePredictor
@@ -34,9 +32,9 @@ class Projection:
     """out(act(in(x))): rows of the thinker's width become rows of the talker's."""
 
     def __init__(self, name: str, config: TalkerConfig) -> None:
-        inner = config.text.mlp_width
+        inner = config.projection.width
         shard = partition.current().width("projection's width", inner)
-        self.activation = config.text.activation
+        self.activation = config.projection.activation
         self.inner = Linear([(f"{name}.linear_fc1", inner, shard)], config.thinker_width, bias=True)
         self.output = Linear([(f"{name}.linear_fc2", config.text.width)], inner, column_shard=shard, bias=True)
 
@@ -57,18 +55,18 @@ class Talker:
         self.text_projection = Projection(f"{name}.text_projection", config)
         self.hidden_projection = Projection(f"{name}.hidden_projection", config)
         self.codec_embedding = TokenEmbedding(f"{name}.model.codec_embedding", text.vocab_size, text.width)
-        self.layers = [DecoderLayer(f"{name}.model.layers.{i}", text, i, i) for i in range(text.num_layers)]
-        self.norm = hidden_norm(f"{name}.model.norm", text)
+        self.layers = [DecoderLayer(f"{name}.model.layers.{i}", spec, i) for i, spec in enumerate(text.layers)]
+        self.norm = hidden_norm(f"{name}.model.norm", text.width, text.norm)
         self.head = GatheredLinear.named(
             f"{name}.codec_head", text.vocab_size, text.width, what="codec vocabulary", is_head=True
         )
-        self.rope = Rope(text.rope)
+        self.ropes = ropes_of(text.layers)
         self.code_predictor = CodePredictor(predictor, f"{name}.code_predictor")
-        self.kv_spec = KvSpec(text.num_layers, heads_of(text.attention).num_keys, text.attention.head_width)
+        self.kv_spec = KvSpec(kv_layers_of(self.layers))
 
     @property
     def num_position_axes(self) -> int:
-        return self.rope.num_axes
+        return self.ropes.num_axes
 
     @property
     def width(self) -> int:
@@ -91,13 +89,13 @@ class Talker:
     def hidden(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """What the head reads of the rows that the batch asks for [R, D]; x is overwritten. Ids are not read."""
         rows = batch.logit_rows
-        cos, sin = self.rope.tables(batch.positions_AT)
-        for layer in self.layers[:-1]:
+        ropes = self.ropes.tables(batch.positions_AT)
+        for layer, rope in zip(self.layers[:-1], ropes, strict=False):
             with scope():
-                layer(x_TD, batch, cos, sin)
+                layer(x_TD, batch, rope)
         out = empty((len(x_TD if rows is None else rows), self.config.text.width), x_TD.dtype)
         with scope():
-            self.norm(self.layers[-1](x_TD, batch, cos, sin, rows), out=out)
+            self.norm(self.layers[-1](x_TD, batch, ropes[-1], rows), out=out)
         return out
 
     def logits(self, h_TD: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.decoder_model import DecoderModel
 from tilewright.models.media_batch import MediaBatch
-from tilewright.models.protocol import Family, KvSpec
+from tilewright.models.protocol import Family
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
 from tilewright.models.text_config import (
@@ -45,7 +45,6 @@ class Qwen3Vl(DecoderModel):
             )
         self.vocab_size, self.max_context = text.vocab_size, text.max_context
         self.decoder = Decoder(TEXT, text)
-        self.kv_spec = KvSpec(text.num_layers, self.decoder.num_kv_heads, text.attention.head_width)
         self.vision = VisionTower(VISION, vision)
 
     def checkpoint_name(self, name: str) -> str | None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewright.layers.batch import UncachedBatch, starts_of
-from tilewright.layers.decoder import DecoderConfig, DecoderLayer, hidden_norm
-from tilewright.layers.rope import Rope
+from tilewright.layers.decoder import DecoderConfig, DecoderLayer, hidden_norm, ropes_of
 from tilewright.layers.token_embedding import TokenEmbedding
 from tilewright.models.text import QWEN3_HEAD_WIDTH
 from tilewright.models.text_config import decoder_config, whole_name
@@ -37,9 +36,9 @@ class DecoderEncoder:
         self.hidden_layers = tuple(_counted(layer, config.num_layers) for layer in hidden_layers)
         num_layers = max(self.hidden_layers)
         self.embed_tokens = TokenEmbedding("model.embed_tokens", config.num_embeddings, config.width)
-        self.layers = [DecoderLayer(f"model.layers.{i}", config, i, i) for i in range(num_layers)]
-        self.norm = hidden_norm("model.norm", config) if num_layers == config.num_layers else None
-        self.rope = Rope(config.rope)
+        self.layers = [DecoderLayer(f"model.layers.{i}", spec, i) for i, spec in enumerate(config.layers[:num_layers])]
+        self.norm = hidden_norm("model.norm", config.width, config.norm) if num_layers == config.num_layers else None
+        self.ropes = ropes_of(config.layers)
 
     @property
     def width(self) -> int:
@@ -65,7 +64,7 @@ class DecoderEncoder:
         batch = _batch(counts, counts if lengths is None else lengths, backend.device())
         positions_T = torch.cat([torch.arange(count) for count in counts])
         x_TD = self._embedded(token_ids)
-        return list(self._states(x_TD, positions_T.expand(self.rope.num_axes, -1), batch).split(counts))
+        return list(self._states(x_TD, positions_T.expand(self.ropes.num_axes, -1), batch).split(counts))
 
     def _embedded(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
         """[T, D] of all prompts."""
@@ -73,12 +72,12 @@ class DecoderEncoder:
 
     def _states(self, x_TD: Tensor, positions_AT: Tensor, batch: UncachedBatch) -> Tensor:
         """[T, layers * D]; updates x."""
-        cos, sin = self.rope.tables(positions_AT.contiguous().to(backend.device()))
+        ropes = self.ropes.tables(positions_AT.contiguous().to(backend.device()))
         states = empty((len(x_TD), len(self.hidden_layers) * self.width), x_TD.dtype)
         self._keep(states, 0, x_TD)
         for i, layer in enumerate(self.layers, start=1):
             with scope():
-                layer(x_TD, batch, cos, sin)
+                layer(x_TD, batch, ropes[i - 1])
                 is_last = i == self.config.num_layers
                 self._keep(states, i, self.norm(x_TD) if is_last and self.norm else x_TD)
         return states
