@@ -95,6 +95,10 @@ class MockRunner:
         self.media_buffer = MediaBuffer(1, torch.float32, 1 << 16)
         self.values = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
         self.tokens = np.full((pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64)
+        self.windows = {  # the values again, in the pages of layers that see a window
+            window: (cache.pool, np.full((cache.pool.num_pages, pool.page_size), NOT_WRITTEN, np.int64))
+            for window, cache in resources.windows.items()
+        }
         self.steps = []
         self.num_encoded = 0
 
@@ -160,9 +164,23 @@ class MockRunner:
             value = absorb(state, token_id, features.get(position), positions[:, index], seen.get(position, NOTHING))
             self.values[page, position % size] = value
             self.tokens[page, position % size] = token_id
+            for window in self.windows:
+                self._look_through(sequence, position, window)
             token_ids.append(token_id)
             if index >= chunk.num_tokens - chunk.num_logits:
                 yield logits_of(state, token_ids)
+
+    def _look_through(self, sequence, position, window):
+        """Writes a token's value to the pages of a window too, where the values of all tokens in it must be."""
+        size, held, (pool, values) = self.pool.page_size, sequence.window_pages[window], self.windows[window]
+        page = held.pages[position // size - held.first]
+        assert pool._references[page] == 1 and pool._digests[page] is None
+        values[page, position % size] = self.values[sequence.pages[position // size], position % size]
+        first = max(0, position - window + 1)
+        assert held.first <= first // size
+        for seen in range(first, position + 1):
+            kept = values[held.pages[seen // size - held.first], seen % size]
+            assert kept == self.values[sequence.pages[seen // size], seen % size]
 
 
 class LetterDecoder:
@@ -182,6 +200,7 @@ def make_core(
     make_runner=MockRunner,
     num_cross_pages=64,
     num_state_slots=None,
+    window_pages=None,
     prefix_cache=True,
     num_drafts=0,
     max_feature_bytes=1 << 20,
@@ -200,6 +219,7 @@ def make_core(
         page_size,
         num_cross_pages=num_cross_pages,
         num_state_slots=num_state_slots,
+        window_pages=window_pages,
         prefix_cache=prefix_cache,
         encoder_cache_bytes=max_feature_bytes,
     )
@@ -268,6 +288,13 @@ def run_all(core: EngineCore, max_steps=10_000):
         results += core.step()
         assert not core.failures, core.failures
     raise AssertionError(f"not done after {max_steps} steps")
+
+
+def check_no_pages_are_held(core: EngineCore) -> None:
+    pools = [core.resources.kv.pool, *(cache.pool for cache in core.resources.windows.values())]
+    for pool in pools:
+        assert pool.num_used == 0 and not any(pool._references)
+        assert sorted([*pool._empty, *pool._reusable]) == list(range(pool.num_pages))
 
 
 def answer(inputs: ModelInputs, params: SamplingParams, index=0, max_context=10_000) -> list[int]:

@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 import torch
-from mock_model import EOS, VOCABULARY_SIZE, _choose, logits_of, make_core
+from mock_model import EOS, VOCABULARY_SIZE, _choose, check_no_pages_are_held, logits_of, make_core
 
 from tilewright.engine.assembly import make_executor, step_layout
 from tilewright.engine.core import EngineCore
@@ -176,7 +176,7 @@ def answer(inputs: ModelInputs, params: SamplingParams, index=0, max_context=10_
 def check_nothing_is_held(core: EngineCore) -> None:
     """That all pages and slots are free or findable, and every snapshot has its page."""
     scheduler, states = core.scheduler, core.resources.states
-    assert scheduler.resources.kv.pool.num_used == 0 and not any(scheduler.resources.kv.pool._references)
+    check_no_pages_are_held(core)
     assert states.num_running == states.num_used == 0 and not any(states._slots._references)
     assert states.num_free == states.num_slots == len(states._slots._empty) + states.num_snapshots
     assert sorted([*states._slots._empty, *states._slots._reusable]) == list(range(states.num_slots))

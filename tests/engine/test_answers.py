@@ -5,9 +5,18 @@ import dataclasses
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from mock_model import VOCABULARY_SIZE, answer, make_core, media_inputs, run_all, text_inputs
+from mock_model import (
+    VOCABULARY_SIZE,
+    answer,
+    check_no_pages_are_held,
+    make_core,
+    media_inputs,
+    run_all,
+    text_inputs,
+)
 
 from tilewright.engine.cross.group import cross_groups_of
+from tilewright.engine.kv.window import pages_in_window
 from tilewright.types import RequestError, SamplingParams
 
 # Of a page each where pages are of 4 tokens, so that pages are alike that come after others.
@@ -42,11 +51,20 @@ sampling |= sampling.map(lambda params: dataclasses.replace(params, min_tokens=m
 
 
 @st.composite
+def window_pages(draw, page_size):
+    """Sliding windows, and how many pages each has: often no more than one sequence needs to go on."""
+    windows = draw(st.sampled_from([(), (1,), (4,), (6,), (2, 9), (13,)]))
+    return {window: pages_in_window(window, page_size) + draw(st.sampled_from([0, 0, 1, 5, 30])) for window in windows}
+
+
+@st.composite
 def cores(draw):
     max_sequences = draw(st.integers(1, 5))
+    page_size = draw(st.sampled_from([1, 4, 5]))
     return {
         "num_pages": draw(st.sampled_from([8, 10, 16, 40])),
-        "page_size": draw(st.sampled_from([1, 4, 5])),
+        "page_size": page_size,
+        "window_pages": draw(window_pages(page_size)),
         "num_cross_pages": draw(st.sampled_from([4, 10, 40])),
         "prefix_cache": draw(st.booleans()),
         "num_drafts": draw(st.sampled_from([0, 1, 4])),
@@ -101,7 +119,7 @@ def test_every_answer_is_the_one_alone(options, requests):
             assert [item for owner, delta in deltas if owner is sequence for item in delta.token_ids] == output
             reasons = [delta.finish_reason for owner, delta in deltas if owner is sequence]
             assert reasons[-1] == sequence.finish_reason and not any(reasons[:-1])
-    assert scheduler.resources.kv.pool.num_used == 0 and not any(scheduler.resources.kv.pool._references)
+    check_no_pages_are_held(core)
     assert not scheduler.resources.media.features._pins
     scheduler.resources.media.cross_cache.clear()
     assert sorted(scheduler.resources.media.cross_cache._free) == list(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from mock_model import media_inputs, read_by, run_all, text_inputs
 from recurrent_model import answer, check_nothing_is_held, recurrent_core
-from test_answers import sampling
+from test_answers import sampling, window_pages
 
 from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
@@ -48,9 +48,11 @@ def prompts(draw):
 @st.composite
 def cores(draw):
     max_sequences = draw(st.integers(1, 5))
+    page_size = draw(st.sampled_from([1, 4, 5]))
     return {
         "num_pages": draw(st.sampled_from([8, 10, 16, 40])),
-        "page_size": draw(st.sampled_from([1, 4, 5])),
+        "page_size": page_size,
+        "window_pages": draw(window_pages(page_size)),
         "num_slots": draw(st.sampled_from([1, 2, 3, 4, 6, 9, 20])),
         "prefix_cache": draw(st.sampled_from([True, True, False])),
         "num_drafts": draw(st.sampled_from([0, 1, 4])),

@@ -28,6 +28,7 @@ class CoreAnswers:
         num_pages=64,
         num_cross_pages=64,
         num_state_slots=80,
+        num_window_pages=None,
         tokens_per_step=1024,
         encode_patches=StepLimits.max_encode_patches,
         prefix_cache=False,
@@ -41,11 +42,13 @@ class CoreAnswers:
             max_sequences=min(16, tokens_per_step),
             max_encode_patches=encode_patches,
         )
+        windows = model.kv_spec.windows(limits.max_context)
         self.core = build_core(
             model,
             dtype,
             limits,
             num_pages,
+            num_window_pages=[num_window_pages or num_pages for _ in windows],
             num_cross_pages=num_cross_pages,
             num_state_slots=num_state_slots,
             make_token_decoder=make_token_decoder,
@@ -63,6 +66,9 @@ class CoreAnswers:
         own = runner.kv_caches[:-1] if model.predictor else runner.kv_caches
         for memory in [*states, *(cache.data for cache in (*own, *runner.cross_caches))]:
             memory.fill_(float("nan") if memory.is_floating_point() else 255)  # bytes: scales of NaN
+        for layer, cache in zip(model.kv_spec.layers, runner.kv_caches, strict=True):
+            if layer.window in windows:  # the page that stands for those behind the window stays zero
+                (cache.data[-1] if cache.data.dim() == 3 else cache.data[:, -2]).zero_()
 
     def to(self, prompts, params):
         """The tokens of each prompt's answers."""
@@ -81,4 +87,5 @@ class CoreAnswers:
         assert (
             self.scheduler.resources.kv.pool.num_used == self.scheduler.resources.media.cross_cache.num_pages_used == 0
         )
+        assert not any(cache.pool.num_used for cache in self.scheduler.resources.windows.values())
         assert self.scheduler.resources.states is None or self.scheduler.resources.states.num_used == 0

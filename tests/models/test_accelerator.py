@@ -18,7 +18,8 @@ from tilewright.ops import backend
 from tilewright.ops.device import HOST
 from tilewright.types import Medium, ModelInputs, SamplingParams, Span
 
-FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3"]
+FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3", "qwen3_window"]
+TEXT_ALONE = ("qwen3", "qwen3_window")
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0)
 LONGER = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.0)
 OTHERS = {
@@ -39,7 +40,7 @@ def prompts_of(name, hf):
     found = prompts_for(name, hf) if name in tiny.FAMILIES else None
     if found is None:
         found = [tiny.text_prompt(n, n, num_axes=3) for n in (9, 40)]
-        found += [tiny.media_prompt(hf, [("image", (1, 6, 8))], 2)] if name != "qwen3" else []
+        found += [tiny.media_prompt(hf, [("image", (1, 6, 8))], 2)] if name not in TEXT_ALONE else []
     return [tiny.in_dtype(prompt.inputs, torch.float32) for prompt in found]
 
 
@@ -68,7 +69,7 @@ def test_answers_and_copies(name, networks):
     assert answers == answers_on(HOST, name, networks)[0]
     of_media = [upload for upload in device.uploads if upload.beside]
     assert len(device.uploads) - len(of_media) == device.num_fetches == num_steps  # one there, one back
-    assert len(of_media) == (name != "qwen3")  # all media of the prompts, which are encoded in the first step
+    assert len(of_media) == (name not in TEXT_ALONE)  # all media of the prompts, which are encoded in the first step
     assert device.num_waits == 0
 
 

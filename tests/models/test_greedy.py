@@ -56,12 +56,13 @@ def split_models(networks):
 
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-FAMILIES = ("qwen3_vl", "qwen3_moe", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+FAMILIES = ("qwen3_vl", "qwen3_moe", "qwen3_window", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 # Family, ranks and dtype. Split families differ in what they cache, which fp32 shows in all ways of computing; sums of
 # ranks are rounded to bf16 in the same place of every family, so one is enough.
 CASES = [
     *((family, 1, dtype) for family in FAMILIES for dtype in DTYPES),
     *(("qwen3_vl", 2, dtype) for dtype in DTYPES),
+    ("qwen3_window", 2, "f32"),
     ("mllama", 2, "f32"),
     ("qwen3_5_moe", 2, "f32"),
 ]

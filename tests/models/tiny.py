@@ -113,6 +113,14 @@ def _configs() -> dict[str, transformers.PreTrainedConfig]:
             vision_config=MLLAMA_VISION,
             image_token_index=VOCAB,
         ),
+        # Layers that see a window and such that see all take turns; the window is longer than a page of the tests.
+        "qwen3_window": transformers.Qwen3Config(
+            **{**TEXT, "num_hidden_layers": 4},
+            head_dim=32,
+            use_sliding_window=True,
+            sliding_window=40,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from tilewright.engine.executor import Executor
 from tilewright.engine.kv.manager import KvCacheManager
 from tilewright.engine.kv.pages import PAGE_SIZE, PagePool
 from tilewright.engine.kv.prefix_cache import PrefixCache
+from tilewright.engine.kv.window import WindowCache
 from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.engine.media.scheduler import MediaScheduler
 from tilewright.engine.ranks.processes import Ranks
@@ -50,6 +51,7 @@ def build_core(
     *,
     num_cross_pages: int = 0,
     num_state_slots: int = 0,
+    num_window_pages: Sequence[int] = (),
     make_token_decoder: Callable[[], TokenDecoder],
     eos_token_ids: Collection[int] = (),
     constraints: ConstraintCompiler | None = None,
@@ -65,28 +67,30 @@ def build_core(
     """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`,
     or in what `kv_cache_dtype` names.
 
-    A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with recurrent layers
-    `num_state_slots` states, one that takes media the `media_buffer` of its processor. `speculate` tokens at most are
-    drafted ahead, by its predictor if it has one. `ranks` are the others that compute the model, each with its part.
-    `speech` are the networks that speak its answers.
+    A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with sliding windows
+    `num_window_pages` for each of them, one with recurrent layers `num_state_slots` states, one that takes media the
+    `media_buffer` of its processor. `speculate` tokens at most are drafted ahead, by its predictor if it has one.
+    `ranks` are the others that compute the model, each with its part. `speech` are the networks that speak its answers.
     """
-    resources = build_resources(
-        limits,
-        num_pages,
-        page_size,
-        num_cross_pages=num_cross_pages if model.cross_spec else 0,
-        num_state_slots=num_state_slots if model.state_spec else None,
-        prefix_cache=prefix_cache,
-    )
     settings = RunnerSettings(
         limits,
         num_pages,
         num_cross_pages if model.cross_spec else 0,
         num_state_slots if model.state_spec else 0,
+        tuple(num_window_pages),
         page_size,
         drafting=speculate > 0,
         kv_cache_dtype=kv_cache_dtype,
         replay=replay,
+    )
+    resources = build_resources(
+        limits,
+        num_pages,
+        page_size,
+        num_cross_pages=settings.num_cross_pages,
+        num_state_slots=settings.num_state_slots if model.state_spec else None,
+        window_pages=settings.window_pages(model),
+        prefix_cache=prefix_cache,
     )
     runner = _first_runner(model, dtype, settings, media_buffer, ranks)
     executor = make_executor(resources, runner, media_buffer, ranks)
@@ -146,16 +150,24 @@ def build_resources(
     *,
     num_cross_pages: int = 0,
     num_state_slots: int | None = None,
+    window_pages: Mapping[int, int] | None = None,
     prefix_cache: bool = True,
     encoder_cache_bytes: int = ENCODER_CACHE_BYTES,
 ) -> SequenceResources:
-    """The memory that sequences share; `num_state_slots` is None for models without recurrent layers."""
+    """The memory that sequences share.
+
+    `num_state_slots` is None for models without recurrent layers; `window_pages` are those of layers with a sliding
+    window, by window.
+    """
     pool = PagePool(num_pages, page_size)
     # A sequence that starts from a snapshot computes pages again that other sequences have: one of each is kept.
     prefixes = PrefixCache(pool, enabled=prefix_cache, one_of_each=num_state_slots is not None)
     media = MediaScheduler(EncoderCache(encoder_cache_bytes), CrossCache(num_cross_pages, page_size), limits)
     states = None if num_state_slots is None else StateCache(num_state_slots, prefixes)
-    return SequenceResources(KvCacheManager(pool, prefixes), media, states)
+    windows = [
+        WindowCache(window, PagePool(count, page_size), prefixes) for window, count in (window_pages or {}).items()
+    ]
+    return SequenceResources(KvCacheManager(pool, prefixes), media, states, windows)
 
 
 def step_layout(resources: SequenceResources, limits: StepLimits, num_axes: int) -> StepLayout:
@@ -167,6 +179,7 @@ def step_layout(resources: SequenceResources, limits: StepLimits, num_axes: int)
         page_size=pool.page_size,
         num_pages=pool.num_pages,
         num_cross_pages=cross_cache.num_pages,
+        window_pages={window: cache.pool.num_pages for window, cache in resources.windows.items()},
     )
 
 

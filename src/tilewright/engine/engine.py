@@ -39,6 +39,7 @@ from tilewright.inputs.messages import has_media
 from tilewright.inputs.opener import InProcessOpener, Opener
 from tilewright.inputs.text_limits import TextBudget, TextLimits
 from tilewright.inputs.tokenizer import PIECE_CHARACTERS
+from tilewright.models.protocol import KvSpec
 from tilewright.models.speaking import voice_aliases
 from tilewright.ops import backend as ops_backend
 from tilewright.ops.device import HOST, Device
@@ -191,6 +192,7 @@ class Engine:
             sizes.num_pages,
             num_cross_pages=sizes.num_cross_pages,
             num_state_slots=sizes.num_state_slots,
+            num_window_pages=sizes.num_window_pages,
             make_token_decoder=tokenizer.stream,
             eos_token_ids=tokenizer.stop_token_ids,
             constraints=ConstraintCompiler(tokenizer, model.vocab_size),
@@ -365,7 +367,10 @@ class Engine:
     @property
     def kv_bytes_per_token(self) -> int:
         """What the keys and values of one token take, over all layers, on each rank."""
-        return self.loaded.model.kv_spec.bytes_per_token(self.loaded.dtype.itemsize, self._kv_byte_dtype)
+        return self._bytes_per_token(self.loaded.model.kv_spec)
+
+    def _bytes_per_token(self, spec: KvSpec) -> int:
+        return spec.bytes_per_token(self.loaded.dtype.itemsize, self._kv_byte_dtype)
 
     def costs(self) -> Costs:
         """What the model reads and computes, with its keys and values as they are kept here."""
@@ -373,18 +378,21 @@ class Engine:
 
     def memory(self) -> MemoryUse:
         """What the engine's memory goes to, now."""
-        runner, pool = self.loop.core.runner, self.loop.core.resources.kv.pool
-        page_bytes = self.kv_bytes_per_token * pool.page_size
+        runner, resources = self.loop.core.runner, self.loop.core.resources
+        spec, windows = self.loaded.model.kv_spec, resources.windows
+        pools = [(spec.outside(tuple(windows)), resources.kv.pool)]
+        pools += [(spec.in_window(window), cache.pool) for window, cache in windows.items()]
+        page_bytes = [(self._bytes_per_token(part) * pool.page_size, pool) for part, pool in pools]
         weight_bytes = sum(self.loaded.report.bytes_by_format.values())
         now = resident()
         return MemoryUse(
             weight_bytes=weight_bytes,
             mapped_weight_bytes=weight_bytes if self.loaded.report.from_cache else 0,
-            kv_bytes=pool.num_pages * page_bytes,
-            kv_bytes_used=pool.num_used * page_bytes,
-            kv_bytes_touched=pool.num_touched * page_bytes,
+            kv_bytes=sum(pool.num_pages * size for size, pool in page_bytes),
+            kv_bytes_used=sum(pool.num_used * size for size, pool in page_bytes),
+            kv_bytes_touched=sum(pool.num_touched * size for size, pool in page_bytes),
             scratch_bytes=runner.model_runner.scratch_bytes if isinstance(runner, Executor) else 0,
-            feature_bytes=self.loop.core.resources.media.features.size_bytes,
+            feature_bytes=resources.media.features.size_bytes,
             resident_bytes=now.total,
             resident_file_bytes=now.file,
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tilewright.engine.kv.pages import PAGE_SIZE
+from tilewright.engine.kv.window import pages_in_window
 from tilewright.engine.step_limits import StepLimits
 from tilewright.host_memory import available_bytes, parse_bytes
 from tilewright.models.protocol import Model
@@ -22,6 +24,9 @@ CROSS_SHARE = 0.25
 STATE_SHARE = 0.5
 # Its own state and seven snapshots are as many as an answer can make use of.
 SLOTS_PER_SEQUENCE = 8
+# Answers with so many tokens each use up the pages of layers with a sliding window when they use up the others. Shorter
+# ones run out of the former first, longer ones of the latter.
+BALANCED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class MemorySizes:
     num_pages: int
     num_cross_pages: int  # for encoder states; 0 in models without cross-attention
     num_state_slots: int  # 0 in models without recurrent layers
+    num_window_pages: tuple[int, ...] = ()  # by window, the shortest first; none in models without sliding windows
 
 
 def share_out(
@@ -53,7 +59,9 @@ def share_out(
         most_media = max(limits.max_sequences, max_media)
         for_cross = num_cross_pages(cross_page_bytes, pages_per_medium, most_media, size_bytes)
         size_bytes -= for_cross * cross_page_bytes
-    page_bytes = model.kv_spec.bytes_per_token(itemsize, byte_dtype) * PAGE_SIZE
+    spec = model.kv_spec
+    windows = spec.windows(limits.max_context)
+    page_bytes = spec.outside(windows).bytes_per_token(itemsize, byte_dtype) * PAGE_SIZE
     states, num_slots = model.state_spec, 0
     if states is not None:
         slot_bytes = states.bytes_per_slot(itemsize)
@@ -61,7 +69,10 @@ def share_out(
         num_slots = num_state_slots(slot_bytes, page_bytes, most_slots, size_bytes)
         size_bytes -= num_slots * slot_bytes
     most_pages = -(-limits.max_context // PAGE_SIZE) * limits.max_sequences
-    return MemorySizes(num_kv_pages(page_bytes, most_pages, size_bytes), for_cross, num_slots)
+    window_bytes = [spec.in_window(window).bytes_per_token(itemsize, byte_dtype) * PAGE_SIZE for window in windows]
+    for_windows = num_window_pages(windows, window_bytes, page_bytes, most_pages, size_bytes)
+    size_bytes -= sum(count * each for count, each in zip(for_windows, window_bytes, strict=True))
+    return MemorySizes(num_kv_pages(page_bytes, most_pages, size_bytes), for_cross, num_slots, for_windows)
 
 
 def kv_bytes(kv_memory: int | str | None, free_bytes: int | None = None) -> int:
@@ -98,8 +109,38 @@ def num_state_slots(slot_bytes: int, page_bytes: int, max_slots: int, size_bytes
     return min(max(int(size_bytes * STATE_SHARE // slot_bytes), 1), max_slots)
 
 
+def num_window_pages(
+    windows: Sequence[int], window_bytes: Sequence[int], page_bytes: int, max_pages: int, size_bytes: int
+) -> tuple[int, ...]:
+    """Return how many pages each window gets of `size_bytes`, of which pages for all tokens take a part.
+
+    `window_bytes` are those of a page of each window, `page_bytes` those of a page for all tokens; 0: all layers have a
+    window. An answer has the pages of its window, and its prompt those of the window at its end, from which the same
+    prompt continues, and the next turn.
+    """
+    if not windows:
+        return ()
+    balanced = BALANCED_TOKENS // PAGE_SIZE
+    each = [min(balanced, 2 * pages_in_window(window, PAGE_SIZE)) for window in windows]
+    for_one = balanced * page_bytes + sum(count * size for count, size in zip(each, window_bytes, strict=True))
+    least = [pages_in_window(window, PAGE_SIZE) for window in windows]
+    counts = tuple(
+        min(max_pages, max(least_count, size_bytes * count // for_one))
+        for count, least_count in zip(each, least, strict=True)
+    )
+    least_bytes = page_bytes + sum(count * size for count, size in zip(least, window_bytes, strict=True))
+    if least_bytes > size_bytes:
+        raise RequestError(
+            f"kv_memory is {size_bytes} bytes, expected at least {least_bytes}: a page of keys and values, and those "
+            f"of the windows of {', '.join(map(str, windows))} tokens"
+        )
+    return counts
+
+
 def num_kv_pages(page_bytes: int, max_pages: int, size_bytes: int) -> int:
-    """Pages that fit `size_bytes`; no more than could ever be used."""
+    """Pages that fit `size_bytes`; no more than could ever be used. Pages of no bytes: as many as that."""
+    if not page_bytes:
+        return max_pages
     pages = size_bytes // page_bytes
     if pages < 1:
         raise RequestError(f"kv_memory is {size_bytes} bytes, expected at least one page of {page_bytes}")

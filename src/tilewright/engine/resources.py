@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tilewright.engine.kv.manager import KvCacheManager
+from tilewright.engine.kv.window import WindowCache, window_stats
 from tilewright.engine.media.scheduler import MediaScheduler
 from tilewright.engine.resource import SequenceResource
 from tilewright.engine.sequence import Sequence
@@ -15,27 +16,39 @@ from tilewright.engine.step import Chunk, Step
 
 
 class SequenceResources:
-    """KV pages, encoder outputs and, in models with recurrent layers, states.
+    """KV pages, encoder outputs and, in models with such layers, pages of windows and recurrent states.
 
     A sequence is admitted by all of them or by none. Pages come first: the others only shorten what the prefix cache
     finds.
     """
 
-    def __init__(self, kv: KvCacheManager, media: MediaScheduler, states: StateCache | None = None) -> None:
+    def __init__(
+        self,
+        kv: KvCacheManager,
+        media: MediaScheduler,
+        states: StateCache | None = None,
+        windows: Iterable[WindowCache] = (),
+    ) -> None:
         self.kv = kv
         self.media = media
         self.states = states
-        self._all: list[SequenceResource] = [kv, media] if states is None else [kv, states, media]
+        self.windows = {cache.window: cache for cache in windows}
+        self._all: list[SequenceResource] = [kv, *self.windows.values(), *([] if states is None else [states]), media]
         self.max_drafts_per_step = min(resource.max_drafts_per_step for resource in self._all)
         self.can_repeat_steps = all(resource.can_repeat_steps for resource in self._all)
         # What is asked for each sequence of a step: only of the resources that have an answer of their own. Of them all
         # only keys and values grow with every token.
-        self.reserve = kv.reserve
+        self.reserve = self._reserve_all if self.windows else kv.reserve
+        self._shorten = self._overriding("match")[1:]  # of all but `kv`: they keep less than it does
         self._begin_step = self._overriding("begin_step")
         self._is_ready = self._overriding("is_ready")
         self._draft_room = self._overriding("draft_room")
         self._plan = self._overriding("plan")
         self._commit = self._overriding("commit")
+
+    def _reserve_all(self, sequence: Sequence, num_tokens: int) -> bool:
+        pools: list[KvCacheManager | WindowCache] = [self.kv, *self.windows.values()]
+        return all(pool.reserve(sequence, num_tokens) for pool in pools)
 
     def _overriding(self, name: str) -> list[Callable[..., Any]]:
         default = getattr(SequenceResource, name)
@@ -52,14 +65,21 @@ class SequenceResources:
 
     def admit(self, sequence: Sequence) -> int | None:
         """How many tokens of a waiting sequence are cached, which from now on holds what it needs; None: no room."""
-        num_cached = sequence.num_tokens
-        for resource in self._all:
-            num_cached = resource.match(sequence, num_cached)
+        num_cached = self._match(sequence)
         if not all(resource.has_room(sequence, num_cached) for resource in self._all):
             self.release(sequence)
             return None
         for resource in self._all:
             resource.admit(sequence, num_cached)
+        return num_cached
+
+    def _match(self, sequence: Sequence) -> int:
+        """Return how many tokens all resources have cached: where one has fewer, the others look again."""
+        num_cached, found = -1, self.kv.match(sequence, sequence.num_tokens)
+        while found != num_cached:
+            num_cached = found
+            for match in self._shorten:
+                found = match(sequence, found)
         return num_cached
 
     def chunk_end(self, step: Step, sequence: Sequence, start: int, stop: int, budget: int) -> int:
@@ -108,4 +128,5 @@ class SequenceResources:
 
     def stats(self) -> dict[str, Any]:
         """The fields of `Stats` that tell of memory."""
-        return {name: value for resource in self._all for name, value in resource.stats().items()}
+        own = {name: value for resource in self._all for name, value in resource.stats().items()}
+        return {**own, **window_stats(self.windows)}

@@ -16,7 +16,7 @@ from tilewright.engine.runner import ModelRunner
 from tilewright.engine.state.memory import StateMemory
 from tilewright.engine.step_inputs import StepInputs, StepLayout
 from tilewright.engine.step_limits import StepLimits
-from tilewright.models.protocol import KvSpec, Model
+from tilewright.models.protocol import Model
 from tilewright.ops.kv_cache import KvCache
 
 
@@ -28,6 +28,7 @@ class RunnerSettings:
     num_pages: int
     num_cross_pages: int = 0  # for encoder states; 0 in models without cross-attention
     num_state_slots: int = 0  # 0 in models without recurrent layers
+    num_window_pages: tuple[int, ...] = ()  # of layers with a sliding window, by window: the shortest first
     page_size: int = PAGE_SIZE
     drafting: bool = False
     kv_cache_dtype: str = "auto"
@@ -41,14 +42,21 @@ class RunnerSettings:
             page_size=self.page_size,
             num_pages=self.num_pages,
             num_cross_pages=self.num_cross_pages,
+            window_pages=self.window_pages(model),
         )
+
+    def window_pages(self, model: Model) -> dict[int, int]:
+        """Return how many pages layers with a sliding window share, by window."""
+        windows = model.kv_spec.windows(self.limits.max_context)
+        return dict(zip(windows, self.num_window_pages, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> RunnerSettings:
-        return RunnerSettings(**{**fields, "limits": StepLimits(**fields["limits"])})
+        own = {"limits": StepLimits(**fields["limits"]), "num_window_pages": tuple(fields["num_window_pages"])}
+        return RunnerSettings(**{**fields, **own})
 
 
 def build_runner(
@@ -61,19 +69,18 @@ def build_runner(
 ) -> ModelRunner:
     """A runner for a model whose weights are loaded, with fresh memory, that reads its steps from the inputs."""
 
-    byte_dtype = kv_byte_dtype(settings.kv_cache_dtype)
-
-    def caches(spec: KvSpec | None, num_pages: int) -> list[KvCache]:
-        if spec is None:
-            return []
-        return spec.empty_caches(num_pages, settings.page_size, byte_dtype or dtype)
-
+    kv_dtype, cross_spec = kv_byte_dtype(settings.kv_cache_dtype) or dtype, model.cross_spec
+    # One page more, which stays zero: it stands for those behind a window.
+    window_pages = {window: count + 1 for window, count in settings.window_pages(model).items()}
+    cross_caches: list[KvCache] = []
+    if cross_spec is not None:
+        cross_caches = cross_spec.empty_caches(settings.num_cross_pages, settings.page_size, kv_dtype)
     return ModelRunner(
         model,
-        caches(model.kv_spec, settings.num_pages),
+        model.kv_spec.empty_caches(settings.num_pages, settings.page_size, kv_dtype, window_pages),
         inputs,
         settings.limits,
-        cross_caches=caches(model.cross_spec, settings.num_cross_pages),
+        cross_caches=cross_caches,
         states=StateMemory(model.state_spec, settings.num_state_slots, dtype) if model.state_spec else None,
         predictor=model.predictor if settings.drafting else None,
         draft_inputs=draft_inputs,

@@ -51,6 +51,20 @@ class StateSlots:
     kept: dict[int, int] = field(default_factory=dict)  # by the step under way: the state after so many tokens -> slot
 
 
+@dataclass
+class WindowPages:
+    """The pages that a running sequence holds in layers with one sliding window: those of its latest tokens."""
+
+    first: int  # which of the sequence's pages the first of these is; those before it were given back
+    pages: list[int]
+    num_stored: int  # of the sequence's pages, those that the prefix cache has seen
+
+    @property
+    def stop(self) -> int:
+        """Which of the sequence's pages comes after these."""
+        return self.first + len(self.pages)
+
+
 class Sequence:
     """A prompt and what was generated after it so far.
 
@@ -91,6 +105,7 @@ class Sequence:
         self.pages: list[int] = []
         self.page_digests: list[bytes] = []  # of full pages, as far as they were needed
         self.num_stored_pages = 0  # the first of `pages`, which the prefix cache has seen
+        self.window_pages: dict[int, WindowPages] = {}  # by window, in models whose layers have some
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.first_kept_token: int | None = None  # whose hidden state is read: it must be computed, though it is cached
         self.pinned_keys: list[bytes] = []  # of media that are being read

@@ -37,6 +37,8 @@ class Stats:
     step_age_s: float  # how long the step under way has been; 0 between steps
     read_bytes_per_s: float  # weights, keys and values that the steps of the last 10 seconds read, per second in them
     flops_per_s: float  # and what they multiplied and added
+    num_window_pages: int = 0  # of layers with sliding windows; 0 in models without them
+    num_window_pages_used: int = 0
     num_state_slots: int = 0  # for states of recurrent layers; 0 in models without them
     num_state_slots_used: int = 0
     num_state_snapshots: int = 0  # states that later prompts may start from

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.step_limits import StepLimits
-from tilewright.layers.batch import Batch, CrossBatch, MediaRun, StateBatch
+from tilewright.layers.batch import Batch, CrossBatch, MediaRun, PageTable, StateBatch
 from tilewright.models.media_batch import MediaItem
 from tilewright.ops import backend
 from tilewright.ops.device import Copy, NoCopy
@@ -103,16 +104,35 @@ class Place:
     shape: tuple[int, ...]
 
 
+def slots_name(window: int) -> str:
+    """Return the name of the array of slots in layers with a sliding window."""
+    return f"slots_{window}"
+
+
+def table_name(window: int) -> str:
+    """Return the name of their block table."""
+    return f"block_table_{window}"
+
+
 class StepLayout:
     """The offset table of the arrays. Equal arguments give equal layouts, in every process.
 
     What models read comes first, block tables last of it: a copy to a device ends with their last row in use.
+    `window_pages` says how many pages layers with a sliding window have, by window.
     """
 
     def __init__(
-        self, limits: StepLimits, *, num_axes: int, page_size: int, num_pages: int, num_cross_pages: int = 0
+        self,
+        limits: StepLimits,
+        *,
+        num_axes: int,
+        page_size: int,
+        num_pages: int,
+        num_cross_pages: int = 0,
+        window_pages: Mapping[int, int] | None = None,
     ) -> None:
         self.page_size = page_size
+        self.window_pages = window_pages or {}
         max_tokens, max_sequences = limits.max_tokens_per_step, limits.max_sequences
         max_pages = min(num_pages, -(-limits.max_context // page_size))
         # A medium has at least one patch, and its cross-attention states at least one slot. As many spans as tokens,
@@ -122,17 +142,21 @@ class StepLayout:
         long, integer = torch.int64, torch.int32
         self.places: dict[str, Place] = {}
         self.size_bytes = 0
+        tables = [("block_table", integer, (max_sequences, max_pages))]
+        tables += [(table_name(window), integer, (max_sequences, max_pages)) for window in self.window_pages]
+        self.last_table = tables[-1][0]  # of those with a row for each sequence
         for name, dtype, shape in (
             ("token_ids", long, (max_tokens,)),
             ("positions", long, (num_axes, max_tokens)),
             ("slots", long, (max_tokens,)),
+            *((slots_name(window), long, (max_tokens,)) for window in self.window_pages),
             ("query_starts", integer, (max_sequences + 1,)),
             ("kv_lengths", integer, (max_sequences,)),
             ("logit_rows", long, (max_tokens,)),
             ("read_slots", integer, (max_sequences,)),
             ("write_slots", integer, (max_tokens,)),
             ("hidden_rows", long, (max_tokens,)),  # of a predictor's inputs: whose hidden states its tokens take
-            ("block_table", integer, (max_sequences, max_pages)),
+            *tables,
             ("cross_rows", long, (max_spans,)),
             ("cross_query_starts", integer, (max_spans + 1,)),
             ("cross_lengths", integer, (max_spans,)),
@@ -193,7 +217,7 @@ class StepInputs:
     def send(self) -> None:
         """Starts the one copy of what a model reads of the step, to a device that is not the host."""
         header = self.header
-        end = self.layout.end_of("block_table", header.num_sequences)
+        end = self.layout.end_of(self.layout.last_table, header.num_sequences)
         if header.num_cross_spans or header.num_cross_fills:
             end = self.layout.end_of("cross_block_table", header.num_cross_spans)
         _, self._copy = self._device.upload(self._memory[:end], self._there[:end])
@@ -206,7 +230,8 @@ class StepInputs:
         count, arrays = header.num_sequences, self.arrays
         arrays["token_ids"][count:num_rows] = 0
         arrays["positions"][:, count:num_rows] = 0
-        arrays["slots"][count:num_rows] = -1
+        for name in ("slots", *map(slots_name, self.layout.window_pages)):
+            arrays[name][count:num_rows] = -1
         arrays["query_starts"][count + 1 : num_rows + 1] = range(count + 1, num_rows + 1)
         arrays["kv_lengths"][count:num_rows] = 0
         arrays["read_slots"][count:num_rows] = -1
@@ -250,6 +275,12 @@ class StepInputs:
             kv_lengths=tensors["kv_lengths"][:num_sequences],
             block_table=tensors["block_table"][:num_sequences, :num_pages],
             kv_caches=kv_caches,
+            windows={
+                window: PageTable(
+                    tensors[slots_name(window)][:num_tokens], tensors[table_name(window)][:num_sequences, :num_pages]
+                )
+                for window in self.layout.window_pages
+            },
             logit_rows=self.logit_rows(header),
             media=media,
             cross=cross,

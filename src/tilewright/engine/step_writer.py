@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -11,15 +12,43 @@ from tilewright.engine.cross.group import CrossGroup
 from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.engine.sequence import NO_SLOT
 from tilewright.engine.step import Chunk, DraftInput, Step, last_rows
-from tilewright.engine.step_inputs import CrossFill, EncodedMedium, FeatureRows, StepHeader, StepInputs
+from tilewright.engine.step_inputs import (
+    CrossFill,
+    EncodedMedium,
+    FeatureRows,
+    StepHeader,
+    StepInputs,
+    slots_name,
+    table_name,
+)
 from tilewright.models.media_batch import MediaItem
 from tilewright.types import Medium
+
+
+class WindowWriter:
+    """Writes which pages sequences have in layers with one sliding window."""
+
+    def __init__(self, inputs: StepInputs, window: int) -> None:
+        self.window = window
+        self.slots, self.table = inputs.arrays[slots_name(window)], inputs.arrays[table_name(window)]
+        # Kernels take keys in blocks of 512. What a block has before the window is masked, but read: a page of zeros,
+        # the one after those that are handed out.
+        self._empty_page = inputs.layout.window_pages[window]
+        self._held: list[tuple[int, list[int]]] = [(0, []) for _ in range(len(self.table))]  # by row, as it is written
+
+    def write(self, chunks: Items[Chunk | DraftInput]) -> None:
+        for index, chunk in enumerate(chunks):
+            held = chunk.sequence.window_pages[self.window]
+            if self._held[index] != (held.first, held.pages):
+                self._held[index] = held.first, held.pages.copy()
+                self.table[index, : held.first] = self._empty_page
+                self.table[index, held.first : held.stop] = held.pages
 
 
 class TokenWriter:
     """Writes tokens, their positions and where their keys are: of a step's chunks, or of a predictor's pass."""
 
-    def __init__(self, inputs: StepInputs) -> None:
+    def __init__(self, inputs: StepInputs, windows: Iterable[int] = ()) -> None:
         self.page_size = inputs.layout.page_size
         arrays = inputs.arrays
         self._token_ids, self._positions, self._slots = arrays["token_ids"], arrays["positions"], arrays["slots"]
@@ -28,6 +57,7 @@ class TokenWriter:
         self._numbers = np.arange(len(self._token_ids) + 1)
         # What rows of the block table begin with: in a step that decodes they are as they were, but for one page in 64.
         self._pages: list[list[int]] = [[] for _ in range(len(self._block_table))]
+        self._windows = [WindowWriter(inputs, window) for window in windows]
 
     def write(self, chunks: Items[Chunk | DraftInput]) -> int:
         """How many tokens there are."""
@@ -55,6 +85,9 @@ class TokenWriter:
         self._token_ids[:num_tokens] = token_ids
         self._positions[:, :num_tokens] = positions
         self._slots[:num_tokens] = self._block_table[rows, pages_before] * self.page_size + in_page
+        for window in self._windows:
+            window.write(chunks)
+            window.slots[:num_tokens] = window.table[rows, pages_before] * self.page_size + in_page
         self._query_starts[1 : num_sequences + 1] = ends
         self._kv_lengths[:num_sequences] = stops
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
@@ -73,7 +106,7 @@ class StepWriter:
         self.features = features
         self.cross_cache = cross_cache
         self.has_states = has_states
-        self._tokens = TokenWriter(inputs)
+        self._tokens = TokenWriter(inputs, inputs.layout.window_pages)
         self._arrays = inputs.arrays
 
     def write(self, step: Step, *, keeps_hidden: bool = False) -> None:

@@ -7,8 +7,8 @@ V vocabulary, A rope axes, M tokens that are media, R tokens that attend to enco
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -75,6 +75,14 @@ class StateBatch:
     delta_states: Sequence[Tensor]  # per recurrent layer [slots, H, K, V], fp32
 
 
+@dataclass(frozen=True)
+class PageTable:
+    """Where the keys and values of a batch lie in layers that do not keep all tokens of a sequence."""
+
+    slots_T: Tensor  # int64: as those of the batch, in other pages
+    block_table: Tensor  # int32 [B, pages]: in the place of pages that were given back, one that is always zero
+
+
 class SequenceBatch(Protocol):
     """What self-attention and recurrent layers read of a batch: where its sequences begin, and what they attend to."""
 
@@ -110,6 +118,7 @@ class Batch:
     kv_lengths: Tensor  # int32 [B]: keys of sequence b, those of its tokens here included
     block_table: Tensor  # int32 [B, pages]
     kv_caches: Sequence[KvCache]  # one per self-attention layer
+    windows: Mapping[int, PageTable] = field(default_factory=dict)  # of layers with these windows; others: as above
     logit_rows: Tensor | None = None  # int64: tokens whose logits are wanted; None: all
     media: Sequence[MediaRun] = ()
     cross: CrossBatch | None = None  # None: no token attends to encoder states
@@ -128,10 +137,10 @@ class Batch:
         soft_cap: float,
     ) -> Tensor:
         """Attend over the layer's cache, after storing the tokens' keys and values there."""
-        cache = self.kv_caches[layer]
-        kv_store(k_TGK, v_TGK, cache, self.slots_T)
+        cache, pages = self.kv_caches[layer], self.windows.get(window, self)
+        kv_store(k_TGK, v_TGK, cache, pages.slots_T)
         rules: dict[str, Any] = {"window": window, "scale": scale, "soft_cap": soft_cap}
-        return paged_attention(q_THK, cache, self.block_table, self.query_starts, self.kv_lengths, **rules)
+        return paged_attention(q_THK, cache, pages.block_table, self.query_starts, self.kv_lengths, **rules)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,21 @@ class KvSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def windows(self, max_context: int) -> tuple[int, ...]:
+        """Return the windows of layers that keep less than a whole context, shortest first.
+
+        A window as long as the context hides nothing: such layers share the pages of those that see all tokens.
+        """
+        return tuple(sorted({layer.window for layer in self.layers if 0 < layer.window < max_context}))
+
+    def in_window(self, window: int) -> KvSpec:
+        """Return the layers with a window."""
+        return KvSpec(tuple(layer for layer in self.layers if layer.window == window))
+
+    def outside(self, windows: Sequence[int]) -> KvSpec:
+        """Return the layers with none of the windows."""
+        return KvSpec(tuple(layer for layer in self.layers if layer.window not in windows))
+
     def bytes_per_token(self, itemsize: int, byte_dtype: torch.dtype | None = None) -> int:
         """In a type of `itemsize` bytes, or in one of 8 bits with its scales."""
 
@@ -39,10 +54,15 @@ class KvSpec:
 
         return sum(layer.num_heads * per_head(layer.head_width) for layer in self.layers)
 
-    def empty_caches(self, num_pages: int, page_size: int, dtype: torch.dtype) -> list[KvCache]:
-        """Return a cache of as many pages for each layer."""
-        sizes = [(layer.num_heads, layer.head_width) for layer in self.layers]
-        return [KvCache.empty(num_pages, page_size, *size, dtype) for size in sizes]
+    def empty_caches(
+        self, num_pages: int, page_size: int, dtype: torch.dtype, window_pages: Mapping[int, int] | None = None
+    ) -> list[KvCache]:
+        """Return a cache for each layer: of so many pages, or of as many as `window_pages` says of its window."""
+        counts = window_pages or {}
+        return [
+            KvCache.empty(counts.get(layer.window, num_pages), page_size, layer.num_heads, layer.head_width, dtype)
+            for layer in self.layers
+        ]
 
 
 @dataclass(frozen=True)

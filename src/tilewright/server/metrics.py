@@ -28,6 +28,8 @@ _ENGINE_GAUGES = (
     ("num_preparing", "requests_preparing", "Requests whose prompt is being prepared."),
     ("num_pages", "kv_pages", "Pages for keys and values."),
     ("num_pages_used", "kv_pages_used", "Pages that running answers hold."),
+    ("num_window_pages", "kv_window_pages", "Pages of layers with a sliding window; 0: the model has none."),
+    ("num_window_pages_used", "kv_window_pages_used", "Pages of windows that running answers hold."),
     ("weight_bytes", "weight_bytes", "Bytes of the model's weights as they are packed, on the first rank."),
     ("mapped_weight_bytes", "mapped_weight_bytes", "Of these, bytes mapped from the pack cache's file."),
     ("kv_bytes", "kv_bytes", "Bytes of all pages for keys and values; untouched ones take no memory."),

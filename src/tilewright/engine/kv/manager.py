@@ -21,9 +21,10 @@ class KvCacheManager(SequenceResource):
     def match(self, sequence: Sequence, num_tokens: int) -> int:
         sequence.pages = self.prefix_cache.match(sequence)
         num_cached = len(sequence.pages) * self.pool.page_size
-        if sequence.first_kept_token is None:
-            return num_cached
-        return min(num_cached, sequence.first_kept_token // self.pool.page_size * self.pool.page_size)
+        if sequence.first_kept_token is not None:
+            num_cached = min(num_cached, sequence.first_kept_token // self.pool.page_size * self.pool.page_size)
+        sequence.branch_border = num_cached
+        return num_cached
 
     def has_room(self, sequence: Sequence, num_cached: int) -> bool:
         """Whether there are pages for all tokens of the sequence beside what the admitted ones need."""

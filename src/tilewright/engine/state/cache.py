@@ -62,9 +62,9 @@ class StateCache(SequenceResource):
     def match(self, sequence: Sequence, num_tokens: int) -> int:
         """Of the tokens whose pages match, those up to the last snapshot.
 
-        Where the match ended other prompts branch off: a snapshot is taken when the sequence reaches that token.
+        Where the match of pages ended other prompts branch off (`Sequence.branch_border`): a snapshot is taken when the
+        sequence reaches that token.
         """
-        sequence.branch_border = num_tokens
         count = num_tokens // self._page_size
         while count and self._slots.find(sequence.page_digests[count - 1]) is None:
             count -= 1
