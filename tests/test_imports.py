@@ -199,3 +199,20 @@ def test_only_config_reads_the_environment():
         if re.search(r"\bgetenv\s*\(", path.read_text()):
             wrong.append(str(path.relative_to(ROOT)))
     assert not wrong, f"only config.py reads the environment, not {wrong}"
+
+
+def test_files_are_read_and_written_in_one_place():
+    """`files` knows what must not be read: the others read what the kernel or this package wrote."""
+    names = {"read_text", "read_bytes", "write_text", "write_bytes"}
+    others = {"files.py", "control_group.py", "host_memory.py", "parallel/topology.py", "engine/memory_use.py"}
+    others |= {"inputs/isolation/confine.py", "ops/torch_backend/gpu_kernels.py", "process_state.py"}
+    others |= {"server/page_files.py"}
+    wrong = []
+    for path in python_files():
+        for node in ast.walk(parse(path)):
+            called = node.func if isinstance(node, ast.Call) else None
+            if not isinstance(called, ast.Attribute) or called.attr not in names:
+                continue
+            if ast.unparse(called.value) != "files" and str(path.relative_to(PACKAGE)) not in others:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not wrong, "use tilewright.files:\n" + "\n".join(wrong)

@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     # Imported here, as each command's own: Ctrl-C while modules load shows no traceback either.
     from tilewright.config import ConfigError
+    from tilewright.host_memory import explained_shortage
     from tilewright.model_files import CheckpointError
     from tilewright.standard_streams import READER_LEFT, OutputError, guarded
     from tilewright.types import RequestError
@@ -31,7 +32,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         with guarded():
             options = _parser().parse_args(arguments)
-            return options.run(options)
+            with explained_shortage("stopped"):
+                return options.run(options)
     except OutputError as error:
         if error.exit_status != READER_LEFT:
             _print_error(error)

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from tilewright import embedded, files
 from tilewright.engine_flags import add_model_argument, check_file, positive
+from tilewright.host_memory import explained_shortage, require_start
 from tilewright.inputs.media import MediaLimits
 from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
@@ -94,13 +95,19 @@ def read_prompt(options: argparse.Namespace) -> None:
 
 def open_diffusion(options: argparse.Namespace) -> Diffusion:
     """The model of the flags. One that cannot be loaded is a RequestError."""
-    from tilewright.diffusion.diffusion import Diffusion
-
     given = {name: value for name in _MODEL_OPTIONS if (value := getattr(options, name)) is not None}
+    require_start(_name(options))
     try:
-        return Diffusion(options.model, progress=sys.stderr.isatty() and not options.quiet, **given)
+        with explained_shortage(_name(options)):
+            from tilewright.diffusion.diffusion import Diffusion
+
+            return Diffusion(options.model, progress=sys.stderr.isatty() and not options.quiet, **given)
     except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
         raise RequestError(str(error)) from error
+
+
+def _name(options: argparse.Namespace) -> str:
+    return embedded.DRAWING_NAME if options.model is None else embedded.name_of(options.model)
 
 
 def request(diffusion: Diffusion, options: argparse.Namespace, **more: Any) -> GenerationParams:
@@ -175,7 +182,8 @@ def print_times(made: Generated) -> None:
 
 def _run(diffusion: Diffusion, params: GenerationParams, on_step: Any) -> Generated:
     try:
-        return diffusion.run(params, on_step)
+        with explained_shortage(diffusion.name):
+            return diffusion.run(params, on_step)
     except (CheckpointError, UnsupportedConfig) as error:  # of a component, which is loaded when it is used
         raise RequestError(str(error)) from error
 

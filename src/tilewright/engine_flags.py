@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright import embedded, files
+from tilewright.host_memory import explained_shortage, require_start
 from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights import hub
@@ -168,9 +169,12 @@ def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> 
 
 def make_engine(**options: Any) -> Engine:
     """An Engine by its arguments. A model that cannot be loaded is a RequestError."""
-    from tilewright.engine.engine import Engine
-
+    name = embedded.name_of(options.get("model") or embedded.MODEL_NAME)
+    require_start(name)
     try:
-        return Engine(**options)
+        with explained_shortage(name):
+            from tilewright.engine.engine import Engine
+
+            return Engine(**options)
     except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
         raise RequestError(str(error)) from error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright import diffusion_flags, embedded, engine_flags, files, replica_flags
 from tilewright.event_loop import run_loop
+from tilewright.host_memory import require_start
 from tilewright.server import flags
 from tilewright.types import RequestError
 
@@ -87,6 +88,8 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
+    if options.replicas is None:
+        require_start("tilewright serve")  # its engine's process has the same limits
     from tilewright.server import log_lines
 
     replica_flags.check(options)

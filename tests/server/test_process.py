@@ -1,5 +1,6 @@
 """The whole server as users start it: two processes, faults, and a clean end."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from tiny_checkpoint import write_chat_model
 
 from tilewright import cli
 from tilewright.server.link.remote import RemoteBackend
+from tilewright.server.link.supervisor import EngineRefused, SupervisedProcess
 
 QUESTION = [{"role": "user", "content": "What is a tile?"}]
 LONG = {"model": "", "messages": QUESTION, "max_tokens": 3000, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -243,3 +245,21 @@ def test_a_model_that_is_not_there_starts_no_engine(model, capsys, monkeypatch):
     assert cli.main(["serve", model, "--port", "0"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tilewright: {model} does not exist")
+
+
+def test_an_engine_that_is_killed_as_it_starts_says_so_and_how_much_memory_there_is(tmp_path, monkeypatch):
+    """As a system does that has no memory left: the server ends, with the reason."""
+    (tmp_path / "killed_engine.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    process = SupervisedProcess("engine", "killed_engine", {})
+    process.on_end = lambda how: None
+
+    async def start():
+        try:
+            await process.start()
+        finally:
+            await process.close()
+
+    pattern = r"ended before it was ready \(signal SIGKILL\), as the system does .* may have [\d.]+ GB \(.*\) here$"
+    with pytest.raises(EngineRefused, match=pattern):
+        asyncio.run(start())

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewright import files
 from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def check_video_name(path: str | Path) -> str:
 
 def write_video(path: str | Path, frames: np.ndarray, fps: float, settings: Mapping[str, Any] | None = None) -> None:
     """A file of the kind that its suffix says: .mp4, or an animated .webp, .png or .gif."""
-    Path(path).write_bytes(encode_video(frames, fps, check_video_name(path), settings))
+    files.write_bytes(Path(path), encode_video(frames, fps, check_video_name(path), settings))
 
 
 def encode_video(

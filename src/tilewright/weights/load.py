@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tilewright.host_memory import trim_heap
+from tilewright.host_memory import require_room, trim_heap
+from tilewright.ops import backend
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.packed import Packed
 from tilewright.ops.quantized import Quantized
@@ -92,6 +94,8 @@ def load(
             with _progress_bar(stored_bytes, progress) as bar:
                 from_cache = cache.restore(bar.update, is_streamed)
     if not from_cache:
+        if backend.place().is_host:
+            require_room(f"{checkpoint.path}", _expected_bytes(weights, dtype))
         _build(weights, checkpoint, stored_names, dtype, progress)
         if cache is not None:
             cache.store()
@@ -105,6 +109,16 @@ def load(
         seconds=time.perf_counter() - start_s,
         bytes_by_format=_bytes_by_format(weights),
     )
+
+
+def _expected_bytes(weights: Iterable[Weight], dtype: torch.dtype) -> int:
+    """About what the weights take once they are packed."""
+    total_bytes = 0.0
+    for weight in weights:
+        form: tuple[str, int] | None = getattr(weight, "quantized_as", None)
+        value_bytes: float = dtype.itemsize if form is None else 1.0 if "8" in form[0] else 0.5
+        total_bytes += value_bytes * sum(math.prod(source.own_shape) for source in weight.sources)
+    return int(total_bytes)
 
 
 def _bytes_by_format(weights: Iterable[Weight]) -> dict[str, int]:

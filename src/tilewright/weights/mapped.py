@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright import files
-from tilewright.host_memory import MAP_NORESERVE
+from tilewright.host_memory import MAP_NORESERVE, shortage_text, size_text
 from tilewright.model_files import CheckpointError
 
 
@@ -35,7 +36,10 @@ class MappedFile:
                     prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 )
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            reason = error.strerror or str(error)
+            if error.errno == errno.ENOMEM:
+                reason = f"it has {size_text(self.size_bytes)} to be mapped: {shortage_text()}"
+            raise CheckpointError(f"{path} cannot be read: {reason}") from error
 
     def bytes_at(self, offset: int, size_bytes: int) -> Tensor:
         """`size_bytes` of the file, uint8, in place. The caller has checked that the file has them."""

@@ -12,9 +12,10 @@ import os
 import sys
 from typing import Any
 
-from tilewright import config
+from tilewright import config, embedded
 from tilewright.diffusion.requests import event_to_json, request_from_json
 from tilewright.diffusion.worker import PictureMaker, Worker
+from tilewright.host_memory import explained_shortage, require_start
 from tilewright.inputs.media import MediaLimits
 from tilewright.model_files import CheckpointError
 from tilewright.parallel.binding import claim_cpus, plan_binding
@@ -25,10 +26,13 @@ from tilewright.types import RequestError, UnsupportedConfig
 
 def open_diffusion(**options: Any) -> PictureMaker:
     """A Diffusion by its arguments. A model that cannot be loaded is a RequestError."""
-    from tilewright.diffusion.diffusion import Diffusion
-
+    name = embedded.name_of(options.get("model") or embedded.DRAWING_NAME)
+    require_start(name)
     try:
-        return Diffusion(**options)
+        with explained_shortage(name):
+            from tilewright.diffusion.diffusion import Diffusion
+
+            return Diffusion(**options)
     except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
         raise RequestError(str(error)) from error
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+from tilewright.host_memory import smallest_limit
 from tilewright.process_state import ActivityProbe, how_ended, is_stopped
 from tilewright.server.link import wire
 from tilewright.server.link.backend import EngineUnavailable
@@ -61,6 +63,7 @@ class SupervisedProcess:
         self._supervisor: asyncio.Task[None] | None = None
         self._is_closing = False
         self._is_refused = False  # the latest process said why it cannot start: its end is no news
+        self._last_status: int | None = None  # of the process that ended last
         self.num_restarts = 0
 
     def on_ready(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -135,7 +138,10 @@ class SupervisedProcess:
             else:
                 pause_s = 0.0 if ready_s >= STEADY_S else FIRST_PAUSE_S
             if not first_ready.done():
-                first_ready.set_exception(EngineRefused(f"the {self._what}'s process ended before it was ready"))
+                reason = f"the {self._what}'s process ended before it was ready ({how_ended(self._last_status)})"
+                if self._last_status == -signal.SIGKILL:
+                    reason += f", as the system does when memory runs out: a process may have {smallest_limit()} here"
+                first_ready.set_exception(EngineRefused(reason))
                 return
             self.num_restarts += 1
             await asyncio.sleep(pause_s)
@@ -174,7 +180,7 @@ class SupervisedProcess:
             try:
                 await _end(process, at_once=not self._is_closing or is_stopped(process.pid))
             finally:
-                self._process = None
+                self._process, self._last_status = None, process.returncode
                 self.on_end(how_ended(process.returncode))
         return None if began_s is None else loop.time() - began_s
 
