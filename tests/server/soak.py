@@ -8,12 +8,16 @@ import contextlib
 import io
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds the tests' own modules, for commands
 from sounds import wav
 
 from tilewright.bench.http_client import Client

@@ -1,20 +1,12 @@
-"""Chat and pictures mixed, against a server that runs; nothing may be left behind.
-
-python tests/server/soak_pictures.py --requests 1000       the embedded models for chat and for pictures
-python tests/server/soak_pictures.py --seconds 300         as many as fit
-python tests/server/soak_pictures.py --image-model ./Z-Image-Turbo
-"""
+"""Chat and pictures mixed, against a server that runs; nothing may be left behind. `soak_kills` asks for the same."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import os
 import random
-import tempfile
-import time
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -79,17 +71,14 @@ async def send(client, kind, seed):
     return status, None
 
 
-async def run(url, num_requests, concurrency, seed=0, seconds=float("inf")):
-    """How often each kind had each status, and what was wrong. No request is begun after `seconds`."""
+async def run(url, num_requests, concurrency, seed=0):
+    """How often each kind had each status, and what was wrong."""
     client, kinds = Client(Server.parse(url)), list(KINDS)
     statuses, wrong = Counter(), []
-    until_s = time.monotonic() + seconds
     waiting = iter([(kinds[i % len(kinds)], f"{seed} {i % 99}") for i in range(num_requests)])
 
     async def work():
         for kind, one_seed in waiting:
-            if time.monotonic() > until_s:
-                return
             status, problem = await asyncio.wait_for(send(client, kind, one_seed), 300)
             statuses[kind, status] += 1
             if problem:
@@ -122,47 +111,3 @@ def in_use(url):
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         values = dict(line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#")
     return {name: float(values[f"tilewright_{name}"]) for name in IN_USE}
-
-
-def main():
-    from serve_process import ServerProcess
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no request after so many")
-    parser.add_argument("--image-model", help="default: the embedded one")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        temporary = Path(name)
-        flags = ["--image-model", options.image_model] if options.image_model else []
-        server = ServerProcess(None, *flags, ready_s=300, TMPDIR=str(temporary))
-
-        def look():
-            time.sleep(6)  # connections that wait for another request are closed after 5 s
-            files = {"temporary files": len(list(temporary.rglob("*")))}
-            return {**left_behind(server.process.pid), **files, **in_use(server.url)}
-
-        try:
-            asyncio.run(run(server.url, 3 * len(KINDS), options.concurrency))  # what the first requests start
-            before, began_s = look(), time.monotonic()
-            statuses, wrong = asyncio.run(
-                run(server.url, options.requests, options.concurrency, seed=1, seconds=options.seconds)
-            )
-            took_s = time.monotonic() - began_s
-            after = look()
-        finally:
-            server.end()
-        after_end = {"temporary files": len(list(temporary.rglob("*")))}
-    for (kind, status), count in sorted(statuses.items(), key=str):
-        print(f"{kind:14} {status or 'left'}: {count}")
-    print(f"{statuses.total()} requests in {took_s:.0f} s, {len(wrong)} wrong", *wrong[:5], sep="\n")
-    for name in before:
-        print(f"{name}: {before[name]:,} before, {after[name]:,} after")
-    print(f"temporary files when the server has ended: {after_end['temporary files']}")
-    grew = [name for name in before if name != "memory" and after[name] > before[name]]
-    return int(bool(wrong or grew or after_end["temporary files"]))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -484,7 +484,7 @@ def test_bodies_of_other_types(ready):
 
 
 def test_a_hundred_requests_of_chat_and_pictures_leave_nothing_behind(serve, tmp_path, monkeypatch):
-    """A thousand on the whole server: python tests/server/soak_pictures.py."""
+    """On the whole server: test_soak.py, and python tests/server/soak_kills.py."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     running = serve(settings=ServerSettings(idle_timeout_s=0.1))
 

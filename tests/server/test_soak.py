@@ -3,7 +3,6 @@
 import asyncio
 import statistics
 import time
-import urllib.request
 
 import soak
 import soak_beside
@@ -15,12 +14,6 @@ from tiny_pipelines import z_image_pipeline
 
 NUM_REQUESTS = 2000
 CONCURRENCY = 32
-
-
-def metric(url, name):
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        values = dict(line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#")
-    return float(values[name])
 
 
 def test_soak(tmp_path):
@@ -43,12 +36,10 @@ def test_soak(tmp_path):
         assert together.answers == alone.answers
         assert sum(together.statuses.values()) == NUM_REQUESTS
         deadline = time.monotonic() + 20
-        while metric(server.url, "tilewright_kv_pages_used") or metric(server.url, "tilewright_requests_in_flight"):
+        while server.metric("tilewright_kv_pages_used") or server.metric("tilewright_requests_in_flight"):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert (
-            metric(server.url, "tilewright_requests_running") == metric(server.url, "tilewright_requests_waiting") == 0
-        )
+        assert server.metric("tilewright_requests_running") == server.metric("tilewright_requests_waiting") == 0
         quarter = NUM_REQUESTS // 4
         first, last = statistics.median(samples[:quarter]), statistics.median(samples[-quarter:])
         assert last <= 1.02 * first, (first, last)
@@ -77,7 +68,7 @@ def test_streams_beside_clients_that_misbehave(tmp_path):
 
 
 def test_chat_and_pictures_leave_nothing_behind(tmp_path):
-    """The whole server, its engine and its picture worker. A thousand: python tests/server/soak_pictures.py."""
+    """The whole server, its engine and its picture worker. For longer: python tests/server/soak_kills.py."""
     z_image_pipeline(tmp_path / "pipeline")
     (temporary := tmp_path / "temporary").mkdir()
     chat, flags = write_vision_model(tmp_path / "chat"), ("--image-model", str(tmp_path / "pipeline"))
