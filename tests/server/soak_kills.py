@@ -204,7 +204,7 @@ class Site:
                     self.wrong(request, f"not answered for {LOST_AFTER_S:.0f} s: {error['message']}")
                     return
                 self.found.num_cut[re.sub(r"\d+", "N", error["message"])] += 1
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(1.0)
                 continue
             self.found.statuses[request.kind, status] += 1
             if status != request.status or (status == 200 and error is not None):
