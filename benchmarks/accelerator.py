@@ -25,13 +25,12 @@ from typing import Any
 import torch
 from accelerator_models import CONFIGS, SEEING, build, fill, make_prompt
 
-from tilewright import platform
-from tilewright.engine.assembly import build_core
+from tilewright.engine.load.assembly import build_core
 from tilewright.engine.media.transfer import MediaTransfer
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.schedule.step import StepLimits
 from tilewright.inputs.media_buffer import MediaBuffer
-from tilewright.models.media_batch import MediaBatch
-from tilewright.ops import backend
+from tilewright.models.protocol import MediaBatch
+from tilewright.ops import backend, platform
 from tilewright.types import SamplingParams
 
 PAGE_SIZE = 64

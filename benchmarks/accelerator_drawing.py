@@ -11,8 +11,8 @@ import torch
 from accelerator_models import fill
 
 from tilewright.diffusion.pipelines.z_image import ZImage
+from tilewright.ops.platform import Platform
 from tilewright.parallel.group import SingleGroup
-from tilewright.platform import Platform
 
 QWEN3_4B = {
     "model_type": "qwen3",

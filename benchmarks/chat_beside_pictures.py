@@ -19,12 +19,12 @@ import statistics
 import time
 from pathlib import Path
 
-from tilewright import embedded
 from tilewright.diffusion.requests import LAST_EVENTS, PictureRequest, Stepped
+from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link.backend import AnswerDelta, Ended, EngineRequest, Failed
 from tilewright.server.link.pictures import PictureBackend
 from tilewright.server.link.remote import RemoteBackend
-from tilewright.server.settings import ServerSettings
+from tilewright.weights import embedded
 
 NUM_TOKENS = 64
 NUM_STEPS = 8

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from tilewright.bench.probe import between, probe
+from tilewright.bench.timing import between, probe
 from tilewright.ops.gated_delta import gated_delta_rule
 
 TOKENS, KEY_HEADS, WIDTH = 2048, 16, 128

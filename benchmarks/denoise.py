@@ -27,9 +27,8 @@ import torch
 from shapes import fill, random_value
 from torch import Tensor
 
-from tilewright.bench.probe import between, probe
-from tilewright.models.wan import transformer as wan
-from tilewright.models.z_image import transformer as z_image
+from tilewright.bench.timing import between, probe
+from tilewright.models import wan, z_image
 from tilewright.weights.spec import iter_weights
 
 SMALL = {

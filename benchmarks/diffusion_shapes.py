@@ -34,7 +34,7 @@ import vae  # noqa: E402
 from denoise import Wan, ZImage, check_same, make_weights, operations, take_weights  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from tilewright.bench.probe import between, probe  # noqa: E402
+from tilewright.bench.timing import between, probe  # noqa: E402
 from tilewright.layers.conv import Conv2d, UpsampleConv2d  # noqa: E402
 from tilewright.ops.native import kernels  # noqa: E402
 

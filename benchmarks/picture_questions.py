@@ -20,8 +20,9 @@ from time import perf_counter
 
 import numpy as np
 
-from tilewright import Engine, machine
-from tilewright.bench.probe import between, probe
+from tilewright import Engine
+from tilewright.bench.timing import between, probe
+from tilewright.engine.measure import machine
 from tilewright.types import Completion
 
 NUM_QUESTION_TOKENS = 16

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tilewright.ops.image import patches
+from tilewright.ops.media import patches
 
 SETTINGS = {
     "patch_size": 16,

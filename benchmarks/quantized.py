@@ -27,9 +27,9 @@ import torch
 from region import CONFIG, Steps
 from shapes import GREEDY, Bench, make_model, packed, resident_gb
 
-from tilewright import machine
-from tilewright.engine.costs import costs_of
-from tilewright.host_memory import available_bytes
+from tilewright.engine.measure import machine
+from tilewright.engine.measure.costs import costs_of
+from tilewright.host.memory import available_bytes
 from tilewright.ops.linear import PackedWeight, linear
 from tilewright.ops.native import kernels
 
@@ -107,7 +107,7 @@ def timed(call: Callable[[], Any]) -> float:
     return perf_counter() - begin_s
 
 
-def measure_products(clock: Clock, limits: machine.Measured, seconds: float) -> None:
+def measure_products(clock: Clock, limits: machine.MeasuredMachine, seconds: float) -> None:
     """One line for each number of rows: the rate of each format, and its ratio to bf16's in the same turns."""
     n, k = LINEAR
     block = (torch.randn(1 << 22) * 0.02).bfloat16()
@@ -174,7 +174,7 @@ def measure_small(clock: Clock, seconds: float) -> None:
             clock.tell(f"0.7B decode {batch} {name}", row, text)
 
 
-def measure_model(clock: Clock, name: str, quantize: str, limits: machine.Measured) -> None:
+def measure_model(clock: Clock, name: str, quantize: str, limits: machine.MeasuredMachine) -> None:
     """Decode of 1 and 8, a prompt of 1,024."""
     key = f"{name} {quantize}"
     needed = NUM_WEIGHTS[name] * BYTES_PER_WEIGHT[quantize] * 1.1 + 4e9

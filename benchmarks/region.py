@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from shapes import GREEDY, Bench, make_model
 
-from tilewright import machine
-from tilewright.engine.costs import costs_of
+from tilewright.engine.measure import machine
+from tilewright.engine.measure.costs import costs_of
 from tilewright.ops.activation import silu_and_mul
 from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.native import kernels

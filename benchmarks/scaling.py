@@ -11,7 +11,7 @@ from time import perf_counter
 
 import torch
 
-from tilewright.bench.torch_dtype import dtype_name, fastest_dtype
+from tilewright.bench.timing import dtype_name, fastest_dtype
 from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.native import kernels
 

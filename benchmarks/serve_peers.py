@@ -24,15 +24,13 @@ from time import sleep
 from peer_report import as_table, summary, write_plot
 from server_process import ServerError, ServerProcess
 
-from tilewright.bench.common import size
-from tilewright.bench.http_client import Client
-from tilewright.bench.serve import limits
-from tilewright.bench.serve.load import ClosedLoop
-from tilewright.bench.serve.run import first_model, measure
+from tilewright.bench.http_client import Client, ServerAddress
+from tilewright.bench.report import size
+from tilewright.bench.serve import run as limits
+from tilewright.bench.serve.run import ClosedLoop, first_model, measure
 from tilewright.bench.serve.summary import Summary, summarise
 from tilewright.bench.serve.workload import Workload
-from tilewright.bench.server_url import Server
-from tilewright.event_loop import run_loop
+from tilewright.process import run_loop
 from tilewright.types import RequestError
 
 SETTLE_S = 1.0  # after a server's end, before the machine is probed
@@ -139,7 +137,7 @@ def run_server(system: System, workload: Workload, options: argparse.Namespace, 
     """Starts a server, measures it and ends it; ServerError if an answer is missing or too short."""
     with ServerProcess(system.name, system.command, system.environment, log) as process:
         load_s = process.wait_until_ready(options.timeout_s)
-        client = Client(Server.parse(process.url))
+        client = Client(ServerAddress.parse(process.url))
         try:
             workload = replace(workload, model=run_loop(first_model(client, "text")))
         except RequestError as error:
@@ -194,7 +192,7 @@ class Comparison:
 
     def _probe(self) -> dict[str, float]:
         sleep(SETTLE_S)
-        measured = limits.measure()
+        measured = limits.measure_limits()
         self.machine = measured["machine"]
         return measured["probe"]
 

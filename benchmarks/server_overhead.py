@@ -20,11 +20,10 @@ from time import perf_counter, process_time
 
 from server_process import ServerProcess
 
-from tilewright.bench.http_client import Client
-from tilewright.bench.serve import load
+from tilewright.bench.http_client import Client, ServerAddress
+from tilewright.bench.serve import run
 from tilewright.bench.serve.workload import Workload
-from tilewright.bench.server_url import Server
-from tilewright.event_loop import run_loop
+from tilewright.process import run_loop
 
 READY_TIMEOUT_S = 300.0
 TIMEOUT_S = 300.0
@@ -67,9 +66,9 @@ class Streamed:
 
     def run(self, seed):
         requests = bodies(self._options, seed)
-        client = Client(Server.parse(self._server.url))
+        client = Client(ServerAddress.parse(self._server.url))
         cpu_s, begin_s = process_time(), perf_counter()
-        pace = load.ClosedLoop(len(requests))
+        pace = run.ClosedLoop(len(requests))
         samples = run_loop(self._stream(client, requests, pace))
         seconds = perf_counter() - begin_s
         assert all(sample.failure is None for sample in samples), samples
@@ -79,7 +78,7 @@ class Streamed:
     async def _stream(self, client, requests, pace):
         disturbing = asyncio.create_task(self._disturb()) if self._options.disturb else None
         try:
-            return await load.run(client, "/v1/chat/completions", requests, pace, TIMEOUT_S)
+            return await run.run(client, "/v1/chat/completions", requests, pace, TIMEOUT_S)
         finally:
             if disturbing:
                 disturbing.cancel()
@@ -87,7 +86,7 @@ class Streamed:
 
     async def _disturb(self):
         """Large bodies one after the other, each refused once it is read: other people's pictures."""
-        client = Client(Server.parse(self._server.url))
+        client = Client(ServerAddress.parse(self._server.url))
         body = json.dumps({"messages": [], "user": "x" * DISTURBING_BYTES}).encode()
         while True:
             async with client.request("POST", "/v1/chat/completions", body) as response:
@@ -127,10 +126,10 @@ def run_thread_server(options):
     import uvicorn
 
     from tilewright import Engine
-    from tilewright.server.app import create_app
-    from tilewright.server.handler import ApiHandler
-    from tilewright.server.link.local import LocalBackend
-    from tilewright.server.settings import ServerSettings
+    from tilewright.server.api.handler import ApiHandler
+    from tilewright.server.http.app import create_app
+    from tilewright.server.http.settings import ServerSettings
+    from tilewright.server.link.remote import LocalBackend
 
     async def serve(engine):
         app = create_app(ApiHandler(ServerSettings(), LocalBackend(engine)))

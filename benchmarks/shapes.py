@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.bench.probe import probe
-from tilewright.engine.assembly import build_core
-from tilewright.engine.costs import Costs, costs_of
+from tilewright.bench.timing import probe
 from tilewright.engine.kv.pages import PAGE_SIZE
-from tilewright.engine.ranks.processes import Ranks
+from tilewright.engine.load.assembly import build_core
+from tilewright.engine.measure.costs import Costs, costs_of
+from tilewright.engine.ranks.ranks import EngineRanks
 from tilewright.engine.ranks.worker import run_rank
-from tilewright.engine.scheduler import StepLimits
+from tilewright.engine.schedule.scheduler import StepLimits
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers import partition, precision
 from tilewright.layers.partition import Partition
@@ -45,10 +45,9 @@ from tilewright.ops.packed import PackedForm, weight_format
 from tilewright.parallel.binding import apply_binding, binding_of_ranks, release_binding
 from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import Medium, ModelInputs, Region, SamplingParams, Span
-from tilewright.weights.experts import ExpertsWeight
-from tilewright.weights.linear import LinearWeight, PatchWeight, PatchWeights
+from tilewright.weights.conv import Unpacked
+from tilewright.weights.linear import ExpertsWeight, LinearWeight, PatchWeight, PatchWeights
 from tilewright.weights.spec import Weight, iter_weights
-from tilewright.weights.unpacked import Unpacked
 
 NO_ROWS = Region(0, 0)  # until `Bench.written`
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10**6, ignore_eos=True)
@@ -150,7 +149,7 @@ def rank_main(rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> 
 
 
 @contextlib.contextmanager
-def started(config: dict, tp: int) -> Iterator[Ranks | None]:
+def started(config: dict, tp: int) -> Iterator[EngineRanks | None]:
     """The other ranks, each with its part of the model; this process is bound as the first of them."""
     if tp == 1:
         yield None
@@ -158,7 +157,7 @@ def started(config: dict, tp: int) -> Iterator[Ranks | None]:
     bindings = binding_of_ranks(tp)
     assert bindings is not None
     apply_binding(bindings[0])
-    ranks = Ranks(tp, {"config": config}, bindings, entry="shapes:rank_main")
+    ranks = EngineRanks(tp, {"config": config}, bindings, entry="shapes:rank_main")
     try:
         yield ranks
     finally:
@@ -167,7 +166,7 @@ def started(config: dict, tp: int) -> Iterator[Ranks | None]:
 
 
 class Bench:
-    def __init__(self, model: Any, max_sequences: int, max_context: int, ranks: Ranks | None = None) -> None:
+    def __init__(self, model: Any, max_sequences: int, max_context: int, ranks: EngineRanks | None = None) -> None:
         self.model = model
         limits = StepLimits(max_context=max_context)
         num_pages = -(-max_context // PAGE_SIZE) * max_sequences
@@ -304,7 +303,7 @@ def measure_tiled(bench: Bench, batches: list[int], costs: Costs) -> dict[str, f
     return row
 
 
-def measure(model: Any, batches: list[int], rounds: int, ranks: Ranks | None = None) -> dict[str, Any]:
+def measure(model: Any, batches: list[int], rounds: int, ranks: EngineRanks | None = None) -> dict[str, Any]:
     bench = Bench(model, max(batches), 2048, ranks)
     costs = costs_of(model, torch.bfloat16.itemsize)
     vision = getattr(model, "vision", None)

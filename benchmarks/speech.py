@@ -32,16 +32,15 @@ import numpy as np
 import torch
 from shapes import NoText, random_value
 
-from tilewright.engine.assembly import build_core
 from tilewright.engine.core import EngineCore
-from tilewright.engine.speech.scheduler import FRAMES_PER_PIECE
-from tilewright.engine.step_limits import StepLimits
-from tilewright.models.media_batch import MediaBatch, MediaItem
+from tilewright.engine.load.assembly import build_core
+from tilewright.engine.schedule.step import StepLimits
+from tilewright.engine.speech.speech import FRAMES_PER_PIECE
+from tilewright.models.protocol import MediaBatch, MediaItem
 from tilewright.models.registry import family_of
 from tilewright.types import ModelInputs, SamplingParams
-from tilewright.weights.conv import ConvWeight, TransposedConvWeight
+from tilewright.weights.conv import ConvTaps, ConvWeight, SnakeWaves, TransposedConvWeight
 from tilewright.weights.spec import iter_weights
-from tilewright.weights.unpacked import ConvTaps, SnakeWaves
 
 SECTIONS = ("sound", "text", "frames", "wave", "speech", "beside")
 FRAMES_PER_SECOND = 12.5

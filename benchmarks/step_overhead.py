@@ -17,10 +17,10 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from tilewright.engine.assembly import build_core
-from tilewright.engine.costs import Costs
+from tilewright.engine.load.assembly import build_core
 from tilewright.engine.loop import EngineLoop
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.measure.costs import Costs
+from tilewright.engine.schedule.step import StepLimits
 from tilewright.layers.attention import KvLayer
 from tilewright.models.protocol import KvSpec
 from tilewright.ops.native import kernels

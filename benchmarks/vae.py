@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from tilewright.bench.probe import between, probe
+from tilewright.bench.timing import between, probe
 from tilewright.layers.conv import Conv2d, UpsampleConv2d
-from tilewright.layers.group_norm import GroupNorm
-from tilewright.models.autoencoder_kl.blocks import AttentionBlock
-from tilewright.models.autoencoder_kl.model import AutoencoderKL as Ours
-from tilewright.models.autoencoder_kl.model import build
+from tilewright.layers.norm import GroupNorm
+from tilewright.models.autoencoder_kl import AutoencoderKL as Ours
+from tilewright.models.autoencoder_kl import KlAttentionBlock, build
 from tilewright.weights.spec import iter_weights
 
 CONFIG = {
@@ -111,7 +110,7 @@ def compare(theirs: Any, ours: Ours, z: torch.Tensor, latents: torch.Tensor, rou
 
 def profile(ours: Ours, latents: torch.Tensor) -> None:
     ours.decode(latents)
-    with timed(Conv2d, UpsampleConv2d, GroupNorm, AttentionBlock) as spent:
+    with timed(Conv2d, UpsampleConv2d, GroupNorm, KlAttentionBlock) as spent:
         begin_s = perf_counter()
         ours.decode(latents)
         whole_s = perf_counter() - begin_s

@@ -15,8 +15,8 @@ from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
 from tilewright import Engine, cli
-from tilewright.batch.interruption import ENGINE_LOST
 from tilewright.batch.results import ResultFile
+from tilewright.batch.work import ENGINE_LOST
 from tilewright.engine.loop import EngineLoop
 from tilewright.inputs.precomputed_values import as_json
 from tilewright.ops.native import kernels

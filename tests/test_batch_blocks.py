@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from tiny_checkpoint import write_text_model
 
-from tilewright.batch.ray_data import BLOCKS_AT_ONCE, Writer, _known, num_per_block
-from tilewright.batch.requests import Place, RequestFile, read_request
+from tilewright.batch.ray_data import BLOCKS_AT_ONCE, BlockWriter, _known, num_per_block
+from tilewright.batch.requests import LinePlace, RequestFile, read_request
 from tilewright.batch.results import record
-from tilewright.batch.work import Totals
-from tilewright.batch.worker import BatchWorker, WorkerSettings
+from tilewright.batch.work import BatchWorker, Totals, WorkerSettings
 from tilewright.inputs.media import MediaLimits
 from tilewright.types import RequestError
 
@@ -44,7 +43,7 @@ def block_of(requests, numbers):
 
 def test_answers_that_come_twice_are_written_once(requests):
     lines, totals = [], Totals()
-    writer = Writer(requests, lines.append, totals)
+    writer = BlockWriter(requests, lines.append, totals)
     writer.write(block_of(requests, [0, 1, 2]))
     writer.write(block_of(requests, [2, 7]))  # computed again, as its worker was lost
     writer.write(block_of(requests, [0, 1, 2]))
@@ -59,7 +58,7 @@ def test_requests_of_an_earlier_run_are_not_sent(requests):
     first.mark_done("n3", f"batch_req_{done[3].fingerprint:016x}")
     assert [place.number for place in first.places_left()] == [0, 1, 2, 4, 5, 6, 7, 8, 9]
     lines = []
-    Writer(first, lines.append, Totals()).write(block_of(first, [3, 4]))
+    BlockWriter(first, lines.append, Totals()).write(block_of(first, [3, 4]))
     assert [line["custom_id"] for line in lines] == ["n4"]
 
 
@@ -85,9 +84,9 @@ def test_a_worker_answers_a_block_as_the_server_does(requests, tmp_path):
     limits = MediaLimits(allow_paths=False)
     worker = BatchWorker(WorkerSettings(engine, "mine", requests.path, 10_000, limits, False, 1, 1))
     places = list(requests.places_left())
-    block = {name: np.array([getattr(place, name) for place in places], np.uint64) for name in Place._fields}
+    block = {name: np.array([getattr(place, name) for place in places], np.uint64) for name in LinePlace._fields}
     lines, totals = [], Totals()
-    Writer(requests, lines.append, totals).write(worker(block))
+    BlockWriter(requests, lines.append, totals).write(worker(block))
     worker.close()
     assert totals.num_answered == 9 and totals.num_failed == 1 and totals.num_output_tokens == 36
     assert [line["custom_id"] for line in lines] == [f"n{number}" for number in range(10)]

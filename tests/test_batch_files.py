@@ -13,9 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilewright.batch import requests as requests_module
-from tilewright.batch.index import IdIndex
-from tilewright.batch.paths import PathGate
-from tilewright.batch.requests import Request, RequestFile, parse
+from tilewright.batch.requests import BatchRequest, IdIndex, PathGate, RequestFile, parse
 from tilewright.batch.results import ResultFile, Results, record
 from tilewright.batch.work import BatchWorkers, Totals
 from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Started
@@ -349,7 +347,9 @@ class SlowBackend:
 
 
 def wanted(number):
-    return Request(str(number), URLS[1], {"prompt": "x", **({"temperature": 3} if number % 5 == 1 else {})}, number)
+    return BatchRequest(
+        str(number), URLS[1], {"prompt": "x", **({"temperature": 3} if number % 5 == 1 else {})}, number
+    )
 
 
 def test_as_many_as_wanted_are_under_way():

@@ -12,8 +12,10 @@ from clips import write_clip
 from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
-from tilewright import Engine, cli, engine_flags, standard_streams, terminal_chat
-from tilewright.terminal_chat import Conversation, converse, speeds
+from tilewright import Engine, cli
+from tilewright.cli import chat, streams
+from tilewright.cli.chat import Conversation, converse, speeds
+from tilewright.flags import engine as engine_flags
 from tilewright.types import Completion, Timings
 
 FLAGS = ["--no-pack-cache", "--max-tokens", "8", "--max-context", "512", "--temperature", "0"]
@@ -91,23 +93,23 @@ def piped(tmp_path, monkeypatch):
 
 def test_what_is_piped_in_goes_before_the_prompt(piped):
     piped("a\n b\n\n")
-    assert terminal_chat._prompt("Summarise.") == "a\n b\n\nSummarise."
+    assert chat._prompt("Summarise.") == "a\n b\n\nSummarise."
     piped("")
-    assert terminal_chat._prompt("Summarise.") == "Summarise."
+    assert chat._prompt("Summarise.") == "Summarise."
     piped("a\n b\n")
-    assert terminal_chat._prompt(None) == "a\n b"
+    assert chat._prompt(None) == "a\n b"
 
 
 def test_a_pipe_that_stays_silent_is_not_waited_for(monkeypatch, capsys):
-    monkeypatch.setattr(standard_streams, "PIPE_WAIT_S", 0.01)
+    monkeypatch.setattr(streams, "PIPE_WAIT_S", 0.01)
     read, write = os.pipe()
     with open(read) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        assert terminal_chat._prompt("Hello") == "Hello"
+        assert chat._prompt("Hello") == "Hello"
         assert "nothing came from standard input within 0.01 s" in capsys.readouterr().err
         os.write(write, b"late")
         os.close(write)
-        assert terminal_chat._prompt("Hello") == "late\n\nHello"
+        assert chat._prompt("Hello") == "late\n\nHello"
 
 
 def test_as_a_program(text_model):
@@ -262,12 +264,12 @@ def test_a_paste_into_a_terminal_is_one_message(without_readline):
 
 def test_prompts_are_not_among_the_answers_in_a_file(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    monkeypatch.setattr(terminal_chat.select, "select", lambda *arguments: ([], [], []))
-    assert terminal_chat._read_line("> ") == "Hello"
+    monkeypatch.setattr(chat.select, "select", lambda *arguments: ([], [], []))
+    assert chat._read_line("> ") == "Hello"
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "> ")
     with pytest.raises(EOFError):
-        terminal_chat._read_line("> ")
+        chat._read_line("> ")
 
 
 def test_commands(conversation, capsys):

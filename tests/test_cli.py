@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tilewright import Diffusion, Engine, cli, embedded, standard_streams
-from tilewright.model_files import CheckpointError
-from tilewright.weights import hub
+from tilewright import Diffusion, Engine, cli
+from tilewright.cli import streams as standard_streams
+from tilewright.host.files import CheckpointError
+from tilewright.weights import embedded, hub
 
 COMMANDS = ("demo", "chat", "image", "video", "serve", "batch", "cache", "info", "bench", "eval")
 PROGRAM = [sys.executable, "-m", "tilewright"]

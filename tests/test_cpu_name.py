@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewright.cpu_name import cpu_name
+from tilewright.host.topology import cpu_name
 
 XEON = """\
 processor	: 0

@@ -11,8 +11,10 @@ import pytest
 from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
-from tilewright import Diffusion, Engine, cli, config, demo, embedded
+from tilewright import Diffusion, Engine, cli, config
+from tilewright.cli import demo
 from tilewright.types import RequestError
+from tilewright.weights import embedded
 
 FLAGS = ["--max-context", "512", "--kv-memory", "32MB", "--max-tokens", "6"]
 

@@ -9,7 +9,7 @@ import pytest
 from sources import ROOT
 
 from tilewright import cli, config
-from tilewright.server import flags
+from tilewright.cli import serve
 
 DEPLOY = ROOT / "deploy"
 KNOWN_VARIABLES = set(re.findall(r"^[A-Z_]+(?= )", config.__doc__, re.MULTILINE))
@@ -144,4 +144,4 @@ def test_what_the_files_ask_of_the_server_is_there(capsys):
 def test_the_service_waits_for_a_drained_end():
     stop_s = {"min": 60, "s": 1}
     number, unit = re.fullmatch(r"(\d+)(min|s)", settings()["TimeoutStopSec"][0]).groups()
-    assert int(number) * stop_s[unit] > flags.DRAIN_S
+    assert int(number) * stop_s[unit] > serve.DRAIN_S

@@ -18,9 +18,12 @@ from serve_process import ServerProcess
 from sources import ROOT
 from tiny_checkpoint import write_text_model, write_vision_model
 
-from tilewright import Engine, cli, config, embedded, engine_flags, machine
-from tilewright.bench import probe
+from tilewright import Engine, cli, config
+from tilewright.bench import timing
+from tilewright.engine.measure import machine
+from tilewright.flags import engine as engine_flags
 from tilewright.types import RequestError
+from tilewright.weights import embedded
 
 FLAGS = ["--max-context", "512", "--kv-memory", "32MB"]
 NOTICE = "no model named: using the embedded tilewright-tiny-vl"
@@ -117,8 +120,8 @@ def test_a_folder_called_none_is_a_folder(left_out, tmp_path, monkeypatch, capsy
 
 
 def test_bench(in_place, monkeypatch, capsys):
-    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 18.0, 1.5, 2.0, "float32"))
-    monkeypatch.setattr(machine, "measure", lambda: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
+    monkeypatch.setattr(timing, "probe", lambda: timing.Probe(20.0, 18.0, 1.5, 2.0, "float32"))
+    monkeypatch.setattr(machine, "measure", lambda: machine.MeasuredMachine(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
     assert cli.main(["bench", "picture", "--size", "32x32", "--rounds", "1", *FLAGS]) == 0
     captured = capsys.readouterr()
     assert "first token" in captured.out and "embedded" not in captured.out

@@ -8,8 +8,9 @@ from random import Random
 import pytest
 from oracle import require
 
-from tilewright import Diffusion, Engine, embedded
+from tilewright import Diffusion, Engine
 from tilewright.types import RequestError
+from tilewright.weights import embedded
 from training.tiny_draw.captions import drawings
 from training.tiny_draw.evaluate import mistakes
 

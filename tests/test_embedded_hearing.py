@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from oracle import require
 
-from tilewright import Engine, cli, embedded
+from tilewright import Engine, cli
+from tilewright.weights import embedded
 from training.tiny_omni.evaluate import is_right, of_engine, of_transformers
 from training.tiny_omni.items import Item, items
 from training.tiny_omni.said import answers

@@ -9,9 +9,8 @@ from PIL import Image
 from tiny_checkpoint import write_text_model, write_vision_model
 
 from tilewright import Engine, cli
-from tilewright.evaluate import questions
-from tilewright.evaluate.formats import EvalFormat, parse_formats
-from tilewright.evaluate.windows import split
+from tilewright.evaluate import material
+from tilewright.evaluate.material import EvalFormat, parse_formats, split
 from tilewright.types import RequestError
 
 TEXT = "A tile holds two rows of a page. " * 30
@@ -52,7 +51,7 @@ def picture_set(folder, answer="yes"):
         {"image": "a.png", "question": "What?", "answer": answer, "kind": "plain"},
         {"image": ["a.png", "b.png"], "question": "Which?", "answer": ["no", answer]},
     ]
-    (folder / questions.FILE_NAME).write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    (folder / material.FILE_NAME).write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     return str(folder)
 
 
@@ -114,8 +113,8 @@ def test_a_format_is_compared_with_the_reference(run, text_model, text_file, tmp
 
 
 def test_divergence_is_that_of_whole_distributions(text_model):
-    from tilewright.evaluate.agreement import ReferenceRows, TextScore, score_window
-    from tilewright.evaluate.windows import Window
+    from tilewright.evaluate.material import Window
+    from tilewright.evaluate.measure import ReferenceRows, TextScore, score_window
 
     ids = tuple(range(40, 140))
     logits = {}
@@ -139,7 +138,7 @@ def test_divergence_is_that_of_whole_distributions(text_model):
 def test_answers_about_pictures_are_counted(run, vision_model, tmp_path):
     with Engine(vision_model, pack_cache=False, max_context=512, kv_memory="64MB") as engine:
         picture_set(tmp_path)
-        first = questions.read_questions(tmp_path)[0]
+        first = material.read_questions(tmp_path)[0]
         answer = engine.chat(first.messages, temperature=0.0, max_tokens=4).text
     picture_set(tmp_path, answer=answer.upper() + " .")
     out = tmp_path / "eval.json"
@@ -172,9 +171,9 @@ def test_names_of_formats():
 )
 def test_a_set_that_cannot_be_asked(line, message, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    (tmp_path / questions.FILE_NAME).write_text(line)
+    (tmp_path / material.FILE_NAME).write_text(line)
     with pytest.raises(RequestError, match=message):
-        questions.read_questions(tmp_path)
+        material.read_questions(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from tiny_checkpoint import write_vision_model
 
 from tilewright.inputs.media import MediaLimits
-from tilewright.inputs.video_file import read_video
+from tilewright.inputs.video import read_video
 from tilewright.ops.native import kernels
 from training.tiny_vl import askers, evaluate, messages
 from training.tiny_vl.score import Answer, Share, is_same, plain, shares_by_kind, table

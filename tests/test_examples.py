@@ -11,8 +11,10 @@ from PIL import Image
 from serve_process import ServerProcess
 from sources import ROOT
 
-from tilewright import Diffusion, Engine, cli, embedded, machine
-from tilewright.bench import probe
+from tilewright import Diffusion, Engine, cli
+from tilewright.bench import timing
+from tilewright.engine.measure import machine
+from tilewright.weights import embedded
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # docs/clients have tests of their own
 SOURCES = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES} | help_texts()
@@ -72,8 +74,8 @@ def test_enough_is_run():
 @pytest.fixture
 def quick_probe(monkeypatch):
     """What is measured beside the model is small: it is not what these tests are about."""
-    monkeypatch.setattr(probe, "GEMM_SHAPE", (64, 64, 64))
-    monkeypatch.setattr(probe, "SECONDS", 0.02)
+    monkeypatch.setattr(timing, "GEMM_SHAPE", (64, 64, 64))
+    monkeypatch.setattr(timing, "SECONDS", 0.02)
     monkeypatch.setattr(machine, "available_bytes", lambda: 64 << 20)
 
 

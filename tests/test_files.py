@@ -14,17 +14,18 @@ from checkpoint_files import write_qwen3_vl_folder
 from PIL import Image
 from tiny_checkpoint import write_text_model
 
-from tilewright import cli, files
+from tilewright import cli
 from tilewright.batch import results
 from tilewright.batch.results import ResultFile
-from tilewright.bench import common
+from tilewright.bench import report
 from tilewright.diffusion.expected import FILE, PastTimes
+from tilewright.host import files
+from tilewright.host.files import CheckpointError
 from tilewright.inputs.media import MediaLimits, MediaPart, read_source
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.model_files import CheckpointError
 from tilewright.types import RequestError
 from tilewright.weights.checkpoint import open_checkpoint
-from tilewright.weights.gguf_file import MAX_ARRAY, MAX_HEADER_BYTES, GgufFile
+from tilewright.weights.gguf.file import MAX_ARRAY, MAX_HEADER_BYTES, GgufFile
 
 SPARSE_BYTES = 10 << 30
 
@@ -286,7 +287,7 @@ def test_outputs_are_looked_at_before_anything_is_computed(tmp_path, capsys, arg
 def test_a_plot_of_no_known_format(tmp_path):
     options = type("Options", (), {"json": None, "plot": tmp_path / "plot.docx"})
     with pytest.raises(RequestError, match=r"--plot is .*plot\.docx, expected a name that ends in \."):
-        common.check_outputs(options)
+        report.check_outputs(options)
 
 
 def test_where_outputs_go(tmp_path):

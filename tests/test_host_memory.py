@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tilewright import control_group, embedded, host_memory
-from tilewright.model_files import CheckpointError
+from tilewright.host import memory, topology
+from tilewright.host.files import CheckpointError
 from tilewright.types import RequestError
+from tilewright.weights import embedded
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.linear import LinearWeight
 from tilewright.weights.load import load
@@ -23,8 +24,8 @@ from tilewright.weights.load import load
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
     """Writes the files of control groups: groups(own, {folder: (limit, used)})."""
-    monkeypatch.setattr(control_group, "GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(control_group, "OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(topology, "GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(topology, "OWN_GROUP", tmp_path / "own")
 
     def write(own, limits, names=("memory.max", "memory.current")):
         (tmp_path / "own").write_text(own)
@@ -38,36 +39,36 @@ def groups(tmp_path, monkeypatch):
 
 
 def test_a_service_has_the_limit_of_its_own_group(groups):
-    free = host_memory.available_bytes()
+    free = memory.available_bytes()
     groups("0::/system.slice/tiles.service\n", {"system.slice/tiles.service": (1 << 20, 1 << 18), ".": ("max", 5)})
-    assert host_memory.total_bytes() == 1 << 20
-    assert host_memory.available_bytes() == (1 << 20) - (1 << 18) < free
+    assert memory.total_bytes() == 1 << 20
+    assert memory.available_bytes() == (1 << 20) - (1 << 18) < free
 
 
 def test_groups_around_it_count_too(groups):
     groups("0::/outer/inner\n", {"outer/inner": ("max", 0), "outer": (1 << 21, 0)})
-    assert host_memory.total_bytes() == 1 << 21
+    assert memory.total_bytes() == 1 << 21
 
 
 def test_the_older_form(groups):
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     groups("5:cpu:/x\n4:memory:/tiles\n0::/\n", {"memory/tiles": (1 << 22, 1 << 10)}, names)
-    assert host_memory.available_bytes() == (1 << 22) - (1 << 10)
+    assert memory.available_bytes() == (1 << 22) - (1 << 10)
 
 
 def test_no_groups(groups, tmp_path):
-    assert host_memory.total_bytes() > 1 << 28
+    assert memory.total_bytes() > 1 << 28
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("2GB", 2 * 10**9), ("1.5 GiB", 3 << 29), ("64k", 64_000), (7, 7)])
 def test_sizes(text, size_bytes):
-    assert host_memory.parse_bytes(text) == size_bytes
+    assert memory.parse_bytes(text) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["much", "1i", "-5", "3TB"])
 def test_what_is_no_size(text):
     with pytest.raises(RequestError, match="expected bytes or a size"):
-        host_memory.parse_bytes(text)
+        memory.parse_bytes(text)
 
 
 # Limits that are too small.
@@ -116,8 +117,8 @@ def addresses_left(num_bytes):
 
 def test_what_is_free_and_in_all_heeds_the_limit_of_addresses():
     with addresses_left(50 << 20):
-        assert host_memory.available_bytes() <= 50 << 20
-        assert host_memory.total_bytes() == resource.getrlimit(resource.RLIMIT_AS)[0]
+        assert memory.available_bytes() <= 50 << 20
+        assert memory.total_bytes() == resource.getrlimit(resource.RLIMIT_AS)[0]
 
 
 def test_weights_that_do_not_fit_are_not_begun(tmp_path, monkeypatch):
@@ -132,19 +133,19 @@ def test_weights_that_do_not_fit_are_not_begun(tmp_path, monkeypatch):
     with addresses_left(150_000_000), pytest.raises(RequestError, match=pattern) as raised:
         load(weights, checkpoint, dtype=torch.float32)
     needed_gb, limit_gb = map(float, re.search(pattern, str(raised.value)).groups())
-    assert needed_gb - limit_gb == pytest.approx(((1 << 26) + host_memory.SPARE_BYTES - 150e6) / 1e9, abs=0.1)
+    assert needed_gb - limit_gb == pytest.approx(((1 << 26) + memory.SPARE_BYTES - 150e6) / 1e9, abs=0.1)
     assert not read and str(tmp_path) in str(raised.value)
 
 
 def test_a_control_group_that_is_too_small(groups, monkeypatch):
-    monkeypatch.setattr(host_memory, "_system_bytes", lambda name, *_: 0 if name == "SwapTotal" else 1 << 34)
+    monkeypatch.setattr(memory, "_system_bytes", lambda name, *_: 0 if name == "SwapTotal" else 1 << 34)
     groups("0::/tiles\n", {"tiles": (100 << 20, 0)})
     with pytest.raises(
         RequestError, match=r"^m needs about 320 MB of memory, .* may have 105 MB \(its control group\)$"
     ):
-        host_memory.require_start("m")
-    monkeypatch.setattr(host_memory, "_system_bytes", lambda name, *_: 1 << 34)
-    host_memory.require_start("m")  # 16 GiB of swap make room
+        memory.require_start("m")
+    monkeypatch.setattr(memory, "_system_bytes", lambda name, *_: 1 << 34)
+    memory.require_start("m")  # 16 GiB of swap make room
 
 
 @pytest.mark.parametrize(
@@ -158,13 +159,13 @@ def test_a_control_group_that_is_too_small(groups, monkeypatch):
 )
 def test_a_shortage_names_the_least_limit(error):
     message = r"^m: there is not enough memory, and this process may have .*\(ulimit -v\)$"
-    with addresses_left(1 << 30), pytest.raises(RequestError, match=message), host_memory.explained_shortage("m"):
+    with addresses_left(1 << 30), pytest.raises(RequestError, match=message), memory.explained_shortage("m"):
         raise error
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RuntimeError("shapes differ")])
 def test_other_errors_stay_what_they_are(error):
-    with pytest.raises(type(error), match=str(error.args[-1])), host_memory.explained_shortage("m"):
+    with pytest.raises(type(error), match=str(error.args[-1])), memory.explained_shortage("m"):
         raise error
 
 

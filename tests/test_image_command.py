@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 from tiny_pipelines import z_image_pipeline
 
-from tilewright import Diffusion, cli, embedded
+from tilewright import Diffusion, cli
+from tilewright.weights import embedded
 
 FLAGS = ["--size", "24x20", "--steps", "3", "--no-pack-cache"]
 

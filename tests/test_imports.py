@@ -12,53 +12,25 @@ from sources import PACKAGE, ROOT, cpp_files, imported_modules, module_name, par
 LEVELS = [
     ["__main__"],
     ["cli"],
-    ["demo"],
     ["evaluate"],
-    ["batch", "bench", "terminal_chat", "image_command", "video_command", "pack_cache", "serve"],
-    ["cluster"],
+    ["batch", "bench"],
     ["server"],
-    ["replica_flags"],
-    ["diffusion_flags"],
-    ["machine", "engine_flags"],
+    ["flags"],
     ["engine", "diffusion"],
     ["models"],
     ["layers"],
-    ["weights", "parallel", "inputs", "platform"],
+    ["inputs"],
+    ["weights", "parallel", "outputs"],
     ["ops"],
     ["_kernels"],
-    ["host_memory", "embedded", "standard_streams"],
-    ["model_files"],
-    ["files"],
-    ["types", "config", "control_group", "cpu_name", "event_loop", "process_state", "sound_file"],
+    ["process"],
+    ["host"],
+    ["types", "config"],
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 # Without torch, so that the server starts, and --help answers, at once.
-FREE_OF_TORCH = [
-    "cli",
-    "batch",
-    "terminal_chat",
-    "pack_cache",
-    "demo",
-    "serve",
-    "engine_flags",
-    "image_command",
-    "video_command",
-    "diffusion_flags",
-    "replica_flags",
-    "embedded",
-    "config",
-    "control_group",
-    "cpu_name",
-    "host_memory",
-    "event_loop",
-    "files",
-    "model_files",
-    "types",
-    "sound_file",
-    "standard_streams",
-    "server",
-]
+FREE_OF_TORCH = ["cli", "batch", "flags", "config", "host", "process", "types", "outputs", "server"]
 
 
 def part_of(module: str) -> str | None:
@@ -164,7 +136,8 @@ def test_a_way_to_torch_is_found():
 
 def test_no_torch_in_a_process_that_imports_them_all():
     """What other packages bring along is seen only here."""
-    modules = [module_name(path) for part, path in files_of_parts() if part in FREE_OF_TORCH]
+    free = [module_name(path) for part, path in files_of_parts() if part in FREE_OF_TORCH]
+    modules = [module for module in free if not module.rpartition(".")[2].startswith("ray_")]  # an extra's
     command = "import sys\n" + "".join(
         f"import {module}\nassert 'torch' not in sys.modules, '{module} brings torch along'\n" for module in modules
     )
@@ -204,9 +177,8 @@ def test_only_config_reads_the_environment():
 def test_files_are_read_and_written_in_one_place():
     """`files` knows what must not be read: the others read what the kernel or this package wrote."""
     names = {"read_text", "read_bytes", "write_text", "write_bytes"}
-    others = {"files.py", "control_group.py", "host_memory.py", "parallel/topology.py", "engine/memory_use.py"}
-    others |= {"inputs/isolation/confine.py", "ops/torch_backend/gpu_kernels.py", "process_state.py"}
-    others |= {"server/page_files.py"}
+    others = {"host/files.py", "host/memory.py", "host/topology.py", "engine/measure/memory.py", "process/state.py"}
+    others |= {"inputs/isolation/confine.py", "ops/torch_backend/gpu_kernels.py", "server/http/page_files.py"}
     wrong = []
     for path in python_files():
         for node in ast.walk(parse(path)):
@@ -215,4 +187,4 @@ def test_files_are_read_and_written_in_one_place():
                 continue
             if ast.unparse(called.value) != "files" and str(path.relative_to(PACKAGE)) not in others:
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
-    assert not wrong, "use tilewright.files:\n" + "\n".join(wrong)
+    assert not wrong, "use tilewright.host.files:\n" + "\n".join(wrong)

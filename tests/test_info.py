@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tilewright import __version__, cli, config, machine
+from tilewright import __version__, cli, config
+from tilewright.engine.measure import machine
 from tilewright.ops import native
 from tilewright.ops.native import kernels
 
@@ -78,7 +79,7 @@ def test_a_wrong_setting_is_one_line_and_status_2():
 
 def test_measured_figures_are_positive_and_in_the_json(capsys):
     assert cli.main(["info", "--measure", "--seconds", "0.05", "--json"]) == 0
-    measured = machine.Measured(**json.loads(capsys.readouterr().out)["measured"])
+    measured = machine.MeasuredMachine(**json.loads(capsys.readouterr().out)["measured"])
     assert all(value > 0 for value in dataclasses.astuple(measured))
     assert measured.read_gb_s >= measured.read_gb_s_median
 

@@ -7,9 +7,9 @@ import torch
 from checkpoint_files import DATA, write_qwen3_vl_folder
 from safetensors.torch import save_file
 
-from tilewright.engine.loading import sampling_defaults
+from tilewright.engine.load.loading import sampling_defaults
+from tilewright.host.files import CheckpointError
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.model_files import CheckpointError
 from tilewright.models.registry import FAMILIES
 from tilewright.weights.checkpoint import open_checkpoint
 

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from tilewright import cli, config, replica_flags
-from tilewright.replica_flags import ReplicaCount, count_or_range, cpus_per_replica, fixed_count, local_options
+from tilewright import cli, config
+from tilewright.flags import replicas
+from tilewright.flags.replicas import ReplicaCount, count_or_range, cpus_per_replica, fixed_count, local_options
 from tilewright.types import RequestError
 
 
@@ -96,7 +97,7 @@ def test_flags_that_need_others(command, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert cli.main([*command, "--ray-address", "127.0.0.1:1"]) == 2
     assert "--ray-address is given, expected --replicas with it" in capsys.readouterr().err
-    monkeypatch.setattr(replica_flags.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(replicas.importlib.util, "find_spec", lambda name: None)
     assert cli.main([*command, "--replicas", "2"]) == 2
     assert "pip install 'ray[serve,data]'" in capsys.readouterr().err
     assert "ray" not in sys.modules

@@ -6,7 +6,7 @@ import av
 import numpy as np
 import pytest
 
-from tilewright.sound_file import FORMATS, Tempo, encode, to_pcm16
+from tilewright.outputs.sound import FORMATS, Tempo, encode, to_pcm16
 
 RATE = 24_000
 TONE = (np.sin(np.arange(RATE) * 2 * np.pi * 440 / RATE) * 0.5).astype(np.float32)

@@ -11,8 +11,8 @@ import torch
 from oracle import require
 
 from tilewright.models.qwen3_omni.config import AudioConfig
-from tilewright.ops.mel import log_mel
-from tilewright.server.transcriptions.body import TranscriptionBody, TranslationBody
+from tilewright.ops.media import log_mel
+from tilewright.server.api.transcriptions import TranscriptionBody, TranslationBody
 from training.loop import Average
 from training.shards import read_weights, write_weights
 from training.tiny_omni import evaluate, speech

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from tilewright import embedded
+from tilewright.weights import embedded
 from training.tiny_vl import askers, evaluate, items
 from training.tiny_vl.score import Share, is_same
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tilewright import embedded
+from tilewright.weights import embedded
 from training.tiny_vl import items
 from training.tiny_vl.batches import Lessons
 

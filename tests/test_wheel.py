@@ -21,8 +21,9 @@ from packaging.utils import parse_wheel_filename
 from sources import PACKAGE, ROOT
 
 import tilewright
-from tilewright import demo, embedded
+from tilewright.cli import demo
 from tilewright.ops.native import kernels
+from tilewright.weights import embedded
 
 BUILD_TOOLS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "as", "make", "cmake", "ninja")
 

@@ -28,8 +28,8 @@ class Tilewright(System):
         return {"tilewright": tilewright.__version__, "torch": torch.__version__}
 
     def details(self) -> dict[str, object]:
-        from tilewright import machine
-        from tilewright.engine.costs import costs_of
+        from tilewright.engine.measure import machine
+        from tilewright.engine.measure.costs import costs_of
 
         loaded = self.engine.loaded
         costs = costs_of(loaded.model, loaded.dtype.itemsize)
@@ -49,7 +49,7 @@ class Tilewright(System):
         return answers[0].num_prompt_tokens
 
     def probe(self) -> dict[str, float]:
-        from tilewright.bench.probe import probe
+        from tilewright.bench.timing import probe
 
         return asdict(probe())
 

@@ -5,10 +5,11 @@ import pytest
 import torch
 from oracle import require
 
-from tilewright import cli, machine
+from tilewright import cli
 from tilewright.bench import report, rows, timing
 from tilewright.bench.row import Calls, Row, close, rotation
 from tilewright.bench.timing import Times
+from tilewright.engine.measure import machine
 
 
 def row(name: str, agrees: bool = True, group: str = "") -> Row:
@@ -19,7 +20,7 @@ def row(name: str, agrees: bool = True, group: str = "") -> Row:
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs the command over the given rows: (exit status, standard output)."""
-    measured = machine.Measured(10.0, 9.0, 5.0, 1.0, 2.0, 0.1)
+    measured = machine.MeasuredMachine(10.0, 9.0, 5.0, 1.0, 2.0, 0.1)
     monkeypatch.setattr(machine, "measure", lambda: measured)
 
     def run_command(made, *arguments):
@@ -76,8 +77,8 @@ def test_both_sides_are_timed_in_turns():
 
 
 def test_geometric_means():
-    results = [report.Result("a", "", "g", 1, 1, 1.0, Times(1.0, ratio, 1.0, ratio)) for ratio in (2.0, 8.0)]
-    (mean,) = report.means([*results, report.Result("failed", "", "g", 1, 1, 1.0, None)])
+    results = [report.BenchResult("a", "", "g", 1, 1, 1.0, Times(1.0, ratio, 1.0, ratio)) for ratio in (2.0, 8.0)]
+    (mean,) = report.means([*results, report.BenchResult("failed", "", "g", 1, 1, 1.0, None)])
     assert mean.num_rows == 2 and math.isclose(mean.speedup, 4.0)
 
 

@@ -6,9 +6,10 @@ import torch
 from oracle import require
 from tiny_checkpoint import write_cross_model, write_experts_model, write_text_model, write_vision_model
 
-from tilewright import Engine, cli, machine
-from tilewright.bench import models, probe
+from tilewright import Engine, cli
+from tilewright.bench import models, timing
 from tilewright.bench.rounds import Measurement, Prompts, Round, costs
+from tilewright.engine.measure import machine
 
 FIGURES = {
     "decode": {"decode", "read", "read, of read_gb_s", "read per token", "first token"},
@@ -37,8 +38,8 @@ def text_model(tmp_path_factory):
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs the command without waiting for the machine's probes: (exit status, standard output, standard error)."""
-    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 18.0, 1.5, 2.0, "float32"))
-    monkeypatch.setattr(machine, "measure", lambda: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
+    monkeypatch.setattr(timing, "probe", lambda: timing.Probe(20.0, 18.0, 1.5, 2.0, "float32"))
+    monkeypatch.setattr(machine, "measure", lambda: machine.MeasuredMachine(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
 
     def run_command(*arguments):
         status = cli.main(["bench", *arguments, "--no-pack-cache", "--max-context", "512"])
@@ -58,7 +59,7 @@ def test_every_benchmark_has_its_figures(what, run, vision_model, tmp_path):
     assert len(document["rounds"]) == 2 and document["bench"] == what
     for name, figure in document["figures"].items():
         assert name in text and figure["min"] <= figure["median"] <= figure["max"]
-    assert document["limits"] == asdict(probe.probe())
+    assert document["limits"] == asdict(timing.probe())
     assert document["machine"]["measured"]["bf16_tflops"] == 2.0
     assert document["settings"]["speculate"] == 0 and document["costs"]["weight_bytes_per_step"] > 0
 
@@ -134,19 +135,19 @@ def test_a_model_that_looks_at_pictures(run, tmp_path):
 
 
 def test_shares_are_of_the_probe_between():
-    before, after = probe.Probe(10.0, 9.0, 1.0, 2.0, "float32"), probe.Probe(30.0, 9.0, 2.0, 2.0, "float32")
-    between = probe.between(before, after)
-    assert between == probe.Probe(20.0, 9.0, 1.5, 2.0, "float32")
-    assert probe.median([before, after, after]) == after
+    before, after = timing.Probe(10.0, 9.0, 1.0, 2.0, "float32"), timing.Probe(30.0, 9.0, 2.0, 2.0, "float32")
+    between = timing.between(before, after)
+    assert between == timing.Probe(20.0, 9.0, 1.5, 2.0, "float32")
+    assert timing.median([before, after, after]) == after
     made = Round.of({"read": Measurement(10.0, "GB/s", "read_gb_s"), "first token": Measurement(1.0, "s")}, between)
     assert made.amounts["read, of read_gb_s"] == Measurement(50.0, "%")
     assert set(made.amounts) == {"read", "read, of read_gb_s", "first token"}
 
 
 def test_probe(monkeypatch):
-    monkeypatch.setattr(probe, "GEMM_SHAPE", (64, 64, 64))
-    monkeypatch.setattr(machine, "measure", lambda seconds: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
-    taken = probe.probe()
+    monkeypatch.setattr(timing, "GEMM_SHAPE", (64, 64, 64))
+    monkeypatch.setattr(machine, "measure", lambda seconds: machine.MeasuredMachine(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
+    taken = timing.probe()
     assert (
         taken.read_gb_s == 20.0
         and taken.read_gb_s_median == 19.0

@@ -6,9 +6,12 @@ import pytest
 from fake_pictures import FakePictures
 from odd_server import OddServer, plain
 
-from tilewright import cli, diffusion_flags, machine
-from tilewright.bench import probe
-from tilewright.bench.serve import images, limits
+from tilewright import cli
+from tilewright.bench import timing
+from tilewright.bench.serve import images
+from tilewright.bench.serve import run as limits
+from tilewright.engine.measure import machine
+from tilewright.flags import pictures
 
 
 class Bench(FakePictures):
@@ -33,12 +36,12 @@ class Bench(FakePictures):
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
     """Runs the command on a fake model, without waiting for the machine's probes: (status, JSON, text)."""
-    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(20.0, 18.0, 1.5, 2.0, "float32"))
-    monkeypatch.setattr(machine, "measure", lambda: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
-    monkeypatch.setattr(limits, "measure", lambda: {"machine": {"cpu_model": "a machine"}, "probe": {}})
+    monkeypatch.setattr(timing, "probe", lambda: timing.Probe(20.0, 18.0, 1.5, 2.0, "float32"))
+    monkeypatch.setattr(machine, "measure", lambda: machine.MeasuredMachine(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
+    monkeypatch.setattr(limits, "measure_limits", lambda: {"machine": {"cpu_model": "a machine"}, "probe": {}})
 
     def run_command(*arguments, max_frames=1):
-        monkeypatch.setattr(diffusion_flags, "open_diffusion", lambda options: Bench(max_frames=max_frames))
+        monkeypatch.setattr(pictures, "open_diffusion", lambda options: Bench(max_frames=max_frames))
         path = tmp_path / "b.json"
         status = cli.main(["bench", *arguments, "--json", str(path)])
         return status, json.loads(path.read_text()) if path.exists() else None, capsys.readouterr()

@@ -8,9 +8,10 @@ import pytest
 from odd_server import DONE, OddServer, chunked, event, finish, models, plain, token, usage, well_behaved
 from oracle import require
 
-from tilewright import cli, config, machine
-from tilewright.bench import probe
-from tilewright.bench.serve import limits
+from tilewright import cli, config
+from tilewright.bench import timing
+from tilewright.bench.serve import run as limits
+from tilewright.engine.measure import machine
 from tilewright.types import RequestError
 
 PROBE = {"read_gb_s": 20.0, "read_gb_s_median": 18.0, "gemm_tflops": 1.5, "peak_tflops": 2.0, "gemm_dtype": "float32"}
@@ -19,7 +20,7 @@ PROBE = {"read_gb_s": 20.0, "read_gb_s_median": 18.0, "gemm_tflops": 1.5, "peak_
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):
     """Runs the command: (exit status, JSON, standard output, standard error)."""
-    monkeypatch.setattr(limits, "measure", lambda: {"machine": {"cpu_model": "a machine"}, "probe": PROBE})
+    monkeypatch.setattr(limits, "measure_limits", lambda: {"machine": {"cpu_model": "a machine"}, "probe": PROBE})
 
     def run_command(server, *arguments, count=6):
         path = tmp_path / "serve.json"
@@ -268,11 +269,11 @@ def test_where_the_server_runs():
 def test_a_machine_that_cannot_be_measured(monkeypatch):
     monkeypatch.setattr(limits.sys, "executable", "/bin/false")
     with pytest.raises(RequestError, match="--no-limits skips that"):
-        limits.measure()
+        limits.measure_limits()
 
 
 def test_the_process_that_measures_the_machine(monkeypatch, capsys):
-    monkeypatch.setattr(probe, "probe", lambda: probe.Probe(**PROBE))
+    monkeypatch.setattr(timing, "probe", lambda: timing.Probe(**PROBE))
     limits._main()
     document = json.loads(capsys.readouterr().out)
     assert document["probe"] == PROBE and document["machine"]["cpu_model"] == machine.describe().cpu_model

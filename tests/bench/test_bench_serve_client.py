@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 from odd_server import OddServer, chunked, plain
 
 from tilewright.bench import http_client
-from tilewright.bench.chunk_decoder import ChunkDecoder
-from tilewright.bench.http_client import Client
-from tilewright.bench.http_errors import ConnectError, ConnectionLost, HttpError, MalformedAnswer
-from tilewright.bench.serve.events import EventDecoder
-from tilewright.bench.server_url import Server
+from tilewright.bench.http_client import (
+    ChunkDecoder,
+    Client,
+    ConnectError,
+    ConnectionLost,
+    HttpError,
+    MalformedAnswer,
+    ServerAddress,
+)
+from tilewright.bench.serve.sample import EventDecoder
 from tilewright.types import RequestError
 
 
@@ -98,9 +103,9 @@ def test_events_cut_anywhere(events, noise, newline, space, is_ended, places):
     ],
 )
 def test_urls(url, expected):
-    server = Server.parse(url)
+    server = ServerAddress.parse(url)
     assert (server.host, server.port, server.path, server.is_tls) == expected
-    assert Server.parse(server.url) == server
+    assert ServerAddress.parse(server.url) == server
     assert (":" in server.authority.rpartition("]")[2]) == (server.port == 8000)
 
 
@@ -109,14 +114,14 @@ def test_urls(url, expected):
 )
 def test_urls_that_are_none(url):
     with pytest.raises(RequestError, match="the URL"):
-        Server.parse(url)
+        ServerAddress.parse(url)
 
 
 def get(server: OddServer, *paths: str, **options):
     """(status, body) or the HttpError of each path, requested one after the other by one client."""
 
     async def main():
-        client = Client(Server.parse(server.url), **options)
+        client = Client(ServerAddress.parse(server.url), **options)
         found = []
         for path in paths:
             try:
@@ -155,7 +160,7 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used():
     with OddServer(lambda request: [*plain(b"one"), None]) as server:
 
         async def main():
-            client = Client(Server.parse(server.url))
+            client = Client(ServerAddress.parse(server.url))
             for _ in range(2):
                 async with client.request("GET", "/") as response:
                     assert await response.read(9) == b"one"
@@ -213,7 +218,7 @@ def test_a_refusal_before_the_whole_body_was_read():
 
     async def main():
         listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-        client = Client(Server.parse(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"))
+        client = Client(ServerAddress.parse(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"))
         async with client.request("POST", "/", b"a" * (1 << 23)) as response:
             assert (response.status, await response.read(99)) == (413, b"too large")
         listening.close()

@@ -9,7 +9,7 @@ import pytest
 from oracle import require
 from sources import ROOT
 
-from tilewright.bench.serve import limits
+from tilewright.bench.serve import run as limits
 
 FAKE = """
 import os, sys, time
@@ -39,7 +39,7 @@ def peers(monkeypatch):
     import serve_peers
 
     monkeypatch.setattr(serve_peers, "SETTLE_S", 0.0)
-    monkeypatch.setattr(limits, "measure", lambda: {"machine": {}, "probe": PROBE})
+    monkeypatch.setattr(limits, "measure_limits", lambda: {"machine": {}, "probe": PROBE})
     return serve_peers
 
 

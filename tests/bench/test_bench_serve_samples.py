@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from odd_server import DONE, event, finish, token, usage
 
-from tilewright.bench.serve import load
-from tilewright.bench.serve.load import ClosedLoop, OpenLoop, arrivals
-from tilewright.bench.serve.sample import Answer, Failure, Sample, StreamError, error_message
+from tilewright.bench.serve import run
+from tilewright.bench.serve.run import ClosedLoop, OpenLoop, arrivals
+from tilewright.bench.serve.sample import Failure, MeasuredAnswer, Sample, StreamError, error_message
 from tilewright.bench.serve.summary import Distribution, is_good, parse_goodput, percentile, summarise
-from tilewright.bench.serve.workload import Request
+from tilewright.bench.serve.workload import WorkloadRequest
 from tilewright.types import RequestError
 
 
@@ -25,11 +25,11 @@ def data(event: bytes) -> bytes:
 
 
 def sample_of(*timed: tuple[float, bytes], sent_s: float = 10.0, end_s: float = 20.0) -> Sample:
-    answer = Answer()
+    answer = MeasuredAnswer()
     for at_s, one in timed:
         answer.take(data(one), at_s)
     answer.end()
-    return answer.sample(Request(3, b"", 5), sent_s, end_s, None)
+    return answer.sample(WorkloadRequest(3, b"", 5), sent_s, end_s, None)
 
 
 def test_one_answer():
@@ -93,7 +93,7 @@ def test_an_answer_without_a_token():
 )
 def test_streams_that_go_wrong(event, kind, message):
     with pytest.raises(StreamError) as raised:
-        Answer().take(event, 1.0)
+        MeasuredAnswer().take(event, 1.0)
     assert raised.value.kind == kind and message in str(raised.value)
 
 
@@ -104,15 +104,15 @@ def json_like(leaves):
 
 @given(st.recursive(st.none() | st.booleans() | st.integers(-2, 2) | st.text(max_size=2), json_like, max_leaves=12))
 def test_whatever_a_server_sends_is_an_answer_or_a_failure(value):
-    answer = Answer()
+    answer = MeasuredAnswer()
     with contextlib.suppress(StreamError):
         answer.take(json.dumps(value).encode(), 1.0)
-    sample = answer.sample(Request(0, b"", 1), 0.0, 2.0, None)
+    sample = answer.sample(WorkloadRequest(0, b"", 1), 0.0, 2.0, None)
     assert summarise([sample]).num_answered == 1
 
 
 def test_a_stream_that_just_ends():
-    answer = Answer()
+    answer = MeasuredAnswer()
     answer.take(data(token("a")), 1.0)
     with pytest.raises(StreamError, match="without a finish_reason and without"):
         answer.end()
@@ -253,11 +253,11 @@ def sent(pace, count: int, monkeypatch, answer_s=lambda number: 1.0) -> tuple[li
         return made(request.number)
 
     async def main():
-        requests = [Request(number, b"", 4) for number in range(count)]
+        requests = [WorkloadRequest(number, b"", 4) for number in range(count)]
         return await pace.send(requests, send_one, time)
 
     with monkeypatch.context() as patch:
-        patch.setattr(load.asyncio, "sleep", time.sleep)
+        patch.setattr(run.asyncio, "sleep", time.sleep)
         samples = asyncio.run(main())
     return times_s, most, samples
 

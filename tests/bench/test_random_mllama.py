@@ -9,7 +9,7 @@ import transformers
 from sources import ROOT
 
 from tilewright import Engine
-from tilewright.bench.probe import Probe
+from tilewright.bench.timing import Probe
 
 BENCHMARKS = ROOT / "benchmarks"
 

@@ -4,18 +4,19 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tilewright import machine
-from tilewright.bench import probe, row, torch_dtype
-from tilewright.bench.rows import attention, linear, moe
+from tilewright.bench import row, timing
+from tilewright.bench.rows import attention, linear
+from tilewright.bench.rows import linear as moe
 from tilewright.bench.serve import report as serve_report
-from tilewright.bench.shapes import Experts, Vision
+from tilewright.bench.shapes import ExpertShape, VisionShape
+from tilewright.engine.measure import machine
 
 
 @pytest.fixture(autouse=True)
 def forget():
-    torch_dtype._timed.cache_clear()
+    timing._timed.cache_clear()
     yield
-    torch_dtype._timed.cache_clear()
+    timing._timed.cache_clear()
 
 
 class Clock:
@@ -27,7 +28,7 @@ class Clock:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> float:
         flops = 2 * x.shape[0] * weight.numel()
-        seconds = flops / (1e9 * self.gflops[torch_dtype.dtype_name(x.dtype)])
+        seconds = flops / (1e9 * self.gflops[timing.dtype_name(x.dtype)])
         self.total_s += seconds
         return seconds
 
@@ -44,27 +45,27 @@ class Clock:
 @pytest.mark.parametrize("num_rows", [1, 2, 4096])
 def test_the_faster_type_is_found_in_a_second_or_two(monkeypatch, gflops, expected, num_rows):
     clock = Clock(**gflops)
-    monkeypatch.setattr(torch_dtype, "_product_s", clock)
-    assert torch_dtype.fastest_dtype(num_rows) is expected
+    monkeypatch.setattr(timing, "_product_s", clock)
+    assert timing.fastest_dtype(num_rows) is expected
     assert clock.total_s < 1.5, "however slow a type is"
     spent_s = clock.total_s
-    assert torch_dtype.fastest_dtype(num_rows) is expected and clock.total_s == spent_s, "timed once"
+    assert timing.fastest_dtype(num_rows) is expected and clock.total_s == spent_s, "timed once"
 
 
 def test_vectors_and_matrices_are_timed_apart(monkeypatch):
     slow = {(1, torch.float32), (128, torch.bfloat16)}
-    monkeypatch.setattr(torch_dtype, "_product_s", lambda x, _: 0.1 if (len(x), x.dtype) in slow else 0.001)
-    assert torch_dtype.by_product() == {"matrix": "float32", "vector": "bfloat16"}
+    monkeypatch.setattr(timing, "_product_s", lambda x, _: 0.1 if (len(x), x.dtype) in slow else 0.001)
+    assert timing.by_product() == {"matrix": "float32", "vector": "bfloat16"}
 
 
 def test_for_real():
-    assert set(torch_dtype.by_product().values()) <= {"bfloat16", "float32"}
+    assert set(timing.by_product().values()) <= {"bfloat16", "float32"}
 
 
 @pytest.fixture
 def no_fast_bf16(monkeypatch):
     """A machine whose torch has no fast bf16; returns the types that torch's side multiplies in from here on."""
-    monkeypatch.setattr(torch_dtype, "_product_s", Clock(bfloat16=0.3, float32=30.0))
+    monkeypatch.setattr(timing, "_product_s", Clock(bfloat16=0.3, float32=30.0))
     monkeypatch.setattr(row, "ROTATION_BYTES", 1 << 16)
     seen = []
     for name in ("linear", "conv3d", "scaled_dot_product_attention"):
@@ -79,9 +80,9 @@ def no_fast_bf16(monkeypatch):
 
 
 def test_the_probe_uses_and_names_the_faster_dtype(monkeypatch, no_fast_bf16):
-    monkeypatch.setattr(probe, "GEMM_SHAPE", (64, 64, 64))
-    monkeypatch.setattr(machine, "measure", lambda seconds: machine.Measured(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
-    assert probe.probe().gemm_dtype == "float32"
+    monkeypatch.setattr(timing, "GEMM_SHAPE", (64, 64, 64))
+    monkeypatch.setattr(machine, "measure", lambda seconds: machine.MeasuredMachine(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
+    assert timing.probe().gemm_dtype == "float32"
     assert set(no_fast_bf16) == {torch.float32}
 
 
@@ -91,8 +92,8 @@ def test_rows_compare_with_the_faster_type(monkeypatch, no_fast_bf16):
     made = [
         linear._calls(5, 64, 32, gated=False),
         linear._calls(1, 64, 32, gated=True),
-        linear._patches(Vision(64, 64, 2, 32, 64)),
-        moe._moe_calls(Experts("small", 64, 32, 8, 2), 4),
+        linear._patches(VisionShape(64, 64, 2, 32, 64)),
+        moe._moe_calls(ExpertShape("small", 64, 32, 8, 2), 4),
         attention._varlen(64, 2, 64),
         attention._paged(2, 1, 4, 2, 64),
         attention._paged(1, 128, 4, 2, 64),

@@ -33,14 +33,14 @@ def cluster():
     before = dict(os.environ)
     config.prepare_ray(is_own=True)  # which Ray reads as it is imported
     require("ray")
-    from tilewright.cluster import connection
+    from tilewright.server.replicas import ray_serving
 
     os.environ |= {"TILEWRIGHT_NUM_THREADS": "1", "TILEWRIGHT_CACHE_DIR": "off"}
-    connection.connect(None, num_cpus=4)
+    ray_serving.connect(None, num_cpus=4)
     import ray
 
     yield {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    connection.disconnect()
+    ray_serving.disconnect()
     os.environ.clear()
     os.environ |= before
 
@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_served_is_said_why(cluster, tmp_path):
 
 
 def test_replicas_must_fit_on_the_machines(cluster):
-    from tilewright.cluster import connection
+    from tilewright.server.replicas import ray_serving
 
     with pytest.raises(RequestError, match=r"16 replicas of 1 CPUs do not fit on machines with 4 CPUs"):
-        connection.num_replica_cpus(1, 16)
+        ray_serving.num_replica_cpus(1, 16)

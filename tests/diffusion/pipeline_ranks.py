@@ -3,7 +3,7 @@
 import threading
 
 from tilewright.diffusion.components import Components
-from tilewright.diffusion.registry import open_pipeline
+from tilewright.diffusion.pipelines import open_pipeline
 from tilewright.parallel.rendezvous import open_rendezvous
 
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from tiny_pipelines import z_image_pipeline
 
-from tilewright import Diffusion, config, host_memory
+from tilewright import Diffusion, config
 from tilewright.diffusion.components import Components
-from tilewright.diffusion.registry import open_pipeline
-from tilewright.model_files import CheckpointError
+from tilewright.diffusion.pipelines import open_pipeline
+from tilewright.host import memory
+from tilewright.host.files import CheckpointError
 from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights import cache
-from tilewright.weights.entry_check import DamagedEntryError
+from tilewright.weights.cache import DamagedEntryError
 from tilewright.weights.layer_stream import AROUND_BYTES
 
 SMALL = {"width": 16, "height": 16, "num_steps": 2, "seed": 1, "output": "latents"}
@@ -109,7 +110,7 @@ def test_packed_weights_larger_than_the_memory_are_read_as_they_are_used(folder,
     with Diffusion(folder) as diffusion:
         expected = diffusion.generate("a cat", **SMALL).latents
     assert not caplog.text
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     with Diffusion(folder, low_memory=True) as diffusion:
         assert torch.equal(diffusion.generate("a cat", **SMALL).latents, expected)
         assert all(report.from_cache for report in diffusion.pipeline.components.reports.values())
@@ -117,7 +118,7 @@ def test_packed_weights_larger_than_the_memory_are_read_as_they_are_used(folder,
 
 
 def test_networks_that_do_not_fit_all_at_once_are_told(folder, monkeypatch, caplog):
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     with Diffusion(folder, pack_cache=False, low_memory=True):
         assert not caplog.text
     with Diffusion(folder, pack_cache=False):

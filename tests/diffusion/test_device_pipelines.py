@@ -11,9 +11,9 @@ from fake_device import NoValues
 from oracle import require
 from PIL import Image
 
-from tilewright import platform
 from tilewright.diffusion.diffusion import Diffusion
 from tilewright.diffusion.pipelines import flux
+from tilewright.ops import platform
 
 PICTURE = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
 PIPELINES = {

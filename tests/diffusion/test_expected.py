@@ -9,11 +9,11 @@ from tiny_pipelines import z_image_pipeline
 from tilewright import Diffusion, config
 from tilewright.diffusion.expected import FILE, MAX_RUNS, SHARE_OF_PEAK, PastTimes, Work, estimated, sizes_in_time
 from tilewright.diffusion.params import Limits
-from tilewright.diffusion.pipeline import Timings
+from tilewright.diffusion.pipeline import PipelineTimings
 
 LIMITS = Limits(16, 64, 64, 4, 0.0, max_frames=33, frame_multiple=4)
 WORK = Work(num_parameters=1000, attention_channels=500, size_multiple=16, frame_multiple=4)
-TOOK = Timings(load_s=5.0, encode_s=1.0, denoise_s=9.0, decode_s=2.0, steps_s=[3.0, 2.0, 2.0, 2.0])
+TOOK = PipelineTimings(load_s=5.0, encode_s=1.0, denoise_s=9.0, decode_s=2.0, steps_s=[3.0, 2.0, 2.0, 2.0])
 
 
 def params(**settings):

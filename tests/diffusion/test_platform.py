@@ -4,7 +4,7 @@ import pytest
 import torch
 from fake_device import FakeDevice
 
-from tilewright import platform
+from tilewright.ops import platform
 from tilewright.types import RequestError
 
 

@@ -4,14 +4,7 @@ import pytest
 import torch
 from oracle import require
 
-from tilewright.diffusion.schedule import (
-    Schedule,
-    estimate,
-    euler,
-    flow_match_schedule,
-    linear_sigmas,
-    shift_for,
-)
+from tilewright.diffusion.schedule import Schedule, estimate, euler, flow_match_schedule, linear_sigmas, shift_for
 from tilewright.types import UnsupportedConfig
 
 CONFIGS = [

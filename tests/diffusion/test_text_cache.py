@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewright.diffusion.text_cache import TextCache
+from tilewright.diffusion.prompts import TextCache
 
 
 def counting():

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tilewright.diffusion import video_file
-from tilewright.diffusion.video_file import check_video_name, encode_video, write_video
 from tilewright.inputs.media import MediaLimits
-from tilewright.inputs.video_file import read_video
+from tilewright.inputs.video import read_video
+from tilewright.outputs import video
+from tilewright.outputs.video import check_video_name, encode_video, write_video
 from tilewright.types import RequestError
 
 HEIGHT, WIDTH = 48, 64
@@ -49,7 +49,7 @@ def test_colours_are_said_to_be_what_they_are():
 
     with av.open(io.BytesIO(encode_video(clip(3), 16))) as container:
         frame = next(container.decode(video=0))
-        assert (frame.colorspace, frame.color_range) == (video_file.BT709, video_file.LIMITED_RANGE)
+        assert (frame.colorspace, frame.color_range) == (video.BT709, video.LIMITED_RANGE)
         assert container.streams.video[0].codec_context.name == "h264"
         red = frame.to_ndarray(format="yuv420p")[8, 32]
     # Luma of (200, 30, 40) by BT.709 in 16 to 235; by BT.601 it would be 83.
@@ -89,10 +89,10 @@ def test_odd_sides_lose_a_row_or_a_column():
 
 
 def test_without_an_encoder_for_h264_the_other_is_named(monkeypatch, caplog):
-    monkeypatch.setattr(video_file, "MP4_ENCODERS", ("no_such_encoder", "mpeg4"))
+    monkeypatch.setattr(video, "MP4_ENCODERS", ("no_such_encoder", "mpeg4"))
     found, _ = decoded(encode_video(clip(), 16))
     assert found.num_frames == 9
     assert "MPEG-4 part 2" in caplog.text
-    monkeypatch.setattr(video_file, "MP4_ENCODERS", ("no_such_encoder",))
+    monkeypatch.setattr(video, "MP4_ENCODERS", ("no_such_encoder",))
     with pytest.raises(RequestError, match="no encoder for MP4"):
         encode_video(clip(), 16)

@@ -17,7 +17,6 @@ from fake_pictures import FakePictures, Gate, fake_backend
 from PIL import Image
 from processes import family_of, memory_bytes
 
-from tilewright.diffusion.files import encode_picture, settings_of
 from tilewright.diffusion.requests import (
     Began,
     Made,
@@ -31,9 +30,10 @@ from tilewright.diffusion.requests import (
     event_from_json,
     event_to_json,
 )
-from tilewright.diffusion.video_file import encode_video
 from tilewright.diffusion.worker import Worker, preview_steps
-from tilewright.server.errors import ApiError
+from tilewright.outputs.images import encode_picture, settings_of
+from tilewright.outputs.video import encode_video
+from tilewright.server.http.errors import ApiError
 from tilewright.server.link import wire
 
 WAIT_S = 60

@@ -12,14 +12,14 @@ import hashlib
 import numpy as np
 import torch
 
-from tilewright.engine.assembly import build_resources
 from tilewright.engine.core import EngineCore
-from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
-from tilewright.engine.resources import SequenceResources
-from tilewright.engine.sampler import Sampler, uniform
-from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.sequence import Sequence
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.draft.drafter import PromptLookupDrafter
+from tilewright.engine.load.assembly import build_resources
+from tilewright.engine.sample.sampler import Sampler, uniform
+from tilewright.engine.schedule.resources import SequenceResources
+from tilewright.engine.schedule.scheduler import Scheduler
+from tilewright.engine.schedule.sequence import Sequence
+from tilewright.engine.schedule.step import StepLimits
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.ops import sample as ops
 from tilewright.types import Medium, ModelInputs, Region, SamplingParams, Span

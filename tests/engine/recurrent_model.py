@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from mock_model import EOS, VOCABULARY_SIZE, _choose, check_no_pages_are_held, logits_of, make_core
 
-from tilewright.engine.assembly import make_executor, step_layout
 from tilewright.engine.core import EngineCore
-from tilewright.engine.runner import ModelRunner
-from tilewright.engine.sequence import Sequence
-from tilewright.engine.state.memory import StateMemory
-from tilewright.engine.step_inputs import StepInputs
+from tilewright.engine.kv.state import StateMemory
+from tilewright.engine.load.assembly import make_executor, step_layout
+from tilewright.engine.run.inputs import StepInputs
+from tilewright.engine.run.runner import ModelRunner
+from tilewright.engine.schedule.sequence import Sequence
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.protocol import StateSpec
 from tilewright.types import ModelInputs, SamplingParams

@@ -15,8 +15,8 @@ from mock_model import (
     text_inputs,
 )
 
-from tilewright.engine.cross.group import cross_groups_of
-from tilewright.engine.kv.window import pages_in_window
+from tilewright.engine.kv.cross import cross_groups_of
+from tilewright.engine.kv.prefix_cache import pages_in_window
 from tilewright.types import RequestError, SamplingParams
 
 # Of a page each where pages are of 4 tokens, so that pages are alike that come after others.

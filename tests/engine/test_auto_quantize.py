@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewright.engine import auto_quantize
+from tilewright.engine.load import loading
 
 GB = 10**9
 
@@ -27,7 +27,7 @@ def speeds(monkeypatch):
     """Seconds of a product by format."""
 
     def of(plain, fp8, int8):
-        monkeypatch.setattr(auto_quantize, "_seconds", {None: plain, "fp8": fp8, "int8": int8}.__getitem__)
+        monkeypatch.setattr(loading, "_seconds", {None: plain, "fp8": fp8, "int8": int8}.__getitem__)
 
     return of
 
@@ -45,15 +45,15 @@ def speeds(monkeypatch):
 )
 def test_choices(speeds, seconds, available, chosen, reason):
     speeds(*seconds)
-    found, why = auto_quantize._choice(Sizes(), available)
+    found, why = loading._choice(Sizes(), available)
     assert found == chosen and reason in why
 
 
 def test_a_quantised_checkpoint_stays(speeds):
-    assert auto_quantize._choice(Sizes(("int4", 32)), GB) == (None, "it is quantised already")
+    assert loading._choice(Sizes(("int4", 32)), GB) == (None, "it is quantised already")
 
 
 def test_a_product_is_timed(monkeypatch):
-    monkeypatch.setattr(auto_quantize, "_ROWS", 64)
-    monkeypatch.setattr(auto_quantize, "_COLUMNS", 64)
-    assert all(auto_quantize._seconds(name) > 0 for name in (None, "int8", "fp8"))
+    monkeypatch.setattr(loading, "_ROWS", 64)
+    monkeypatch.setattr(loading, "_COLUMNS", 64)
+    assert all(loading._seconds(name) > 0 for name in (None, "int8", "fp8"))

@@ -3,8 +3,7 @@ import dataclasses
 import pytest
 from mock_model import answer, make_core, media_inputs, run_all, text_inputs
 
-from tilewright.engine.cross.cache import CrossCache
-from tilewright.engine.cross.group import cross_groups_of
+from tilewright.engine.kv.cross import CrossCache, cross_groups_of
 from tilewright.engine.kv.pages import PagePool
 from tilewright.engine.media.encoder_cache import EncoderCache
 from tilewright.types import SamplingParams

@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_model import LetterDecoder, answer, make_core, run_all, text_inputs
 
-from tilewright.engine.detokenizer import Detokenizer
+from tilewright.engine.sample.detokenizer import Detokenizer
 from tilewright.types import SamplingParams
 
 

@@ -2,8 +2,15 @@
 
 import pytest
 
-from tilewright.engine.draft.durations import ENOUGH, KEPT, Durations
-from tilewright.engine.draft.policy import FIRST_PAUSE_STEPS, LONGEST_PAUSE_STEPS, TRIAL_STEPS, DraftPolicy
+from tilewright.engine.draft.policy import (
+    ENOUGH,
+    FIRST_PAUSE_STEPS,
+    KEPT,
+    LONGEST_PAUSE_STEPS,
+    TRIAL_STEPS,
+    DraftPolicy,
+    Durations,
+)
 
 
 class World:

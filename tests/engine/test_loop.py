@@ -6,7 +6,7 @@ import weakref
 import pytest
 from mock_model import answer, make_core, media_inputs, read_by, text_inputs
 
-from tilewright.engine.errors import EngineError
+from tilewright.engine.handle import EngineError
 from tilewright.engine.loop import EngineLoop
 from tilewright.types import RequestError, SamplingParams
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewright.engine import memory
+from tilewright.engine.measure import memory
 from tilewright.types import RequestError
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tilewright.engine.kv.pages import PagePool
-from tilewright.engine.memory_use import MemoryUse
+from tilewright.engine.measure.memory import MemoryUse
 
 MIB = 2**20
 # Huge pages of keys and values that are partly used, plans, the tokenizer; a second copy of any weights is far more.
@@ -20,7 +20,7 @@ SLACK_BYTES = 32 * MIB
 CHILD = """
 import json, sys
 from tilewright import Engine
-from tilewright.engine.memory_use import resident
+from tilewright.engine.measure.memory import resident
 tiny, large, quantize, caches = sys.argv[1:]
 options = {"kv_memory": "64MB", "max_context": 1024, "dtype": "bfloat16", "speculate": 0}
 def answer(model, quantize, **more):
@@ -91,7 +91,7 @@ def test_pages_that_were_never_handed_out_are_not_counted():
 
 def test_what_is_resident_is_told_by_kind():
     """In a process of its own, where nothing that tests before left behind is freed meanwhile."""
-    imports = "from tilewright.engine.memory_use import resident;"
+    imports = "from tilewright.engine.measure.memory import resident;"
     code = f"{imports} a = resident(); held = b'1' * {64 * MIB}; b = resident(); print(*a, *b)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     total, file, total_then, file_then = map(int, done.stdout.split())

@@ -3,11 +3,11 @@
 import pytest
 from mock_model import text_inputs
 
+from tilewright.engine.draft.drafter import PromptLookupDrafter
 from tilewright.engine.draft.policy import FIRST_PAUSE_STEPS, DraftPolicy
 from tilewright.engine.draft.predictor import PredictorDrafter
-from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
-from tilewright.engine.sequence import Sequence, Status
-from tilewright.engine.step import Chunk, Step
+from tilewright.engine.schedule.sequence import Sequence, Status
+from tilewright.engine.schedule.step import Chunk, Step
 from tilewright.types import SamplingParams
 
 PAGE_SIZE = 16

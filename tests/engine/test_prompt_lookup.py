@@ -1,9 +1,8 @@
 import pytest
 from mock_model import answer, make_core, run_all, text_inputs
 
-from tilewright.engine.draft.drafter import num_accepted_drafts
-from tilewright.engine.draft.prompt_lookup import FIRST_PAUSE_TOKENS, TRIAL_DRAFTS, PromptLookupDrafter
-from tilewright.engine.sequence import Sequence
+from tilewright.engine.draft.drafter import FIRST_PAUSE_TOKENS, TRIAL_DRAFTS, PromptLookupDrafter, num_accepted_drafts
+from tilewright.engine.schedule.sequence import Sequence
 from tilewright.types import SamplingParams
 
 PENALIZED = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, repetition_penalty=1.1)

@@ -2,9 +2,9 @@
 
 from mock_model import text_inputs
 
-from tilewright.engine.assembly import build_resources
-from tilewright.engine.sequence import Sequence
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.load.assembly import build_resources
+from tilewright.engine.schedule.sequence import Sequence
+from tilewright.engine.schedule.step import StepLimits
 from tilewright.types import SamplingParams
 
 LIMITS = StepLimits(max_context=100)

@@ -16,9 +16,9 @@ from mock_model import (
     text_inputs,
 )
 
-from tilewright.engine.sampler import Sampler, uniform
-from tilewright.engine.sequence import Sequence
-from tilewright.engine.step import Chunk, Step
+from tilewright.engine.sample.sampler import Sampler, uniform
+from tilewright.engine.schedule.sequence import Sequence
+from tilewright.engine.schedule.step import Chunk, Step
 from tilewright.types import SamplingParams
 
 

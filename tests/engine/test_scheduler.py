@@ -3,7 +3,7 @@ import itertools
 import pytest
 from mock_model import NOT_WRITTEN, answer, make_core, media_inputs, run_all, text_inputs
 
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.schedule.step import StepLimits
 from tilewright.types import ContextLengthExceeded, RequestError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from mock_model import run_all, text_inputs
 
-from tilewright.engine.assembly import build_core
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.load.assembly import build_core
+from tilewright.engine.schedule.step import StepLimits
 from tilewright.layers.attention import KvLayer
 from tilewright.models.protocol import KvSpec, StateSpec
 from tilewright.ops.conv import causal_conv

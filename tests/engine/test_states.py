@@ -12,9 +12,9 @@ from recurrent_model import answer, check_nothing_is_held, recurrent_core
 from test_answers import sampling, window_pages
 
 from tilewright.engine.constraint.compiler import ConstraintCompiler
-from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
+from tilewright.engine.draft.drafter import PromptLookupDrafter
+from tilewright.engine.kv.state import OPENING_TOKENS
 from tilewright.engine.loop import EngineLoop
-from tilewright.engine.state.cache import OPENING_TOKENS
 from tilewright.types import Constraint, RequestError, SamplingParams
 
 

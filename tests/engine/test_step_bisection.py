@@ -5,7 +5,7 @@ import math
 import pytest
 from mock_model import LetterDecoder, answer, make_core, media_inputs, run_all, text_inputs
 
-from tilewright.engine.errors import EngineError
+from tilewright.engine.handle import EngineError
 from tilewright.engine.loop import EngineLoop
 from tilewright.types import SamplingParams
 

@@ -3,8 +3,8 @@
 import pytest
 from mock_model import answer, check_no_pages_are_held, make_core, run_all, text_inputs
 
-from tilewright.engine import memory
-from tilewright.engine.kv.window import pages_in_window
+from tilewright.engine.kv.prefix_cache import pages_in_window
+from tilewright.engine.measure import memory
 from tilewright.types import RequestError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.engine.constraint.source import grammar_of
+from tilewright.engine.constraint.compiler import grammar_of
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.client_json import MAX_DEPTH, MAX_DIGITS, parse_json
 from tilewright.types import Constraint, RequestError

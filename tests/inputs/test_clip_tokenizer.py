@@ -5,8 +5,8 @@ import json
 import pytest
 import tiny_flux
 
+from tilewright.host.files import CheckpointError
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.model_files import CheckpointError
 
 TEXTS = [
     "a red cat",

@@ -5,8 +5,8 @@ import random
 import pytest
 from checkpoint_files import llama_metadata, smollm2_metadata
 
+from tilewright.host.files import CheckpointError
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.model_files import CheckpointError
 
 NUM_TOKENS = 600
 ODD_VALUES = [None, -1, 2**63, 1.5, float("nan"), True, "", "$A", "llama", [], [1], ["a", "b"], [None], "\ufffd"]

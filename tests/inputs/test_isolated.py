@@ -18,13 +18,11 @@ from clips import bitmap_header, write_clip
 from PIL import Image
 from sounds import wav
 
+from tilewright.inputs.isolation import confine
 from tilewright.inputs.isolation import pool as decoder_pool
-from tilewright.inputs.isolation import seccomp
-from tilewright.inputs.isolation.opener import IsolatedOpener, MediaFault
-from tilewright.inputs.isolation.pool import DecoderProcess
-from tilewright.inputs.isolation.wire import WireError, pack, receive
+from tilewright.inputs.isolation.opener import InProcessOpener, IsolatedOpener, MediaFault
+from tilewright.inputs.isolation.pool import DecoderProcess, WireError, pack, receive
 from tilewright.inputs.media import MediaLimits, MediaPart
-from tilewright.inputs.opener import InProcessOpener
 from tilewright.types import RequestError, TransientError
 
 
@@ -314,7 +312,9 @@ FORBIDDEN = [
 ]
 
 
-@pytest.mark.skipif(seccomp.program(os.uname().machine) is None, reason="the filter does not know this architecture")
+@pytest.mark.skipif(
+    confine.filter_program(os.uname().machine) is None, reason="the filter does not know this architecture"
+)
 def test_a_process_that_is_taken_over_can_reach_nothing(taken_over):
     for code in FORBIDDEN:
         outcome = (

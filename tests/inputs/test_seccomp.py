@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.inputs.isolation import confine, seccomp
+from tilewright.inputs.isolation import confine
+from tilewright.inputs.isolation import confine as seccomp
 
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.ENOSYS  # of the kernel's seccomp.h
 MACHINES = ("x86_64", "aarch64")
@@ -54,7 +55,7 @@ def judge(program, arch, number, arguments=()):
 
 
 def verdict(machine, number, *arguments):
-    return judge(seccomp.program(machine), seccomp.ARCHITECTURES[machine], number, arguments)
+    return judge(seccomp.filter_program(machine), seccomp.ARCHITECTURES[machine], number, arguments)
 
 
 def numbers_of_header(text):
@@ -90,7 +91,7 @@ def test_arguments_are_looked_at(machine):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_calls_of_another_architecture_end_the_process(machine):
-    program = seccomp.program(machine)
+    program = seccomp.filter_program(machine)
     for arch in (seccomp.ARCHITECTURES[OTHER[machine]], 0x40000003, 0x40000028, 0):  # i386, 32-bit ARM, none
         assert judge(program, arch, seccomp.numbers(machine)["read"]) == KILL
 
@@ -103,7 +104,7 @@ def test_x32_numbers_are_refused():
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_program_is_one_the_kernel_takes(machine):
     """As its checker demands: not too long, no jump past the end, the last step returns."""
-    steps = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
+    steps = list(struct.iter_unpack("<HBBI", seccomp.filter_program(machine)))
     assert len(steps) < 4096 and steps[-1][0] == 0x06
     assert all(
         at + 1 + max(if_so, if_not) < len(steps) for at, (code, if_so, if_not, _) in enumerate(steps) if code == 0x15
@@ -125,7 +126,7 @@ def test_numbers_are_the_kernels(machine):
 
 @pytest.mark.parametrize("machine", ["riscv64", "aarch64_be", "armv8l", "i686", ""])
 def test_an_unknown_architecture_gets_no_filter_and_says_so(machine, monkeypatch):
-    assert seccomp.program(machine) is None
+    assert seccomp.filter_program(machine) is None
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(confine, "_limit", lambda what, most: None)
     monkeypatch.setattr(confine.ctypes, "CDLL", lambda name, use_errno: Library())

@@ -9,7 +9,7 @@ from checkpoint_files import llama_metadata, smollm2_metadata, write_qwen3_vl_fo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.inputs.text_limits import MAX_MESSAGES, MAX_VALUES, TextBudget, TextLimits
+from tilewright.inputs.messages import MAX_MESSAGES, MAX_VALUES, TextBudget, TextLimits
 from tilewright.inputs.tokenizer import PIECE_CHARACTERS, Tokenizer
 from tilewright.types import ContextLengthExceeded, RequestError
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from oracle import require
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from tilewright.host.files import CheckpointError
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.model_files import CheckpointError
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "<tool_call>", "<|image_pad|>", "<s>", "</s>"]
 ODD = [

@@ -7,9 +7,8 @@ import torch
 from clips import all_frames, damages, moving_picture, rotated, write_clip
 from PIL import Image
 
-from tilewright.inputs.isolation.opener import IsolatedOpener
+from tilewright.inputs.isolation.opener import InProcessOpener, IsolatedOpener
 from tilewright.inputs.media import MediaLimits, MediaPart
-from tilewright.inputs.opener import InProcessOpener
 from tilewright.inputs.video import open_video
 from tilewright.types import RequestError
 
@@ -46,7 +45,7 @@ def test_sampled_frames_are_those_of_a_whole_decode(name, tmp_path):
 
 
 def test_groups_without_a_sampled_frame_are_not_decoded(tmp_path, monkeypatch):
-    from tilewright.inputs import video_file as module
+    from tilewright.inputs import video as module
 
     write_clip(tmp_path / "a.mp4", 100, options={"g": "10", "bf": "0"})
     video = opened(tmp_path / "a.mp4")

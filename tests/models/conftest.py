@@ -5,10 +5,10 @@ import tiny
 import tiny_qwen3_5
 import torch
 
-from tilewright.engine.assembly import build_resources, make_executor, step_layout
-from tilewright.engine.runner import ModelRunner
-from tilewright.engine.step_inputs import StepInputs
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.load.assembly import build_resources, make_executor, step_layout
+from tilewright.engine.run.inputs import StepInputs
+from tilewright.engine.run.runner import ModelRunner
+from tilewright.engine.schedule.step import StepLimits
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models.registry import family_of

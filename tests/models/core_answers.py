@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tiny
 
-from tilewright.engine.assembly import build_core
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.load.assembly import build_core
+from tilewright.engine.schedule.step import StepLimits
 
 
 class NoText:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import tiny
 import torch
 
-from tilewright.engine.sequence import Sequence
+from tilewright.engine.schedule.sequence import Sequence
 from tilewright.layers.batch import Batch, MediaRun, StateBatch
-from tilewright.models.media_batch import MediaBatch
+from tilewright.models.protocol import MediaBatch
 from tilewright.types import ModelInputs, SamplingParams
 
 PAGE_SIZE = 32

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from tilewright.engine.loading import load_network
-from tilewright.engine.ranks.commands import follow, lead
-from tilewright.engine.ranks.step_memory import Command, StepMemory
-from tilewright.engine.runner_settings import build_runner
+from tilewright.engine.load.loading import load_network
+from tilewright.engine.ranks.ranks import RankCommand, StepMemory, follow, lead
+from tilewright.engine.run.runner import build_runner
 from tilewright.parallel.rendezvous import open_rendezvous
 
 
@@ -85,7 +84,7 @@ class RankSession:
 
     def close(self):
         if self.memory is not None:
-            lead(self.groups[0], self.memory, Command.stop, lambda: None)
+            lead(self.groups[0], self.memory, RankCommand.stop, lambda: None)
             for thread in self.threads:
                 thread.join(60)
                 assert not thread.is_alive()

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import tiny
 import torch
 
-from tilewright.engine.runner import ModelRunner
-from tilewright.engine.state.memory import StateMemory
-from tilewright.engine.step_inputs import StepInputs, StepLayout
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.kv.state import StateMemory
+from tilewright.engine.run.inputs import StepInputs, StepLayout
+from tilewright.engine.run.runner import ModelRunner
+from tilewright.engine.schedule.step import StepLimits
 from tilewright.models.registry import family_of
 from tilewright.ops.native import kernels
 from tilewright.weights.checkpoint import open_checkpoint

@@ -12,8 +12,7 @@ from test_parity import prompts_for
 
 from tilewright.engine.media.transfer import MediaTransfer
 from tilewright.layers.attention import KvLayer
-from tilewright.models.media_batch import MediaItem
-from tilewright.models.protocol import KvSpec
+from tilewright.models.protocol import KvSpec, MediaItem
 from tilewright.ops import backend
 from tilewright.ops.device import HOST
 from tilewright.types import Medium, ModelInputs, SamplingParams, Span

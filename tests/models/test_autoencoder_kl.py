@@ -6,11 +6,11 @@ import torch
 from tiny_vae import channels_last, rand, relative, rms
 from torch_bf16 import quick_products
 
-from tilewright import host_memory
-from tilewright.layers.feature_memory import FeatureMemory
-from tilewright.models.autoencoder_kl import model
-from tilewright.models.autoencoder_kl.model import patchify, unpatchify
-from tilewright.models.vae_registry import build_vae
+from tilewright.host import memory as host_memory
+from tilewright.layers.memory import FeatureMemory
+from tilewright.models import autoencoder_kl
+from tilewright.models.autoencoder_kl import patchify, unpatchify
+from tilewright.models.registry import build_vae
 from tilewright.ops import backend
 from tilewright.types import RequestError, UnsupportedConfig
 
@@ -169,12 +169,12 @@ def test_in_bands(checkpoints, family, tile):
 
 def test_bands_where_memory_asks_for_them(checkpoints, monkeypatch):
     vae = tiny_vae.ours(checkpoints("flux")[1])
-    monkeypatch.setattr(model, "BAND_ROWS", 8)
+    monkeypatch.setattr(autoencoder_kl, "BAND_ROWS", 8)
     latents, peaks = rand(1, 1, 16, 16, 16), []
     for free_bytes in (1 << 40, 0):
         monkeypatch.setattr(host_memory, "available_bytes", lambda free_bytes=free_bytes: free_bytes)
         memory = FeatureMemory()
-        monkeypatch.setattr(model, "FeatureMemory", lambda memory=memory: memory)
+        monkeypatch.setattr(autoencoder_kl, "FeatureMemory", lambda memory=memory: memory)
         vae.decode(latents)
         peaks.append(memory.peak_bytes)
     # 64 + 32 + 32 channels of the picture's size, then 32 + 32 beside a quarter of 64 and the band.

@@ -6,11 +6,11 @@ import torch
 from tiny_vae import channels_last, rand, relative, rms
 from torch_bf16 import quick_products
 
-from tilewright import host_memory
+from tilewright.host import memory
 from tilewright.models.autoencoder_wan import model
+from tilewright.models.autoencoder_wan.blocks import MIN_SIDE, chosen_side, in_tiles
 from tilewright.models.autoencoder_wan.model import patchify, unpatchify
-from tilewright.models.autoencoder_wan.pieces import MIN_SIDE, chosen_side, in_tiles
-from tilewright.models.vae_registry import build_vae
+from tilewright.models.registry import build_vae
 from tilewright.ops import backend
 from tilewright.types import RequestError, UnsupportedConfig
 
@@ -177,17 +177,17 @@ def test_tiles_where_memory_asks_for_them(checkpoints, monkeypatch):
     monkeypatch.setattr(
         model, "in_tiles", lambda *args, side, **rest: sides.append(side) or in_tiles(*args, side=side, **rest)
     )
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 40)
     vae.decode(latents)
     assert not sides
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
     assert torch.equal(vae.decode(latents), clip)
     assert sides == [MIN_SIDE // 2]
 
 
 def test_the_side_of_tiles(monkeypatch):
     """Half of what is free holds the maps, and the frames that convolutions keep, of a tile and what it sees."""
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8 << 30)
     settings = {
         "batch": 1,
         "widths": (96, 192, 384, 384),

@@ -13,9 +13,11 @@ from hand_batches import Hands
 from PIL import Image, ImageDraw
 from test_parity import logits_of, prompts_for, relative
 
-from tilewright import Engine, config, embedded, engine_flags
+from tilewright import Engine, config
+from tilewright.flags import engine as engine_flags
 from tilewright.ops import backend
 from tilewright.types import Constraint, RequestError, SamplingParams
+from tilewright.weights import embedded
 
 RUN = ["qwen3_vl", "qwen3_vl_moe", "mllama", "llama", "qwen2_window", "qwen3_moe"]
 

@@ -5,7 +5,7 @@ import torch
 from components import loaded, on_ranks, randomized, relative, rms
 from oracle import require
 
-from tilewright.model_files import CheckpointError
+from tilewright.host.files import CheckpointError
 from tilewright.models.text_encoders import clip
 from tilewright.types import RequestError, UnsupportedConfig
 

@@ -6,8 +6,10 @@ import pytest
 from fake_device import FakeDevice
 from PIL import Image
 
-from tilewright import Engine, embedded, platform
-from tilewright.platform import Platform
+from tilewright import Engine
+from tilewright.ops import platform
+from tilewright.ops.platform import Platform
+from tilewright.weights import embedded
 
 QUESTIONS = ["What is this?", "Which colours are there?", "How many shapes?"]
 OPTIONS = {"max_context": 1024, "kv_memory": 64 << 20, "pack_cache": False, "speculate": 0}

@@ -5,8 +5,8 @@ import torch
 from components import loaded, on_ranks, randomized, relative, rms, sources_of
 from oracle import require
 
-from tilewright.models.flux.blocks import grid_positions
-from tilewright.models.flux2 import transformer as flux2
+from tilewright.models import flux2
+from tilewright.models.flux import grid_positions
 from tilewright.ops import backend
 from tilewright.types import UnsupportedConfig
 

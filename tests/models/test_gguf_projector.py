@@ -15,7 +15,7 @@ from test_parity import expected, logits_of, relative
 from vision_gguf import _projector_tensors, stored_kind, write_projector, write_text
 
 import tilewright
-from tilewright.engine.loading import load_network
+from tilewright.engine.load.loading import load_network
 from tilewright.types import RequestError
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
 

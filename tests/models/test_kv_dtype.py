@@ -8,9 +8,9 @@ from rank_threads import RankThreads
 from test_quantize import GREEDY, SAME, distance, prompts_for
 
 from tilewright import Engine
-from tilewright.engine.costs import costs_of
-from tilewright.engine.kv.dtype import kv_byte_dtype
-from tilewright.engine.loading import load_network
+from tilewright.engine.kv.pages import kv_byte_dtype
+from tilewright.engine.load.loading import load_network
+from tilewright.engine.measure.costs import costs_of
 from tilewright.ops import backend
 from tilewright.types import RequestError
 

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from tilewright.models.media_batch import MediaBatch, MediaItem
+from tilewright.models.protocol import MediaBatch, MediaItem
 
 MEDIA = [("image", (1, 6, 8)), ("video", (3, 4, 6)), ("image", (1, 2, 12)), ("video", (1, 2, 2)), ("image", (1, 4, 4))]
 

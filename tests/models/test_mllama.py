@@ -9,7 +9,7 @@ from test_parity import expected, logits_of, prompts_for, relative, rms
 from torch_bf16 import quick_products
 
 from tilewright.models.mllama.model import FAMILIES, model_name
-from tilewright.models.mllama.vision import Rows, arrangements
+from tilewright.models.mllama.vision import TileRows, arrangements
 from tilewright.models.registry import family_of
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.checkpoint import open_checkpoint
@@ -95,7 +95,7 @@ def test_a_checkpoint_in_bf16_loses_nothing_by_gates_in_its_weights(networks, ma
 
 @pytest.mark.parametrize("num_tiles", [1, 3, 4])
 def test_rows_are_laid_out_once_each(num_tiles):
-    rows = Rows(num_tiles, 4, 17)
+    rows = TileRows(num_tiles, 4, 17)
     parts = [part for tile in range(4) for part in (rows.filled(tile), rows.filling(tile))]
     assert sorted(row for part in parts for row in range(part.start, part.stop)) == list(range(rows.total))
     assert rows.total == 96 and all(rows.filled(tile).stop <= rows.num_real for tile in range(num_tiles))

@@ -7,9 +7,9 @@ import tiny_checkpoint
 from asking import about, picture
 
 import tilewright
-from tilewright.engine.costs import costs_of
-from tilewright.engine.errors import EngineError
-from tilewright.engine.sequence import Sequence
+from tilewright.engine.handle import EngineError
+from tilewright.engine.measure.costs import costs_of
+from tilewright.engine.schedule.sequence import Sequence
 from tilewright.models.mllama.processor import MllamaProcessor
 from tilewright.types import Constraint, RequestError, SamplingParams
 

@@ -18,11 +18,10 @@ from transformers.models.mllama.image_processing_pil_mllama import (
 )
 from transformers.models.mllama.processing_mllama import MllamaProcessor as Oracle
 
-from tilewright.engine.cross.group import cross_groups_of
+from tilewright.engine.kv.cross import cross_groups_of
 from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.models.mllama.preprocessing import Preprocessing, fit, read_preprocessing
-from tilewright.models.mllama.processor import MllamaProcessor
+from tilewright.models.mllama.processor import MllamaPreprocessing, MllamaProcessor, fit, read_preprocessing
 from tilewright.types import RequestError
 
 ROWS = 17  # of a tile: 16 patches and the class token
@@ -162,7 +161,7 @@ def test_odd_pictures_are_those_of_transformers(processor, oracle, odd):
 @settings(max_examples=500, deadline=None)
 @given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([16, 448, 560]), st.integers(1, 7))
 def test_the_tiles_chosen_are_those_of_transformers(height, width, tile, max_tiles):
-    ours = fit(height, width, Preprocessing(tile, 14, max_tiles, (), (), 1.0, "bilinear"))
+    ours = fit(height, width, MllamaPreprocessing(tile, 14, max_tiles, (), (), 1.0, "bilinear"))
     canvas = get_optimal_tiled_canvas(height, width, max_tiles, tile)
     assert (ours.tiling[0] * tile, ours.tiling[1] * tile) == tuple(canvas)
     assert (ours.height, ours.width) == tuple(get_image_size_fit_to_canvas(height, width, *canvas, tile))

@@ -11,8 +11,7 @@ from test_mllama import load_folder, save_tensors
 from test_parity import expected, logits_of, relative
 
 from tilewright.models.registry import family_of
-from tilewright.models.text_config import decoder_config
-from tilewright.models.tied_head import config_as_stored
+from tilewright.models.text_config import config_as_stored, decoder_config
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load

@@ -8,8 +8,8 @@ import torch
 from helpers import in_fp16
 from torch_bf16 import quick_products
 
-from tilewright.engine.sequence import Sequence
-from tilewright.engine.step import Chunk, Step
+from tilewright.engine.schedule.sequence import Sequence
+from tilewright.engine.schedule.step import Chunk, Step
 from tilewright.types import SamplingParams
 
 ALL_ROWS = SamplingParams(prompt_logprobs=0)

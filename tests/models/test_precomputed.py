@@ -5,11 +5,12 @@ import pytest
 import torch
 from PIL import Image
 
-from tilewright import Engine, embedded
+from tilewright import Engine
 from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.inputs.messages import normalize
-from tilewright.models.media_batch import MediaBatch, MediaItem
+from tilewright.models.protocol import MediaBatch, MediaItem
 from tilewright.types import RequestError
+from tilewright.weights import embedded
 
 OPTIONS = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "logprobs": 3}
 
@@ -134,7 +135,7 @@ def test_values_that_are_no_numbers(engine, prepared):
 
 
 def test_servers_take_none():
-    from tilewright.server.settings import MEDIA_LIMITS
+    from tilewright.server.http.settings import MEDIA_LIMITS
 
     assert not MEDIA_LIMITS.allow_precomputed and MediaLimits().allow_precomputed
     part = {"type": "image_features", "image_features": [[0.0]], "grid": [1, 2, 2]}

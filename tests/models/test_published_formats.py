@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from test_parity import rms
 
 from tilewright import config
-from tilewright.engine.loading import load_network
-from tilewright.model_files import CheckpointError
+from tilewright.engine.load.loading import load_network
+from tilewright.host.files import CheckpointError
 from tilewright.ops import backend
 from tilewright.types import SamplingParams
 from tilewright.weights.checkpoint import open_checkpoint

@@ -13,8 +13,9 @@ from core_answers import CoreAnswers
 from rank_threads import RankThreads
 from test_parity import rms
 
-from tilewright import Engine, config, engine_flags
-from tilewright.engine.loading import load_network
+from tilewright import Engine, config
+from tilewright.engine.load.loading import load_network
+from tilewright.flags import engine as engine_flags
 from tilewright.layers import precision
 from tilewright.models.registry import family_of
 from tilewright.ops import backend

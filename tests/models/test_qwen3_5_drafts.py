@@ -21,11 +21,11 @@ from test_parity import relative
 from test_qwen3_5_mtp import draft_all
 
 import tilewright
-from tilewright.engine.costs import costs_of
-from tilewright.engine.draft import coverage as read_tokens
+from tilewright.engine.draft import predictor as read_tokens
+from tilewright.engine.draft.drafter import PromptLookupDrafter
 from tilewright.engine.draft.policy import DraftPolicy
-from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
-from tilewright.ops.kv_cache import kv_store
+from tilewright.engine.measure.costs import costs_of
+from tilewright.ops.attention import kv_store
 from tilewright.types import Constraint, SamplingParams
 
 NAMES = list(foreseen.LAYER_SHARES)

@@ -9,7 +9,7 @@ from asking import about, picture
 from clips import write_clip
 
 import tilewright
-from tilewright.engine.costs import costs_of
+from tilewright.engine.measure.costs import costs_of
 from tilewright.types import Constraint, RequestError
 from tilewright.weights.checkpoint import open_checkpoint
 

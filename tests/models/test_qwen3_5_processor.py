@@ -11,7 +11,7 @@ from test_qwen3_vl_processor import CHATS, IMAGE, VIDEO, check_spans, oracle, or
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
 from tilewright.server.output import OutputParser
-from tilewright.server.output.detect import tool_format_of
+from tilewright.server.output.parser import tool_format_of
 
 ANSWER = "The sky.\n</think>\n\nBlue."
 

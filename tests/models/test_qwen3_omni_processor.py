@@ -13,10 +13,9 @@ from media_parts import patches_of
 from oracle import require
 from PIL import Image
 
+from tilewright.host.files import CheckpointError
 from tilewright.inputs.video import Video
-from tilewright.model_files import CheckpointError
-from tilewright.models.qwen3_omni.preprocessing import frame_indices, frame_size, seconds_per_group
-from tilewright.models.qwen3_omni.processor import OmniProcessor
+from tilewright.models.qwen3_omni.processor import OmniProcessor, frame_indices, frame_size, seconds_per_group
 
 AUDIO_TOKENS = {151669: "<|audio_start|>", 151670: "<|audio_end|>", 151671: "<tts_pad>", 151672: "<tts_text_bos>"}
 AUDIO_TOKENS |= {151673: "<tts_text_eod>", 151674: "<tts_text_bos_single>", 151675: "<|audio_pad|>"}

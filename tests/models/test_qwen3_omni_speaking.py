@@ -16,7 +16,7 @@ from tilewright.cli import main
 from tilewright.engine.engine import Engine
 from tilewright.models.qwen3_omni.config import MediaTokens
 from tilewright.models.speaking import find_voice
-from tilewright.sound_file import to_pcm16
+from tilewright.outputs.sound import to_pcm16
 from tilewright.types import RequestError
 
 TEMPLATE = (

@@ -8,12 +8,11 @@ import tiny_speech
 import torch
 
 from tilewright.engine.speech.runner import SpeechRunner
-from tilewright.engine.speech.scheduler import MAX_PROMPT_ROWS, SpeechScheduler
+from tilewright.engine.speech.speech import MAX_PROMPT_ROWS, SpeechScheduler
 from tilewright.engine.speech.voice import SpeechParams, Voice
 from tilewright.models.qwen3_omni.code2wav import Code2Wav
 from tilewright.models.qwen3_omni.config import OmniConfig
-from tilewright.models.qwen3_omni.talker import Talker
-from tilewright.models.qwen3_omni.talker_prompt import talker_prompt
+from tilewright.models.qwen3_omni.talker import Talker, talker_prompt
 from tilewright.ops.embedding import embedding
 from tilewright.types import ContextLengthExceeded, RequestError
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.media_buffer import MediaBuffer
-from tilewright.inputs.text_limits import TextBudget, TextLimits
+from tilewright.inputs.messages import TextBudget, TextLimits
 from tilewright.models.qwen3_vl.preprocessing import (
     group_times,
     num_sampled_frames,
@@ -183,8 +183,8 @@ def check_spans(inputs):
 
 def test_patches_of_a_video(processor):
     """Frames resized, the last one repeated to fill its pair, two frames to a patch."""
-    from tilewright.ops import image
-    from tilewright.ops.torch_backend import image as reference
+    from tilewright.ops import media
+    from tilewright.ops.torch_backend import media as reference
 
     inputs = processor.prompt("<|video_pad|>", media=parts(videos=[{"video": CLIP[:5], "fps": 2}]))
     (medium,) = inputs.media
@@ -192,7 +192,7 @@ def test_patches_of_a_video(processor):
     height, width = medium.grid[1] * 16, medium.grid[2] * 16
     frames = torch.from_numpy(np.concatenate([CLIP[:5], CLIP[4:5]]))
     expected = reference.patches(
-        image.resize(frames, height, width), height, width, patch_size=16, merge_size=2, temporal_patch_size=2,
+        media.resize(frames, height, width), height, width, patch_size=16, merge_size=2, temporal_patch_size=2,
         mean=(0.5,) * 3, std=(0.5,) * 3, dtype=torch.float32,
     )  # fmt: skip
     assert torch.equal(patches_of(processor, medium), expected)
@@ -238,7 +238,7 @@ def test_sizes_are_those_of_transformers(transformers, config, folder):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
     from transformers.models.qwen3_vl import video_processing_qwen3_vl as video_module
 
-    image, video = read_preprocessing("image", config, folder), read_preprocessing("video", config, folder)
+    media, video = read_preprocessing("image", config, folder), read_preprocessing("video", config, folder)
     generator = np.random.default_rng(0)
     sides = [(1, 1), (16, 16), (48, 48), (80, 80), (1, 200), (5000, 4000), (16384, 1024), (33, 6000)]
     sides += generator.integers(1, 3000, (300, 2)).tolist()
@@ -246,7 +246,7 @@ def test_sizes_are_those_of_transformers(transformers, config, folder):
         if max(height, width) / min(height, width) > 200:
             continue
         expected = smart_resize(height, width, factor=32, min_pixels=65536, max_pixels=16777216)
-        assert picture_size(height, width, image, "image") == expected, (height, width)
+        assert picture_size(height, width, media, "image") == expected, (height, width)
         for count in (2, 3, 4, 7, 768):
             expected = video_module.smart_resize(
                 count, height, width, temporal_factor=2, factor=32, min_pixels=4096, max_pixels=25165824
@@ -433,7 +433,7 @@ def test_a_request_waits_for_room_until_it_is_cancelled(config, folder, processo
 
 def test_large_pictures_are_shrunk(processor, config):
     """To the budget of pixels; the patches are those of the fused resize."""
-    from tilewright.ops import image
+    from tilewright.ops import media
 
     small = {
         "vision_config": config["vision_config"],
@@ -446,7 +446,7 @@ def test_large_pictures_are_shrunk(processor, config):
     (medium,) = inputs.media
     height, width = medium.grid[1] * 16, medium.grid[2] * 16
     assert height * width <= 100_000
-    expected = image.patches(
+    expected = media.patches(
         torch.from_numpy(source), height, width, patch_size=16, merge_size=2, mean=(0.5,) * 3, std=(0.5,) * 3
     )
     assert torch.equal(patches_of(budget, medium), expected) and expected.dtype == torch.bfloat16

@@ -5,9 +5,9 @@ import torch
 from components import loaded, on_ranks, randomized, rms, sources_of
 from oracle import require
 
-from tilewright.layers.step_cache import StepCache
-from tilewright.models.qwen_image import transformer as qwen_image
-from tilewright.models.qwen_image.config import QwenImageConfig
+from tilewright.layers.memory import StepCache
+from tilewright.models import qwen_image
+from tilewright.models.qwen_image import QwenImageConfig
 from tilewright.types import RequestError, UnsupportedConfig
 
 TINY = {

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from asking import about, picture
 
-from tilewright import Engine, embedded
-from tilewright.engine.ranks.commands import RankLostError
-from tilewright.model_files import CheckpointError
+from tilewright import Engine
+from tilewright.engine.ranks.ranks import RankLostError
+from tilewright.host.files import CheckpointError
 from tilewright.ops.native import kernels
 from tilewright.types import RequestError
+from tilewright.weights import embedded
 
 pytestmark = pytest.mark.alone  # engines of two processes, which wait for each other
 MODEL = embedded.path()

@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 from sources import ROOT
 
-from tilewright import Engine, embedded
+from tilewright import Engine
+from tilewright.weights import embedded
 
 MAX_TOKENS = 12
 

@@ -6,8 +6,8 @@ import transformers
 from components import loaded, on_ranks, randomized, relative, rms
 from oracle import require
 
-from tilewright.models.text_encoders import seeing_encoder
-from tilewright.models.text_encoders.seeing_encoder import picture_positions
+from tilewright.models import qwen2_5_vl
+from tilewright.models.qwen2_5_vl import picture_positions
 from tilewright.types import UnsupportedConfig
 
 PICTURE, START, END = 140, 141, 142
@@ -90,19 +90,19 @@ def test_features_are_those_of_transformers(pair, grids):
     grid = torch.tensor([(1, *one) for one in grids])
     with torch.no_grad():
         expected = model.model.visual(as_frames(patches_of(grids)), grid_thw=grid).pooler_output
-    tower = loaded(seeing_encoder.build, folder).vision
+    tower = loaded(qwen2_5_vl.build, folder).vision
     assert relative(tower(patches_of(grids), grids), expected) < 1e-4
 
 
 def test_hidden_states_are_those_of_transformers(pair, isa):
     model, folder = pair
-    encoder = loaded(seeing_encoder.build, folder)
+    encoder = loaded(qwen2_5_vl.build, folder)
     assert relative(encoder.encode_seeing(prompt(), patches_of(), GRIDS), theirs(model)) < 1e-4
 
 
 def test_text_alone_is_read_as_without_a_tower(pair):
     model, folder = pair
-    (found,) = loaded(seeing_encoder.build, folder).encode([[5, 6, 7]])
+    (found,) = loaded(qwen2_5_vl.build, folder).encode([[5, 6, 7]])
     with torch.no_grad():
         expected = model(torch.tensor([[5, 6, 7]]), output_hidden_states=True).hidden_states[-1][0]
     assert relative(found, expected) < 1e-4
@@ -112,15 +112,15 @@ def test_bf16_is_as_close_as_transformers_is(pair):
     model, folder = pair
     truth = theirs(model)
     half = require("copy").deepcopy(model).to(torch.bfloat16)
-    found = loaded(seeing_encoder.build, folder, torch.bfloat16).encode_seeing(prompt(), patches_of(), GRIDS)
+    found = loaded(qwen2_5_vl.build, folder, torch.bfloat16).encode_seeing(prompt(), patches_of(), GRIDS)
     assert rms(found.float() - truth) <= 1.25 * rms(theirs(half, dtype=torch.bfloat16).float() - truth)
 
 
 def test_two_ranks_give_what_one_does(pair):
     _, folder = pair
-    alone = loaded(seeing_encoder.build, folder).encode_seeing(prompt(), patches_of(), GRIDS)
+    alone = loaded(qwen2_5_vl.build, folder).encode_seeing(prompt(), patches_of(), GRIDS)
     compute = lambda encoder: encoder.encode_seeing(prompt(), patches_of(), GRIDS)  # noqa: E731
-    for found in on_ranks(2, seeing_encoder.build, folder, compute):
+    for found in on_ranks(2, qwen2_5_vl.build, folder, compute):
         assert relative(found, alone) < 1e-4
 
 
@@ -145,4 +145,4 @@ def test_positions_go_on_behind_the_longer_side_of_a_picture():
 def test_configs_that_do_not_fit(change, message):
     config = {"model_type": "qwen2_5_vl", "text_config": TEXT, "vision_config": VISION, **change}
     with pytest.raises(UnsupportedConfig, match=message):
-        seeing_encoder.build(config)
+        qwen2_5_vl.build(config)

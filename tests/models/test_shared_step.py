@@ -12,14 +12,14 @@ import torch
 from core_answers import NoText
 from step_worker import Sizes, make_runner, serve, shared_inputs
 
-from tilewright.engine.assembly import build_resources, step_layout
 from tilewright.engine.core import EngineCore
-from tilewright.engine.draft.prompt_lookup import PromptLookupDrafter
-from tilewright.engine.executor import Executor
-from tilewright.engine.sampler import Sampler
-from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.step_limits import StepLimits
-from tilewright.engine.step_writer import StepWriter
+from tilewright.engine.draft.drafter import PromptLookupDrafter
+from tilewright.engine.load.assembly import build_resources, step_layout
+from tilewright.engine.run.executor import Executor
+from tilewright.engine.run.writer import StepWriter
+from tilewright.engine.sample.sampler import Sampler
+from tilewright.engine.schedule.scheduler import Scheduler
+from tilewright.engine.schedule.step import StepLimits
 from tilewright.types import ModelInputs, SamplingParams
 
 LIMITS = StepLimits(max_context=512, max_tokens_per_step=64, max_sequences=8)

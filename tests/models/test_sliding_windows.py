@@ -12,7 +12,7 @@ from test_odd_checkpoints import change_config
 
 from tilewright import Engine
 from tilewright.engine.kv.pages import PagePool
-from tilewright.engine.kv.window import pages_in_window
+from tilewright.engine.kv.prefix_cache import pages_in_window
 from tilewright.types import ModelInputs, SamplingParams
 
 FAMILY = "qwen3_window"

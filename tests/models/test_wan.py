@@ -5,9 +5,9 @@ import torch
 from components import loaded, on_ranks, randomized, rms, sources_of
 from oracle import require
 
-from tilewright.layers.step_cache import StepCache
-from tilewright.models.wan import transformer as wan
-from tilewright.models.wan.config import WanConfig
+from tilewright.layers.memory import StepCache
+from tilewright.models import wan
+from tilewright.models.wan import WanConfig
 from tilewright.types import RequestError, UnsupportedConfig
 
 TINY = {

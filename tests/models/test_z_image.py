@@ -13,9 +13,9 @@ from torch_bf16 import quick_products
 from tilewright import Diffusion
 from tilewright.diffusion.components import Components
 from tilewright.diffusion.params import Cancelled
-from tilewright.diffusion.registry import open_pipeline
-from tilewright.layers.step_cache import StepCache
-from tilewright.models.z_image.config import ZImageConfig
+from tilewright.diffusion.pipelines import open_pipeline
+from tilewright.layers.memory import StepCache
+from tilewright.models.z_image import ZImageConfig
 from tilewright.parallel.rendezvous import open_rendezvous
 from tilewright.types import RequestError, UnsupportedConfig
 

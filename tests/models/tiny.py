@@ -21,7 +21,7 @@ from transformers.models.mllama.processing_mllama import (
 )
 
 from tilewright.inputs.media_buffer import Allocation, MediaBuffer
-from tilewright.models.media_batch import MediaBatch
+from tilewright.models.protocol import MediaBatch
 from tilewright.types import Medium, ModelInputs, Region, Span
 
 IMAGE, VIDEO, START, END = 207, 208, 209, 210

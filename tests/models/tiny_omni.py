@@ -9,9 +9,9 @@ import tiny
 import torch
 import transformers
 
-from tilewright.inputs.media_processor import PreparedMedium
+from tilewright.inputs.processor import PreparedMedium
 from tilewright.models.qwen3_omni.config import AudioConfig, MediaTokens
-from tilewright.models.qwen3_omni.prompt import place
+from tilewright.models.qwen3_omni.processor import place
 from tilewright.types import Medium, ModelInputs
 
 AUDIO, AUDIO_START, AUDIO_END = 204, 205, 206

@@ -5,7 +5,7 @@ import json
 import torch
 from oracle import require
 
-from tilewright.models.vae_registry import build_vae
+from tilewright.models.registry import build_vae
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops.ada_norm import ada_layer_norm, ada_rms_norm, gated_add
-from tilewright.ops.torch_backend import ada_norm as reference
+from tilewright.ops.norm import ada_layer_norm, ada_rms_norm, gated_add
+from tilewright.ops.torch_backend import norm as reference
 
 BATCH, LENGTH, FRAMES = 2, 6, 3
 # Whose scale, shift and gate are given.

@@ -4,7 +4,7 @@ import torch
 from helpers import assert_close, in_fp16, poisoned, rand
 
 from tilewright.ops import attention, backend
-from tilewright.ops.kv_cache import KvCache, kv_store
+from tilewright.ops.attention import KvCache, kv_store
 from tilewright.ops.native import kernels
 
 WIDTHS = [16, 24, 72, 128, 256]

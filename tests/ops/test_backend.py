@@ -13,24 +13,23 @@ from helpers import poisoned, rand
 import tilewright.ops
 from tilewright.ops import (
     activation,
-    ada_norm,
     attention,
     backend,
     conv,
-    conv3d,
     embedding,
     gated_delta,
-    group_norm,
-    image,
     linear,
-    mel,
+    media,
     moe,
     norm,
     plan,
-    rope,
     sample,
 )
-from tilewright.ops.kv_cache import KvCache, kv_store
+from tilewright.ops import conv as conv3d
+from tilewright.ops import embedding as rope
+from tilewright.ops import norm as ada_norm
+from tilewright.ops import norm as group_norm
+from tilewright.ops.attention import KvCache, kv_store
 from tilewright.ops.packed import weight_format
 
 FOLDER = Path(tilewright.ops.__file__).parent
@@ -243,10 +242,10 @@ def calls_of_every_op(dtype):
                 "bias": at(5, dtype=f32),
             },
         ),
-        (mel.log_mel, (at(900, dtype=f32), 20), {"out": at(5, 20, dtype=f32)}),
-        (image.resize, (ids(40, 30, 3, dtype=torch.uint8), 16, 32), {}),
+        (media.log_mel, (at(900, dtype=f32), 20), {"out": at(5, 20, dtype=f32)}),
+        (media.resize, (ids(40, 30, 3, dtype=torch.uint8), 16, 32), {}),
         (
-            image.patches,
+            media.patches,
             (ids(40, 30, 3, dtype=torch.uint8), 16, 32),
             {"patch_size": 4, "merge_size": 2, "mean": (0.5,) * 3, "std": (0.5,) * 3},
         ),

@@ -2,9 +2,9 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops.conv3d import conv2d, conv3d, pack_conv, pack_upsample_conv, upsample_conv2d
+from tilewright.ops.conv import conv2d, conv3d, pack_conv, pack_upsample_conv, upsample_conv2d
 from tilewright.ops.native import kernels
-from tilewright.ops.torch_backend.conv3d import plain_conv3d
+from tilewright.ops.torch_backend.conv import plain_conv3d
 
 # Channels in and out, kernel, stride, padding: of autoencoders, of an audio tower, and odd ones. Below 32 channels all
 # taps share tiles of depth.

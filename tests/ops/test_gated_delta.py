@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plain import gated_delta_rule
 
 from tilewright import config
-from tilewright.bench.chunked_delta_rule import chunked_delta_rule
+from tilewright.bench.rows.gated_delta import chunked_delta_rule
 from tilewright.ops import backend, gated_delta, norm
 from tilewright.ops.native import kernels
 from tilewright.ops.plan import Arena, Plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewright.ops.torch_backend import attention, gpu_kernels, linear, norm, rope
+from tilewright.ops.torch_backend import attention, embedding, gpu_kernels, linear, norm
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="emulation needs a C++ compiler")
@@ -107,10 +107,10 @@ def test_norm_and_rope(width, rotated, norm):
     theirs = qkv.clone()
     their_q, their_k = theirs[:, 0:8:2], theirs[:, 8:10]
     if weights is None:
-        rope.rope_qk(their_q, their_k, cos, sin)
+        embedding.rope_qk(their_q, their_k, cos, sin)
         assert gpu_kernels.norm_rope(q, k, None, None, 0.0, cos, sin, False)
     else:
-        rope.qk_norm_rope(their_q, their_k, *weights, 1e-6, cos, sin, weight_plus_one=norm)
+        embedding.qk_norm_rope(their_q, their_k, *weights, 1e-6, cos, sin, weight_plus_one=norm)
         assert gpu_kernels.norm_rope(q, k, *weights, 1e-6, cos, sin, norm)
     assert_near(qkv, theirs)
 
@@ -131,7 +131,7 @@ def test_keys_and_values_go_to_their_slots():
 @pytest.mark.parametrize("window", [0, 50])
 def test_attention_of_one_query_each(heads, kv_heads, width, window):
     """In one part and in several; a sequence without keys gives zeros, and pages that are not its own are not read."""
-    from tilewright.ops.kv_cache import KvCache
+    from tilewright.ops.attention import KvCache
 
     lengths = [1, 200, 0, 97]
     data = torch.full((2, 17, 32, kv_heads, width), float("nan")).bfloat16()

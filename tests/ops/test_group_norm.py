@@ -2,9 +2,9 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops.group_norm import group_norm, group_norm_table, group_statistics
 from tilewright.ops.native import kernels
-from tilewright.ops.torch_backend import group_norm as reference
+from tilewright.ops.norm import group_norm, group_norm_table, group_statistics
+from tilewright.ops.torch_backend import norm as reference
 
 
 @pytest.mark.parametrize(

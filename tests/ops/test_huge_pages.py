@@ -5,7 +5,7 @@ import mmap
 
 import torch
 
-from tilewright.ops import memory
+from tilewright.ops import plan
 
 
 class NoHugePages(mmap.mmap):
@@ -16,8 +16,8 @@ class NoHugePages(mmap.mmap):
 
 
 def test_a_system_without_huge_pages_gives_small_ones(monkeypatch):
-    monkeypatch.setattr(memory.mmap, "mmap", NoHugePages)
-    made = memory.empty_in_huge_pages(3 << 20, torch.bfloat16)
+    monkeypatch.setattr(plan.mmap, "mmap", NoHugePages)
+    made = plan.empty_in_huge_pages(3 << 20, torch.bfloat16)
     assert made.shape == (3 << 20,) and not made.any()
     assert made.fill_(1.0).sum(dtype=torch.float64) == 3 << 20
 
@@ -31,6 +31,6 @@ def test_advice_is_for_whole_pages_of_any_size(monkeypatch):
             advised.append((torch.frombuffer(self, dtype=torch.uint8).data_ptr() + start, length))
             super().madvise(option, start, length)
 
-    monkeypatch.setattr(memory.mmap, "mmap", Noting)
-    made = memory.empty_in_huge_pages((5 << 20) + 12_345, torch.uint8)
+    monkeypatch.setattr(plan.mmap, "mmap", Noting)
+    made = plan.empty_in_huge_pages((5 << 20) + 12_345, torch.uint8)
     assert advised == [(made.data_ptr(), 4 << 20)] and made.data_ptr() % (64 << 10) == 0

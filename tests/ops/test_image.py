@@ -5,8 +5,8 @@ import torch
 from oracle import require
 from PIL import Image
 
-from tilewright.ops import image
-from tilewright.ops.torch_backend import image as reference
+from tilewright.ops import media
+from tilewright.ops.torch_backend import media as reference
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 # Pillow 13 runs the vertical pass first where that saves work; we follow it, older ones never do.
@@ -58,7 +58,7 @@ def pillow_resize(source: torch.Tensor, height: int, width: int, filter: str) ->
 def test_resize_gives_pillows_bits(isa, size, filter):
     in_height, in_width, height, width = size
     source = picture(in_height, in_width)
-    resized = image.resize(inside(source), height, width, filter)
+    resized = media.resize(inside(source), height, width, filter)
     assert torch.equal(resized, reference.resize(source, height, width, filter))
     if TURNS_ORDER or in_height - height <= 2 * (in_width - width):
         assert torch.equal(resized, pillow_resize(source, height, width, filter))
@@ -70,7 +70,7 @@ def test_resize_of_many_sizes(isa):
         sides = torch.randint(1, 150, (4,), generator=generator).tolist()
         source = picture(sides[0], sides[1])
         for filter in FILTERS:
-            actual = image.resize(source, sides[2], sides[3], filter)
+            actual = media.resize(source, sides[2], sides[3], filter)
             assert torch.equal(actual, reference.resize(source, sides[2], sides[3], filter)), (sides, filter)
 
 
@@ -79,14 +79,14 @@ def test_resize_clips_ringing(isa):
     source = torch.zeros(40, 60, 3, dtype=torch.uint8)
     source[:, 20:40] = 255
     for height, width in [(80, 130), (17, 23)]:
-        assert torch.equal(image.resize(source, height, width), reference.resize(source, height, width))
+        assert torch.equal(media.resize(source, height, width), reference.resize(source, height, width))
 
 
 def test_resize_of_frames_writes_only_its_window(isa):
     frames = picture(3, 40, 50)
     buffer = torch.full((3, 34, 70, 3), 7, dtype=torch.uint8)
     window = buffer[:, 1:32, 4:67]
-    assert image.resize(frames, 31, 63, out=window) is window
+    assert media.resize(frames, 31, 63, out=window) is window
     assert torch.equal(window, reference.resize(frames, 31, 63))
     window.fill_(7)
     assert (buffer == 7).all()
@@ -115,7 +115,7 @@ def test_patches(isa, dtype, patch, merge, size):
     # As the picture of a request: a slice of rows of a larger buffer, poisoned, the rows around it untouched.
     buffer = torch.full((expected.shape[0] + 2, expected.shape[1] + 3), float("nan"), dtype=dtype)
     out = buffer[1:-1, :-3]
-    assert image.patches(inside(source), height, width, out=out, **kwargs) is out
+    assert media.patches(inside(source), height, width, out=out, **kwargs) is out
     assert torch.equal(out, expected)
     out.fill_(float("nan"))
     assert buffer.isnan().all()
@@ -125,7 +125,7 @@ def test_patches(isa, dtype, patch, merge, size):
 def test_patches_of_a_video(isa, dtype, temporal):
     frames = picture(6, 40, 60)
     kwargs = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": temporal, "dtype": dtype, **CLIP}
-    actual = image.patches(frames, 28, 56, **kwargs)
+    actual = media.patches(frames, 28, 56, **kwargs)
     assert actual.shape == (6 // temporal * 2 * 4, 3 * temporal * 14 * 14)
     assert torch.equal(actual, reference.patches(frames, 28, 56, **kwargs))
 
@@ -136,7 +136,7 @@ def test_every_level_is_normalised_exactly(isa, dtype, mean, std):
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         kwargs = {"patch_size": 16, "merge_size": 1, "mean": mean, "std": std, "dtype": dtype}
-        assert torch.equal(image.patches(levels, 16, 16, **kwargs), reference.patches(levels, 16, 16, **kwargs))
+        assert torch.equal(media.patches(levels, 16, 16, **kwargs), reference.patches(levels, 16, 16, **kwargs))
         mean, std = torch.rand(3, generator=generator).tolist(), (torch.rand(3, generator=generator) + 0.01).tolist()
 
 
@@ -149,7 +149,7 @@ def test_patches_are_those_of_transformers(isa, patch_size, size):
     features = processor(images=Image.fromarray(source.numpy()), return_tensors="pt")
     _, grid_height, grid_width = features["image_grid_thw"][0].tolist()
     expected = features["pixel_values"].view(-1, 3, 2, patch_size**2)
-    actual = image.patches(
+    actual = media.patches(
         source,
         grid_height * patch_size,
         grid_width * patch_size,
@@ -166,11 +166,11 @@ def test_patches_are_those_of_transformers(isa, patch_size, size):
 
 
 def test_same_bits_with_any_number_of_threads(isa):
-    source, kernels = picture(301, 403), image.kernels
+    source, kernels = picture(301, 403), media.kernels
     expected = reference.patches(source, 96, 128, patch_size=16, merge_size=2, **CLIP)
     for count in (1, 2, 3, 7):
         kernels.set_num_threads(count)
-        actual = image.patches(source, 96, 128, patch_size=16, merge_size=2, **CLIP)
+        actual = media.patches(source, 96, 128, patch_size=16, merge_size=2, **CLIP)
         kernels.set_num_threads(0)
         assert torch.equal(actual, expected)
 
@@ -179,20 +179,20 @@ def test_errors_name_the_value():
     source = picture(8, 8)
     kwargs = {"patch_size": 4, "merge_size": 2, **CLIP}
     with pytest.raises(ValueError, match=r"patches: height is 12, expected a multiple of patch_size \* merge_size = 8"):
-        image.patches(source, 12, 8, **kwargs)
+        media.patches(source, 12, 8, **kwargs)
     with pytest.raises(ValueError, match="frames is 3, expected a multiple of temporal_patch_size = 2"):
-        image.patches(picture(3, 8, 8), 8, 8, temporal_patch_size=2, **kwargs)
+        media.patches(picture(3, 8, 8), 8, 8, temporal_patch_size=2, **kwargs)
     with pytest.raises(ValueError, match=r"out is float32 \[3, 48\], expected \[4, 48\]"):
-        image.patches(source, 8, 8, out=torch.zeros(3, 48), **kwargs)
+        media.patches(source, 8, 8, out=torch.zeros(3, 48), **kwargs)
     with pytest.raises(ValueError, match="image is float32, expected uint8"):
-        image.resize(source.float(), 8, 8)
+        media.resize(source.float(), 8, 8)
     with pytest.raises(ValueError, match=r"image has shape \[8, 8, 4\], expected \[..., H, W, 3\]"):
-        image.resize(torch.zeros(8, 8, 4, dtype=torch.uint8), 8, 8)
+        media.resize(torch.zeros(8, 8, 4, dtype=torch.uint8), 8, 8)
     with pytest.raises(ValueError, match=r"resizing \[8, 8\] to \[0, 8\]: every side must be 1 to 16777216"):
-        image.resize(source, 0, 8)
+        media.resize(source, 0, 8)
     with pytest.raises(ValueError, match="filter is 'box', expected 'bicubic' or 'bilinear'"):
-        image.resize(source, 8, 8, "box")
+        media.resize(source, 8, 8, "box")
     with pytest.raises(ValueError, match="std has a zero"):
-        image.patches(source, 8, 8, patch_size=4, merge_size=2, mean=(0, 0, 0), std=(1, 0, 1))
+        media.patches(source, 8, 8, patch_size=4, merge_size=2, mean=(0, 0, 0), std=(1, 0, 1))
     with pytest.raises(ValueError, match="gap between pixels"):
-        image.resize(picture(8, 16)[:, ::2], 8, 8)
+        media.resize(picture(8, 16)[:, ::2], 8, 8)

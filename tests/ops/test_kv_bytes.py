@@ -6,8 +6,8 @@ from helpers import poisoned, rand
 from test_attention import Pool, starts_of
 
 from tilewright.ops import attention, backend
-from tilewright.ops.kv_cache import BYTE_FORMATS, LARGEST, KvCache, bytes_per_token, kv_store
-from tilewright.ops.torch_backend.kv_cache import rounded
+from tilewright.ops.attention import BYTE_FORMATS, LARGEST, KvCache, bytes_per_token, kv_store
+from tilewright.ops.torch_backend.attention import rounded
 
 BYTES = pytest.mark.parametrize("kv_dtype", list(BYTE_FORMATS), ids=["int8", "fp8"])
 WIDTHS = [1, 15, 40, 64, 72, 129]

@@ -8,7 +8,7 @@ import torch
 from helpers import assert_close, in_fp16, poisoned, rand
 
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
-from tilewright.ops.memory import HUGE_PAGE_BYTES
+from tilewright.ops.plan import HUGE_PAGE_BYTES
 from tilewright.ops.torch_backend import linear as reference
 
 ACTIVATIONS = ["none", "silu", "gelu_tanh", "gelu_erf", "gelu_quick"]

@@ -6,7 +6,7 @@ import torch
 from oracle import require
 
 from tilewright.ops import backend
-from tilewright.ops.mel import HOP, MIN_SAMPLES, log_mel, mel_filters
+from tilewright.ops.media import HOP, MIN_SAMPLES, log_mel, mel_filters
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@ import pytest
 import torch
 from helpers import assert_close, rand
 
-from tilewright.ops.patch_embedding import pack_patch_embedding, patch_embedding
+from tilewright.ops.media import pack_patch_embedding, patch_embedding
 
 
 @pytest.mark.parametrize("patch", [14, 16, 5])

@@ -6,10 +6,9 @@ import pytest
 import torch
 from helpers import rand
 
-from tilewright.ops.attention import paged_attention
+from tilewright.ops.attention import KvCache, kv_store, paged_attention
 from tilewright.ops.conv import causal_conv
 from tilewright.ops.embedding import embedding, scatter_rows
-from tilewright.ops.kv_cache import KvCache, kv_store
 from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.moe import PackedExperts, moe
 from tilewright.ops.native import kernels

@@ -2,8 +2,8 @@ import pytest
 import torch
 from helpers import assert_close, poisoned, rand
 
-from tilewright.ops import rope
-from tilewright.ops.torch_backend import rope as reference
+from tilewright.ops import embedding
+from tilewright.ops.torch_backend import embedding as reference
 
 # Heads of Qwen3-VL (128, 64, 72), odd halves, partial rotation.
 WIDTHS = [(2, 2), (10, 4), (72, 72), (80, 34), (128, 128)]
@@ -27,7 +27,7 @@ def test_table(isa, position_dtype, num_frequencies):
     axes = torch.randint(0, 3, (num_frequencies,), generator=generator).to(torch.int32)
     out = poisoned(41, num_frequencies), poisoned(41, num_frequencies)
     inv_freq = frequencies(num_frequencies)
-    actual = rope.rope_table(positions.to(position_dtype), inv_freq, axes, 1.25, out=out)
+    actual = embedding.rope_table(positions.to(position_dtype), inv_freq, axes, 1.25, out=out)
     expected = reference.rope_table(positions, inv_freq, axes, 1.25)
     for ours, exact in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, exact, rtol=0, atol=1.25 * 1.2e-7 + 6e-8)
@@ -35,7 +35,7 @@ def test_table(isa, position_dtype, num_frequencies):
 
 def test_sincos_over_many_angles(isa):
     positions = torch.linspace(0, 1_048_576, 200_001)[None]
-    cos, sin = rope.rope_table(positions, torch.ones(1), rope.plain_axes(1))
+    cos, sin = embedding.rope_table(positions, torch.ones(1), embedding.plain_axes(1))
     exact = positions[0].double()
     assert (cos[:, 0] - exact.cos()).abs().max() < 1.2e-7
     assert (sin[:, 0] - exact.sin()).abs().max() < 1.2e-7
@@ -65,7 +65,9 @@ def test_interleaved_axes_as_qwen3_vl(section):
     config = Qwen3VLTextConfig(head_dim=2 * sum(section), rope_parameters=parameters)
     module = oracle.Qwen3VLTextRotaryEmbedding(config)
     expected = oracle_table(module, ODD_POSITIONS[:, None])
-    assert_same_table(rope.rope_table(ODD_POSITIONS, module.inv_freq, rope.interleaved_axes(section)), expected)
+    assert_same_table(
+        embedding.rope_table(ODD_POSITIONS, module.inv_freq, embedding.interleaved_axes(section)), expected
+    )
 
 
 def test_sectioned_axes_as_qwen2_vl():
@@ -76,13 +78,13 @@ def test_sectioned_axes_as_qwen2_vl():
     parameters = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
     config = Qwen2VLTextConfig(hidden_size=256, num_attention_heads=2, rope_parameters=parameters)
     module = oracle.Qwen2VLRotaryEmbedding(config)
-    cos, sin = rope.rope_table(ODD_POSITIONS, module.inv_freq, rope.sectioned_axes(section))
+    cos, sin = embedding.rope_table(ODD_POSITIONS, module.inv_freq, embedding.sectioned_axes(section))
     assert_same_table((cos, sin), oracle_table(module, ODD_POSITIONS[:, None]))
     q, k = rand(6, 4, 128), rand(6, 2, 128, seed=1)
     expected = oracle.apply_rotary_pos_emb(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], *module(q, ODD_POSITIONS[:, None])
     )
-    rope.rope_qk(q, k, cos, sin)
+    embedding.rope_qk(q, k, cos, sin)
     assert_close(q, expected[0][0].transpose(0, 1))
     assert_close(k, expected[1][0].transpose(0, 1))
 
@@ -96,12 +98,12 @@ def test_vision_axes_as_qwen3_vl(head_width, dtype):
     rows, columns = torch.meshgrid(torch.arange(7), torch.arange(13), indexing="ij")
     positions = torch.stack((rows.flatten(), columns.flatten()))
     their_cos, their_sin = module(torch.zeros(1), positions.T)
-    cos, sin = rope.rope_table(positions, module.inv_freq.repeat(2), rope.vision_axes(head_width // 4))
+    cos, sin = embedding.rope_table(positions, module.inv_freq.repeat(2), embedding.vision_axes(head_width // 4))
     assert_same_table((cos, sin), (their_cos[:, : head_width // 2], their_sin[:, : head_width // 2]))
     q, k = rand(91, 3, head_width, dtype=dtype), rand(91, 3, head_width, dtype=dtype, seed=1)
     expected = oracle.apply_rotary_pos_emb_vision(q, k, their_cos, their_sin)
-    assert_close(rope.rope(q, cos, sin), expected[0])
-    assert_close(rope.rope(k, cos, sin), expected[1])
+    assert_close(embedding.rope(q, cos, sin), expected[0])
+    assert_close(embedding.rope(k, cos, sin), expected[1])
 
 
 @pytest.mark.parametrize("width,rotated", WIDTHS)
@@ -111,9 +113,9 @@ def test_rope(isa, dtype, width, rotated, interleaved):
     cos, sin = table(5, rotated)
     expected = reference.rope(x, cos, sin, interleaved=interleaved)
     out = poisoned(5, 3, width, dtype=dtype)
-    assert rope.rope(x, cos, sin, interleaved=interleaved, out=out) is out
+    assert embedding.rope(x, cos, sin, interleaved=interleaved, out=out) is out
     assert_close(out, expected)
-    rope.rope(x, cos, sin, interleaved=interleaved, out=x)
+    embedding.rope(x, cos, sin, interleaved=interleaved, out=x)
     assert torch.equal(x, out)
 
 
@@ -131,11 +133,11 @@ def test_q_and_k_in_a_packed_row(isa, dtype, width, rotated, interleaved, form, 
     weights = rand(width, dtype=weight_dtype, seed=4), rand(width, dtype=weight_dtype, seed=5)
     if form == "rope":
         expected = [reference.rope(x, cos, sin, interleaved=interleaved) for x in (q, k)]
-        rope.rope_qk(q, k, cos, sin, interleaved=interleaved)
+        embedding.rope_qk(q, k, cos, sin, interleaved=interleaved)
     else:
         options = {"interleaved": interleaved, "weight_plus_one": form == "norm_plus_one"}
         expected = [reference.norm_rope(x, w, 1e-6, cos, sin, **options) for x, w in zip((q, k), weights, strict=True)]
-        rope.qk_norm_rope(q, k, *weights, 1e-6, cos, sin, **options)
+        embedding.qk_norm_rope(q, k, *weights, 1e-6, cos, sin, **options)
     assert_close(q, expected[0])
     assert_close(k, expected[1])
     before[:, 1 : 1 + (heads + kv_heads) * width] = qkv[:, 1 : 1 + (heads + kv_heads) * width]
@@ -145,19 +147,19 @@ def test_q_and_k_in_a_packed_row(isa, dtype, width, rotated, interleaved, form, 
 def test_errors_name_the_tensor():
     x, (cos, sin) = torch.zeros(3, 2, 8), table(3, 8)
     with pytest.raises(ValueError, match=r"rope: cos has shape \[4, 4\], expected \[T=3, R/2\]"):
-        rope.rope(x, *table(4, 8))
+        embedding.rope(x, *table(4, 8))
     with pytest.raises(ValueError, match="cos has 5 frequencies, too many for heads of width 8"):
-        rope.rope(x, *table(3, 10))
+        embedding.rope(x, *table(3, 10))
     with pytest.raises(ValueError, match="cos is bfloat16, expected float32"):
-        rope.rope(x, cos.bfloat16(), sin)
+        embedding.rope(x, cos.bfloat16(), sin)
     with pytest.raises(ValueError, match=r"rope_qk: k has shape \[3, 2, 6\], expected \[T=3, G, K=8\]"):
-        rope.rope_qk(x, torch.zeros(3, 2, 6), cos, sin)
+        embedding.rope_qk(x, torch.zeros(3, 2, 6), cos, sin)
     with pytest.raises(ValueError, match=r"axis_of_frequency\[1\] is 1, expected 0 to 0"):
-        rope.rope_table(torch.zeros(1, 3), torch.ones(2), torch.tensor([0, 1], dtype=torch.int32))
+        embedding.rope_table(torch.zeros(1, 3), torch.ones(2), torch.tensor([0, 1], dtype=torch.int32))
 
 
 def test_no_tokens(isa):
-    assert rope.rope(torch.zeros(0, 2, 8), torch.zeros(0, 4), torch.zeros(0, 4)).shape == (0, 2, 8)
+    assert embedding.rope(torch.zeros(0, 2, 8), torch.zeros(0, 4), torch.zeros(0, 4)).shape == (0, 2, 8)
 
 
 def test_pairs_by_frame_row_and_column_are_complex_products(isa, dtype):
@@ -165,11 +167,11 @@ def test_pairs_by_frame_row_and_column_are_complex_products(isa, dtype):
     sections, heads = [4, 6, 5], 3
     positions = torch.cartesian_prod(*(torch.arange(n) for n in (2, 3, 4))).T.contiguous()  # [3 axes, T]
     inv_freq = torch.cat([10000.0 ** -(torch.arange(n) / n) for n in sections])
-    axes = rope.sectioned_axes(sections)
-    cos, sin = rope.rope_table(positions, inv_freq, axes)
+    axes = embedding.sectioned_axes(sections)
+    cos, sin = embedding.rope_table(positions, inv_freq, axes)
     x = rand(positions.shape[1], heads, 2 * sum(sections), dtype=dtype)
     turns = torch.polar(torch.ones(1), positions.float()[axes.long()].T * inv_freq)
     products = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turns[:, None]
     expected = torch.view_as_real(products).flatten(-2).to(dtype)
-    out = rope.rope(x, cos, sin, interleaved=True, out=poisoned(*x.shape, dtype=dtype))
+    out = embedding.rope(x, cos, sin, interleaved=True, out=poisoned(*x.shape, dtype=dtype))
     assert_close(out, expected)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tilewright.config import format_cpus
-from tilewright.parallel.topology import Topology, UsableNode
+from tilewright.host.topology import Topology, UsableNode
 
 GIB = 1 << 30
 

@@ -7,10 +7,10 @@ import re
 import pytest
 from system_tree import two_sockets
 
+from tilewright.host.topology import Topology, UsableNode
 from tilewright.parallel import auto_tp
-from tilewright.parallel.auto_tp import MeasureError, Reads, choose_tp, measure_reads
+from tilewright.parallel.auto_tp import MeasuredReads, MeasureError, choose_tp, measure_reads
 from tilewright.parallel.binding import RankBinding
-from tilewright.parallel.topology import Topology, UsableNode
 
 CPU = min(os.sched_getaffinity(0))
 
@@ -35,7 +35,7 @@ def test_a_rank_per_node_where_they_read_faster(log):
 
     def measure(topology, ranks):
         seen.extend(ranks)
-        return Reads(200e9, [150e9, 160e9])
+        return MeasuredReads(200e9, [150e9, 160e9])
 
     assert choose_tp(two_sockets(1), num_threads=3, measure=measure) == 2
     assert [(rank.cpus[0], rank.num_threads) for rank in seen] == [(0, 3), (8, 3)]
@@ -46,7 +46,7 @@ def test_a_rank_per_node_where_they_read_faster(log):
 
 
 def test_one_where_ranks_gain_nothing(log):
-    assert choose_tp(two_sockets(1), measure=lambda *_: Reads(200e9, [105e9, 105e9])) == 1
+    assert choose_tp(two_sockets(1), measure=lambda *_: MeasuredReads(200e9, [105e9, 105e9])) == 1
     assert log.messages[0].startswith("tp auto: 1 of 2 memory nodes: one rank per node reads 105.0 + 105.0 = 210.0")
 
 

@@ -12,9 +12,8 @@ from test_collectives import added, check_sizes, each_pair_of_types, fused, gath
 from tilewright.ops.native import kernels
 from tilewright.ops.plan import Arena, Plan
 from tilewright.parallel.gloo import GlooGroup
-from tilewright.parallel.group import CollectiveError
+from tilewright.parallel.group import CollectiveError, SharedMemoryGroup
 from tilewright.parallel.rendezvous import Rendezvous, make_group, open_rendezvous
-from tilewright.parallel.shared_memory import SharedMemoryGroup
 
 pytestmark = pytest.mark.alone  # up to three ranks, which wait for each other
 LOOPBACK = "127.0.0.1"

@@ -3,8 +3,9 @@
 import pytest
 from system_tree import GIB, write_system
 
-from tilewright import config, control_group
-from tilewright.parallel.topology import read_cpus, read_nodes, read_topology
+from tilewright import config
+from tilewright.host import topology as control_group
+from tilewright.host.topology import read_cpus, read_nodes, read_topology
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,12 @@ from tiny_checkpoint import write_chat_model, write_vision_model
 
 from tilewright.engine.engine import Engine
 from tilewright.ops.native import kernels
-from tilewright.server.app import create_app
-from tilewright.server.connections import server_config
-from tilewright.server.handler import ApiHandler
+from tilewright.server.api.handler import ApiHandler
+from tilewright.server.http.app import create_app
+from tilewright.server.http.connections import server_config
+from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Started
-from tilewright.server.link.local import LocalBackend
-from tilewright.server.settings import ServerSettings
+from tilewright.server.link.remote import LocalBackend
 from tilewright.types import Timings
 
 

@@ -12,11 +12,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tilewright.diffusion.errors import DiffusionLostError
 from tilewright.diffusion.expected import Expected
-from tilewright.diffusion.params import Limits
+from tilewright.diffusion.params import DiffusionLostError, Limits
+from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link.pictures import PictureBackend
-from tilewright.server.settings import ServerSettings
 from tilewright.types import RequestError
 
 ENTRY = "fake_pictures:FakePictures"

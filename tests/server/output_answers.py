@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 
 from tilewright.server.output import OutputParser
-from tilewright.server.output.hermes import HermesFormat
-from tilewright.server.output.llama import LlamaFormat
+from tilewright.server.output.json_formats import HermesFormat, LlamaFormat
 from tilewright.server.output.qwen_xml import QwenXmlFormat
 
 HERMES, LLAMA, XML = HermesFormat(), LlamaFormat(), QwenXmlFormat()

@@ -20,9 +20,7 @@ from PIL import Image
 sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds the tests' own modules, for commands
 from sounds import wav
 
-from tilewright.bench.http_client import Client
-from tilewright.bench.http_errors import HttpError
-from tilewright.bench.server_url import Server
+from tilewright.bench.http_client import Client, HttpError, ServerAddress
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WORDS = ("tile", "grout", "kiln", "glaze", "slip", "clay", "wall", "floor", "edge", "square", "corner", "row")
@@ -187,7 +185,7 @@ async def run(
     url: str, requests: list[Request], concurrency: int, after_each: Callable[[], None] | None = None
 ) -> Outcome:
     """Sends all, so many at once."""
-    outcome, client, waiting = Outcome(), Client(Server.parse(url)), iter(requests)
+    outcome, client, waiting = Outcome(), Client(ServerAddress.parse(url)), iter(requests)
 
     async def work() -> None:
         for request in waiting:

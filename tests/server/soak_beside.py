@@ -26,8 +26,7 @@ from pathlib import Path
 from processes import family_of, memory_bytes
 from soak import CHAT, COMPLETIONS, WORDS, said
 
-from tilewright.bench.http_client import Client
-from tilewright.bench.server_url import Server
+from tilewright.bench.http_client import Client, ServerAddress
 
 LONG_PROMPT_BYTES = 20_000_000
 NUM_LONG_SENDERS, NUM_HALF_SENT, NUM_SLOW_READERS = 2, 64, 8
@@ -53,7 +52,7 @@ def stream_body(index: int) -> bytes:
 
 async def run_streams(url: str, pid: int, count: int, concurrency: int, seconds: float = 0.0) -> Streams:
     """At least `count` streams, so many at once, going on until so many seconds are over."""
-    found, client = Streams(), Client(Server.parse(url))
+    found, client = Streams(), Client(ServerAddress.parse(url))
     deadline, indices = time.monotonic() + seconds, iter(range(sys.maxsize))
 
     async def work() -> None:

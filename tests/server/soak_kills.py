@@ -34,15 +34,13 @@ import soak_pictures
 from processes import family_of, memory_bytes
 from soak_beside import Misbehaviour
 
-from tilewright import embedded
-from tilewright.bench.http_client import Client
-from tilewright.bench.http_errors import HttpError
-from tilewright.bench.server_url import Server
+from tilewright.bench.http_client import Client, HttpError, ServerAddress
 from tilewright.inputs.isolation import main as decoder
-from tilewright.server.link import engine_process, picture_process
+from tilewright.server.link import picture_process, service
+from tilewright.weights import embedded
 
 PROCESSES = {  # what of its command tells each
-    "engine": engine_process.__name__,
+    "engine": service.__name__,
     "media decoder": decoder.__name__,
     "constraint sandbox": "engine.constraint.sandbox",
     "picture worker": picture_process.__name__,
@@ -147,7 +145,7 @@ class Site:
 
     def __init__(self, name, server, kinds, num_clients, found):
         self.name, self.server, self.num_clients, self.found = name, server, num_clients, found
-        self.client = Client(Server.parse(server.url))
+        self.client = Client(ServerAddress.parse(server.url))
         self.outages, self.answers = Outages(), {}
         count = 6 * len(kinds)
         of_kind = list(kinds.values())

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from processes import family_of, memory_bytes
 
-from tilewright.bench.http_client import Client
-from tilewright.bench.http_errors import HttpError
-from tilewright.bench.server_url import Server
+from tilewright.bench.http_client import Client, HttpError, ServerAddress
 
 CHAT, IMAGES, EDITS, VIDEOS = "/v1/chat/completions", "/v1/images/generations", "/v1/images/edits", "/v1/videos"
 MAX_BYTES = 1 << 24
@@ -73,7 +71,7 @@ async def send(client, kind, seed):
 
 async def run(url, num_requests, concurrency, seed=0):
     """How often each kind had each status, and what was wrong."""
-    client, kinds = Client(Server.parse(url)), list(KINDS)
+    client, kinds = Client(ServerAddress.parse(url)), list(KINDS)
     statuses, wrong = Counter(), []
     waiting = iter([(kinds[i % len(kinds)], f"{seed} {i % 99}") for i in range(num_requests)])
 

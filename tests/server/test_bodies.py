@@ -3,7 +3,7 @@
 import pydantic
 import pytest
 
-from tilewright.server.bodies import ChatBody, CompletionBody, ResponsesBody
+from tilewright.server.api.bodies import ChatBody, CompletionBody, ResponsesBody
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}

@@ -6,16 +6,19 @@ from dataclasses import fields
 import pytest
 from sources import ROOT
 
-from tilewright import serve
-from tilewright.engine.constraint.source import MAX_SOURCE_BYTES
-from tilewright.inputs.text_limits import MAX_MESSAGES, MAX_VALUES
-from tilewright.server import bodies, bounded_body, connections, flags
-from tilewright.server import connection_limit as limit
+from tilewright.cli import serve
+from tilewright.cli import serve as flags
+from tilewright.engine.constraint.compiler import MAX_SOURCE_BYTES
+from tilewright.inputs.messages import MAX_MESSAGES, MAX_VALUES
+from tilewright.server.api import bodies
+from tilewright.server.api.responses.request import MAX_HISTORY_BYTES
+from tilewright.server.http import bodies as bounded_body
+from tilewright.server.http import connections
+from tilewright.server.http import connections as limit
+from tilewright.server.http.settings import MEDIA_LIMITS, ServerSettings
 from tilewright.server.media import fetch, sources
 from tilewright.server.media import gate as media
 from tilewright.server.output.tools import MAX_TOOLS
-from tilewright.server.responses.history import MAX_HISTORY_BYTES
-from tilewright.server.settings import MEDIA_LIMITS, ServerSettings
 
 DEFAULTS = {field.name: field.default for field in fields(ServerSettings)}
 MIB, KIB = 1 << 20, 1 << 10

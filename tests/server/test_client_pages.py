@@ -20,8 +20,8 @@ from sources import ROOT
 from tiny_checkpoint import write_vision_model
 
 from tilewright import cli
-from tilewright.server import flags
-from tilewright.server.settings import ServerSettings
+from tilewright.cli import serve
+from tilewright.server.http.settings import ServerSettings
 
 PAGES = sorted((ROOT / "docs" / "clients").glob("*.md"))
 TEMPLATE = ROOT / "tests" / "data" / "qwen3_vl.jinja"  # knows tools, pictures and videos
@@ -131,7 +131,7 @@ def test_the_server_takes_the_flags_of_the_pages(line):
 
 def test_a_server_for_containers_answers_to_the_name_they_use():
     (line,) = [line for line in serve_lines() if "--host 0.0.0.0" in line]
-    settings = flags.make_settings(options_of(line))
+    settings = serve.make_settings(options_of(line))
     assert set(settings.allowed_hosts) == {"host.docker.internal", "127.0.0.1"}
 
 

@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tilewright.server.completions import Offsets
+from tilewright.server.api.completions import Offsets
 
 
 @pytest.fixture(scope="module")

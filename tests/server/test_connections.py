@@ -10,10 +10,9 @@ import socket
 import pytest
 from test_guard import BODY, error_of, send, wait_until
 
-from tilewright.server import connection_limit
-from tilewright.server.connection_limit import default_max_connections
-from tilewright.server.connections import MAX_HEAD_BYTES, MAX_HEADERS, MAX_LINE_BYTES
-from tilewright.server.settings import ServerSettings
+from tilewright.server.http import connections
+from tilewright.server.http.connections import MAX_HEAD_BYTES, MAX_HEADERS, MAX_LINE_BYTES, default_max_connections
+from tilewright.server.http.settings import ServerSettings
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 
@@ -280,7 +279,7 @@ def test_clients_that_do_not_read_are_cut_off(scripted):
 
 
 def test_connections_are_bounded_in_all(scripted, caplog, monkeypatch):
-    monkeypatch.setattr(connection_limit, "LOG_EVERY_S", 0.5)
+    monkeypatch.setattr(connections, "LOG_EVERY_S", 0.5)
     running, _ = scripted(settings=ServerSettings(max_connections=4, max_connections_per_address=4))
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(running)) for _ in range(4)]
@@ -290,7 +289,7 @@ def test_connections_are_bounded_in_all(scripted, caplog, monkeypatch):
         silent.pop().close()
         wait_until(lambda: any("more connections" in record.getMessage() for record in caplog.records))
         assert send(f"{running.url}/health")[0] == 200
-    lines = [record.getMessage() for record in caplog.records if record.name == connection_limit.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == connections.__name__]
     assert lines[0].startswith("a connection of 127.0.0.1 was refused: 4 connections are open, the limit is 4")
     assert len(lines) == 2 and "more connections were refused in 0.5 s" in lines[1]  # not one for each
     assert b"connections_refused_total 0.0" not in running.handler.metrics.text(None, 0)

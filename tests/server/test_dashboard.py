@@ -9,10 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sources import ROOT
 
-from tilewright.engine.stats import Stats
+from tilewright.engine.measure.stats import Stats
+from tilewright.server.http.metrics import Metrics
 from tilewright.server.link.pictures import PictureBackend
 from tilewright.server.link.service import EngineService
-from tilewright.server.metrics import Metrics
 
 NAME = re.compile(r"tilewright_\w+")
 # Of what is exposed, what the dashboard leaves out on purpose: nothing.

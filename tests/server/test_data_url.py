@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tilewright.inputs.media import MediaLimits, open_url
-from tilewright.server.media import data_url
+from tilewright.server.media import sources
 from tilewright.types import RequestError
 
 LIMITS = MediaLimits(max_bytes=40)
@@ -20,7 +20,7 @@ texts = st.one_of(encoded, noise, st.tuples(encoded, noise, encoded).map("".join
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch):
-    monkeypatch.setattr(data_url, "PIECE_CHARACTERS", 7)
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 7)
 
 
 def outcome(decode):
@@ -37,12 +37,12 @@ def test_pieces_and_whole(head, text):
     assume("====" not in "".join(unquote(text).split()))  # Python's decoder takes it after whole groups alone
     url = head + text
     at_once = outcome(lambda: open_url(url, "image 1", LIMITS, None))
-    assert outcome(lambda: data_url.decode_data_url(url, "image 1", LIMITS)) == at_once
+    assert outcome(lambda: sources.decode_data_url(url, "image 1", LIMITS)) == at_once
 
 
 @pytest.mark.parametrize("text", ["YWJjZGVm", "YWJj\r\nZGVm", "YWJj ZGVm  ", "YWJjZGV%6d", "%59WJjZGVm", "YWJjZG%56m"])
 def test_spaces_and_escapes(text):
-    assert data_url.decode_data_url(f"data:image/png;base64,{text}", "image 1", LIMITS) == b"abcdef"
+    assert sources.decode_data_url(f"data:image/png;base64,{text}", "image 1", LIMITS) == b"abcdef"
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_spaces_and_escapes(text):
 )
 def test_what_is_not_base64(text):
     with pytest.raises(RequestError, match="image 1: the data: URL is not base64: "):
-        data_url.decode_data_url(f"data:image/png;base64,{text}", "image 1", LIMITS)
+        sources.decode_data_url(f"data:image/png;base64,{text}", "image 1", LIMITS)
 
 
 def test_no_more_is_decoded_than_the_limit():
     with pytest.raises(RequestError, match="image 1: 42 bytes or more, the limit is 40"):
-        data_url.decode_data_url("data:," + "%" * 1_000_000, "image 1", LIMITS)
+        sources.decode_data_url("data:," + "%" * 1_000_000, "image 1", LIMITS)

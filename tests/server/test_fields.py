@@ -20,9 +20,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from sources import ROOT
 
-from tilewright.server import fields
-from tilewright.server.endpoints import ENDPOINTS, FILE_ENDPOINTS
-from tilewright.server.pictures.bodies import EditBody, ImageBody, VideoBody
+from tilewright.server.api import fields
+from tilewright.server.api.endpoints import ENDPOINTS, FILE_ENDPOINTS
+from tilewright.server.api.pictures.request import EditBody, ImageBody, VideoBody
 
 QUESTION = [{"role": "user", "content": "What is a tile?"}]
 TOOL = {"type": "function", "function": {"name": "lay_tile", "parameters": {"type": "object", "properties": {}}}}

@@ -17,9 +17,9 @@ import urllib.request
 import openai
 import pytest
 
-from tilewright.server import json_body
+from tilewright.server.http import bodies
+from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link.backend import EngineUnavailable
-from tilewright.server.settings import ServerSettings
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -191,7 +191,7 @@ def test_bodies_are_bounded(scripted):
 @pytest.mark.parametrize("values", [b"[]," * 2_000_001, b"1," * 2_000_001, b'{"":' * 2_000_001])
 def test_values_of_a_body_are_bounded(scripted, values, monkeypatch):
     """Before they are made: of 128 MiB they would take 4 GB."""
-    monkeypatch.setattr(json_body, "parse_json", lambda *args: pytest.fail("it was parsed"))
+    monkeypatch.setattr(bodies, "parse_json", lambda *args: pytest.fail("it was parsed"))
     running, _ = scripted()
     status, _, text = send(f"{running.url}/v1/completions", b'{"prompt": [' + values + b"1]}")
     monkeypatch.undo()

@@ -28,11 +28,11 @@ from soak import bomb
 from test_guard import AMBIGUOUS, error_of, send
 from tiny_checkpoint import write_vision_model
 
-from tilewright.diffusion.files import settings_of
-from tilewright.server.errors import ApiError
+from tilewright.outputs.images import settings_of
+from tilewright.server.http.bodies import parse_multipart
+from tilewright.server.http.errors import ApiError
+from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link import supervisor
-from tilewright.server.multipart import parse_multipart
-from tilewright.server.settings import ServerSettings
 
 WAIT_S = 60
 

@@ -9,7 +9,7 @@ import pytest
 from chat_parts import image
 from test_guard import error_of, send, wait_until
 
-from tilewright.inputs.text_limits import MAX_MESSAGES
+from tilewright.inputs.messages import MAX_MESSAGES
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import ContextLengthExceeded, RequestError
 
@@ -126,7 +126,7 @@ def _ask(client, text):
 
 
 def test_the_code_survives_the_way_from_the_engine():
-    from tilewright.server.errors import as_api_error
+    from tilewright.server.http.errors import as_api_error
     from tilewright.server.link import wire
     from tilewright.server.link.backend import EngineRequest
     from tilewright.server.link.service import failure

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.server.media.addresses import is_public, resolve_host
+from tilewright.server.media.fetch import is_public, resolve_host
 
 PUBLIC = ["1.1.1.1", "8.8.8.8", "93.184.216.34", "172.15.255.255", "172.32.0.0", "100.63.255.255", "100.128.0.0",
           "169.253.255.255", "192.0.1.1", "198.17.0.1", "223.255.255.255", "2606:4700::1111", "2a00:1450:4001::200e",

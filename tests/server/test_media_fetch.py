@@ -8,7 +8,7 @@ import pytest
 from media_origin import Names, ok, redirect, serving
 
 import tilewright
-from tilewright.server.media import addresses
+from tilewright.server.media import fetch as addresses
 from tilewright.server.media.fetch import Fetcher, FetchError
 from tilewright.types import RequestError
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tilewright.server.media.files import FileError, FolderReader
+from tilewright.server.media.sources import FileError, FolderReader
 from tilewright.types import RequestError
 
 NOT_ALLOWED = "files are read only from folders given with --allow-files DIR"

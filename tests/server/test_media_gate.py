@@ -6,7 +6,7 @@ from media_origin import Names, ok, serving
 
 from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.messages import normalize
-from tilewright.server.media import addresses
+from tilewright.server.media import fetch
 from tilewright.server.media.fetch import Fetcher
 from tilewright.server.media.gate import MediaGate, MediaPolicy
 from tilewright.types import RequestError
@@ -17,8 +17,8 @@ DATA_URL = "data:image/png;base64," + base64.b64encode(b"inline").decode()
 
 @pytest.fixture(autouse=True)
 def public_loopback(monkeypatch):
-    real = addresses.is_public
-    monkeypatch.setattr(addresses, "is_public", lambda address: address == "127.0.0.1" or real(address))
+    real = fetch.is_public
+    monkeypatch.setattr(fetch, "is_public", lambda address: address == "127.0.0.1" or real(address))
 
 
 def resolve(content, answers=None, **policy):

@@ -8,10 +8,10 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
 from tilewright.engine.engine import Engine
-from tilewright.server.app import create_app
-from tilewright.server.handler import ApiHandler
-from tilewright.server.link.local import LocalBackend
-from tilewright.server.settings import ServerSettings
+from tilewright.server.api.handler import ApiHandler
+from tilewright.server.http.app import create_app
+from tilewright.server.http.settings import ServerSettings
+from tilewright.server.link.remote import LocalBackend
 
 schema = schemathesis.openapi.from_dict(create_app(ApiHandler(ServerSettings(), ScriptedBackend())).openapi())
 schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])

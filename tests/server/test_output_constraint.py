@@ -13,7 +13,7 @@ from output_answers import FORMATS, HERMES, LLAMA, TOOLS, XML, parse, tool
 from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.server.output import check_tools, tool_constraint
-from tilewright.server.output.llama import LlamaFormat
+from tilewright.server.output.json_formats import LlamaFormat
 from tilewright.types import Constraint, RequestError
 
 BYTES = LLTokenizer("byte")

@@ -10,11 +10,11 @@ from conftest import ScriptedBackend, serving
 from page_browser import answers, hand_over, png, send, until, until_kept, wait_until_done
 from PIL import Image
 
-from tilewright import embedded
 from tilewright.inputs.media import MediaLimits
+from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link.backend import EngineFailure, EngineUnavailable, ModelInfo
 from tilewright.server.media.gate import MediaPolicy
-from tilewright.server.settings import ServerSettings
+from tilewright.weights import embedded
 
 REFUSED = "Failed to load resource"  # what Chromium's console says of a request that was answered with an error
 

@@ -8,8 +8,8 @@ import urllib.parse
 import pytest
 from sources import PACKAGE
 
-from tilewright.server.page_files import PAGE_FILES
-from tilewright.server.settings import ServerSettings
+from tilewright.server.http.page_files import PAGE_FILES
+from tilewright.server.http.settings import ServerSettings
 
 FOLDER = PACKAGE / "server" / "page"
 POLICY = (

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from page_browser import answers, hand_over, kept, png, send, until, until_kept, wait_until_done
 
+from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link import remote
 from tilewright.server.link.backend import EngineUnavailable, Failed
-from tilewright.server.settings import ServerSettings
 from tilewright.types import ContextLengthExceeded
 
 REFUSED = "Failed to load resource"

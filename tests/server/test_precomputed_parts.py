@@ -19,9 +19,9 @@ from tiny_checkpoint import write_vision_model
 from tilewright.engine.engine import Engine
 from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.precomputed_values import as_json
-from tilewright.server.link.local import LocalBackend
+from tilewright.server.http.settings import MEDIA_LIMITS, ServerSettings
+from tilewright.server.link.remote import LocalBackend
 from tilewright.server.media.gate import MediaGate, MediaPolicy
-from tilewright.server.settings import MEDIA_LIMITS, ServerSettings
 from tilewright.types import RequestError
 
 ALLOWED = dataclasses.replace(MEDIA_LIMITS, allow_precomputed=True)

@@ -14,8 +14,8 @@ import pytest
 from sources import ROOT
 from test_guard import BODY, FORM, FORM_TYPE, send
 
-from tilewright.server.guard import Guard
-from tilewright.server.settings import ServerSettings
+from tilewright.server.http.guard import Guard
+from tilewright.server.http.settings import ServerSettings
 
 NAME = "llm.example.org"
 NGINX = """

@@ -21,9 +21,8 @@ from tilewright.server.link.backend import (
     Started,
 )
 from tilewright.server.replicas import backend as replica_backend
-from tilewright.server.replicas.backend import MAX_LOST, ReplicaBackend, ReplicaLost
-from tilewright.server.replicas.recovery import Recovery, with_seed
-from tilewright.server.replicas.stats import combined
+from tilewright.server.replicas.backend import MAX_LOST, Recovery, ReplicaBackend, ReplicaLost, with_seed
+from tilewright.server.replicas.routing import combined
 from tilewright.types import RequestError, Timings
 
 ENDED = Ended(3, 0, 4, Timings(0.0, 0.1, 0.2))

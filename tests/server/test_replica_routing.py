@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.server.link.backend import EngineRequest
-from tilewright.server.replicas.prefix_keys import CHUNK_CHARACTERS, END_BYTES, MAX_KEYS, MIN_CHARACTERS, prefix_keys
-from tilewright.server.replicas.routing import HEADROOM, PrefixRouter
+from tilewright.server.replicas.routing import (
+    CHUNK_CHARACTERS,
+    END_BYTES,
+    HEADROOM,
+    MAX_KEYS,
+    MIN_CHARACTERS,
+    PrefixRouter,
+    prefix_keys,
+)
 
 SYSTEM = {"role": "system", "content": "You know all about tiles. " * 40}
 

@@ -113,7 +113,7 @@ def test_invalid_requests(client, options, message):
 
 
 def test_a_lost_engine_fails_the_response(scripted):
-    from tilewright.server.settings import ServerSettings
+    from tilewright.server.http.settings import ServerSettings
 
     running, _ = scripted(settings=ServerSettings(request_timeout_s=0.2), holds_back=True)
     *_, last = running.client().responses.create(model="", input="hi", stream=True)

@@ -9,8 +9,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from output_answers import HERMES, TOOLS, WEATHER
 from pydantic import TypeAdapter
 
+from tilewright.server.api.responses.writer import ResponseBuilder
 from tilewright.server.output import OutputParser, Piece, ToolCallDelta
-from tilewright.server.responses import ResponseBuilder
 
 EVENTS = TypeAdapter(ResponseStreamEvent)
 USAGE = {

@@ -5,8 +5,9 @@ from openai.types.responses import Response
 from output_answers import WEATHER
 
 from tilewright.inputs.messages import normalize
+from tilewright.server.api.responses.request import ResponseHistory, chat_body
+from tilewright.server.api.responses.writer import ResponseBuilder
 from tilewright.server.output import Piece, ToolCallDelta, check_tools
-from tilewright.server.responses import History, ResponseBuilder, chat_body
 from tilewright.types import RequestError
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
@@ -220,7 +221,7 @@ def test_a_response_goes_back_as_input():
 
 
 def test_a_request_continues_an_earlier_response():
-    history = History()
+    history = ResponseHistory()
     first = history.resolve({"input": "Hi", "instructions": "Be brief."})
     response = answered(first)
     history.keep(first, response)
@@ -246,7 +247,7 @@ def test_history_respects_store_and_its_limit():
             return False
         return True
 
-    history = History(max_size_bytes=10_000)
+    history = ResponseHistory(max_size_bytes=10_000)
     unwanted = {"input": "Hi", "store": False}
     response = answered(unwanted)
     history.keep(unwanted, response)

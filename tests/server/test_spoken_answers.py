@@ -12,8 +12,8 @@ import pytest
 from conftest import serving
 from speaking_backend import PIECES, SAMPLES, SpeakingBackend
 
+from tilewright.outputs.sound import encode
 from tilewright.server.link.backend import AUDIO_RATE
-from tilewright.sound_file import encode
 
 
 @pytest.fixture(scope="module")

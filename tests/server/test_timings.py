@@ -4,10 +4,10 @@ import pytest
 from conftest import serving
 
 from tilewright.engine.engine import Engine
-from tilewright.engine.stats import Reads
-from tilewright.server.chat_completions import timings
+from tilewright.engine.measure.stats import StepReads
+from tilewright.server.api.chat import timings
 from tilewright.server.link.backend import Ended
-from tilewright.server.link.local import LocalBackend
+from tilewright.server.link.remote import LocalBackend
 from tilewright.types import Timings
 
 READ_LIMIT = 20e9
@@ -44,9 +44,9 @@ def test_an_answer_of_one_token_has_no_speed(engine, client):
 
 
 def test_reads():
-    assert Reads(10, 2.0).speed_since(Reads(4, 0.5)) == 4.0
-    assert Reads(10, 2.0).speed_since(Reads(10, 2.0)) is None  # no step since
-    assert Reads(0, 2.0).speed_since(Reads(0, 0.5)) is None  # nobody counts bytes
+    assert StepReads(10, 2.0).speed_since(StepReads(4, 0.5)) == 4.0
+    assert StepReads(10, 2.0).speed_since(StepReads(10, 2.0)) is None  # no step since
+    assert StepReads(0, 2.0).speed_since(StepReads(0, 0.5)) is None  # nobody counts bytes
 
 
 def test_whole_answers_tell_it(client):

@@ -11,7 +11,7 @@ from sounds import wav
 from tiny_checkpoint import write_omni_model
 
 from tilewright.engine.engine import Engine
-from tilewright.server.link.local import LocalBackend
+from tilewright.server.link.remote import LocalBackend
 from tilewright.types import RequestError
 
 SOUND = wav(np.sin(np.arange(24_000) / 12)[:, None] * 0.3, 16_000)

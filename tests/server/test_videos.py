@@ -16,8 +16,8 @@ from page_browser import png
 from test_images import WAIT_S, metric, until
 
 from tilewright.diffusion.requests import PictureRequest
-from tilewright.server.pictures import videos
-from tilewright.server.pictures.results import ResultStore
+from tilewright.server.api.pictures import jobs as videos
+from tilewright.server.api.pictures.jobs import ResultStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 

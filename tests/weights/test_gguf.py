@@ -12,16 +12,16 @@ from core_answers import CoreAnswers
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
-from tilewright.engine.loading import load_network
+from tilewright.engine.load.loading import load_network
 from tilewright.ops.quantized import concatenate, dequantize, quantize
 from tilewright.types import ModelInputs, SamplingParams
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
+from tilewright.weights.conv import Unpacked
 from tilewright.weights.dequantize import FORMATS
-from tilewright.weights.gguf_numbers import SPLITS, common_format, in_format
+from tilewright.weights.gguf.quants import SPLITS, common_format, in_format
 from tilewright.weights.linear import LinearWeight
 from tilewright.weights.load import load
-from tilewright.weights.shard import PADDING, Shard
-from tilewright.weights.unpacked import Unpacked
+from tilewright.weights.spec import PADDING, Shard
 
 HEADS, KV_HEADS, HEAD_WIDTH, HIDDEN, INTERMEDIATE, VOCABULARY = 4, 2, 32, 256, 512, 96
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -11,13 +11,13 @@ from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from test_gguf import HEAD_WIDTH, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, model_tensors, random, write
 
-from tilewright.engine.loading import load_network
+from tilewright.engine.load.loading import load_network
 from tilewright.ops.quantized import dequantize
 from tilewright.types import ModelInputs, SamplingParams
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
 from tilewright.weights.dequantize import FORMATS
 from tilewright.weights.dequantize import dequantize as decoded
-from tilewright.weights.gguf_numbers import SPLITS
+from tilewright.weights.gguf.quants import SPLITS
 
 EXPERTS, CHOSEN, INNER = 6, 2, 64
 

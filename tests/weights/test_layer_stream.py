@@ -11,7 +11,7 @@ import torch
 
 from tilewright.types import RequestError
 from tilewright.weights.layer_stream import AROUND_BYTES, LayerStream, Range, StreamedLayer, stream_layers
-from tilewright.weights.mapped import MappedFile
+from tilewright.weights.safetensors import MappedFile
 
 PAGE = mmap.PAGESIZE
 LAYER = 8 << 20

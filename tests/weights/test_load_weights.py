@@ -11,9 +11,9 @@ import torch
 import tilewright.ops.linear as linear_ops
 from tilewright.ops.linear import pack_weight
 from tilewright.weights.checkpoint import CheckpointError
+from tilewright.weights.conv import Unpacked
 from tilewright.weights.linear import LinearWeight, PatchWeight
 from tilewright.weights.load import _is_finite, load
-from tilewright.weights.unpacked import Unpacked
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -164,7 +164,7 @@ import torch
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import _is_finite, load
 from tilewright.weights.linear import LinearWeight
-from tilewright.weights.unpacked import Unpacked
+from tilewright.weights.conv import Unpacked
 
 def status_bytes(key):
     for line in Path("/proc/self/status").read_text().splitlines():

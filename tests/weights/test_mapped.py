@@ -5,8 +5,8 @@ import mmap
 import pytest
 import torch
 
-from tilewright.weights import mapped
-from tilewright.weights.mapped import MappedFile
+from tilewright.weights import safetensors
+from tilewright.weights.safetensors import MappedFile
 
 SIZE_BYTES = (256 << 10) + 777
 
@@ -23,8 +23,8 @@ def test_advice_begins_on_a_page(tmp_path, monkeypatch, page_bytes):
             advised.append((option, start, start + length))
             super().madvise(option, start, length)
 
-    monkeypatch.setattr(mapped.mmap, "PAGESIZE", page_bytes)
-    monkeypatch.setattr(mapped.mmap, "mmap", Noting)
+    monkeypatch.setattr(safetensors.mmap, "PAGESIZE", page_bytes)
+    monkeypatch.setattr(safetensors.mmap, "mmap", Noting)
     file = MappedFile(tmp_path / "a")
     for offset, size_bytes in ((0, 100), (5000, 70_000), (64 << 10, 64 << 10), (SIZE_BYTES - 3, 3), (7, 0)):
         advised.clear()

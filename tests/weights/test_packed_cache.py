@@ -20,13 +20,15 @@ from safetensors.torch import save_file
 
 from tilewright import cli, config
 from tilewright.ops.packed import weight_format
-from tilewright.weights import cache, checksums, entry_check, values
+from tilewright.weights import cache, values
+from tilewright.weights import cache as checksums
+from tilewright.weights import cache as entry_check
 from tilewright.weights.checkpoint import open_checkpoint
+from tilewright.weights.conv import Unpacked
 from tilewright.weights.linear import LinearWeight, PatchWeight
 from tilewright.weights.load import load
-from tilewright.weights.mapped import MappedFile
+from tilewright.weights.safetensors import MappedFile
 from tilewright.weights.spec import Weight
-from tilewright.weights.unpacked import Unpacked
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -323,7 +325,7 @@ def test_a_writer_that_dies_leaves_no_entry(start, tmp_path, monkeypatch):
 
 def test_values_of_any_nesting(tmp_path):
     value = (random(3, 5), None, True, 7, 0.5, "text", (random(0), random().bfloat16()))
-    encoder = values.Encoder()
+    encoder = values.ValueEncoder()
     encoded = json.loads(json.dumps(encoder.encode(value)))
     with (tmp_path / "file").open("wb") as file:
         writer = checksums.ChecksummedWriter(file)

@@ -7,9 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.weights.shard import (
+from tilewright.weights.spec import (
     PADDING,
     Shard,
+    Sharded,
+    Weight,
+    WeightSource,
     heads_together,
     shard_of,
     share_of_width,
@@ -17,7 +20,6 @@ from tilewright.weights.shard import (
     split_width,
     stacked,
 )
-from tilewright.weights.spec import Sharded, Source, Weight
 
 SIZES = (1, 2, 3, 4, 5, 6, 16)
 
@@ -120,7 +122,7 @@ def test_a_sharded_tensor_is_what_its_entries_say(data):
             padded = torch.cat([expected, torch.zeros_like(expected.narrow(axis, 0, 1))], dim=axis)
             expected = padded.index_select(axis, torch.tensor([e % padded.shape[axis] for e in entries]))
     shards = tuple(None if entries is None else shard_of(entries) for entries in axes)
-    weight = Plain([Source("x", shape, shards)])
+    weight = Plain([WeightSource("x", shape, shards)])
     weight.build([tensor], torch.float32)
     assert torch.equal(weight.value, expected)
     begin = data.draw(st.integers(0, len(expected) - 1))
@@ -139,5 +141,5 @@ class InMemory:
 
 
 def test_the_shard_is_part_of_the_recipe():
-    whole, part = (Plain([Source("x", (8, 4), (shard,))]) for shard in (None, Shard(((0, 4),))))
+    whole, part = (Plain([WeightSource("x", (8, 4), (shard,))]) for shard in (None, Shard(((0, 4),))))
     assert whole.recipe != part.recipe

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.models.qwen3_omni.config import AudioConfig
-from tilewright.ops.mel import HOP, MIN_SAMPLES, SAMPLE_RATE, WINDOW, mel_filters
+from tilewright.ops.media import HOP, MIN_SAMPLES, SAMPLE_RATE, WINDOW, mel_filters
 from training.tiny_omni.checkpoint import AUDIO, NUM_MEL_BINS
 from training.tiny_omni.room import worn
 from training.tiny_omni.speech import random_voice, speak
@@ -180,7 +180,7 @@ def features_of(samples_BN: Tensor, generator: torch.Generator | None = None) ->
 
 
 def log_mels(samples_BN: Tensor, num_bins: int) -> Tensor:
-    """What `tilewright.ops.mel.log_mel` gives for each row."""
+    """What `tilewright.ops.media.log_mel` gives for each row."""
     half = WINDOW // 2
     mirrored = F.pad(samples_BN[:, None], (half, half), mode="reflect")[:, 0]
     frames = mirrored.unfold(1, WINDOW, HOP)[:, : samples_BN.shape[1] // HOP]

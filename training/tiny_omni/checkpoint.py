@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tilewright.ops.mel import HOP, SAMPLE_RATE, WINDOW
+from tilewright.ops.media import HOP, SAMPLE_RATE, WINDOW
 from training.shards import read_weights, write_weights
 from training.tiny_omni.utterances import written_words
 from training.tiny_vl.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, write_tokenizer

@@ -18,10 +18,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tilewright import embedded
-from tilewright.engine_flags import positive
+from tilewright.flags.engine import positive
 from tilewright.models.qwen3_omni.config import AudioConfig
-from tilewright.ops.mel import SAMPLE_RATE
+from tilewright.ops.media import SAMPLE_RATE
+from tilewright.weights import embedded
 from training.tiny_omni.items import Item, items
 from training.tiny_omni.utterances import SETS
 from training.tiny_vl.score import shares_by_kind, table

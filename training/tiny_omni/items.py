@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import torch
 
-from tilewright.ops.mel import SAMPLE_RATE
+from tilewright.ops.media import SAMPLE_RATE
 from training.tiny_omni.batches import Batch, Take, collate, features_of, takes
 from training.tiny_omni.network import Network
 from training.tiny_omni.room import worn

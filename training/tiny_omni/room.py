@@ -50,7 +50,7 @@ def as_of_others(mel_BTF: Tensor, generator: torch.Generator) -> Tensor:
 
 @cache
 def _centres(num_bins: int) -> Tensor:
-    """The frequencies of the bins, on the scale of `tilewright.ops.mel`: even up to 1 kHz, then in even ratios."""
+    """The frequencies of the bins, on the scale of `tilewright.ops.media`: even up to 1 kHz, then in even ratios."""
     most = 15 + 27 * math.log(SAMPLE_RATE / 2 / 1000, 6.4)
     mels = torch.linspace(0, most, num_bins + 2)[1:-1]
     return torch.where(mels < 15, mels * 1000 / 15, 1000 * 6.4 ** ((mels - 15) / 27))

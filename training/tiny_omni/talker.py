@@ -1,6 +1,6 @@
 """The talker and its code predictor for training: the same computation and names as transformers'.
 
-Rows are those of serving (`tilewright.models.qwen3_omni.talker_prompt`): each is the sum of a text row and a codec row.
+Rows are those of serving (`tilewright.models.qwen3_omni.talker`): each is the sum of a text row and a codec row.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.models.qwen3_omni.config import AudioConfig, CodecTokens, TurnTokens
-from tilewright.models.qwen3_omni.talker_prompt import talker_prompt
+from tilewright.models.qwen3_omni.talker import talker_prompt
 from training.loop import Average, add_network_options, check_finite, learning_rate_at, tell, training_parser
 from training.shards import read_weights, write_weights
 from training.tiny_omni.batches import MAX_SECONDS as MAX_HEARD_S

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from tilewright import embedded
-from tilewright.engine_flags import positive
+from tilewright.flags.engine import positive
+from tilewright.weights import embedded
 from training.tiny_vl import askers
 from training.tiny_vl.score import Answer, is_same, shares_by_kind, table
 

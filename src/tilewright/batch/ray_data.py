@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from tilewright.batch.requests import Place, RequestFile
-from tilewright.batch.work import Totals
-from tilewright.batch.worker import BatchActor, Block, WorkerSettings, rows_of
+from tilewright.batch.requests import LinePlace, RequestFile
+from tilewright.batch.work import BatchActor, Block, Totals, WorkerSettings, rows_of
 from tilewright.types import RequestError
 
 # At once on a worker: one is about to end when the next begins, so that the engine is not idle in between.
@@ -27,7 +26,7 @@ class WorkersLost(Exception):
     """Workers ended again and again with the same requests."""
 
 
-class Writer:
+class BlockWriter:
     """Writes answers, each once: a block that was nearly done when its worker was lost is answered again."""
 
     def __init__(self, requests: RequestFile, append: Callable[[Mapping[str, Any]], None], totals: Totals) -> None:
@@ -48,7 +47,7 @@ class Writer:
                 self._totals.num_failed += 1
 
 
-async def answer_all(requests: RequestFile, writer: Writer, settings: WorkerSettings, concurrency: int) -> None:
+async def answer_all(requests: RequestFile, writer: BlockWriter, settings: WorkerSettings, concurrency: int) -> None:
     """Returns when all requests are done. RequestError or WorkersLost, with the reason, if they cannot be.
 
     `concurrency` is the number of requests at once on one worker. The blocks come from a thread that ends with the
@@ -95,7 +94,7 @@ def _answered_blocks(requests: RequestFile, settings: WorkerSettings, concurrenc
     places = requests.places_left()
     tables = []
     while block := list(islice(places, size)):
-        columns = dict(zip(Place._fields, zip(*block, strict=True), strict=True))
+        columns = dict(zip(LinePlace._fields, zip(*block, strict=True), strict=True))
         tables.append(pyarrow.table(columns, schema=schema))
     answered = ray.data.from_arrow(tables).map_batches(
         BatchActor,

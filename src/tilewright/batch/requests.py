@@ -1,10 +1,15 @@
-"""The input of a batch: one request per line, all checked before the batch starts, then read again one by one."""
+"""The input of a batch: one request per line, all checked before the batch starts, then read again one by one.
+
+Media named by path are allowed or refused here. Requests are found by custom_id in files of millions of lines through
+digests in arrays, 24 bytes each.
+"""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,17 +17,97 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from tilewright import files
-from tilewright.batch.index import IdIndex
+import numpy as np
+
+from tilewright.host import files
 from tilewright.inputs.client_json import parse_json
+from tilewright.server.api.endpoints import Gate, Hold
 from tilewright.types import RequestError
+
+_KINDS = ("image", "video", "audio")
+_MAX_PATH = 4096  # characters; longer text is base64 without its "data:"
+
+
+class PathGate:
+    """Turns paths into file:// URLs for the gate behind it; relative paths are relative to `folder`."""
+
+    def __init__(self, gate: Gate, folder: Path) -> None:
+        self._gate = gate
+        self._folder = folder
+
+    async def resolve(self, messages: list[dict[str, Any]], hold: Hold) -> list[dict[str, Any]]:
+        return await self._gate.resolve([self._in_message(message) for message in messages], hold)
+
+    def _in_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        if not isinstance(content, list):
+            return message
+        return {**message, "content": [self._in_part(part) for part in content]}
+
+    def _in_part(self, part: Any) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        for kind in _KINDS:
+            for name in (kind, f"{kind}_url"):
+                value = part.get(name)
+                path = value.get("url") if isinstance(value, Mapping) else value
+                if part.get("type") in (None, name) and isinstance(path, str) and _is_path(path):
+                    rest = {key: item for key, item in part.items() if key not in ("type", name)}
+                    return {**rest, "type": f"{kind}_url", f"{kind}_url": {"url": (self._folder / path).as_uri()}}
+        return part
+
+
+def _is_path(text: str) -> bool:
+    return 0 < len(text) <= _MAX_PATH and not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text)
+
+
+class IdIndex:
+    """Numbers ids in the order they are added, then finds them by a digest of 128 bits, which no two ids share."""
+
+    def __init__(self) -> None:
+        self._added = array("Q")
+        self._halves = np.empty((0, 2), np.uint64)  # sorted
+        self._order = np.empty(0, np.int64)  # the number of each sorted digest
+
+    def add(self, custom_id: str) -> None:
+        self._added.extend(_digest(custom_id))
+
+    def sort(self) -> tuple[int, int] | None:
+        """Prepares `find`; returns the numbers of two equal ids, if there are any."""
+        halves = np.frombuffer(self._added, np.uint64).reshape(-1, 2)
+        self._order = np.lexsort((halves[:, 1], halves[:, 0]))
+        self._halves = halves[self._order]
+        del halves
+        self._added = array("Q")
+        is_equal = (self._halves[1:] == self._halves[:-1]).all(axis=1)
+        if not is_equal.any():
+            return None
+        first = int(is_equal.argmax())
+        return int(self._order[first]), int(self._order[first + 1])
+
+    def find(self, custom_id: str) -> int | None:
+        """The number of an id."""
+        high, low = (np.uint64(half) for half in _digest(custom_id))
+        place = int(np.searchsorted(self._halves[:, 0], high))
+        while place < len(self._halves) and self._halves[place, 0] == high:
+            if self._halves[place, 1] == low:
+                return int(self._order[place])
+            place += 1
+        return None
+
+
+def _digest(custom_id: str) -> tuple[int, int]:
+    # JSON can hold a lone surrogate, UTF-8 cannot.
+    digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
 
 MAX_ID_CHARACTERS = 512
 MAX_MODELS = 100  # different names in one file
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """A line of the input."""
 
     custom_id: str
@@ -36,7 +121,7 @@ class Request:
         return f"batch_req_{self.fingerprint:016x}"
 
 
-def parse(line: bytes, urls: Collection[str]) -> Request:
+def parse(line: bytes, urls: Collection[str]) -> BatchRequest:
     """The Request of a line; RequestError if it is invalid."""
     fields = parse_json(line, "it")
     if not isinstance(fields, dict):
@@ -53,10 +138,10 @@ def parse(line: bytes, urls: Collection[str]) -> Request:
     # Serialized again, so that spaces and the order of keys do not matter.
     content = json.dumps([custom_id, url, body], sort_keys=True).encode()
     fingerprint = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
-    return Request(custom_id, url, body, fingerprint)
+    return BatchRequest(custom_id, url, body, fingerprint)
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """Where a request is in its file."""
 
     number: int
@@ -64,7 +149,7 @@ class Place(NamedTuple):
     fingerprint: int
 
 
-def read_request(file: BinaryIO, place: Place, urls: Collection[str], max_line_bytes: int) -> Request:
+def read_request(file: BinaryIO, place: LinePlace, urls: Collection[str], max_line_bytes: int) -> BatchRequest:
     """The request at a place; RequestError if another is there now."""
     file.seek(place.offset)
     try:
@@ -126,22 +211,22 @@ class RequestFile:
         self.num_done += 1
         return True
 
-    def left(self) -> Iterator[Request]:
+    def left(self) -> Iterator[BatchRequest]:
         """The requests that are not done, in order."""
         for place in self.places_left():
             yield self._read(place)
 
-    def places_left(self) -> Iterator[Place]:
+    def places_left(self) -> Iterator[LinePlace]:
         """Where the requests are that are not done, in order."""
         self._index = None
         for number, is_done in enumerate(self._is_done):
             if not is_done:
                 yield self._place(number)
 
-    def _place(self, number: int) -> Place:
-        return Place(number, self._offsets[number], self._fingerprints[number])
+    def _place(self, number: int) -> LinePlace:
+        return LinePlace(number, self._offsets[number], self._fingerprints[number])
 
-    def _read(self, place: Place) -> Request:
+    def _read(self, place: LinePlace) -> BatchRequest:
         return read_request(self._file, place, self._urls, self._max_line_bytes)
 
     def _scan(self) -> IdIndex:
@@ -180,7 +265,7 @@ class RequestFile:
                 yield line_number, offset + mark_bytes, line[mark_bytes:]
             offset += len(line)
 
-    def _note_model(self, request: Request, line_number: int) -> None:
+    def _note_model(self, request: BatchRequest, line_number: int) -> None:
         name = request.body.get("model")
         if isinstance(name, str) and name not in self.models:
             if len(self.models) == MAX_MODELS:

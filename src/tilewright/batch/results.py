@@ -13,8 +13,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewright import files
-from tilewright.server.json_text import to_json
+from tilewright.host import files
+from tilewright.server.http.bodies import to_json
 from tilewright.types import RequestError
 
 SYNC_INTERVAL_S = 5.0
@@ -26,7 +26,7 @@ _LINE_ENDS = "\x85\u2028\u2029"
 _BEGINNING = b'{"id":"batch_req_'  # of each line
 
 
-class Entry(NamedTuple):
+class ResultEntry(NamedTuple):
     """A line of the output."""
 
     line_number: int
@@ -90,7 +90,7 @@ class ResultFile:
         os.ftruncate(self._descriptor, 0)
         self._size_bytes = 0
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[ResultEntry]:
         """The lines of the file; an incomplete last one is truncated. RequestError if it is not a batch's output."""
         offset = 0
         with open(self._descriptor, "rb", closefd=False) as file:
@@ -148,15 +148,15 @@ class ResultFile:
         if line:
             yield bytes(line), size_bytes
 
-    def _entry(self, line_number: int, offset: int, line: bytes) -> Entry:
+    def _entry(self, line_number: int, offset: int, line: bytes) -> ResultEntry:
         # JSON has no zero bytes; blocks lost in a power failure read as zeros.
         if b"\0" in line and offset:
-            return Entry(line_number, offset, is_damaged=True)
+            return ResultEntry(line_number, offset, is_damaged=True)
         try:
             fields = json.loads(line)
             status, body = fields["response"]["status_code"], fields["response"]["body"]
             model = body.get("model") if status == 200 else None
-            return Entry(line_number, offset, False, str(fields["custom_id"]), str(fields["id"]), status, model)
+            return ResultEntry(line_number, offset, False, str(fields["custom_id"]), str(fields["id"]), status, model)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             message = f"{self.path}, line {line_number}: it is not a line of a batch's output; --restart starts over"
             raise RequestError(message) from error
@@ -184,7 +184,7 @@ class Results:
     def _files(self) -> list[ResultFile]:
         return list(dict.fromkeys([self._answers, self._failures]))
 
-    def entries(self, *, drops_failed: bool) -> Iterator[tuple[Path, Entry]]:
+    def entries(self, *, drops_failed: bool) -> Iterator[tuple[Path, ResultEntry]]:
         """The lines of an earlier run. Damaged ones and, with `drops_failed`, failures are removed from the files."""
         for file in self._files:
             removed = array("q")

@@ -11,11 +11,126 @@ import contextlib
 import re
 import ssl
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from time import monotonic
+from urllib.parse import urlsplit
 
-from tilewright.bench.chunk_decoder import ChunkDecoder
-from tilewright.bench.http_errors import ConnectError, ConnectionLost, MalformedAnswer
-from tilewright.bench.server_url import Server
+from tilewright.types import RequestError
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """The base URL of a server: http(s)://HOST:PORT, perhaps with a path; a final /v1 is optional."""
+
+    host: str
+    port: int
+    path: str
+    is_tls: bool
+
+    @classmethod
+    def parse(cls, url: str) -> ServerAddress:
+        """The Server of a URL; RequestError if it is invalid."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise RequestError(f"the URL is {url!r}: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise RequestError(f"the URL is {url!r}, expected such as http://127.0.0.1:8000")
+        if parts.username is not None:
+            raise RequestError("the URL has a user name in it, expected none: --api-key is for secrets")
+        is_tls = parts.scheme == "https"
+        path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+        return cls(parts.hostname, port or (443 if is_tls else 80), path, is_tls)
+
+    @property
+    def address(self) -> str:
+        """host:port, an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def authority(self) -> str:
+        """The address as a URL has it: without the scheme's default port."""
+        return self.address.removesuffix(":443" if self.is_tls else ":80")
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.path}"
+
+
+class HttpError(Exception):
+    """There is no complete response; `kind` is the reason in a word."""
+
+    kind = "error"
+
+
+class ConnectError(HttpError):
+    """No connection could be made, or its TLS handshake failed."""
+
+    kind = "connect"
+
+
+class ConnectionLost(HttpError):
+    """The server closed the connection before its answer was complete."""
+
+    kind = "closed"
+
+
+class MalformedAnswer(HttpError):
+    """The answer is not HTTP/1.1."""
+
+    kind = "malformed"
+
+
+MAX_LINE_BYTES = 1 << 12  # the line with a chunk's size
+
+
+class ChunkDecoder:
+    """Decodes a chunked body that arrives in arbitrary pieces."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self.rest = b""  # received, not decoded yet
+        self._missing = 0  # bytes of the current chunk
+        self._is_line_end_due = False  # the one after a chunk
+        self._is_in_trailer = False
+
+    def feed(self, data: bytes) -> bytes:
+        data, at, parts = self.rest + data, 0, []
+        while not self.is_complete:
+            if self._missing:
+                part = data[at : at + self._missing]
+                if not part:
+                    break
+                parts.append(part)
+                at += len(part)
+                self._missing -= len(part)
+                self._is_line_end_due = not self._missing
+                continue
+            end = data.find(b"\n", at)
+            if end < 0:
+                if len(data) - at > MAX_LINE_BYTES:
+                    raise MalformedAnswer(f"the line with a chunk's size is over {MAX_LINE_BYTES} bytes")
+                break
+            self._take_line(data[at:end].rstrip(b"\r"))
+            at = end + 1
+        self.rest = data[at:]
+        return b"".join(parts)
+
+    def _take_line(self, line: bytes) -> None:
+        if self._is_line_end_due:
+            if line:
+                raise MalformedAnswer("a chunk is longer than its size says")
+            self._is_line_end_due = False
+        elif self._is_in_trailer:
+            self.is_complete = not line
+        else:
+            size = re.match(rb"[0-9a-fA-F]{1,15}(?=[ \t;]|$)", line)
+            if not size:
+                raise MalformedAnswer(f"the size of a chunk is {line[:40]!r}")
+            self._missing = int(size[0], 16)
+            self._is_in_trailer = not self._missing
+
 
 READ_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 16
@@ -27,7 +142,7 @@ CONNECT_TIMEOUT_S = 10.0
 class Client:
     """Connections to one server, reused while they are fresh."""
 
-    def __init__(self, server: Server, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, server: ServerAddress, headers: Mapping[str, str] | None = None) -> None:
         self.server = server
         self._tls = ssl.create_default_context() if server.is_tls else None
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())

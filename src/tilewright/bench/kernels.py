@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.engine_flags import positive
+from tilewright.flags.engine import positive
 
 if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
-    from tilewright.bench.report import MachineLimits, Result
+    from tilewright.bench.report import BenchResult, MachineLimits
     from tilewright.bench.row import Row
 
 
@@ -38,14 +38,14 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def run(options: argparse.Namespace) -> int:
     """The exit status: 0, 1 if a check failed, 2 if no row matches or a flag cannot be used."""
-    from tilewright.bench import common
+    from tilewright.bench import report as common
 
     common.check_outputs(options)
     import torch
 
-    from tilewright import machine
-    from tilewright.bench import report, torch_dtype
+    from tilewright.bench import report, timing
     from tilewright.bench.rows import all_rows
+    from tilewright.engine.measure import machine
     from tilewright.ops.native import kernels
 
     words = options.filter.split()
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     measured = machine.measure()
     limits = report.MachineLimits(measured.read_gb_s, measured.bf16_tflops)
     results = _measure(rows, options.rounds, limits)
-    torch_dtypes = torch_dtype.by_product()
+    torch_dtypes = timing.by_product()
     print(report.as_table(results, limits, torch_dtypes))
     if options.json:
         about = {
@@ -76,10 +76,10 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(result.times is None for result in results) else 0
 
 
-def _measure(rows: "list[Row]", rounds: int, limits: "MachineLimits") -> "list[Result]":
+def _measure(rows: "list[Row]", rounds: int, limits: "MachineLimits") -> "list[BenchResult]":
     from tqdm import tqdm
 
-    from tilewright.bench.report import Result
+    from tilewright.bench.report import BenchResult
     from tilewright.bench.timing import interleaved
 
     results = []
@@ -89,5 +89,5 @@ def _measure(rows: "list[Row]", rounds: int, limits: "MachineLimits") -> "list[R
         calls = row.prepare()
         times = interleaved(calls, rounds) if calls.check() else None
         limit_s = limits.seconds(row.bytes_moved, row.flops)
-        results.append(Result(row.name, row.shape, row.group, row.bytes_moved, row.flops, limit_s, times))
+        results.append(BenchResult(row.name, row.shape, row.group, row.bytes_moved, row.flops, limit_s, times))
     return results

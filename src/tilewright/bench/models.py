@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright import engine_flags
-from tilewright.bench import common
+from tilewright.bench import report
+from tilewright.flags import engine as engine_flags
 
 if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
     from tilewright.bench.rounds import Round
@@ -50,7 +50,7 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
             _number(parser, "--batch", 8, "requests at once")
         if size:
             help_text = f"of the pictures (default {size[0]}x{size[1]})"
-            parser.add_argument("--size", type=common.size, default=size, metavar="WxH", help=help_text)
+            parser.add_argument("--size", type=report.size, default=size, metavar="WxH", help=help_text)
         _number(parser, "--rounds", 5, "how often it is measured")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine")
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rounds (needs matplotlib)")
@@ -70,17 +70,17 @@ def run(options: argparse.Namespace) -> int:
         print("tilewright: --new-tokens is 1, expected 2 or more: the first is prefill's", file=sys.stderr)
         return 2
     engine_flags.check_model(options.model, options.mmproj)
-    common.check_outputs(options)
-    from tilewright.bench import figures
+    report.check_outputs(options)
+    from tilewright.bench import rounds as figures
 
-    load_average = common.load_average()
+    load_average = report.load_average()
     if options.max_sequences is None:
         options.max_sequences = max(8, getattr(options, "batch", 1))
     with engine_flags.open_engine(options, progress=sys.stderr.isatty()) as engine:
         rounds = _measure(engine, options)
         print(figures.as_table(rounds))
         if options.json:
-            about = _about(engine, options) | {"load_average": load_average, "versions": common.versions()}
+            about = _about(engine, options) | {"load_average": load_average, "versions": report.versions()}
             figures.write_json(options.json, rounds, about)
         if options.plot:
             title = f"bench {options.what}, {engine.loaded.name}"
@@ -91,8 +91,8 @@ def run(options: argparse.Namespace) -> int:
 def _measure(engine: Engine, options: argparse.Namespace) -> list[Round]:
     from tqdm import tqdm
 
-    from tilewright.bench.probe import between, probe
     from tilewright.bench.rounds import MEASURES, Round
+    from tilewright.bench.timing import between, probe
 
     measure = MEASURES[options.what](engine, options)
     measure(0)  # warms up
@@ -110,8 +110,8 @@ def _measure(engine: Engine, options: argparse.Namespace) -> list[Round]:
 def _about(engine: Engine, options: argparse.Namespace) -> dict[str, object]:
     from dataclasses import asdict
 
-    from tilewright import machine
     from tilewright.bench.rounds import costs
+    from tilewright.engine.measure import machine
 
     names = ("prompt_tokens", "new_tokens", "batch", "size", "speculate", "max_tokens_per_step", "prefix_cache")
     settings = {name: value for name in names if (value := getattr(options, name, None)) is not None}

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright import diffusion_flags, engine_flags
-from tilewright.bench import common
+from tilewright.bench import report
+from tilewright.flags import engine, pictures
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
@@ -38,12 +38,12 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         )
         parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"default: {PROMPT}")
         if name == "video":
-            parser.add_argument("--frames", type=engine_flags.positive, metavar="N", help="default: the model's own")
+            parser.add_argument("--frames", type=engine.positive, metavar="N", help="default: the model's own")
         else:
-            parser.add_argument("-n", type=engine_flags.positive, default=1, metavar="N", help="at once (default 1)")
-        diffusion_flags.add_picture_arguments(parser)
-        diffusion_flags.add_model_arguments(parser)
-        parser.add_argument("--rounds", type=engine_flags.positive, default=3, metavar="N", help="default 3")
+            parser.add_argument("-n", type=engine.positive, default=1, metavar="N", help="at once (default 1)")
+        pictures.add_picture_arguments(parser)
+        pictures.add_model_arguments(parser)
+        parser.add_argument("--rounds", type=engine.positive, default=3, metavar="N", help="default 3")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine")
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rounds (needs matplotlib)")
         parser.set_defaults(run=run, what=name)
@@ -51,17 +51,17 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
-    diffusion_flags.check_files(options)
-    common.check_outputs(options)
-    from tilewright.bench import figures
+    pictures.check_files(options)
+    report.check_outputs(options)
+    from tilewright.bench import rounds as figures
 
-    load_average = common.load_average()
-    with diffusion_flags.open_diffusion(options) as diffusion:
+    load_average = report.load_average()
+    with pictures.open_diffusion(options) as diffusion:
         params = _params(diffusion, options)
         rounds = _measure(diffusion, params, options.rounds)
         print(figures.as_table(rounds))
         if options.json:
-            about = _about(diffusion, params, options) | {"load_average": load_average, "versions": common.versions()}
+            about = _about(diffusion, params, options) | {"load_average": load_average, "versions": report.versions()}
             figures.write_json(options.json, rounds, about)
         if options.plot:
             figures.write_plot(options.plot, rounds, f"bench {options.what}, {diffusion.name}")
@@ -70,10 +70,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _params(diffusion: Diffusion, options: argparse.Namespace) -> GenerationParams:
     if options.what == "image":
-        return diffusion_flags.request(diffusion, options, num_frames=1, n=options.n, output="array")
+        return pictures.request(diffusion, options, num_frames=1, n=options.n, output="array")
     if diffusion.limits.max_frames == 1:
         raise RequestError(f"{diffusion.name} makes pictures, expected a model that makes videos")
-    return diffusion_flags.request(diffusion, options, num_frames=options.frames, output="array")
+    return pictures.request(diffusion, options, num_frames=options.frames, output="array")
 
 
 def _measure(diffusion: Diffusion, params: GenerationParams, num_rounds: int) -> list[Round]:
@@ -81,8 +81,8 @@ def _measure(diffusion: Diffusion, params: GenerationParams, num_rounds: int) ->
 
     from tqdm import tqdm
 
-    from tilewright.bench.probe import between, probe
     from tilewright.bench.rounds import Round
+    from tilewright.bench.timing import between, probe
 
     is_quiet = not sys.stderr.isatty()
     diffusion.run(replace(params, num_steps=min(params.num_steps, 2)))  # warms up: loads, and packs weights
@@ -113,7 +113,7 @@ def _amounts(diffusion: Diffusion, params: GenerationParams) -> Amounts:
 
 
 def _about(diffusion: Diffusion, params: GenerationParams, options: argparse.Namespace) -> dict[str, object]:
-    from tilewright import machine
+    from tilewright.engine.measure import machine
 
     return {
         "bench": options.what,

@@ -1,19 +1,81 @@
-"""Results of the kernel benchmark as a table, JSON and a plot."""
+"""Tables, JSON and plots of benchmarks, with the limits of the machine and the checks that all benchmarks share."""
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import math
+import os
+import platform
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright import files
-from tilewright.bench import common
+from tilewright.host import files
+from tilewright.types import RequestError
 
-if TYPE_CHECKING:  # timing imports torch, which tables do not need
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from tilewright.bench.timing import Times
+
+
+def size(text: str) -> tuple[int, int]:
+    """Width and height of a flag such as 1024x768."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match or not all(map(int, match.groups())):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected such as 1024x768")
+    return int(match[1]), int(match[2])
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """RequestError if the files of --json and --plot could not be written, before anything is measured."""
+    if options.json:
+        files.check_output(options.json, "--json")
+    if not options.plot:
+        return
+    files.check_output(options.plot, "--plot")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RequestError("--plot needs matplotlib: pip install matplotlib") from None
+    formats = Figure().canvas.get_supported_filetypes()
+    if _plot_format(options.plot) not in formats:
+        raise RequestError(f"--plot is {options.plot}, expected a name that ends in .{', .'.join(sorted(formats))}")
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """The figure as a file of the format that its name ends in, PNG where it has no ending."""
+    data = io.BytesIO()
+    figure.savefig(data, format=_plot_format(path), dpi=130)
+    files.write_bytes(path, data.getvalue())
+
+
+def _plot_format(path: Path) -> str:
+    return path.suffix.removeprefix(".").lower() or "png"
+
+
+def load_average() -> float:
+    """The load average of the last minute; warns if other processes use too much of the machine."""
+    load = os.getloadavg()[0]
+    if load > 0.5 * (os.cpu_count() or 1):
+        print(
+            f"tilewright: the load average is {load:.1f}: others are running, the figures will suffer", file=sys.stderr
+        )
+    return load
+
+
+def versions() -> dict[str, str]:
+    import torch
+
+    from tilewright import __version__
+
+    return {"tilewright": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
 
 FAILED = "FAILED CHECK"
 
@@ -31,7 +93,7 @@ class MachineLimits:
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """The measurement of one row."""
 
     name: str
@@ -63,9 +125,9 @@ class GroupMean:
     of_limit: float
 
 
-def means(results: Sequence[Result]) -> list[GroupMean]:
+def means(results: Sequence[BenchResult]) -> list[GroupMean]:
     """The means of each group, in the order the groups came; a row that failed its check is left out."""
-    groups: dict[str, list[Result]] = {}
+    groups: dict[str, list[BenchResult]] = {}
     for result in results:
         if result.group and result.times:
             groups.setdefault(result.group, []).append(result)
@@ -80,7 +142,7 @@ def means(results: Sequence[Result]) -> list[GroupMean]:
     ]
 
 
-def as_table(results: Sequence[Result], limits: MachineLimits, torch_dtypes: Mapping[str, str]) -> str:
+def as_table(results: Sequence[BenchResult], limits: MachineLimits, torch_dtypes: Mapping[str, str]) -> str:
     """The rows for people to read, the means of the groups below them; `torch_dtypes` by kind of product."""
     head = ("kernel", "shape", "ours us", "torch us", "x torch", "GB/s", "TFLOP/s", "of limit")
     lines = [head, *(_cells(result) for result in results)]
@@ -101,7 +163,7 @@ def as_table(results: Sequence[Result], limits: MachineLimits, torch_dtypes: Map
     return "\n".join(text)
 
 
-def _cells(result: Result) -> tuple[str, ...]:
+def _cells(result: BenchResult) -> tuple[str, ...]:
     times = result.times
     if times is None:
         return (result.name, result.shape, FAILED, "", "", "", "", "")
@@ -133,7 +195,7 @@ def write_document(path: Path, document: dict[str, object]) -> None:
     files.write_bytes(path, (json.dumps(document, indent=2) + "\n").encode())
 
 
-def write_json(path: Path, results: Sequence[Result], about: dict[str, object]) -> None:
+def write_json(path: Path, results: Sequence[BenchResult], about: dict[str, object]) -> None:
     """The rows and their means beside what the machine is and what it reached."""
     rows = [asdict(r) | {"speedup": _number(r.speedup), "of_limit": _number(r.of_limit)} for r in results]
     write_document(path, about | {"rows": rows, "geometric_means": [asdict(mean) for mean in means(results)]})
@@ -143,7 +205,7 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def write_plot(path: Path, results: Sequence[Result], limits: MachineLimits) -> None:
+def write_plot(path: Path, results: Sequence[BenchResult], limits: MachineLimits) -> None:
     """A roofline: speed over arithmetic intensity, ours and torch's, under what the machine allows."""
     from matplotlib.figure import Figure  # imported here: only plots need it
 
@@ -175,4 +237,4 @@ def write_plot(path: Path, results: Sequence[Result], limits: MachineLimits) -> 
     )
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8)
-    common.write_plot(path, figure)
+    save_figure(path, figure)

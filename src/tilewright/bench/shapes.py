@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Vision:
+class VisionShape:
     """A vision tower: patches of patch x patch x 2 frames, merge x merge of them to a token."""
 
     hidden: int
@@ -31,7 +31,7 @@ class Vision:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelShape:
     """A language model with a vision tower."""
 
     name: str
@@ -41,7 +41,7 @@ class Model:
     num_kv_heads: int
     head_width: int
     vocabulary: int
-    vision: Vision
+    vision: VisionShape
 
     @property
     def qkv_width(self) -> int:
@@ -59,13 +59,13 @@ class Model:
 
 
 MODELS = (
-    Model("2B", 2048, 6144, 16, 8, 128, 151_936, Vision(1024, 4096, 16, 64, 2048)),
-    Model("8B", 4096, 12_288, 32, 8, 128, 151_936, Vision(1152, 4304, 16, 72, 4096)),
+    ModelShape("2B", 2048, 6144, 16, 8, 128, 151_936, VisionShape(1024, 4096, 16, 64, 2048)),
+    ModelShape("8B", 4096, 12_288, 32, 8, 128, 151_936, VisionShape(1152, 4304, 16, 72, 4096)),
 )
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertShape:
     """The experts of a layer of a sparse model: `top_k` of `num_experts` for each token."""
 
     name: str
@@ -80,11 +80,11 @@ class Experts:
         return 3 * self.hidden * self.intermediate
 
 
-SPARSE_MODELS = (Experts("30B-A3B", 2048, 768, 128, 8),)
+SPARSE_MODELS = (ExpertShape("30B-A3B", 2048, 768, 128, 8),)
 
 
 @dataclass(frozen=True)
-class LinearAttention:
+class LinearAttentionShape:
     """The gated delta net of a layer: heads of `width` in keys and values, a convolution over `conv_width` tokens."""
 
     name: str
@@ -103,4 +103,4 @@ class LinearAttention:
 
 
 # Qwen3.5 0.8B and 2B have the first, 4B, 9B and 35B-A3B the second.
-LINEAR_ATTENTIONS = (LinearAttention("3.5-2B", 16, 16), LinearAttention("3.5-9B", 16, 32))
+LINEAR_ATTENTIONS = (LinearAttentionShape("3.5-2B", 16, 16), LinearAttentionShape("3.5-9B", 16, 32))

@@ -19,18 +19,18 @@ from typing import Any
 import torch
 
 from tilewright import config as settings
-from tilewright import embedded, files
 from tilewright.diffusion.params import Limits
+from tilewright.host import files
+from tilewright.host.files import CheckpointError, read_json, read_optional_json
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.layers import partition
 from tilewright.layers.partition import Partition
-from tilewright.model_files import CheckpointError, read_json, read_optional_json
 from tilewright.ops import backend
 from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import RequestError, UnsupportedConfig
-from tilewright.weights import hub, layer_stream
+from tilewright.weights import embedded, hub, layer_stream
+from tilewright.weights.cache import DamagedEntryError, EntryCheck
 from tilewright.weights.checkpoint import Checkpoint
-from tilewright.weights.entry_check import DamagedEntryError, EntryCheck
 from tilewright.weights.load import DTYPES, LoadReport, load
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 

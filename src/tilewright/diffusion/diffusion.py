@@ -15,19 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright import config, embedded, platform
-from tilewright.cpu_name import cpu_name
+from tilewright import config
 from tilewright.diffusion.components import Components, pipeline_folder
 from tilewright.diffusion.expected import Expected, PastTimes, Work, estimated
 from tilewright.diffusion.params import GenerationParams, Limits
-from tilewright.diffusion.pipeline import OnStep, Result, Timings, ignore_step
-from tilewright.diffusion.ranks import Ranks, check_size
-from tilewright.diffusion.registry import open_pipeline
-from tilewright.host_memory import parse_bytes
+from tilewright.diffusion.pipeline import OnStep, PipelineResult, PipelineTimings, ignore_step
+from tilewright.diffusion.pipelines import open_pipeline
+from tilewright.diffusion.ranks import DiffusionRanks, check_size
+from tilewright.host.memory import parse_bytes
+from tilewright.host.topology import cpu_name, read_text
 from tilewright.ops import backend as ops_backend
+from tilewright.ops import platform
 from tilewright.ops.native import kernels
-from tilewright.parallel.topology import read_text
-from tilewright.platform import Platform
+from tilewright.ops.platform import Platform
+from tilewright.weights import embedded
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Generated:
 
     images: list[Any]  # PIL pictures, lists of them for videos, or uint8 arrays [T, H, W, 3]; empty for latents
     latents: Tensor  # at the end, in diffusers' layout
-    timings: Timings
+    timings: PipelineTimings
     params: GenerationParams
     model: str
 
@@ -102,7 +103,9 @@ class Diffusion:
         options: dict[str, Any] = {"dtype": dtype, "low_memory": low_memory, "pack_cache": pack_cache}
         options["stream_layers"] = layer_bytes
         self._ranks = (
-            None if check_size(tp) == 1 else Ranks(tp, {"model": str(path), **options}, self.platform, cpu_binding)
+            None
+            if check_size(tp) == 1
+            else DiffusionRanks(tp, {"model": str(path), **options}, self.platform, cpu_binding)
         )
         try:
             with self._computing():
@@ -230,7 +233,7 @@ def _warn_of_size(components: Components, platform: Platform) -> None:
         )
 
 
-def _images(result: Result, params: GenerationParams) -> list[Any]:
+def _images(result: PipelineResult, params: GenerationParams) -> list[Any]:
     if result.pixels is None:
         return []
     if params.output == "array":

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tilewright import files
 from tilewright.diffusion.params import GenerationParams, Limits
+from tilewright.host import files
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a request for pictures asks for, and what a pipeline allows. Imports no torch.
+"""What a request for pictures asks for, what a pipeline allows, and the errors a worker handles. Imports no torch.
 
 `Limits.params` makes the one of the other: what a request leaves out becomes the pipeline's default, and what is wrong
 is a `RequestError` that names the value and the limit, before anything is computed.
@@ -14,6 +14,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tilewright.types import RequestError
+
+
+class DiffusionLostError(RuntimeError):
+    """A rank ended, hangs or failed alone: the others cannot go on without it."""
+
 
 Output = Literal["pil", "array", "latents"]
 OUTPUTS: tuple[Output, ...] = ("pil", "array", "latents")

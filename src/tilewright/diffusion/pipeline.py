@@ -1,4 +1,4 @@
-"""What all pipelines share: their form, the loop over steps, and what a run gives.
+"""The form that all pipelines share, the loop over steps, pictures to edit, and the result of a run.
 
     params = pipeline.limits.params("a red circle", seed=7)
     result = pipeline.generate(params, on_step=lambda step, num_steps, latents: ...)
@@ -18,17 +18,53 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tilewright.diffusion.components import Components
 from tilewright.diffusion.expected import Work
-from tilewright.diffusion.params import Cancelled as Cancelled
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.schedule import Schedule, Step, estimate
 from tilewright.ops import backend
 from tilewright.ops.plan import Arena
 from tilewright.types import RequestError
 from tilewright.weights.safetensors import SafetensorsCheckpoint
+
+MIN_SIDE = 64
+MAX_RATIO = 8  # of the longer side to the shorter
+
+
+def pictures(given: Any, most: int) -> list[Image.Image]:
+    """The picture or pictures of a request as RGB, checked; none for None."""
+    found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    if len(found) > most:
+        raise RequestError(f"image has {len(found)} pictures, expected at most {most}", param="image")
+    for picture in found:
+        if not isinstance(picture, Image.Image):
+            raise RequestError(f"image is a {type(picture).__name__}, expected a PIL picture", param="image")
+        size = f"image is {picture.width} x {picture.height}"
+        if min(picture.size) < MIN_SIDE:
+            raise RequestError(f"{size}, expected sides of at least {MIN_SIDE} pixels", param="image")
+        if max(picture.size) > MAX_RATIO * min(picture.size):
+            raise RequestError(f"{size}, expected sides of at most {MAX_RATIO} to 1", param="image")
+    return [picture.convert("RGB") for picture in found]
+
+
+def fitted(picture: Image.Image, max_pixels: int, multiple: int) -> Tensor:
+    """The picture, smaller if it has more pixels, without the margins that exceed the multiple: [1, 1, H, W, 3]."""
+    if picture.width * picture.height > max_pixels:
+        scale = math.sqrt(max_pixels / (picture.width * picture.height))
+        size = int(picture.width * scale), int(picture.height * scale)
+        picture = picture.resize(size, Image.Resampling.LANCZOS)
+    width, height = (side // multiple * multiple for side in picture.size)
+    left, top = (picture.width - width) // 2, (picture.height - height) // 2
+    return as_tensor(picture.crop((left, top, left + width, top + height)))
+
+
+def as_tensor(picture: Image.Image) -> Tensor:
+    """fp32 [1, 1, H, W, 3] in [-1, 1], where it is computed with."""
+    return (torch.from_numpy(np.array(picture))[None, None].float() / 127.5 - 1).to(backend.device())
+
 
 PREVIEW_PIXELS = 256  # of a preview's longer side, about
 
@@ -42,7 +78,7 @@ def ignore_step(step: int, num_steps: int, latents: Tensor) -> None:
 
 
 @dataclass
-class Timings:
+class PipelineTimings:
     """Seconds. Loading a component that was not in memory counts as `load_s`, not as its stage."""
 
     load_s: float = 0.0
@@ -57,7 +93,7 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class Result:
+class PipelineResult:
     """What a run gives: the latents at its end, and the pictures unless the latents alone were asked for.
 
     Of several ranks the first makes the pictures: autoencoders are not split, and the others would make the same.
@@ -65,7 +101,7 @@ class Result:
 
     latents: Tensor  # in diffusers' layout
     pixels: np.ndarray | None  # uint8 [n, T, H, W, 3]
-    timings: Timings
+    timings: PipelineTimings
 
 
 class Pipeline(ABC):
@@ -75,7 +111,7 @@ class Pipeline(ABC):
     BUILDERS: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {}
 
     limits: Limits
-    timings: Timings  # of the run that is going on, or was last
+    timings: PipelineTimings  # of the run that is going on, or was last
 
     def __init__(self, components: Components) -> None:
         self.components = components
@@ -121,9 +157,9 @@ class Pipeline(ABC):
         with torch.inference_mode():
             return self.decode(squares.mean(dim=(3, 5)), params)
 
-    def generate(self, params: GenerationParams, on_step: OnStep = ignore_step) -> Result:
+    def generate(self, params: GenerationParams, on_step: OnStep = ignore_step) -> PipelineResult:
         """All stages in turn."""
-        self.timings = timings = Timings()
+        self.timings = timings = PipelineTimings()
         with torch.inference_mode():
             with self._timed(timings, "encode_s"):
                 conditioning = self.encode_prompt(params)
@@ -134,16 +170,16 @@ class Pipeline(ABC):
             if params.output != "latents" and self.components.group.rank == 0:
                 with self._timed(timings, "decode_s"):
                     pixels = self.decode(latents, params)
-            return Result(backend.place().fetch(self.exported(latents)), pixels, timings)
+            return PipelineResult(backend.place().fetch(self.exported(latents)), pixels, timings)
 
-    def _timed(self, timings: Timings, name: str) -> _Timer:
+    def _timed(self, timings: PipelineTimings, name: str) -> _Timer:
         return _Timer(self.components, timings, name)
 
 
 class _Timer:
     """Adds the time within to one of the timings, and what of it was loading to `load_s`."""
 
-    def __init__(self, components: Components, timings: Timings, name: str) -> None:
+    def __init__(self, components: Components, timings: PipelineTimings, name: str) -> None:
         self._components, self._timings, self._name = components, timings, name
 
     def __enter__(self) -> None:
@@ -159,7 +195,7 @@ class _Timer:
 class _StepTimer:
     """An on_step that notes how long each step took, without loading and without what `on_step` itself does."""
 
-    def __init__(self, components: Components, timings: Timings, on_step: OnStep) -> None:
+    def __init__(self, components: Components, timings: PipelineTimings, on_step: OnStep) -> None:
         self._components, self._timings, self._on_step = components, timings, on_step
         self._begin_s = time.perf_counter() - components.loading_s
 
@@ -229,7 +265,7 @@ def from_picture(picture: Any, width: int, height: int) -> Tensor:
     """fp32 [1, 1, H, W, 3] in [-1, 1] of a PIL picture, resized to fit."""
     from PIL import Image
 
-    from tilewright.diffusion.references import as_tensor
+    pass  # DROPPED
 
     if not isinstance(picture, Image.Image):
         raise RequestError(f"image is a {type(picture).__name__}, expected a PIL picture", param="image")

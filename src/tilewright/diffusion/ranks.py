@@ -19,18 +19,17 @@ from torch import Tensor
 
 from tilewright import config
 from tilewright.diffusion.components import Components
-from tilewright.diffusion.errors import DiffusionLostError
-from tilewright.diffusion.params import Cancelled, GenerationParams
+from tilewright.diffusion.params import Cancelled, DiffusionLostError, GenerationParams
 from tilewright.diffusion.pipeline import OnStep
-from tilewright.diffusion.registry import open_pipeline
-from tilewright.model_files import CheckpointError
+from tilewright.diffusion.pipelines import open_pipeline
+from tilewright.host.files import CheckpointError
 from tilewright.ops import backend
 from tilewright.ops.native import bind_team
+from tilewright.ops.platform import Platform
 from tilewright.parallel.binding import apply_binding, binding_of_ranks, release_binding
 from tilewright.parallel.group import Group
 from tilewright.parallel.launch import Workers, WorkerSpec
 from tilewright.parallel.rendezvous import MAX_RANKS, Rendezvous, make_group, open_rendezvous
-from tilewright.platform import Platform
 from tilewright.types import RequestError, UnsupportedConfig
 
 _log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ TIMEOUT_S = 600.0
 SHARED_ERRORS = (Cancelled, RequestError, UnsupportedConfig, CheckpointError)
 
 
-class Command(enum.IntEnum):
+class DiffusionCommand(enum.IntEnum):
     stop = 0  # of ranks that are threads; processes are ended
     run = 1
     go_on = 2
@@ -55,7 +54,7 @@ def check_size(tp: int) -> int:
     return tp
 
 
-class Ranks:
+class DiffusionRanks:
     """The ranks 1 to size - 1, as the first one sees them."""
 
     def __init__(self, size: int, components: Mapping[str, Any], platform: Platform, cpu_binding: str | None) -> None:
@@ -101,7 +100,7 @@ class Ranks:
             raise self._lost
         self._is_ended_by_caller = False
         try:
-            self.tell(Command.run, params)  # one that died just now is noticed here
+            self.tell(DiffusionCommand.run, params)  # one that died just now is noticed here
             yield
         except SHARED_ERRORS:
             raise
@@ -119,14 +118,14 @@ class Ranks:
             try:
                 on_step(step, num_steps, latents)
             except BaseException:
-                self.tell(Command.cancel)
+                self.tell(DiffusionCommand.cancel)
                 self._is_ended_by_caller = True
                 raise
-            self.tell(Command.go_on)
+            self.tell(DiffusionCommand.go_on)
 
         return decide
 
-    def tell(self, command: Command, content: object = None) -> None:
+    def tell(self, command: DiffusionCommand, content: object = None) -> None:
         """Tells the other ranks, which wait for it."""
         self.group.post()
         # Both ends are this program, and the memory between them is theirs alone.
@@ -161,7 +160,7 @@ def follow(components: Components) -> None:
     pipeline, group = open_pipeline(components), components.group
     while True:
         command, params = _listen(group)
-        if command is Command.stop:
+        if command is DiffusionCommand.stop:
             return
         try:
             pipeline.generate(params, _following(group))
@@ -171,17 +170,17 @@ def follow(components: Components) -> None:
 
 def _following(group: Group) -> OnStep:
     def on_step(step: int, num_steps: int, latents: Tensor) -> None:
-        if _listen(group)[0] is Command.cancel:
+        if _listen(group)[0] is DiffusionCommand.cancel:
             raise Cancelled
 
     return on_step
 
 
-def _listen(group: Group) -> tuple[Command, Any]:
+def _listen(group: Group) -> tuple[DiffusionCommand, Any]:
     group.wait_for_post()
     header = group.broadcast(torch.zeros(2, dtype=torch.int64))
     command, size_bytes = header.tolist()
     content = None
     if size_bytes:
         content = pickle.loads(group.broadcast(torch.zeros(size_bytes, dtype=torch.uint8)).numpy().tobytes())
-    return Command(command), content
+    return DiffusionCommand(command), content

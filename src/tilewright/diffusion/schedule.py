@@ -1,4 +1,4 @@
-"""Noise levels and the steps between them, as plain functions over a list of sigmas.
+"""Noise levels and the steps between them, as plain functions over a list of sigmas; classifier-free guidance.
 
 A schedule is num_steps + 1 sigmas: latents are (1 - sigma) * picture + sigma * noise, from the first sigma, which is
 (nearly) 1, to the last, which is 0. A solver makes of it a `Step`: a function that takes latents from one sigma to the
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tilewright.types import UnsupportedConfig
@@ -129,3 +130,20 @@ def _respaced(sigmas: Sequence[float], config: Mapping[str, Any]) -> list[float]
     if config.get("use_exponential_sigmas"):
         return np.exp(np.linspace(math.log(first), math.log(last), count)).tolist()
     return list(sigmas)
+
+
+def guided(positive: Tensor, negative: Tensor, scale: float, max_norm: float = 0.0) -> Tensor:
+    """positive + scale * (positive - negative), fp32 [n, ...].
+
+    With `max_norm`, no picture's result is longer than so many times its positive: strong guidance burns colours.
+    """
+    result = positive + scale * (positive - negative)
+    if max_norm:
+        bound = max_norm * _norms(positive)
+        result *= (bound / _norms(result).clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)
+    return result
+
+
+def _norms(x: Tensor) -> Tensor:
+    """Of each picture, in the shape that multiplies it."""
+    return torch.linalg.vector_norm(x.flatten(1), dim=1).view(-1, *(1 for _ in x.shape[1:]))

@@ -20,10 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tilewright.diffusion.errors import DiffusionLostError
 from tilewright.diffusion.expected import Expected, sizes_in_time
-from tilewright.diffusion.files import encode_picture
-from tilewright.diffusion.params import Cancelled, GenerationParams, Limits
+from tilewright.diffusion.params import Cancelled, DiffusionLostError, GenerationParams, Limits
 from tilewright.diffusion.requests import (
     Began,
     Expectation,
@@ -36,9 +34,10 @@ from tilewright.diffusion.requests import (
     Stepped,
     Stopped,
 )
-from tilewright.diffusion.video_file import encode_video
 from tilewright.inputs.isolation.opener import IsolatedOpener
 from tilewright.inputs.media import MediaLimits, MediaPart
+from tilewright.outputs.images import encode_picture
+from tilewright.outputs.video import encode_video
 from tilewright.types import RequestError, TransientError
 
 _log = logging.getLogger(__name__)

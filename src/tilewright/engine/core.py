@@ -11,16 +11,16 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from tilewright.engine.constraint.compiler import ConstraintCompiler, Grammar
-from tilewright.engine.detokenizer import Detokenizer, TokenDecoder
 from tilewright.engine.draft.predictor import PredictorDrafter
-from tilewright.engine.resources import SequenceResources
-from tilewright.engine.sampler import Sampler
-from tilewright.engine.scheduler import Scheduler
-from tilewright.engine.sequence import Sequence
+from tilewright.engine.run.executor import StepBisector
+from tilewright.engine.sample.detokenizer import Detokenizer, TokenDecoder
+from tilewright.engine.sample.sampler import Sampler
+from tilewright.engine.schedule.resources import SequenceResources
+from tilewright.engine.schedule.scheduler import Scheduler
+from tilewright.engine.schedule.sequence import Sequence
+from tilewright.engine.schedule.step import Event, Sampled, Step
 from tilewright.engine.speech.speech import Speech
 from tilewright.engine.speech.voice import Voice
-from tilewright.engine.step import Event, Sampled, Step
-from tilewright.engine.step_bisection import StepBisector
 from tilewright.layers.batch import KeptStates
 from tilewright.types import Completion, Delta, FinishReason, Medium, ModelInputs, RequestError, SamplingParams
 
@@ -145,7 +145,7 @@ class EngineCore:
         """What one step adds to which sequences; nothing while it only computes prompts.
 
         An error with one sequence ends its request alone; `failures` has the reason. After the text come voices: what
-        they add to a step is bounded (engine/speech/scheduler.py).
+        they add to a step is bounded (engine/speech/speech.py).
         """
         self.step_under_way = None
         self.failures.clear()

@@ -14,41 +14,38 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tilewright import embedded, platform
-from tilewright.engine import auto_quantize
-from tilewright.engine.assembly import build_core
 from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.core import EngineCore
-from tilewright.engine.costs import Costs, costs_of
-from tilewright.engine.executor import Executor
 from tilewright.engine.handle import Handle
-from tilewright.engine.kv.dtype import kv_byte_dtype
-from tilewright.engine.loading import LoadedModel, load_model
+from tilewright.engine.kv.pages import kv_byte_dtype
+from tilewright.engine.load import loading as auto_quantize
+from tilewright.engine.load.assembly import build_core
+from tilewright.engine.load.loading import LoadedModel, load_model
 from tilewright.engine.loop import EngineLoop
+from tilewright.engine.measure.costs import Costs, costs_of
+from tilewright.engine.measure.memory import MemoryUse, kv_bytes, resident, share_out
+from tilewright.engine.measure.stats import Stats
 from tilewright.engine.media.features import encode_now, features_part
-from tilewright.engine.memory import kv_bytes, share_out
-from tilewright.engine.memory_use import MemoryUse, resident
-from tilewright.engine.ranks.processes import Ranks, start_ranks
-from tilewright.engine.sampler import PromptReader
-from tilewright.engine.stats import Stats
-from tilewright.engine.step_limits import StepLimits
-from tilewright.inputs.isolation.opener import IsolatedOpener
+from tilewright.engine.ranks.ranks import EngineRanks, start_ranks
+from tilewright.engine.run.executor import Executor
+from tilewright.engine.sample.sampler import PromptReader
+from tilewright.engine.schedule.step import StepLimits
+from tilewright.inputs.isolation.opener import InProcessOpener, IsolatedOpener, Opener
 from tilewright.inputs.media import MediaLimits
-from tilewright.inputs.media_processor import MediaProcessor
-from tilewright.inputs.messages import has_media
-from tilewright.inputs.opener import InProcessOpener, Opener
-from tilewright.inputs.text_limits import TextBudget, TextLimits
+from tilewright.inputs.messages import TextBudget, TextLimits, has_media
+from tilewright.inputs.processor import MediaProcessor
 from tilewright.inputs.tokenizer import PIECE_CHARACTERS
 from tilewright.models.protocol import KvSpec
 from tilewright.models.speaking import voice_aliases
 from tilewright.ops import backend as ops_backend
+from tilewright.ops import platform
 from tilewright.ops.device import HOST, Device
 from tilewright.ops.native import bind_team, work_alone
-from tilewright.platform import Platform
+from tilewright.ops.platform import Platform
 from tilewright.types import Completion, Delta, MediaKind, Messages, ModelInputs, RequestError, SamplingParams
-from tilewright.weights import hub
+from tilewright.weights import embedded, hub
+from tilewright.weights.cache import EntryCheck
 from tilewright.weights.checkpoint import open_checkpoint
-from tilewright.weights.entry_check import EntryCheck
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +172,7 @@ class Engine:
             raise
 
     def _build_core(
-        self, kv_memory: int | str | None, max_items: int, ranks: Ranks | None, **options: Any
+        self, kv_memory: int | str | None, max_items: int, ranks: EngineRanks | None, **options: Any
     ) -> EngineCore:
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         num_ranks = 1
@@ -485,7 +482,7 @@ def _require_room(own: Platform, name: str | Path, dtype: str, quantize: str | N
     own.require_room("the weights", num_values * itemsize)
 
 
-def _can_replay(replay: bool, own: Platform, ranks: Ranks | None) -> bool:
+def _can_replay(replay: bool, own: Platform, ranks: EngineRanks | None) -> bool:
     if not own.place.is_host:
         return replay
     if replay and own.backend != "native":

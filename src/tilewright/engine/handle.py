@@ -1,4 +1,4 @@
-"""A request as its caller sees it."""
+"""A request as its caller sees it, and the errors of the engine itself, which no request has caused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 
 from tilewright.types import Completion, Delta, SamplingParams, Timings
+
+
+class EngineError(RuntimeError):
+    """A step failed, and with it the requests that were part of it."""
+
+
+class EngineLostError(EngineError):
+    """The engine cannot go on, with any request. One that is started anew can."""
+
 
 _log = logging.getLogger(__name__)
 

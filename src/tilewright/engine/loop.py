@@ -1,4 +1,4 @@
-"""The thread that runs steps while there is work; requests come from other threads, and answers go back to them."""
+"""The thread that runs steps while there is work. Other threads prepare requests, and answers return to them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,43 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from tilewright.engine.constraint.compiler import Grammar
 from tilewright.engine.core import EngineCore
-from tilewright.engine.costs import Costs
-from tilewright.engine.errors import EngineError, EngineLostError
-from tilewright.engine.handle import Handle
-from tilewright.engine.preparation import PreparationThreads, PromptKind
-from tilewright.engine.sequence import Sequence
-from tilewright.engine.stats import Stats, StepCount, StepCounter
-from tilewright.engine.step_costs import draft_cost, step_cost
-from tilewright.host_memory import trim_heap
+from tilewright.engine.handle import EngineError, EngineLostError, Handle
+from tilewright.engine.measure.costs import Costs, draft_cost, step_cost
+from tilewright.engine.measure.stats import Stats, StepCount, StepCounter
+from tilewright.engine.schedule.sequence import Sequence
+from tilewright.host.memory import trim_heap
 from tilewright.types import Completion, Delta, ModelInputs, RequestError, SamplingParams
 
+PromptKind = Literal["text", "long text", "media", "constraint"]
 Result = TypeVar("Result")
+
+
+class PreparationThreads:
+    """Threads by what takes long about a request: text does not wait behind videos or a book, nor videos behind a
+    constraint that takes seconds to compile.
+
+    `num_threads` are those for media, and for constraints; each calls `start` first. They start when they are needed.
+    """
+
+    def __init__(self, num_threads: int, start: Callable[[], None] | None = None) -> None:
+        counts: dict[PromptKind, int] = {"text": 1, "long text": 1, "media": num_threads, "constraint": num_threads}
+        self._pools = {kind: ThreadPoolExecutor(count, f"prepare {kind}", start) for kind, count in counts.items()}
+
+    def submit(self, kind: PromptKind, task: Callable[[], Result]) -> Future[Result]:
+        return self._pools[kind].submit(task)
+
+    def close(self) -> None:
+        """Waits for the tasks that were submitted."""
+        for pool in self._pools.values():
+            pool.shutdown()
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,20 +1,115 @@
-"""Measures one format after the other: text, pictures, speed, memory."""
+"""Measures one format after the other: how well it predicts a text, pictures, speed, memory; and reports it.
+
+V: vocabulary, R: rows.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from tilewright.bench import report
+from tilewright.bench.report import aligned, write_document
 from tilewright.bench.rounds import Prompts
 from tilewright.engine.engine import Engine
-from tilewright.evaluate.agreement import ReferenceRows, TextScore, score_window
-from tilewright.evaluate.formats import EvalFormat
-from tilewright.evaluate.questions import AnswerScore, Question
-from tilewright.evaluate.windows import Window, split
+from tilewright.engine.sample.sampler import PromptReader
+from tilewright.evaluate.material import AnswerScore, EvalFormat, Question, Window, split
 from tilewright.types import RequestError
+
+ROWS_AT_ONCE = 64  # of log-probabilities: a few of [64, 150,000] are in memory at a time
+
+
+@dataclass
+class TextScore:
+    """Sums over the scored tokens of a text."""
+
+    num_tokens: int = 0
+    surprise: float = 0.0  # sum of -log p
+    num_compared: int = 0
+    divergences: list[float] = field(default_factory=list)  # of each compared token, KL(reference || this), in nats
+    num_same: int = 0  # compared tokens for which both models think the same one the likeliest
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.surprise / self.num_tokens)
+
+    @property
+    def mean_divergence(self) -> float | None:
+        """None where nothing was compared."""
+        return sum(self.divergences) / self.num_compared if self.num_compared else None
+
+    @property
+    def divergence_error(self) -> float | None:
+        """The standard error of the mean."""
+        if self.num_compared < 2:
+            return None
+        return float(torch.tensor(self.divergences, dtype=torch.float64).std()) / math.sqrt(self.num_compared)
+
+    @property
+    def share_same(self) -> float | None:
+        """Of tokens for which both models think the same one the likeliest."""
+        return self.num_same / self.num_compared if self.num_compared else None
+
+
+class ReferenceRows:
+    """The reference's log-probabilities of one window, [scored, V]: those of the next one take their place."""
+
+    def __init__(self) -> None:
+        self._rows = torch.empty(0)
+
+    def read(self, engine: Engine, window: Window) -> Tensor:
+        shape = (window.num_scored, engine.loaded.model.vocab_size)
+        if self._rows.shape[0] < shape[0]:
+            self._rows = torch.empty(shape)
+
+        def keep(first: int, logits: Tensor) -> None:
+            torch.log_softmax(logits, dim=-1, out=self._rows[first : first + logits.shape[0]])
+
+        _read_scored(engine, window, keep)
+        return self._rows[: window.num_scored]
+
+
+def score_window(engine: Engine, window: Window, score: TextScore, reference: Tensor | None = None) -> None:
+    """Adds the scored tokens of a window to `score`, compared with `reference`, log-probabilities [scored, V]."""
+    targets = torch.tensor(window.token_ids[window.first_scored :])
+
+    def add(first: int, logits: Tensor) -> None:
+        found = torch.log_softmax(logits, dim=-1)
+        end = first + logits.shape[0]
+        score.surprise -= float(found.gather(1, targets[first:end, None]).double().sum())
+        score.num_tokens += logits.shape[0]
+        if reference is None:
+            return
+        expected = reference[first:end]
+        # A token that the reference excludes (-inf) weighs nothing: 0 * inf would be NaN.
+        apart = torch.where(expected > -math.inf, expected.exp() * (expected - found), 0.0)
+        score.divergences += apart.sum(dim=-1, dtype=torch.float64).tolist()
+        score.num_same += int((found.argmax(-1) == expected.argmax(-1)).sum())
+        score.num_compared += logits.shape[0]
+
+    _read_scored(engine, window, add)
+
+
+def _read_scored(engine: Engine, window: Window, read: PromptReader) -> None:
+    """read(i, logits) for the scored tokens of a window, i counted from the first of them, ROWS_AT_ONCE at a time."""
+
+    def read_part(first: int, logits: Tensor) -> None:
+        skipped = max(0, window.first_scored - first)
+        first += skipped
+        for part in logits[skipped:].split(ROWS_AT_ONCE):
+            read(first - window.first_scored, part)
+            first += part.shape[0]
+
+    engine.read_logits(window.token_ids, read_part)
+
 
 ANSWERS_AT_ONCE = 8
 PROMPT_TOKENS, NEW_TOKENS = 128, 32  # of what speeds are measured with
@@ -32,7 +127,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Result:
+class FormatResult:
     """What one format gives."""
 
     name: str
@@ -45,7 +140,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """What is measured of every format."""
 
     formats: Sequence[EvalFormat]
@@ -59,7 +154,7 @@ class Plan:
     speed_rounds: int = 3
 
 
-def measure(plan: Plan, open_engine: OpenEngine, progress: Progress) -> list[Result]:
+def measure(plan: EvaluationPlan, open_engine: OpenEngine, progress: Progress) -> list[FormatResult]:
     """A Result for each format, in their order, and for the reference before them if it is not among them.
 
     At most two models are in memory: the reference's, whose log-probabilities of each window are computed once more
@@ -68,7 +163,7 @@ def measure(plan: Plan, open_engine: OpenEngine, progress: Progress) -> list[Res
     formats = list(plan.formats)
     if plan.reference is not None and plan.reference not in formats:
         formats.insert(0, plan.reference)
-    results: dict[EvalFormat, Result] = {}
+    results: dict[EvalFormat, FormatResult] = {}
     with ExitStack() as stack:
         reference = None
         if plan.reference is not None:
@@ -82,14 +177,16 @@ def measure(plan: Plan, open_engine: OpenEngine, progress: Progress) -> list[Res
     return [results[one] for one in formats]
 
 
-def _measure_one(plan: Plan, one: EvalFormat, engine: Engine, reference: Engine | None, progress: Progress) -> Result:
+def _measure_one(
+    plan: EvaluationPlan, one: EvalFormat, engine: Engine, reference: Engine | None, progress: Progress
+) -> FormatResult:
     speed = _speed(engine, plan.speed_rounds) if plan.speed_rounds else None
     text = answers = None
     if plan.text is not None:
         text = _score_text(plan, one, engine, reference, progress)
     if plan.questions:
         answers = _ask(plan, one, engine, progress)
-    return Result(
+    return FormatResult(
         one.name,
         one == plan.reference,
         sum(engine.loaded.report.bytes_by_format.values()),
@@ -100,7 +197,7 @@ def _measure_one(plan: Plan, one: EvalFormat, engine: Engine, reference: Engine 
     )
 
 
-def windows_of(plan: Plan, engine: Engine) -> list[Window]:
+def windows_of(plan: EvaluationPlan, engine: Engine) -> list[Window]:
     """The text as the engine's model reads it."""
     assert plan.text is not None
     tokenizer = engine.loaded.tokenizer
@@ -113,7 +210,9 @@ def windows_of(plan: Plan, engine: Engine) -> list[Window]:
     return split(token_ids[: plan.max_text_tokens], plan.window, plan.stride, beginning)
 
 
-def _score_text(plan: Plan, one: EvalFormat, engine: Engine, reference: Engine | None, progress: Progress) -> TextScore:
+def _score_text(
+    plan: EvaluationPlan, one: EvalFormat, engine: Engine, reference: Engine | None, progress: Progress
+) -> TextScore:
     windows, score, rows = windows_of(plan, engine), TextScore(), ReferenceRows()
     bar = progress(f"{one.name}: text", sum(window.num_scored for window in windows))
     for window in windows:
@@ -124,7 +223,7 @@ def _score_text(plan: Plan, one: EvalFormat, engine: Engine, reference: Engine |
     return score
 
 
-def _ask(plan: Plan, one: EvalFormat, engine: Engine, progress: Progress) -> AnswerScore:
+def _ask(plan: EvaluationPlan, one: EvalFormat, engine: Engine, progress: Progress) -> AnswerScore:
     if "image" not in engine.loaded.processor.accepts:
         raise RequestError(f"--pictures is given, but {engine.loaded.name} takes no pictures")
     bar = progress(f"{one.name}: pictures", len(plan.questions))
@@ -151,3 +250,106 @@ def _speed(engine: Engine, num_rounds: int) -> Speed:
             prefill.append(PROMPT_TOKENS / first_s)
             decode.append((NEW_TOKENS - 1) / (total_s - first_s))
     return Speed(statistics.median(prefill), statistics.median(decode))
+
+
+def as_table(results: Sequence[FormatResult]) -> str:
+    """A line for each format; columns of what was not measured are left out."""
+    columns = [_column(results, *column) for column in _COLUMNS]
+    shown = [column for column in columns if any(column[1:])]
+    return "\n".join(aligned(list(zip(*shown, strict=True)), left=(0,)))
+
+
+def as_document(results: Sequence[FormatResult]) -> list[dict[str, object]]:
+    """The same as plain data, with more digits."""
+    return [_entry(result) for result in results]
+
+
+def write_json(path: Path, results: Sequence[FormatResult], about: dict[str, object]) -> None:
+    write_document(path, about | {"formats": as_document(results)})
+
+
+def _entry(result: FormatResult) -> dict[str, object]:
+    entry: dict[str, object] = {
+        "format": result.name,
+        "is_reference": result.is_reference,
+        "weight_bytes": result.weight_bytes,
+        "kv_bytes_per_token": result.kv_bytes_per_token,
+    }
+    if (text := result.text) is not None:
+        entry["text"] = {
+            "num_tokens": text.num_tokens,
+            "perplexity": text.perplexity,
+            "mean_kl": text.mean_divergence,
+            "mean_kl_standard_error": text.divergence_error,
+            "same_top_1": text.share_same,
+        }
+    if (answers := result.answers) is not None:
+        entry["pictures"] = {
+            "num_questions": answers.num_questions,
+            "num_right": answers.num_right,
+            "by_kind": {kind: {"right": right, "of": count} for kind, (right, count) in answers.by_kind.items()},
+        }
+    if (speed := result.speed) is not None:
+        entry["tokens_per_s"] = {"prefill": speed.prefill, "decode": speed.decode}
+    return entry
+
+
+def _column(results: Sequence[FormatResult], head: str, cell: Callable[[FormatResult], str]) -> list[str]:
+    return [head, *(cell(result) for result in results)]
+
+
+def _divergence(result: FormatResult) -> str:
+    if result.text is None or (mean := result.text.mean_divergence) is None:
+        return ""
+    error = result.text.divergence_error
+    return f"{mean:.5f}" if error is None else f"{mean:.5f} ± {error:.5f}"
+
+
+def _same(result: FormatResult) -> str:
+    share = None if result.text is None else result.text.share_same
+    return "" if share is None else f"{share:.2%}"
+
+
+_COLUMNS: tuple[tuple[str, Callable[[FormatResult], str]], ...] = (
+    ("format", lambda r: r.name + (" (reference)" if r.is_reference else "")),
+    ("weights", lambda r: f"{r.weight_bytes / 1e9:.3f} GB"),
+    ("KV/token", lambda r: f"{r.kv_bytes_per_token / 1024:.1f} KiB"),
+    ("perplexity", lambda r: f"{r.text.perplexity:.4f}" if r.text else ""),
+    ("KL", _divergence),
+    ("same top-1", _same),
+    ("right", lambda r: f"{r.answers.num_right}/{r.answers.num_questions}" if r.answers else ""),
+    ("prefill", lambda r: f"{r.speed.prefill:.1f} tok/s" if r.speed else ""),
+    ("decode", lambda r: f"{r.speed.decode:.1f} tok/s" if r.speed else ""),
+)
+
+
+def write_plot(path: Path, results: Sequence[FormatResult], title: str) -> None:
+    """What is lost in quality against speed, and against memory: up and to the right, or to the left, is better."""
+    from matplotlib.figure import Figure  # imported here: only plots need it
+
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    label, qualities = _quality(results)
+    sides = [("weights, GB", [result.weight_bytes / 1e9 for result in results])]
+    if all(result.speed for result in results):
+        sides.insert(0, ("decode, tokens/s", [result.speed.decode for result in results if result.speed]))
+    for axes, (name, amounts) in zip(figure.subplots(1, len(sides), squeeze=False)[0], sides, strict=True):
+        for number, (result, x, y) in enumerate(zip(results, amounts, qualities, strict=True)):
+            axes.scatter([x], [y], s=60, color=f"C{number % 10}", zorder=3)
+            axes.annotate(result.name, (x, y), xytext=(7, 5), textcoords="offset points")
+        axes.set(xlabel=name, ylabel=label)
+        axes.set_xlim(left=0, right=1.25 * max(amounts))
+        axes.margins(y=0.15)
+        if label.startswith(("KL", "perplexity")):
+            axes.invert_yaxis()  # less is better
+        axes.grid(True, alpha=0.3)
+    figure.suptitle(title)
+    report.save_figure(path, figure)
+
+
+def _quality(results: Sequence[FormatResult]) -> tuple[str, list[float]]:
+    """What the plot shows of quality: the distance to the reference, else accuracy, else perplexity."""
+    if any(result.text and result.text.num_compared for result in results):
+        return "KL to the reference", [(result.text and result.text.mean_divergence) or 0.0 for result in results]
+    if all(result.answers for result in results):
+        return "answers right, %", [100 * result.answers.share for result in results if result.answers]
+    return "perplexity", [result.text.perplexity if result.text else math.nan for result in results]

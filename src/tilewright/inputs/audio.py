@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.inputs.container import opened_container
 from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, read_source
+from tilewright.inputs.video import opened_container
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:

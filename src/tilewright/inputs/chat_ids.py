@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import Any
 
 from tilewright.inputs.chat_template import ChatTemplate, opens_reasoning
-from tilewright.inputs.text_limits import TextBudget
+from tilewright.inputs.messages import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Messages, RequestError
 

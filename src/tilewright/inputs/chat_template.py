@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright import files
+from tilewright.host import files
+from tilewright.host.files import CheckpointError, read_json, read_template
 from tilewright.inputs.client_json import whole_part
-from tilewright.model_files import CheckpointError, read_json, read_template
 from tilewright.types import REASONING_TAGS, Messages, RequestError
 
 if TYPE_CHECKING:

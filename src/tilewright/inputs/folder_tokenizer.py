@@ -1,4 +1,9 @@
-"""Tokenizers from the files of a checkpoint's folder: tokenizer.json, and what lies beside it."""
+"""Tokenizers from the files of a checkpoint's folder: tokenizer.json, or vocab.json and merges.txt where there is none.
+
+FLUX.1's folder for CLIP and Qwen3-Omni's folder have no tokenizer.json. Both have byte-level pairs: CLIP's of
+lower-case words, the last token of a word marked with "</w>", between a start and an end token; Qwen's within words,
+with added tokens in tokenizer_config.json.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright import files
-from tilewright.inputs import clip_tokenizer, qwen_tokenizer
+from tilewright.host import files
+from tilewright.host.files import (
+    MAX_VOCABULARY_BYTES,
+    CheckpointError,
+    check_file,
+    read_file,
+    read_json,
+    read_optional_json,
+)
 from tilewright.inputs.chat_template import read_templates
-from tilewright.model_files import MAX_VOCABULARY_BYTES, CheckpointError, read_file, read_json, read_optional_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -31,10 +42,10 @@ def build(folder: Path) -> dict[str, Any]:
     templates = read_templates(folder, config)
     if files.exists(path):
         backend = _from_file(path)
-    elif clip_tokenizer.describes(folder, config):
-        backend = clip_tokenizer.build(folder, special_tokens)
-    elif qwen_tokenizer.describes(folder, config):
-        backend = qwen_tokenizer.build(folder)
+    elif describes_clip(folder, config):
+        backend = build_clip(folder, special_tokens)
+    elif describes_qwen(folder, config):
+        backend = build_qwen(folder)
     else:
         raise FileNotFoundError(f"{folder} has no tokenizer.json")
     _add_missing_tokens(backend, config.get("added_tokens_decoder"))
@@ -111,3 +122,76 @@ def _token_ids(config: Mapping[str, object], file: str) -> list[int]:
     if not all(type(token_id) is int for token_id in listed):
         raise CheckpointError(f"{file} has eos_token_id {given!r}, expected a token id or a list of them")
     return listed
+
+
+WORD_END = "</w>"
+# Endings of English words, letters, single digits, and all else that is no space.
+_CLIP_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+
+
+def describes_clip(folder: Path, config: Mapping[str, object]) -> bool:
+    """Whether the folder's files are such a tokenizer; `config` is its tokenizer_config.json."""
+    is_clip = str(config.get("tokenizer_class")).startswith("CLIPTokenizer")
+    return is_clip and files.exists(folder / "vocab.json") and files.exists(folder / "merges.txt")
+
+
+def build_clip(folder: Path, special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+    start = special_tokens.get("bos_token", "<|startoftext|>")
+    end = special_tokens.get("eos_token", "<|endoftext|>")
+    unknown = special_tokens.get("unk_token", end)
+    for name in ("vocab.json", "merges.txt"):
+        check_file(folder / name, MAX_VOCABULARY_BYTES)
+    try:
+        vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        model = models.BPE(vocab, merges, unk_token=unknown, end_of_word_suffix=WORD_END)
+    except Exception as error:  # the library raises no narrower one
+        raise CheckpointError(f"{folder}: vocab.json and merges.txt cannot be read: {error}") from error
+    for token in (start, end, unknown):
+        if token not in vocab:
+            raise CheckpointError(f"{folder / 'vocab.json'} lacks the token {token!r}, which its config names")
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(tokenizers.Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    words = pre_tokenizers.Split(tokenizers.Regex(_CLIP_WORDS), behavior="removed", invert=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}", special_tokens=[(start, vocab[start]), (end, vocab[end])]
+    )
+    backend.add_special_tokens([start, end])
+    return backend
+
+
+# Endings of English words; letters with what stands before them; single digits; signs; line ends; spaces.
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def describes_qwen(folder: Path, config: Mapping[str, object]) -> bool:
+    """Whether the folder's files are such a tokenizer; `config` is its tokenizer_config.json."""
+    is_qwen = str(config.get("tokenizer_class")).startswith("Qwen2Tokenizer")
+    return is_qwen and files.exists(folder / "vocab.json") and files.exists(folder / "merges.txt")
+
+
+def build_qwen(folder: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    for name in ("vocab.json", "merges.txt"):
+        check_file(folder / name, MAX_VOCABULARY_BYTES)
+    try:
+        vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        backend = tokenizers.Tokenizer(models.BPE(vocab, merges))
+    except Exception as error:  # the library raises no narrower one
+        raise CheckpointError(f"{folder}: vocab.json and merges.txt cannot be read: {error}") from error
+    backend.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(tokenizers.Regex(_QWEN_WORDS), behavior="isolated")
+    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_of_words])
+    backend.decoder = decoders.ByteLevel()
+    return backend

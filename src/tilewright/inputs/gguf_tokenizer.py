@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilewright.model_files import CheckpointError
+from tilewright.host.files import CheckpointError
 
 if TYPE_CHECKING:
     import tokenizers

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
-from tilewright import files
+from tilewright.host import files
 from tilewright.types import MediaKind, RequestError
 
 # What is said of a file that a library cannot decode: the library's own words mean little to a client.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tilewright.host_memory import MAP_NORESERVE, available_bytes, shared_file
+from tilewright.host.memory import MAP_NORESERVE, available_bytes, shared_file
 from tilewright.ops import backend
 from tilewright.types import Region, RequestError
 

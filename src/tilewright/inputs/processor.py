@@ -1,8 +1,11 @@
-"""Messages or prompts to what a model of text alone reads."""
+"""Messages or prompts to what a model reads: text alone, or with media; the part that is alike in all families."""
 
 from __future__ import annotations
 
+import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -10,11 +13,15 @@ import numpy as np
 
 from tilewright.inputs.chat_ids import ChatEncoder
 from tilewright.inputs.chat_template import ChatTemplate
-from tilewright.inputs.media import Fetch
-from tilewright.inputs.messages import media_of_prompt, normalize
-from tilewright.inputs.text_limits import TextBudget
+from tilewright.inputs.isolation.opener import InProcessOpener, Opener
+from tilewright.inputs.media import Fetch, MediaLimits, MediaPart
+from tilewright.inputs.media_buffer import Allocation, MediaBuffer, Write
+from tilewright.inputs.messages import TextBudget, media_of_prompt, normalize
+from tilewright.inputs.precomputed import Precomputed
+from tilewright.inputs.precomputed_values import PreparedValues, ValueSizes
+from tilewright.inputs.precomputed_values import prepare as prepare_values
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.types import MediaKind, Messages, ModelInputs, RequestError
+from tilewright.types import MediaKind, Medium, Messages, ModelInputs, RequestError, Span
 
 
 class TextProcessor:
@@ -87,3 +94,213 @@ def prompt_ids(
 def _inputs(ids: Sequence[int], is_reasoning: bool = False) -> ModelInputs:
     positions = np.arange(len(ids), dtype=np.int64)[None]
     return ModelInputs(tuple(ids), positions, len(ids), opens_reasoning=is_reasoning)
+
+
+IsKnown = Callable[[bytes], bool]
+
+
+@dataclass(frozen=True)
+class PreparedMedium:
+    """A medium whose size and key are known, before it is decoded and has its place in a prompt."""
+
+    name: str  # for errors: "image 2"
+    kind: MediaKind
+    key: bytes
+    grid: tuple[int, int, int]
+    num_rows: int  # of the media buffer
+    encoder_rows: int
+    write: Write
+    times_s: tuple[float, ...] = ()  # of each group of a video's frames
+    sound: tuple[PreparedMedium, ...] = ()  # that goes with a video; or the pieces that a sound is encoded in
+    num_states: int = 0
+    tiling: tuple[int, int] = (1, 1)
+    feature_width: int = 0  # of features that came with the request; 0: it is encoded
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A prompt with the tokens of its media in their places."""
+
+    token_ids: Sequence[int]
+    positions: np.ndarray
+    next_position: int
+    media: Sequence[tuple[PreparedMedium, tuple[Span, ...]]]
+
+
+class MediaProcessor(ABC):
+    """Turns requests into `ModelInputs`. May be called from several threads at once.
+
+    `is_known` says whether the encoder output of a medium's key is cached: the medium is not decoded then.
+    `budget` bounds the text that is tokenized.
+    """
+
+    accepts: Sequence[MediaKind]
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        limits: MediaLimits | None,
+        opener: Opener | None,
+        media_buffer: MediaBuffer,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._encoder = None if template is None else ChatEncoder(template, tokenizer)
+        self.limits = limits or MediaLimits()
+        self.opener = opener or InProcessOpener()
+        self.media_buffer = media_buffer
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[object] | None = None,
+        fetch: Fetch | None = None,
+        is_known: IsKnown | None = None,
+        budget: TextBudget | None = None,
+        use_audio_in_video: bool = False,
+        **template_args: Any,
+    ) -> ModelInputs:
+        """The inputs of a conversation, up to where the model answers.
+
+        `use_audio_in_video`: the sound of videos is heard too, unless one says otherwise.
+        """
+        if self._encoder is None:
+            raise RequestError("the model has no chat template: give it a prompt instead")
+        normalized, parts = normalize(
+            messages,
+            limits=self.limits,
+            fetch=fetch,
+            accepts=self.accepts,
+            use_audio_in_video=use_audio_in_video,
+        )
+        ids, opens_reasoning = self._encoder.encode(normalized, tools=tools, budget=budget, **template_args)
+        inputs = self._inputs(ids, parts, fetch, is_known, budget)
+        return dataclasses.replace(inputs, opens_reasoning=opens_reasoning)
+
+    def prompt(
+        self,
+        text: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        media: Sequence[Mapping[str, object]] = (),
+        *,
+        is_known: IsKnown | None = None,
+        budget: TextBudget | None = None,
+    ) -> ModelInputs:
+        """The inputs of a text, or of token ids, with one placeholder token per medium.
+
+        Media are parts as those of a message: {"type": "image", "image": source}, {"type": "video", "video": source,
+        "fps": of frames}. Those of a kind belong to the placeholders of that kind, in order.
+        """
+        ids = self._prompt_ids(text, token_ids, budget)
+        parts = media_of_prompt(media, limits=self.limits, accepts=self.accepts)
+        return self._inputs(ids, parts, None, is_known, budget)
+
+    def describe(self, medium: Mapping[str, object]) -> PreparedMedium:
+        """The grid, times and tiles of a medium that is a part of a message, read from its header."""
+        (part,) = media_of_prompt([medium], limits=self.limits, accepts=self.accepts)
+        return self._prepared(part, None)
+
+    def _prompt_ids(
+        self, text: str | None, token_ids: Sequence[int] | None, budget: TextBudget | None
+    ) -> Sequence[int]:
+        return prompt_ids(self.tokenizer, text, token_ids, budget)
+
+    def _inputs(
+        self,
+        ids: Sequence[int],
+        parts: Sequence[MediaPart],
+        fetch: Fetch | None,
+        is_known: IsKnown | None,
+        budget: TextBudget | None,
+    ) -> ModelInputs:
+        """The inputs of ids with a placeholder for each of the parts. Media are decoded once all have their place."""
+        placement = self._place(ids, [self._prepared(part, fetch) for part in parts])
+        media = [medium for medium, _ in placement.media]
+        check_cancelled = budget.check_cancelled if budget else lambda: None
+        allocation = self.media_buffer.allocate([medium.num_rows for medium in media], check_cancelled)
+        if allocation is not None:
+            self._write(media, allocation, is_known, check_cancelled)
+        regions = () if allocation is None else allocation.regions
+        return ModelInputs(
+            tuple(placement.token_ids),
+            placement.positions,
+            placement.next_position,
+            tuple(
+                Medium(
+                    kind=medium.kind,
+                    key=medium.key,
+                    grid=medium.grid,
+                    spans=spans,
+                    region=region,
+                    encoder_rows=medium.encoder_rows,
+                    num_states=medium.num_states,
+                    tiling=medium.tiling,
+                    feature_width=medium.feature_width,
+                )
+                for (medium, spans), region in zip(placement.media, regions, strict=True)
+            ),
+            allocation,
+        )
+
+    def _write(
+        self,
+        media: Sequence[PreparedMedium],
+        allocation: Allocation,
+        is_known: IsKnown | None,
+        check_cancelled: Callable[[], None],
+    ) -> None:
+        """Decodes media into their regions, those that are known only if they are needed after all."""
+        try:
+            for medium, region in zip(media, allocation.regions, strict=True):
+                check_cancelled()
+                if is_known is not None and is_known(medium.key):
+                    self.media_buffer.write_later(region, medium.write)
+                else:
+                    medium.write(self.media_buffer.view(region))
+        except BaseException:
+            allocation.release()  # the error's traceback would keep it
+            raise
+
+    def _prepared(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+        if not isinstance(part.source, Precomputed):
+            return self._prepare(part, fetch)
+        if part.with_sound:
+            raise RequestError(f"{part.name}: use_audio_in_video is asked for, and {part.source.type} have no sound")
+        return self._prepare_values(part.source, part.name)
+
+    def _prepare_values(self, given: Precomputed, name: str) -> PreparedMedium:
+        """A medium of which a request brings what would be made of it."""
+        sizes = self._value_sizes(given, name)
+        values = prepare_values(given, sizes, name, self.limits, self.media_buffer.rows.dtype)
+        return self._medium_of_values(given, name, sizes, values, given.grid)
+
+    def _medium_of_values(
+        self, given: Precomputed, name: str, sizes: ValueSizes, values: PreparedValues, grid: tuple[int, int, int]
+    ) -> PreparedMedium:
+        return PreparedMedium(
+            name,
+            given.kind,
+            key=values.key,
+            grid=grid,
+            num_rows=values.num_buffer_rows(self.media_buffer.shape[1]),
+            encoder_rows=1 if given.is_encoded else sizes.encoder_rows,
+            write=values.write,
+            times_s=given.times_s,
+            num_states=sizes.num_states,
+            tiling=given.tiling,
+            feature_width=sizes.feature_width if given.is_encoded else 0,
+        )
+
+    @abstractmethod
+    def _value_sizes(self, given: Precomputed, name: str) -> ValueSizes:
+        """What the model makes of a medium of such a grid; RequestError for a grid that none has."""
+
+    @abstractmethod
+    def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+        """The part's size and key, read from its header."""
+
+    @abstractmethod
+    def _place(self, ids: Sequence[int], media: Sequence[PreparedMedium]) -> Placement:
+        """The prompt with every medium in the place of its placeholders, in order."""

@@ -1,22 +1,274 @@
-"""Videos of any form as frames: files, arrays and lists of pictures; and which of their frames are sampled."""
+"""Videos of any form as frames: files, arrays and lists of pictures. Only the sampled frames are decoded.
+
+A file is opened so that it can reach nothing but itself.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.inputs.image import ReadPicture, array_to_rgb, open_picture, read_picture
-from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, check_pixels, read_source
-from tilewright.inputs.video_file import DEFAULT_FPS, Frames, ReadVideo, read_video
+from tilewright.inputs.image import (
+    ReadPicture,
+    animation_frames,
+    array_to_rgb,
+    frame_delays_s,
+    open_picture,
+    read_picture,
+)
+from tilewright.inputs.media import UNREADABLE, Fetch, MediaLimits, MediaPart, check_duration, check_pixels, read_source
 from tilewright.types import RequestError
+
+if TYPE_CHECKING:
+    import av
+
+
+@contextmanager
+def opened_container(data: bytes, name: str, formats: str) -> Iterator[Any]:
+    """The bytes as one of PyAV's containers; what goes wrong inside the block is a `RequestError` too.
+
+    `formats` are FFmpeg's names of those that hold what they play. It also reads playlists: those name other files and
+    addresses, which it would open.
+    """
+    import av
+
+    options = {"format_whitelist": formats, "protocol_whitelist": "none"}
+    try:
+        # A title in an old encoding is no reason to refuse a file.
+        with av.open(io.BytesIO(data), mode="r", options=options, metadata_errors="replace") as container:
+            yield container
+    except RequestError:
+        raise
+    except (av.FFmpegError, OSError, ValueError, EOFError, OverflowError) as error:
+        raise RequestError(f"{name}: cannot be decoded: {UNREADABLE}") from error
+
+
+# For frames that come without a rate; what the models' own processors take.
+DEFAULT_FPS = 24.0
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,gif,ogg,asf"
+MAX_FILE_FRAMES = 2**20  # an hour at 240 a second is 864,000; each costs a record while the file is open
+_MAX_HELD = 32  # decoded frames that wait for an earlier one; decoders put out at most 16 in another order
+# Frames further than this from an even rate go by their own times: models read times to a tenth of a second. A frame
+# dropped here and there leaves the rate even.
+_MAX_JITTER_S = 0.1
+# How much longer than its frames a file may say it is: some round up.
+_MAX_MISSING_END_S = 0.5
+
+Frames = Callable[[Sequence[int]], Iterator[np.ndarray]]  # [height, width, 3] uint8 for each of rising indices
 
 
 @dataclass(frozen=True)
-class Sampled:
+class VideoFile:
+    """Size, rate and frame count of an encoded video, found without decoding, and a function that decodes frames."""
+
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+    frames: Frames
+    times_s: tuple[float, ...] | None  # of every frame, where the rate varies
+
+
+ReadVideo = Callable[[bytes, str, MediaLimits], VideoFile]  # the encoded bytes, the item's name for errors, the limits
+
+
+def read_video(data: bytes, name: str, limits: MediaLimits) -> VideoFile:
+    """The video that the bytes hold, decoded in this process when its frames are asked for."""
+    if (delays_s := frame_delays_s(data)) is not None:
+        return _read_animation(data, name, limits, delays_s)
+    with _opened(data, name, limits) as (container, stream):
+        check_pixels(stream.codec_context.height, stream.codec_context.width, name, limits)
+        if stream.duration is not None and stream.time_base is not None:
+            check_duration(float(stream.duration * stream.time_base), name, limits)
+        packets = _packets(container, stream, name)
+        time_base, rate, num_declared = float(stream.time_base or 0), stream.average_rate, stream.frames
+        # For files that do not count their frames. Where there is sound too, the file may be longer than its video.
+        is_comparable = container.duration and len(container.streams) == 1 and not num_declared
+        declared_s = container.duration / 1e6 if is_comparable else 0.0
+    if len(packets) < max(num_declared, 1):
+        raise RequestError(f"{name}: the file is cut short: {len(packets)} of {max(num_declared, 1)} frames are there")
+    shown = sorted({packet.time for packet in packets})
+    times_s = tuple(time * time_base for time in shown)
+    duration_s = times_s[-1] - times_s[0]
+    check_duration(duration_s, name, limits)
+    fps = float(rate) if rate else (len(shown) - 1) / duration_s if duration_s > 0 else DEFAULT_FPS
+    check_rate(fps, name)
+    if declared_s > duration_s + packets[-1].duration * time_base + _MAX_MISSING_END_S:
+        ends = f"it says {declared_s:.1f} seconds, its frames end after {duration_s:.1f}"
+        raise RequestError(f"{name}: the file is cut short: {ends}")
+    height, width = _upright_size(data, name, limits)
+
+    def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
+        with _opened(data, name, limits) as (container, stream):
+            yield from _decode(container, stream, name, packets, [shown[index] for index in indices], (height, width))
+
+    return VideoFile(len(shown), fps, height, width, frames, times_s if _rate_varies(times_s, fps) else None)
+
+
+def _read_animation(data: bytes, name: str, limits: MediaLimits, delays_s: Sequence[float]) -> VideoFile:
+    if len(delays_s) > MAX_FILE_FRAMES:
+        raise RequestError(f"{name}: more than {MAX_FILE_FRAMES} frames, which is the limit of a file")
+    duration_s = sum(delays_s)
+    check_duration(duration_s, name, limits)
+    fps = len(delays_s) / duration_s
+    check_rate(fps, name)
+    first = read_picture(data, name, limits)
+    times_s = tuple(accumulate(delays_s[:-1], initial=0.0))
+
+    def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
+        for pixels in animation_frames(data, name, indices, limits):
+            if pixels.shape[:2] != (first.height, first.width):
+                raise RequestError(
+                    f"{name}: a frame is {pixels.shape[1]} x {pixels.shape[0]}, its header says otherwise"
+                )
+            yield pixels
+
+    varies = _rate_varies(times_s, fps)
+    return VideoFile(len(delays_s), fps, first.height, first.width, frames, times_s if varies else None)
+
+
+@dataclass(frozen=True)
+class _Packet:
+    """A coded frame: where it stands in the order of decoding, when it is shown, whether decoding can begin there."""
+
+    time: int  # in the stream's time base
+    duration: int  # 0: not known
+    is_key: bool
+
+
+def check_rate(fps: float, name: str) -> None:
+    """Refuses rates that no video has: times computed from them would overflow."""
+    if not 1e-4 <= fps <= 1e6:
+        raise RequestError(f"{name}: {fps:g} frames a second, expected 0.0001 to 1000000")
+
+
+def _packets(container: Any, stream: Any, name: str) -> list[_Packet]:
+    packets: list[_Packet] = []
+    for packet in container.demux(stream):
+        if not packet.size or (packet.pts is None and packet.dts is None):
+            continue
+        if len(packets) == MAX_FILE_FRAMES:
+            raise RequestError(f"{name}: more than {MAX_FILE_FRAMES} frames, which is the limit of a file")
+        time = packet.pts if packet.pts is not None else packet.dts
+        packets.append(_Packet(time, packet.duration or 0, packet.is_keyframe))
+    return packets
+
+
+def _rate_varies(times_s: Sequence[float], fps: float) -> bool:
+    off = np.asarray(times_s) - times_s[0] - np.arange(len(times_s)) / fps
+    return bool(np.abs(off).max() > _MAX_JITTER_S)
+
+
+@contextmanager
+def _opened(data: bytes, name: str, limits: MediaLimits) -> Iterator[tuple[Any, Any]]:
+    with opened_container(data, name, _CONTAINERS) as container:
+        if not container.streams.video:
+            raise RequestError(f"{name}: the file has no video in it")
+        stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise RequestError(f"{name}: cannot be decoded: there is no decoder for its kind of video")
+        # Each frame may bring a size of its own. Twice the limit: decoders round sizes up to whole blocks.
+        stream.codec_context.options = {"max_pixels": str(min(2 * limits.max_pixels, 2**31 - 1))}
+        stream.codec_context.thread_count = 1  # more would take the cores from the model, and help few files
+        yield container, stream
+
+
+def _upright_size(data: bytes, name: str, limits: MediaLimits) -> tuple[int, int]:
+    """Height and width of the first frame as it is shown."""
+    with _opened(data, name, limits) as (container, stream):
+        for frame in container.decode(stream):
+            check_pixels(frame.height, frame.width, name, limits)
+            return _shown_size(frame)
+    raise RequestError(f"{name}: no frame of it can be decoded")
+
+
+def _decode(
+    container: Any, stream: Any, name: str, packets: Sequence[_Packet], waiting: list[int], size: tuple[int, int]
+) -> Iterator[np.ndarray]:
+    """The frames of the rising times in `waiting`; groups of pictures without any of them are skipped."""
+    num_wanted = len(waiting)
+    needed = _needed(packets, set(waiting))
+    held: dict[int, np.ndarray] = {}
+    for frame in _decoded_frames(container, stream, needed):
+        time = frame.pts if frame.pts is not None else frame.dts
+        if time in waiting and time not in held:
+            if frame.is_corrupt:
+                raise RequestError(f"{name}: the file is damaged at {float(frame.time or 0):.1f} seconds")
+            if len(held) == _MAX_HELD:
+                raise RequestError(f"{name}: the file is damaged: its frames do not come in order")
+            held[time] = _upright(frame, name, size)
+        while waiting and waiting[0] in held:
+            pixels = held[waiting[0]]
+            if waiting[1:2] != waiting[:1]:
+                del held[waiting[0]]
+            waiting.pop(0)
+            yield pixels
+        if not waiting:
+            return
+    at_s = f"{num_wanted - len(waiting)} of {num_wanted} frames could be decoded"
+    raise RequestError(f"{name}: the file is damaged or cut short: {at_s}")
+
+
+def _needed(packets: Sequence[_Packet], wanted: set[int]) -> list[bool]:
+    """Which packets must be decoded: from the key frame before each wanted one up to it.
+
+    A frame shown before its own group's key frame also leans on the group before.
+    """
+    starts = [index for index, packet in enumerate(packets) if packet.is_key]
+    if not starts or starts[0] != 0:
+        starts.insert(0, 0)
+    needed = [False] * len(packets)
+    for group, start in enumerate(starts):
+        end = starts[group + 1] if group + 1 < len(starts) else len(packets)
+        inside = [index for index in range(start, end) if packets[index].time in wanted]
+        if not inside:
+            continue
+        is_open = any(packets[index].time < packets[start].time for index in inside)
+        first = starts[group - 1] if is_open and group else start
+        needed[first : inside[-1] + 1] = [True] * (inside[-1] + 1 - first)
+    return needed
+
+
+def _decoded_frames(container: Any, stream: Any, needed: Sequence[bool]) -> Iterator[av.VideoFrame]:
+    context = stream.codec_context
+    index, is_fed = 0, False
+    for packet in container.demux(stream):
+        if not packet.size or (packet.pts is None and packet.dts is None):
+            continue
+        if index < len(needed) and needed[index]:
+            yield from packet.decode()
+            is_fed = True
+        elif is_fed:
+            # A gap: what the decoder still holds comes out, and it starts afresh at the next key frame.
+            yield from context.decode(None)
+            context.flush_buffers()
+            is_fed = False
+        index += 1
+    if is_fed:
+        yield from context.decode(None)
+
+
+def _shown_size(frame: Any) -> tuple[int, int]:
+    return (frame.width, frame.height) if frame.rotation % 180 else (frame.height, frame.width)
+
+
+def _upright(frame: Any, name: str, size: tuple[int, int]) -> np.ndarray:
+    height, width = _shown_size(frame)
+    if (height, width) != size:
+        raise RequestError(f"{name}: a frame is {width} x {height}, the first {size[1]} x {size[0]}")
+    # The rotation is clockwise for negative degrees; numpy turns counter-clockwise.
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4))
+
+
+@dataclass(frozen=True)
+class SampledFrames:
     """Which frames, and when they are shown."""
 
     indices: tuple[int, ...]
@@ -36,16 +288,16 @@ class Video:
     frames: Frames
     times_s: tuple[float, ...] | None = None
 
-    def sample(self, indices: Sequence[int]) -> Sampled:
+    def sample(self, indices: Sequence[int]) -> SampledFrames:
         """The frames nearest to the times that evenly spread indices stand for."""
         if self.times_s is None:
-            return Sampled(tuple(indices), tuple(index / self.fps for index in indices))
+            return SampledFrames(tuple(indices), tuple(index / self.fps for index in indices))
         times = np.asarray(self.times_s)
         last = max(self.num_frames - 1, 1)
         wanted = times[0] + np.asarray(indices) / last * (times[-1] - times[0])
         after = np.clip(np.searchsorted(times, wanted), 1, last) if self.num_frames > 1 else np.zeros(1, dtype=int)
         nearest = np.where(wanted - times[after - 1] <= times[after] - wanted, after - 1, after)
-        return Sampled(tuple(nearest.tolist()), tuple((times[nearest] - times[0]).tolist()))
+        return SampledFrames(tuple(nearest.tolist()), tuple((times[nearest] - times[0]).tolist()))
 
 
 def open_video(

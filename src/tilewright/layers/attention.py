@@ -1,4 +1,8 @@
-"""Self-attention: one product for q, k and v, norm and rope in place, then over what the batch has: pages or itself."""
+"""Self-attention, and layers that attend to encoder states instead (Llama-3.2-Vision).
+
+Self-attention is one product for q, k and v, norm and rope in place, then attention over what the batch has: pages or
+the batch itself.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilewright.layers import partition
-from tilewright.layers.batch import SequenceBatch
+from tilewright.layers.batch import Batch, CrossBatch, SequenceBatch
+from tilewright.layers.cost import Cost, linear_cost
 from tilewright.layers.linear import Linear
-from tilewright.layers.rms_norm import NormConfig
+from tilewright.layers.mlp import GatedMlp, MlpConfig
+from tilewright.layers.norm import NormConfig, RmsNorm
 from tilewright.layers.rope import RopeConfig, RopeTables
 from tilewright.ops.activation import sigmoid_gate
-from tilewright.ops.rope import qk_norm_rope, rope_qk
-from tilewright.weights.shard import HeadShard
-from tilewright.weights.unpacked import Unpacked
+from tilewright.ops.attention import KvCache, kv_store, paged_attention
+from tilewright.ops.embedding import embedding, qk_norm_rope, rope_qk, scatter_rows
+from tilewright.ops.norm import rms_norm
+from tilewright.weights.conv import Unpacked
+from tilewright.weights.spec import HeadShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +119,80 @@ class Attention:
         if gate_THK is not None:
             sigmoid_gate(attended, gate_THK, out=attended)
         return attended.view(h_TD.shape[0], -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionConfig(HeadsConfig):
+    eps: float  # of the norms of q and k
+
+
+class CrossAttention:
+    """What each token's heads attend to among the encoder states; queries and keys are RMS-normed, without rope."""
+
+    def __init__(self, name: str, config: CrossAttentionConfig, layer: int, gate: str) -> None:
+        self.config, self.layer = config, layer
+        heads = heads_of(config)
+        self.num_kv_heads = heads.num_keys
+        self.kv = KvLayer(heads.num_keys, config.head_width)
+        query_width, kv_width = config.num_heads * config.head_width, config.num_kv_heads * config.head_width
+        queries, keys = heads.queries.times(config.head_width), heads.keys.times(config.head_width)
+        self.query = Linear([(f"{name}.q_proj", query_width, queries)], config.width)
+        self.key_value = Linear([(f"{name}.{part}_proj", kv_width, keys) for part in "kv"], config.width)
+        self.output = Linear([(f"{name}.o_proj", config.width)], query_width, column_shard=queries, tanh_scale=gate)
+        self.q_norm = Unpacked(f"{name}.q_norm.weight", config.head_width)
+        self.k_norm = Unpacked(f"{name}.k_norm.weight", config.head_width)
+
+    def __call__(self, h_RD: Tensor, cross: CrossBatch) -> Tensor:
+        config = self.config
+        q_RHK = self.query(h_RD).view(h_RD.shape[0], -1, config.head_width)
+        rms_norm(q_RHK, self.q_norm.value, config.eps, out=q_RHK)
+        cache = cross.kv_caches[self.layer]
+        attended = paged_attention(q_RHK, cache, cross.block_table, cross.query_starts, cross.lengths, causal=False)
+        return attended.view(h_RD.shape[0], -1)
+
+    def store(self, states_ND: Tensor, cache: KvCache, slots_N: Tensor) -> None:
+        """Writes the keys and values of encoder states [N, D] to their slots."""
+        config = self.config
+        key_value = self.key_value(states_ND).view(len(states_ND), -1, config.head_width)
+        k_NGK, v_NGK = key_value.split(self.num_kv_heads, dim=1)
+        rms_norm(k_NGK, self.k_norm.value, config.eps, out=k_NGK)
+        kv_store(k_NGK, v_NGK, cache, slots_N)
+
+
+class CrossLayer:
+    """x + tanh(gate) attention(norm(x)), then x + tanh(gate) mlp(norm(x)), for tokens that attend to encoder states.
+
+    The others are left as they are, bit for bit: Meta's own implementation masks both branches of theirs.
+    """
+
+    def __init__(self, name: str, config: CrossAttentionConfig, layer: int, mlp: MlpConfig, norm: NormConfig) -> None:
+        """`layer` counts cross-attention layers alone."""
+        self.attention_norm = RmsNorm(f"{name}.input_layernorm", config.width, norm.eps, plus_one=norm.plus_one)
+        self.attention = CrossAttention(f"{name}.cross_attn", config, layer, f"{name}.cross_attn_attn_gate")
+        self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", config.width, norm.eps, plus_one=norm.plus_one)
+        self.mlp = GatedMlp(
+            f"{name}.mlp",
+            config.width,
+            mlp.width,
+            activation=mlp.activation,
+            bias=mlp.bias,
+            tanh_scale=f"{name}.cross_attn_mlp_gate",
+        )
+
+    def __call__(self, x_TD: Tensor, batch: Batch, rope: RopeTables, rows: Tensor | None = None) -> Tensor:
+        """x, updated in place; with `rows`, only those of its tokens."""
+        if batch.cross is not None:
+            rows_R = batch.cross.rows_R
+            x_RD = x_TD if rows_R is None else embedding(rows_R, x_TD)
+            self._update(x_RD, batch.cross)
+            if rows_R is not None:
+                scatter_rows(x_TD, rows_R, x_RD)
+        return x_TD if rows is None else x_TD[rows]
+
+    def cost(self) -> Cost:
+        """Of a token that sees encoder states. Their keys and values are computed once, in `store`."""
+        return linear_cost(self.attention.query, self.attention.output, self.mlp)
+
+    def _update(self, x_RD: Tensor, cross: CrossBatch) -> None:
+        attended = self.attention(self.attention_norm(x_RD), cross)
+        self.mlp(x_RD, self.attention.output.add_and_norm(attended, x_RD, self.mlp_norm))

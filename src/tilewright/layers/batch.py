@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops import backend
-from tilewright.ops.attention import paged_attention, varlen_attention
-from tilewright.ops.kv_cache import KvCache, kv_store
+from tilewright.ops.attention import KvCache, kv_store, paged_attention, varlen_attention
 
 
 def starts_of(lengths: Iterable[int]) -> Tensor:

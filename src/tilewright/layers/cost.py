@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.weights.experts import ExpertsWeight
-from tilewright.weights.linear import LinearWeight
+from tilewright.weights.linear import ExpertsWeight, LinearWeight
 from tilewright.weights.spec import iter_weights
 
 

@@ -14,19 +14,24 @@ import torch
 from torch import Tensor
 
 from tilewright.layers import precision
-from tilewright.layers.attention import Attention, AttentionConfig, HeadsConfig, KvLayer
+from tilewright.layers.attention import (
+    Attention,
+    AttentionConfig,
+    CrossAttentionConfig,
+    CrossLayer,
+    HeadsConfig,
+    KvLayer,
+)
 from tilewright.layers.batch import Batch, MediaRun, SequenceBatch
 from tilewright.layers.cost import Cost, DecoderCost, linear_cost
-from tilewright.layers.cross_attention import CrossAttentionConfig, CrossLayer
+from tilewright.layers.embedding import TokenEmbedding
 from tilewright.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from tilewright.layers.linear import GatheredLinear
-from tilewright.layers.mlp import GatedMlp, MlpConfig
-from tilewright.layers.moe import MoeConfig, SparseMlp
-from tilewright.layers.rms_norm import NormConfig, RmsNorm
+from tilewright.layers.mlp import GatedMlp, MlpConfig, MoeConfig, SparseMlp
+from tilewright.layers.norm import NormConfig, RmsNorm
 from tilewright.layers.rope import LayerRopes, RopeTables
-from tilewright.layers.token_embedding import TokenEmbedding
+from tilewright.ops.attention import KvCache
 from tilewright.ops.embedding import embedding, scatter_add_rows, scatter_rows
-from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.plan import empty, scope
 from tilewright.types import UnsupportedConfig
 

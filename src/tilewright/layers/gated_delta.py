@@ -18,8 +18,8 @@ from tilewright.ops.conv import causal_conv
 from tilewright.ops.gated_delta import delta_gates, gated_delta_rule, split_projections
 from tilewright.ops.norm import rms_norm
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.shard import PADDING, HeadShard, Shard, shard_of
-from tilewright.weights.unpacked import ConvTaps, Unpacked
+from tilewright.weights.conv import ConvTaps, Unpacked
+from tilewright.weights.spec import PADDING, HeadShard, Shard, shard_of
 
 
 @dataclass(frozen=True)

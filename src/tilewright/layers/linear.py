@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from tilewright.layers import partition, precision
-from tilewright.layers.rms_norm import RmsNorm
+from tilewright.layers.norm import RmsNorm
 from tilewright.ops.linear import PackedWeight, linear
 from tilewright.ops.moe import moe
 from tilewright.ops.plan import empty
 from tilewright.parallel.group import Group, refuse_recording
-from tilewright.weights.experts import ExpertFormat, ExpertsWeight
-from tilewright.weights.linear import LinearWeight, Part, PatchWeight
-from tilewright.weights.shard import Shard
-from tilewright.weights.spec import Weight, along
+from tilewright.weights.linear import ExpertFormat, ExpertsWeight, LinearPart, LinearWeight, PatchWeight
+from tilewright.weights.spec import Shard, Weight, along
 
 
 class Linear:
@@ -159,7 +157,7 @@ class GatheredLinear:
         shard = partition.current().width(what, width)
         formats = precision.current()
         quantized_as = formats.head if is_head else formats.products
-        weight = LinearWeight([Part(name, width, shard)], columns, bias=bias, quantized_as=quantized_as)
+        weight = LinearWeight([LinearPart(name, width, shard)], columns, bias=bias, quantized_as=quantized_as)
         return cls(weight, width, shard)
 
     @property

@@ -11,12 +11,36 @@ tables of positions are whole on every rank: they are small, and all of them are
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
 
-from tilewright.layers.thread_setting import ThreadSetting
 from tilewright.parallel.group import Group, SingleGroup
-from tilewright.weights.shard import PADDING, HeadShard, Shard, heads_together, split_heads, split_width
+from tilewright.weights.spec import PADDING, HeadShard, Shard, heads_together, split_heads, split_width
+
+T = TypeVar("T")
+
+
+class ThreadSetting(threading.local, Generic[T]):
+    """What `make_default` gives, unless within `use`."""
+
+    def __init__(self, make_default: Callable[[], T]) -> None:  # called again on each thread that reads it
+        self._value = make_default()
+
+    def current(self) -> T:
+        return self._value
+
+    @contextlib.contextmanager
+    def use(self, value: T) -> Iterator[T]:
+        before, self._value = self._value, value
+        try:
+            yield value
+        finally:
+            self._value = before
+
 
 _log = logging.getLogger(__name__)
 

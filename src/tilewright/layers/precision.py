@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from tilewright.layers.thread_setting import ThreadSetting
+from tilewright.layers.partition import ThreadSetting
 from tilewright.types import RequestError
 
 # A quantised format and how many values of a row share a scale, 0 for all of them, as `ops.packed.weight_format` takes
@@ -56,7 +56,7 @@ _NAMED = {
 
 
 def named(name: str | None) -> Precision:
-    """What `quantize` names, but for "auto" (engine/auto_quantize.py).
+    """What `quantize` names, but for "auto" (engine/load/loading.py).
 
     None: weights stay as the checkpoint has them, quantised or not.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops import backend
-from tilewright.ops import rope as ops
+from tilewright.ops import embedding as ops
 from tilewright.types import UnsupportedConfig
 
 

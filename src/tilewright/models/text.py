@@ -1,18 +1,46 @@
-"""Llama, Qwen2, Qwen3 and Qwen3-MoE: the same decoder, different configs."""
+"""Llama, Qwen2, Qwen3 and Qwen3-MoE: one decoder and different configs; the base of every model around one decoder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
+from tilewright.layers.cost import DecoderCost
 from tilewright.layers.decoder import Decoder, DecoderConfig
-from tilewright.models.decoder_model import DecoderModel
-from tilewright.models.media_batch import MediaBatch
-from tilewright.models.protocol import Family
+from tilewright.models.protocol import Family, KvSpec, MediaBatch
 from tilewright.models.text_config import Config, decoder_config, moe_config, whole_name
-from tilewright.weights.experts import ExpertFormat
+from tilewright.ops.attention import KvCache
+from tilewright.weights.linear import ExpertFormat
+
+
+class DecoderModel:
+    """A model whose text side is `decoder`."""
+
+    decoder: Decoder
+
+    @property
+    def width(self) -> int:
+        return self.decoder.config.width
+
+    @property
+    def kv_spec(self) -> KvSpec:
+        return KvSpec(self.decoder.kv_layers)
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.decoder.config.num_embeddings
+
+    def fit_context(self, max_context: int) -> None:
+        self.decoder.ropes.fit(max_context)
+
+    def store_cross_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:
+        self.decoder.store_states(states_ND, slots_N, kv_caches)
+
+    def cost(self) -> DecoderCost:
+        return self.decoder.cost()
+
 
 QWEN3_HEAD_WIDTH = 128  # what a dense Qwen3 config without head_dim means
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilewright import host_memory
+from tilewright.host import memory
 from tilewright.ops import backend
 from tilewright.types import RequestError
 
@@ -54,7 +54,7 @@ class LatentScale:
 
 def memory_budget() -> float:
     """Bytes that maps may take before they are computed in parts: half of what is free; on other devices any."""
-    return host_memory.available_bytes() / 2 if backend.device().type == "cpu" else float("inf")
+    return memory.available_bytes() / 2 if backend.device().type == "cpu" else float("inf")
 
 
 def check_tile(tile: int | None) -> None:

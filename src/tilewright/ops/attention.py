@@ -1,11 +1,111 @@
-"""softmax(scale Q K^T + mask) V over packed sequences; kernels in csrc/kernels/attention."""
+"""softmax(scale Q K^T + mask) V over packed sequences, and its cache; kernels in csrc/kernels/{attention,kv_cache}.
 
+Keys and values lie in pages, written as attention reads them: csrc/base/kv_layout.h has the layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from tilewright.ops.backend import op
-from tilewright.ops.kv_cache import KvCache
 from tilewright.ops.native import kernels, view, view_or_none
-from tilewright.ops.plan import empty
+from tilewright.ops.plan import empty, empty_in_huge_pages
+
+TILE_DEPTH = 32  # tokens in a tile of values: pages are whole ones
+
+# Types in 8 bits, as the kernels number them: every row of a token and head has an fp32 scale, and a number stands for
+# the bf16 nearest to scale * number (csrc/base/kv_bytes.h). Others are kept as they are.
+BYTE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # numbers: what the largest value of a row becomes
+SCALE_BYTES = 8  # of a key's and a value's scale
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """The keys and values of one layer: `num_pages` pages of `page_size` tokens, a multiple of 32."""
+
+    data: Tensor  # native: [pages, G, elements of a head], in tiles; torch: [2, pages + 1, page_size, G, K]
+    page_size: int
+    head_width: int
+    dtype: torch.dtype  # of keys and values; int8 and float8_e4m3fn have scales
+
+    @classmethod
+    def empty(cls, num_pages: int, page_size: int, num_heads: int, head_width: int, dtype: torch.dtype) -> KvCache:
+        if page_size < TILE_DEPTH or page_size % TILE_DEPTH:
+            raise ValueError(f"page_size is {page_size}, expected a multiple of {TILE_DEPTH}")
+        return cls(empty_pages(num_pages, page_size, num_heads, head_width, dtype), page_size, head_width, dtype)
+
+    @property
+    def format(self) -> int:
+        """As the kernels number it; 0: the type of `data`."""
+        return BYTE_FORMATS.get(self.dtype, 0)
+
+    @property
+    def num_pages(self) -> int:
+        return self.data.shape[0] if self.data.dim() == 3 else self.data.shape[1] - 1
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """All keys and values as plain [pages * page_size, G, K]: for tests, a copy."""
+        return read_pages(self)
+
+
+@op
+def kv_store(k: Tensor, v: Tensor, cache: KvCache, slots: Tensor) -> None:
+    """Writes k and v [T, G, K] to slots [T] int64 (page * page_size + place); a negative slot is left out."""
+    kernels.kv_store(view(k), view(v), view(cache.data), cache.page_size, cache.format, view(slots))
+
+
+def bytes_per_token(head_width: int, dtype: torch.dtype) -> int:
+    """What the key and the value of one token take in one head, their scales included."""
+    scales = SCALE_BYTES if dtype in BYTE_FORMATS else 0
+    return elements_per_token(head_width) * dtype.itemsize + scales
+
+
+@op
+def elements_per_token(head_width: int) -> int:
+    """Numbers of the key and the value of one token in one head; in tiles, padded to whole ones."""
+    return kernels.kv_head_elements(TILE_DEPTH, head_width, 0) // TILE_DEPTH
+
+
+@op
+def empty_pages(num_pages: int, page_size: int, num_heads: int, head_width: int, dtype: torch.dtype) -> Tensor:
+    """`KvCache.data` of pages that are zero."""
+    format = BYTE_FORMATS.get(dtype, 0)
+    per_head = kernels.kv_head_elements(page_size, head_width, format)
+    stored = torch.uint8 if format else dtype
+    return empty_in_huge_pages(num_pages * num_heads * per_head, stored).view(num_pages, num_heads, per_head)
+
+
+@op
+def read_pages(cache: KvCache) -> tuple[Tensor, Tensor]:
+    """What `KvCache.read` gives."""
+    pages, heads, _ = cache.data.shape
+    size, width = cache.page_size, cache.head_width
+    key_depth, value_width = -(-width // 32) * 32, -(-width // 16) * 16
+    num_keys, num_values = size * key_depth, size * value_width
+    keys = cache.data[..., :num_keys]
+    values = cache.data[..., num_keys : num_keys + num_values]
+    if cache.dtype != torch.float32:  # tile [16 pairs][16 columns][2]
+        keys = keys.reshape(pages, heads, size // 16, key_depth // 32, 16, 16, 2).permute(0, 2, 5, 1, 3, 4, 6)
+        values = values.reshape(pages, heads, size // 32, value_width // 16, 16, 16, 2).permute(0, 2, 4, 6, 1, 3, 5)
+    else:  # tile [16 pairs][2][16 columns]
+        keys = keys.reshape(pages, heads, size // 16, key_depth // 32, 16, 2, 16).permute(0, 2, 6, 1, 3, 4, 5)
+        values = values.reshape(pages, heads, size // 32, value_width // 16, 16, 2, 16).permute(0, 2, 4, 5, 1, 3, 6)
+    keys = keys.reshape(pages * size, heads, key_depth)[..., :width]
+    values = values.reshape(pages * size, heads, value_width)[..., :width]
+    if not cache.format:
+        return keys, values
+    scales = cache.data[..., num_keys + num_values :].view(torch.float32).reshape(pages, heads, 2, size)
+    key_scales, value_scales = scales.permute(2, 0, 3, 1).reshape(2, pages * size, heads, 1)
+    return dequantized(keys.view(cache.dtype), key_scales), dequantized(values.view(cache.dtype), value_scales)
+
+
+def dequantized(numbers: Tensor, scales: Tensor) -> Tensor:
+    """The bf16 that numbers in 8 bits stand for."""
+    return (numbers.float() * scales).bfloat16()
 
 
 @op

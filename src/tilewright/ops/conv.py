@@ -1,9 +1,21 @@
-"""Causal convolution over time with a carried state; kernels in csrc/kernels/conv."""
+"""Convolutions: causal with a carried state, and of pictures and clips; kernels in csrc/kernels/{conv,conv3d}.
 
+Pictures and clips are channels last, with the weight packed once. B pictures or clips, T frames, H rows, W columns,
+C channels in, O out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tilewright.ops.backend import op
+from tilewright.ops.linear import PackedWeight, pack_weight
 from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.packed import weight_format
 from tilewright.ops.plan import empty
 
 
@@ -41,3 +53,218 @@ def causal_conv(
         view(out),
     )
     return out
+
+
+Triple = tuple[int, int, int]  # frames, rows, columns
+
+
+@dataclass(frozen=True)
+class PackedConvWeight:
+    """The weight of a convolution and its bias, packed as [O, taps * channels], and the shape it was packed from."""
+
+    packed: PackedWeight
+    in_channels: int
+    kernel: Triple
+
+    @property
+    def out_channels(self) -> int:
+        return self.packed.n
+
+
+@dataclass(frozen=True)
+class PackedUpsampleWeight:
+    """A 3 x 3 convolution of pictures made twice as high and wide by repeating pixels, as four of 2 x 2 of them.
+
+    Each gives every other row and column of the result: of the pixels it sees, those that are repetitions of one have
+    their taps added up. That is 16 taps for four pixels, where the repetitions would be multiplied by 36.
+    """
+
+    phases: tuple[
+        PackedConvWeight, PackedConvWeight, PackedConvWeight, PackedConvWeight
+    ]  # rows 0, 2... and columns 0, 2...; columns 1, 3...
+
+    @property
+    def out_channels(self) -> int:
+        return self.phases[0].out_channels
+
+
+@op
+def conv_depth(in_channels: int, kernel: Triple) -> int:
+    """Elements of a row of the packed weight: the channels of each tap, with what fills up their last tile."""
+    return kernels.conv3d_depth(in_channels, kernel)
+
+
+def pack_conv(weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> PackedConvWeight:
+    """A checkpoint's weight [O, C, kh, kw] or [O, C, kt, kh, kw] as `conv2d` or `conv3d` reads it."""
+    if weight.dim() not in (4, 5):
+        raise ValueError(
+            f"pack_conv: weight has shape {list(weight.shape)}, expected [O, C, kt, kh, kw] or [O, C, kh, kw]"
+        )
+    out_channels, in_channels, *axes = weight.shape
+    kernel = (axes[0], axes[1], axes[2]) if len(axes) == 3 else (1, axes[0], axes[1])
+    taps = weight.reshape(out_channels, in_channels, -1).transpose(1, 2)
+    depth = conv_depth(in_channels, kernel)
+    taps = functional.pad(taps, (0, depth // taps.shape[1] - in_channels))
+    # Convolutions read weights of either type in the layout that fp32 has at every level.
+    format = replace(weight_format(dtype or weight.dtype), layout=weight_format(torch.float32).layout)
+    return PackedConvWeight(pack_weight(taps.reshape(out_channels, depth), bias, dtype=format), in_channels, kernel)
+
+
+def pack_upsample_conv(
+    weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> PackedUpsampleWeight:
+    """A checkpoint's weight [O, C, 3, 3] as `upsample_conv2d` reads it; sums of taps are fp32, rounded once."""
+    if weight.dim() != 4 or weight.shape[2:] != (3, 3):
+        raise ValueError(f"pack_upsample_conv: weight has shape {list(weight.shape)}, expected [O, C, 3, 3]")
+    dtype = dtype or weight.dtype
+    # What a row or column of an even place sees is its neighbour before and itself twice, of an odd one the reverse.
+    phases = []
+    for rows in _merged(weight.float(), 2):
+        for taps in _merged(rows, 3):
+            phases.append(pack_conv(taps.contiguous(), bias, dtype=dtype))
+    return PackedUpsampleWeight((phases[0], phases[1], phases[2], phases[3]))
+
+
+def _merged(taps: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """The three taps of an axis as two, for even places and for odd ones."""
+    first, middle, last = taps.unbind(axis)
+    return torch.stack((first, middle + last), dim=axis), torch.stack((first + middle, last), dim=axis)
+
+
+def upsample_conv2d(
+    x: Tensor,
+    weight: PackedUpsampleWeight,
+    *,
+    rows: tuple[int, int] | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[B, 2 H, 2 W, O] of x [B, H, W, C]: the convolution of x with every pixel repeated, zeros around it, + residual.
+
+    `rows`: what the rows [begin, end) of x become, and no other.
+    """
+    batch, height, width, _ = x.shape
+    begin, end = (0, height) if rows is None else rows
+    if out is None:
+        out = empty((batch, 2 * (end - begin), 2 * width, weight.out_channels), x.dtype)
+    above, below = max(begin - 1, 0), min(end + 1, height)
+    for phase, packed in enumerate(weight.phases):
+        odd_row, odd_column = divmod(phase, 2)
+        conv2d(
+            x[:, begin:below] if odd_row else x[:, above:end],
+            packed,
+            padding=(
+                int(not odd_row and begin == 0),
+                int(odd_row and end == height),
+                1 - odd_column,
+                odd_column,
+            ),
+            residual=None if residual is None else residual[:, odd_row::2, odd_column::2],
+            out=out[:, odd_row::2, odd_column::2],
+        )
+    return out
+
+
+def conv2d(
+    x: Tensor,
+    weight: PackedConvWeight,
+    *,
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    upsample: bool = False,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_activation: str = "none",
+    out: Tensor | None = None,
+) -> Tensor:
+    """[B, H', W', O] of x [B, H, W, C]: activation(conv + bias) + residual.
+
+    `padding` is (top, bottom, left, right): zeros around x. With `upsample`, x is first made twice as high and wide by
+    repeating pixels (nearest), without a copy. `activation` as of `linear`; `residual` has the shape and type of the
+    result and may be `out`, whose rows and pixels may lie apart. `norm` [B, 3, C] fp32 are means, factors and biases: x
+    is read as norm_activation((x - mean) * factor + bias) before zeros are put around it (`group_norm_table`). A Conv1d
+    is a picture of one row.
+    """
+    if x.dim() != 4:
+        raise ValueError(f"conv2d: x has shape {list(x.shape)}, expected [B, H, W, C]")
+    if weight.kernel[0] != 1:
+        raise ValueError(f"conv2d: the kernel is {list(weight.kernel)}, expected one frame")
+    frames = conv3d(
+        x.unsqueeze(1),
+        weight,
+        stride=(1, *stride),
+        padding=padding,
+        upsample=upsample,
+        activation=activation,
+        residual=None if residual is None else residual.unsqueeze(1),
+        norm=norm,
+        norm_activation=norm_activation,
+        out=None if out is None else out.unsqueeze(1),
+    )
+    return frames.squeeze(1) if out is None else out
+
+
+@op
+def conv3d(
+    x: Tensor,
+    weight: PackedConvWeight,
+    *,
+    stride: Triple = (1, 1, 1),
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    time_padding: int | None = None,
+    previous: Tensor | None = None,
+    upsample: bool = False,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_activation: str = "none",
+    out: Tensor | None = None,
+) -> Tensor:
+    """[B, T', H', W', O] of x [B, T, H, W, C], causal in time: activation(conv + bias) + residual.
+
+    Before x come `time_padding` frames, kt - 1 unless said: the last ones are `previous` [B, P, H, W, C], P up to that
+    many, those before them zeros. All else as of `conv2d`.
+    """
+    front = weight.kernel[0] - 1 if time_padding is None else time_padding
+    num_previous = 0 if previous is None else previous.shape[1]
+    if num_previous > front:
+        raise ValueError(f"conv3d: previous has {num_previous} frames, expected {front} or fewer, the padding in time")
+    if out is None:
+        sizes = output_size(x, weight.kernel, stride, padding, front, upsample)
+        out = empty((x.shape[0], *sizes, weight.out_channels), x.dtype)
+    kernels.conv3d(
+        view(x),
+        view_or_none(previous),
+        weight.packed.native(),
+        view_or_none(weight.packed.bias),
+        view_or_none(residual),
+        view_or_none(norm),
+        view(out),
+        weight.kernel,
+        stride,
+        (front, padding[0], padding[2]),
+        upsample,
+        activation,
+        norm_activation,
+    )
+    return out
+
+
+def output_size(
+    x: Tensor, kernel: Triple, stride: Triple, padding: tuple[int, int, int, int], front: int, upsample: bool
+) -> Triple:
+    """T', H', W'. ValueError where nothing comes out."""
+    if x.dim() != 5:
+        raise ValueError(f"conv3d: x has shape {list(x.shape)}, expected [B, T, H, W, C]")
+    _, frames, height, width, _ = x.shape
+    scale = 2 if upsample else 1
+    padded = (
+        frames + front,
+        height * scale + padding[0] + padding[1],
+        width * scale + padding[2] + padding[3],
+    )
+    if any(size < taps for size, taps in zip(padded, kernel, strict=True)):
+        raise ValueError(f"conv3d: x with its padding is {list(padded)}, smaller than the kernel, {list(kernel)}")
+    sizes = [(size - taps) // step + 1 for size, taps, step in zip(padded, kernel, stride, strict=True)]
+    return sizes[0], sizes[1], sizes[2]

@@ -1,5 +1,11 @@
-"""Token embeddings out of a table, media embeddings into token rows; kernels in csrc/kernels/embedding."""
+"""Token and media embeddings, rotary position embedding; kernels in csrc/kernels/{embedding,rope}.
 
+R is the rotated width of a head (R <= K), so there are R/2 frequencies. Which position turns a frequency is data:
+`axis_of_frequency` [R/2] says for each the row of `positions` [A, T], and the functions at the end build it for each
+kind of rope there is.
+"""
+
+import torch
 from torch import Tensor
 
 from tilewright.ops.backend import op
@@ -48,3 +54,95 @@ def scatter_add_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     """out [T, D] after out[rows] += values, summed in fp32 and rounded once. A row named twice raises ValueError."""
     kernels.scatter_rows(view(out), view(rows), view(values), True)
     return out
+
+
+@op
+def rope_table(
+    positions: Tensor,
+    inv_freq: Tensor,
+    axis_of_frequency: Tensor,
+    attention_scaling: float = 1.0,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, each fp32 [T, R/2], of positions[axis_of_frequency[j], t] * inv_freq[j], times the scaling.
+
+    positions [A, T] int64 or fp32, inv_freq [R/2] fp32, axis_of_frequency [R/2] int32. Absolute error under 1.2e-7
+    for angles up to a million.
+    """
+    if out is None:
+        shape = (positions.shape[-1], inv_freq.shape[0])
+        out = empty(shape, torch.float32), empty(shape, torch.float32)
+    cos, sin = out
+    kernels.rope_table(
+        view(positions), view(inv_freq), view(axis_of_frequency), view(cos), view(sin), attention_scaling
+    )
+    return cos, sin
+
+
+@op
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, out: Tensor | None = None) -> Tensor:
+    """x [T, H, K] with each head's first R elements turned by cos, sin [T, R/2]; the rest is copied.
+
+    Pairs are (j, j + R/2), or (2j, 2j + 1) when `interleaved`. x may be a slice of a packed qkv; `out` may be x.
+    """
+    if out is None:
+        out = empty(x.shape, x.dtype)
+    kernels.rope(view(x), view(cos), view(sin), view(out), interleaved)
+    return out
+
+
+@op
+def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
+    """Turns q [T, H, K] and k [T, G, K] in place, in one pass over the tokens."""
+    kernels.qk_norm_rope(view(q), view(k), None, None, view(cos), view(sin), 0.0, False, interleaved)
+
+
+@op
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    weight_plus_one: bool = False,
+    interleaved: bool = False,
+) -> None:
+    """RMS-norms each head of q [T, H, K] and k [T, G, K] with a weight [K], then turns it: in place, rounded once."""
+    kernels.qk_norm_rope(
+        view(q),
+        view(k),
+        view(q_weight),
+        view(k_weight),
+        view(cos),
+        view(sin),
+        eps,
+        weight_plus_one,
+        interleaved,
+    )
+
+
+def plain_axes(num_frequencies: int) -> Tensor:
+    """One position per token turns every frequency."""
+    return torch.zeros(num_frequencies, dtype=torch.int32)
+
+
+def sectioned_axes(mrope_section: list[int]) -> Tensor:
+    """M-RoPE of Qwen2-VL: the first mrope_section[0] frequencies follow time, the next the row, then the column."""
+    return torch.repeat_interleave(torch.arange(len(mrope_section)), torch.tensor(mrope_section)).to(torch.int32)
+
+
+def interleaved_axes(mrope_section: list[int]) -> Tensor:
+    """M-RoPE of Qwen3-VL: time, row, column in turn until an axis has its section's number; time takes what is left."""
+    axes = torch.zeros(sum(mrope_section), dtype=torch.int32)
+    for axis in range(1, len(mrope_section)):
+        axes[axis : mrope_section[axis] * len(mrope_section) : len(mrope_section)] = axis
+    return axes
+
+
+def vision_axes(num_frequencies_per_axis: int) -> Tensor:
+    """2-D rope: one set of frequencies follows the row, then the same set the column (inv_freq is that set twice)."""
+    return torch.arange(2, dtype=torch.int32).repeat_interleave(num_frequencies_per_axis)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.backend import op
-from tilewright.ops.memory import empty_in_huge_pages
 from tilewright.ops.native import kernels, view, view_or_none
+from tilewright.ops.plan import empty_in_huge_pages
 from tilewright.ops.quantized import (
     NAMES,
     ROTATED,

@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.host_memory import available_bytes
+from tilewright.host.memory import available_bytes
+from tilewright.host.topology import Topology
 from tilewright.parallel.binding import RankBinding, plan_binding
 from tilewright.parallel.launch import Workers, WorkerSpec
-from tilewright.parallel.topology import Topology
 
 MIN_GAIN = 1.1  # of ranks over one process: less is lost again in their collectives
 MEASURE_S = 1.0
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Reads:
+class MeasuredReads:
     """Bytes per second that one process reads, with its memory spread over all nodes, and all ranks at once."""
 
     alone: float
@@ -42,7 +42,7 @@ class Reads:
 def choose_tp(
     topology: Topology,
     num_threads: int | None = None,
-    measure: Callable[[Topology, Sequence[RankBinding]], Reads] | None = None,
+    measure: Callable[[Topology, Sequence[RankBinding]], MeasuredReads] | None = None,
 ) -> int:
     """The number of ranks for this machine: that of its memory nodes where these read faster than one process.
 
@@ -76,7 +76,7 @@ class MeasureError(Exception):
     """A process that measures died, or gave no result in time."""
 
 
-def measure_reads(topology: Topology, ranks: Sequence[RankBinding]) -> Reads:
+def measure_reads(topology: Topology, ranks: Sequence[RankBinding]) -> MeasuredReads:
     """Measures one process, then one per rank at once. All are started together: loading torch takes the longest."""
     nodes = [node.number for node in topology.nodes if node.has_memory]
     payload = {"size_bytes": min(SIZE_BYTES, available_bytes() // (4 * len(ranks))), "seconds": MEASURE_S}
@@ -87,7 +87,7 @@ def measure_reads(topology: Topology, ranks: Sequence[RankBinding]) -> Reads:
         alone.wait_until_ready()
         together.wait_until_ready()
         (rate,) = alone.measure()
-        return Reads(rate, together.measure())
+        return MeasuredReads(rate, together.measure())
 
 
 class _Probes:

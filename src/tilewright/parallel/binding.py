@@ -16,7 +16,7 @@ from typing import Any
 
 from tilewright import config
 from tilewright.config import ConfigError, format_cpus, name_cpus
-from tilewright.parallel.topology import Topology, UsableNode, read_topology
+from tilewright.host.topology import Topology, UsableNode, read_topology
 
 _log = logging.getLogger(__name__)
 

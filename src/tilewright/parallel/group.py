@@ -1,4 +1,4 @@
-"""A group of ranks that compute one model together, and what they can ask of each other.
+"""A group of ranks that compute one model together, and its collectives over the shared memory of one machine.
 
 Shape suffixes: T packed tokens, D model width, R ranks.
 All ranks make the same calls in the same order. Sums are made in fp32, in the order of ranks, and rounded once, in
@@ -201,3 +201,49 @@ def refuse_recording(what: str) -> None:
     """Raises if a plan is being recorded: it notes calls of kernels alone, and would replay without this one."""
     if kernels.is_recording():
         raise ValueError(f"{what} cannot be part of a recorded plan")
+
+
+class SharedMemoryGroup(Group):
+    """Ranks that share the memory behind a descriptor, which may be closed once this is made."""
+
+    def __init__(self, segment_fd: int, rank: int, name: str, timeout_s: float) -> None:
+        self._native = kernels.SharedGroup(segment_fd, rank, name, timeout_s)
+        super().__init__(name, rank, self._native.size)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        kernels.broadcast(self._native, view(x), root)
+        return x
+
+    def barrier(self) -> None:
+        kernels.barrier(self._native)
+
+    def post(self) -> None:
+        refuse_recording("post")
+        self._native.post()
+
+    def wait_for_post(self, spin_us: float = DEFAULT_SPIN_US) -> None:
+        refuse_recording("wait_for_post")
+        self._native.wait_for_post(spin_us)
+
+    def close(self) -> None:
+        self._native.close()
+
+    def _all_reduce(self, x: Tensor, out: Tensor) -> None:
+        kernels.all_reduce(self._native, view(x), view(out))
+
+    def _all_reduce_add(self, x: Tensor, residual: Tensor, out: Tensor) -> None:
+        kernels.all_reduce_add(self._native, view(x), view(residual), view(out))
+
+    def _all_gather(self, x: Tensor, out: Tensor) -> None:
+        kernels.all_gather(self._native, view(x), view(out))
+
+    def _all_gather_columns(self, x: Tensor, out: Tensor) -> None:
+        kernels.all_gather_columns(self._native, view(x), view(out))
+
+    def _reduce_scatter(self, x: Tensor, out: Tensor) -> None:
+        kernels.reduce_scatter(self._native, view(x), view(out))
+
+    def _all_reduce_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, weight_plus_one: bool
+    ) -> None:
+        kernels.all_reduce_norm(self._native, view(x), view(residual), view(weight), view(out), eps, weight_plus_one)

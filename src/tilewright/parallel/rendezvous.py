@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from tilewright.ops.native import kernels
 from tilewright.parallel.gloo import GlooGroup, tell_broken
-from tilewright.parallel.group import Group, SingleGroup
-from tilewright.parallel.shared_memory import SharedMemoryGroup
+from tilewright.parallel.group import Group, SharedMemoryGroup, SingleGroup
 
 DEFAULT_TIMEOUT_S = 60.0
 MAX_RANKS: int = kernels.max_ranks

@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilewright.model_files import CheckpointError
+from tilewright.host.files import CheckpointError
 from tilewright.ops.quantized import Quantized
 from tilewright.weights import hub
-from tilewright.weights.gguf import GgufCheckpoint
-from tilewright.weights.gguf_projector import NO_PROJECTOR
-from tilewright.weights.quantized_checkpoint import with_linears
+from tilewright.weights.gguf.checkpoint import GgufCheckpoint
+from tilewright.weights.gguf.projector import NO_PROJECTOR
+from tilewright.weights.quantized import with_linears
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]

@@ -24,7 +24,7 @@ _CHUNK_ELEMENTS = 32768
 
 
 @dataclass(frozen=True)
-class Format:
+class GgufFormat:
     """How a tensor type of GGUF is stored, and what turns its bytes into numbers."""
 
     name: str
@@ -39,7 +39,7 @@ class Format:
         return num_columns // self.block_elements * self.block_bytes
 
 
-def dequantize(data: Tensor, quantization: Format, num_columns: int) -> Tensor:
+def dequantize(data: Tensor, quantization: GgufFormat, num_columns: int) -> Tensor:
     """Rows [R, num_columns] from uint8 [R * row bytes]; a view where the type needs no decoding."""
     if quantization.decode is None:
         return data.view(quantization.dtype).view(-1, num_columns)
@@ -156,17 +156,17 @@ def _mxfp4(blocks: Tensor, out: Tensor) -> None:
 
 # By GGUF's number of the type.
 FORMATS = {
-    0: Format("F32", 1, 4, torch.float32),
-    1: Format("F16", 1, 2, torch.float16),
-    30: Format("BF16", 1, 2, torch.bfloat16),
-    8: Format("Q8_0", 32, 34, torch.float32, _q8_0),
-    2: Format("Q4_0", 32, 18, torch.float32, _q4_0),
-    3: Format("Q4_1", 32, 20, torch.float32, _q4_1),
-    6: Format("Q5_0", 32, 22, torch.float32, _q5_0),
-    7: Format("Q5_1", 32, 24, torch.float32, _q5_1),
-    12: Format("Q4_K", 256, 144, torch.float32, _q4_k),
-    13: Format("Q5_K", 256, 176, torch.float32, _q5_k),
-    14: Format("Q6_K", 256, 210, torch.float32, _q6_k),
-    20: Format("IQ4_NL", 32, 18, torch.float32, _iq4_nl),
-    39: Format("MXFP4", 32, 17, torch.float32, _mxfp4),
+    0: GgufFormat("F32", 1, 4, torch.float32),
+    1: GgufFormat("F16", 1, 2, torch.float16),
+    30: GgufFormat("BF16", 1, 2, torch.bfloat16),
+    8: GgufFormat("Q8_0", 32, 34, torch.float32, _q8_0),
+    2: GgufFormat("Q4_0", 32, 18, torch.float32, _q4_0),
+    3: GgufFormat("Q4_1", 32, 20, torch.float32, _q4_1),
+    6: GgufFormat("Q5_0", 32, 22, torch.float32, _q5_0),
+    7: GgufFormat("Q5_1", 32, 24, torch.float32, _q5_1),
+    12: GgufFormat("Q4_K", 256, 144, torch.float32, _q4_k),
+    13: GgufFormat("Q5_K", 256, 176, torch.float32, _q5_k),
+    14: GgufFormat("Q6_K", 256, 210, torch.float32, _q6_k),
+    20: GgufFormat("IQ4_NL", 32, 18, torch.float32, _iq4_nl),
+    39: GgufFormat("MXFP4", 32, 17, torch.float32, _mxfp4),
 }

@@ -7,8 +7,9 @@ import difflib
 import re
 from pathlib import Path
 
-from tilewright import embedded, files
-from tilewright.model_files import CheckpointError
+from tilewright.host import files
+from tilewright.host.files import CheckpointError
+from tilewright.weights import embedded
 
 # All that is read of a model, and no pickle, which could run code: weights, configs, templates, tokenizers.
 ALLOWED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tilewright.host_memory import require_room, trim_heap
+from tilewright.host.memory import require_room, trim_heap
 from tilewright.ops import backend
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.packed import Packed
 from tilewright.ops.quantized import Quantized
-from tilewright.weights.cache import PackedCache
+from tilewright.weights.cache import ChecksummedData, PackedCache
 from tilewright.weights.checkpoint import Checkpoint, CheckpointError
-from tilewright.weights.checksums import ChecksummedData
 from tilewright.weights.quantized import WHAT_TO_DO, quantized_format
 from tilewright.weights.spec import Weight, iter_weights
 

@@ -1,8 +1,25 @@
-"""The names of quantised formats of safetensors, so that a checkpoint that is not read is refused by its own."""
+"""Checkpoints whose linears are quantised: compressed-tensors, FP8, GPTQ and AWQ, with weights under their plain names.
+
+A module whose weight is several tensors (quants, scales, zeros) has one again, "<module>.weight", of which loading
+takes the quants or what they stand for. Which modules those are, the tensors say; how they are to be read, the config.
+What a config leaves out (ignore, modules_to_not_convert) has plain weights and stays as it is. Activations are rounded
+as our products do it, token by token, or not at all: scales for them are of no use, nor are those of keys and values.
+A format that is not read is refused by its own name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.host.files import CheckpointError
+from tilewright.ops.quantized import Quantized, dequantize
+from tilewright.weights.safetensors import SafetensorsCheckpoint
+from tilewright.weights.stored_linear import Awq, Bytes, Fp8, Gptq, Mxfp4, PackedInts, StoredLinear, Tensors
 
 # quantization_config.quant_method -> the format's own name.
 METHODS = {
@@ -60,3 +77,221 @@ def _method(config: Mapping[str, object]) -> str | None:
 
 def _loads_bits(stated: Mapping[str, object]) -> bool:
     return any(key.startswith(("load_in_", "bnb_", "_load_in_")) for key in stated)
+
+
+# Ends of names of what a quantised module has beside its bias.
+_OWN = (
+    "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx",
+    "qweight", "qzeros", "scales", "g_idx",
+)  # fmt: skip
+# What is for activations, and for keys and values.
+_UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
+
+_Config = Mapping[str, object]
+
+
+class QuantizedCheckpoint:
+    """Safetensors with quantised linears: a `weights.checkpoint.Checkpoint`."""
+
+    tokenizer_metadata: Mapping[str, object] | None = None
+    missing: str | None = None
+
+    def __init__(self, plain: SafetensorsCheckpoint, linears: Mapping[str, StoredLinear]) -> None:
+        self._plain = plain
+        self._linears = {f"{module}.weight": linear for module, linear in linears.items()}
+        self._own_names = {
+            f"{module}.weight": [f"{module}.{end}" for end in _OWN if f"{module}.{end}" in plain.shapes]
+            for module in linears
+        }
+        hidden = {name for names in self._own_names.values() for name in names}
+        self.path: Path = plain.path
+        self.files: Path | None = plain.files
+        self.config: dict = plain.config
+        self.fingerprint = plain.fingerprint
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            **{
+                name: shape
+                for name, shape in plain.shapes.items()
+                if name not in hidden and not name.endswith(tuple(f".{end}" for end in _UNUSED))
+            },
+            **{name: linear.shape for name, linear in self._linears.items()},
+        }
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self._linears else self._plain.dtype(name)
+
+    def size_bytes(self, name: str) -> int:
+        return sum(self._plain.size_bytes(own) for own in self._names(name))
+
+    def read(self, name: str) -> Tensor:
+        """The tensor: in place, or what its numbers stand for in fp32."""
+        return self.rows(name, 0, self.shapes[name][0]) if name in self._linears else self._plain.read(name)
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of the tensor's first axis."""
+        if name in self._linears:
+            return dequantize(self._linears[name].rows(begin, end))
+        return self._plain.rows(name, begin, end)
+
+    def quantized_as(self, name: str) -> tuple[str, int] | None:
+        """The format that has the numbers of a tensor; None: it has none."""
+        return self._linears[name].format if name in self._linears else None
+
+    def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
+        """Rows [begin, end) as those numbers."""
+        return self._linears[name].rows(begin, end)
+
+    def release(self, name: str) -> None:
+        for own in self._names(name):
+            self._plain.release(own)
+
+    def _names(self, name: str) -> list[str]:
+        return self._own_names.get(name, [name])
+
+
+def with_linears(plain: SafetensorsCheckpoint) -> SafetensorsCheckpoint | QuantizedCheckpoint:
+    """The checkpoint with its quantised linears made whole; as it is where it has none, or none that are read."""
+    stated = quantization_of(plain.config)
+    method = None if stated is None else stated.get("quant_method")
+    if stated is None or not isinstance(method, str) or method not in _READERS:
+        return plain
+    modules: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in plain.shapes.items():
+        module, _, end = name.rpartition(".")
+        if end in _OWN:
+            modules.setdefault(module, {})[end] = shape
+    try:
+        found = {
+            module: linear
+            for module, shapes in modules.items()
+            if (linear := _READERS[method](plain, Tensors(module, plain.read, shapes), stated)) is not None
+        }
+    except CheckpointError as error:
+        raise CheckpointError(f"{plain.path} is quantised as {METHODS[method]}: {error}") from error
+    return QuantizedCheckpoint(plain, found) if found else plain
+
+
+def _setting(stated: _Config, key: str, allowed: tuple[object, ...], default: object = None) -> object:
+    """A value of the config, one of those that are read."""
+    value = stated.get(key, default)
+    if value not in allowed:
+        expected = ", ".join(str(item) for item in allowed if item is not None)
+        raise CheckpointError(f"{key} is {value!r}, expected {expected}")
+    return value
+
+
+def _whole(stated: _Config, key: str, default: int | None = None) -> int:
+    value = stated.get(key, default)
+    if type(value) is not int or not -1 <= value < 1 << 31:
+        raise CheckpointError(f"{key} is {value!r}, expected a whole number")
+    return value
+
+
+def _gptq(plain: SafetensorsCheckpoint, tensors: Tensors, stated: _Config) -> StoredLinear | None:
+    if "qweight" not in tensors:
+        return None
+    bits = _setting(stated, "bits", (4, 8))
+    _setting(stated, "checkpoint_format", ("gptq", "gptq_v2", None))
+    if stated.get("dynamic"):
+        raise CheckpointError("its modules have settings of their own (dynamic), which are not read")
+    version = stated.get("checkpoint_format") == "gptq_v2"
+    is_symmetric = stated.get("sym", True) is True
+    assert isinstance(bits, int)
+    return Gptq(tensors, bits, is_symmetric, _whole(stated, "group_size"), 0 if version else 1)
+
+
+def _awq(plain: SafetensorsCheckpoint, tensors: Tensors, stated: _Config) -> StoredLinear | None:
+    if "qweight" not in tensors:
+        return None
+    _setting(stated, "bits", (4,))
+    _setting(stated, "version", ("gemm", "GEMM"), "gemm")
+    _setting(stated, "zero_point", (True,), True)
+    return Awq(tensors, _whole(stated, "group_size", 128))
+
+
+def _fp8(plain: SafetensorsCheckpoint, tensors: Tensors, stated: _Config) -> StoredLinear | None:
+    if not {"weight_scale", "weight_scale_inv"} & tensors.shapes.keys():
+        return None
+    _setting(stated, "fmt", ("e4m3", "float8_e4m3fn", None))
+    _expect_e4m3(plain, tensors)
+    return Fp8(tensors, _block(stated.get("weight_block_size")) if "weight_scale_inv" in tensors else None)
+
+
+def _expect_e4m3(plain: SafetensorsCheckpoint, tensors: Tensors) -> None:
+    dtype = plain.dtype(f"{tensors.module}.weight")
+    if dtype != torch.float8_e4m3fn:
+        raise CheckpointError(f"{tensors.module}.weight is {dtype}, expected float8_e4m3fn".replace("torch.", ""))
+
+
+def _block(value: object) -> tuple[int, int] | None:
+    """Rows and columns of a block that shares a scale; None: there are none."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+        raise CheckpointError(f"blocks are {value!r}, expected two sizes")
+    return value[0], value[1]
+
+
+def _compressed(plain: SafetensorsCheckpoint, tensors: Tensors, stated: _Config) -> StoredLinear | None:
+    if "weight_scale" not in tensors:
+        return None
+    group = _group_of(tensors.module, stated)
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"its config has no weights for {tensors.module}")
+    format = group.get("format") or stated.get("format")
+    strategy = _setting(weights, "strategy", ("tensor", "channel", "group", "block"), "tensor")
+    if format in ("float-quantized", "naive-quantized") and weights.get("type") == "float":
+        _setting(weights, "num_bits", (8,))
+        _expect_e4m3(plain, tensors)
+        if strategy == "group":
+            raise CheckpointError("fp8 has groups of columns, expected a scale for each tensor, row or block")
+        return Fp8(tensors, _block(weights.get("block_structure")) if strategy == "block" else None)
+    if format == "mxfp4-pack-quantized" and weights.get("type") == "float":
+        _setting(weights, "num_bits", (4,))
+        _setting(weights, "group_size", (32,))
+        return Mxfp4(tensors)
+    if weights.get("type", "int") != "int" or strategy == "block":
+        raise CheckpointError(f"its format {format} has {weights.get('type')} in {strategy}s, which is not read")
+    bits = _setting(weights, "num_bits", (4, 8))
+    size = _whole(weights, "group_size") if strategy == "group" else -1
+    rounds_x = isinstance(group.get("input_activations"), Mapping)
+    is_symmetric = weights.get("symmetric", True) is True
+    assert isinstance(bits, int)
+    if format == "pack-quantized":
+        return PackedInts(tensors, bits, is_symmetric, rounds_x, size)
+    if format in ("int-quantized", "naive-quantized") and bits == 8:
+        return Bytes(tensors, rounds_x, size)
+    raise CheckpointError(f"its format is {format} with {bits} bits, which is not read")
+
+
+def _group_of(module: str, stated: _Config) -> _Config:
+    """The settings of a module: those of the group that names it, else of the one that names its class."""
+    groups = stated.get("config_groups")
+    tables = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    for is_named in (True, False):
+        for group in tables:
+            targets = group.get("targets")
+            for target in targets if isinstance(targets, list) else []:
+                if _names(str(target), module) if is_named else target == "Linear":
+                    return group
+    raise CheckpointError(f"no group of its config names {module}")
+
+
+def _names(target: str, module: str) -> bool:
+    """Whether a target, a name or an expression for names, is of a module."""
+    if target.startswith("re:"):
+        try:
+            return re.match(target[3:], module) is not None
+        except re.error as error:
+            raise CheckpointError(f"its config has the target {target!r}: {error}") from error
+    return module == target or module.endswith(f".{target}")
+
+
+_READERS: Mapping[str, Callable[[SafetensorsCheckpoint, Tensors, _Config], StoredLinear | None]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "compressed-tensors": _compressed,
+}

@@ -1,4 +1,4 @@
-"""safetensors files and folders of them, memory-mapped.
+"""safetensors files and folders of them, memory-mapped and read as tensors without a copy.
 
 The format is eight bytes of header length, a JSON header {name: {dtype, shape, data_offsets}} and the data. Read here
 and not through the safetensors package because that one keeps every page it touched while the file is open: resident
@@ -8,9 +8,11 @@ Nothing in a file is trusted: sizes, offsets and overlaps are checked before any
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +21,66 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilewright import files
-from tilewright.model_files import MAX_JSON_BYTES, CheckpointError, foreign_kind, read_file, read_json
+from tilewright.host import files
+from tilewright.host.files import MAX_JSON_BYTES, CheckpointError, foreign_kind, read_file, read_json
+from tilewright.host.memory import MAP_NORESERVE, shortage_text, size_text
 from tilewright.ops.quantized import Quantized
-from tilewright.weights.mapped import MappedFile
+
+
+class MappedFile:
+    """A file as memory. Writing to a tensor of it changes a private copy of the page, never the file.
+
+    Mapped writable because torch warns of memory it may not write to, and the pages stay shared until written anyway.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with files.open_regular(path) as file:
+                status = os.fstat(file.fileno())
+                self.size_bytes, self.modified_ns = status.st_size, status.st_mtime_ns
+                if self.size_bytes == 0:
+                    raise CheckpointError(f"{path} is empty: download it again")
+                self.memory = mmap.mmap(
+                    file.fileno(),
+                    self.size_bytes,
+                    flags=mmap.MAP_PRIVATE | MAP_NORESERVE,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                )
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno == errno.ENOMEM:
+                reason = f"it has {size_text(self.size_bytes)} to be mapped: {shortage_text()}"
+            raise CheckpointError(f"{path} cannot be read: {reason}") from error
+
+    def bytes_at(self, offset: int, size_bytes: int) -> Tensor:
+        """`size_bytes` of the file, uint8, in place. The caller has checked that the file has them."""
+        if size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=size_bytes, offset=offset)
+
+    def tensor_at(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of the file: in place, or a copy where the file does not align its elements."""
+        num_elements = 1
+        for size in shape:
+            num_elements *= size
+        data = self.bytes_at(offset, num_elements * dtype.itemsize)
+        if offset % dtype.itemsize:
+            data = data.clone()
+        return data.view(dtype).view(shape)
+
+    def release(self, offset: int, size_bytes: int) -> None:
+        """Releases the pages of a range: they no longer count as this process's, and are read again when touched."""
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        if size_bytes:
+            self.memory.madvise(mmap.MADV_DONTNEED, begin, offset + size_bytes - begin)
+
+    def will_need(self, offset: int, size_bytes: int) -> None:
+        """Asks the system to start reading a range from disk."""
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        if size_bytes:
+            self.memory.madvise(mmap.MADV_WILLNEED, begin, offset + size_bytes - begin)
+
 
 WEIGHT_STEMS = ("model", "diffusion_pytorch_model")  # how transformers and diffusers name the files
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -44,7 +102,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where a tensor lies in a file."""
 
     file: MappedFile
@@ -64,7 +122,7 @@ class SafetensorsCheckpoint:
         self.path = folder
         self.files: Path | None = folder
         self.config: dict = _without_nulls(read_json(folder / "config.json"))
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, TensorEntry] = {}
         digest = hashlib.sha256(read_file(folder / "config.json", MAX_JSON_BYTES))
         expected, paths = _weight_files(folder)
         for path in paths:
@@ -171,7 +229,7 @@ def _no_weights_message(folder: Path) -> str:
     return f"{looked_for}: it is not a model folder, or its download is not complete"
 
 
-def read_header(file: MappedFile) -> tuple[bytes, dict[str, Entry]]:
+def read_header(file: MappedFile) -> tuple[bytes, dict[str, TensorEntry]]:
     """The header's bytes, and the tensors it lists, each within the file and none over another."""
     if file.size_bytes < 8:
         raise CheckpointError(f"{file.path} has {file.size_bytes} bytes, too few for a header: download it again")
@@ -208,7 +266,7 @@ def _unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return names
 
 
-def _entry(file: MappedFile, data_begin: int, name: str, fields: object) -> Entry:
+def _entry(file: MappedFile, data_begin: int, name: str, fields: object) -> TensorEntry:
     def is_size(value: object) -> bool:
         return type(value) is int and 0 <= value < 2**62
 
@@ -227,10 +285,10 @@ def _entry(file: MappedFile, data_begin: int, name: str, fields: object) -> Entr
         raise CheckpointError(
             f"{where} is {dtype} {shape}, {size_bytes} bytes, but has data_offsets {offsets}: the file is damaged"
         )
-    return Entry(file, data_begin + offsets[0], size_bytes, tuple(shape), DTYPES[dtype])
+    return TensorEntry(file, data_begin + offsets[0], size_bytes, tuple(shape), DTYPES[dtype])
 
 
-def _check_extent(file: MappedFile, data_begin: int, entries: dict[str, Entry]) -> None:
+def _check_extent(file: MappedFile, data_begin: int, entries: dict[str, TensorEntry]) -> None:
     """The format allows no gap and no overlap; data that end elsewhere than the file mean a broken download."""
     position = data_begin
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):

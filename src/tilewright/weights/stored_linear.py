@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tilewright.model_files import CheckpointError
+from tilewright.host.files import CheckpointError
 from tilewright.ops.quantized import GROUP_SIZES, Quantized, group_sizes, stored_scale
 
 Format = tuple[str, int]  # as ops.packed.weight_format takes it

@@ -1,7 +1,7 @@
-"""Weights' values as JSON and a file of tensors, and back.
+"""Weights as JSON and a file of tensors, and back; and a count of the formats that a checkpoint stores them in.
 
 A value is a tensor, a frozen dataclass of this package, a tuple, a type of tensors, or a plain number, string, bool or
-None, nested as it may be: what is packed later is kept without a word here.
+None, nested as it may be: a new kind of packed weight needs no code here.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tilewright.weights.mapped import MappedFile
+from tilewright.weights.checkpoint import Checkpoint
+from tilewright.weights.safetensors import MappedFile
 
 # Of a tensor in a file, whatever the pages of this machine are: the next may have others. Nothing is mapped or advised
 # by tensor, so that two may share a page of 16 or 64 KiB.
@@ -21,7 +23,7 @@ _BOUNDARY_BYTES = 4 << 10
 _PACKAGE = "tilewright."
 
 
-class Encoder:
+class ValueEncoder:
     """Gives every tensor a place in a file, and a value's form in JSON."""
 
     def __init__(self) -> None:
@@ -76,3 +78,27 @@ def decode(encoded: object, file: MappedFile) -> object:
     # Nothing else of a module is called, whatever the file asks for.
     assert isinstance(value_class, type) and dataclasses.is_dataclass(value_class), encoded["class"]
     return value_class(**{name: decode(value, file) for name, value in encoded["fields"].items()})
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """The tensors of a checkpoint in one format."""
+
+    name: str  # as of packed weights ("int4 in groups of 128"), or a type
+    num_tensors: int
+    size_bytes: int  # in the files, scales included
+
+
+def stored_formats(checkpoint: Checkpoint) -> list[StoredFormat]:
+    """The formats of all tensors, those that take most bytes first."""
+    found: dict[str, StoredFormat] = {}
+    for tensor in checkpoint.shapes:
+        format = checkpoint.quantized_as(tensor)
+        if format is None:
+            name = str(checkpoint.dtype(tensor)).removeprefix("torch.")
+        else:
+            name = f"{format[0]} in groups of {format[1]}" if format[1] else format[0]
+        before = found.get(name, StoredFormat(name, 0, 0))
+        size_bytes = before.size_bytes + checkpoint.size_bytes(tensor)
+        found[name] = StoredFormat(name, before.num_tensors + 1, size_bytes)
+    return sorted(found.values(), key=lambda item: -item.size_bytes)

@@ -3,42 +3,27 @@
 from collections.abc import Iterator
 
 from tilewright.bench.row import Row
-from tilewright.bench.rows import (
-    activation,
-    ada_norm,
-    attention,
-    conv3d,
-    embedding,
-    gated_delta,
-    group_norm,
-    image,
-    linear,
-    mel,
-    moe,
-    norm,
-    rope,
-    sample,
-)
+from tilewright.bench.rows import attention, elementwise, gated_delta, linear, media, tokens
 
 FAMILIES = (
-    linear,
-    moe,
-    attention,
-    conv3d,
-    gated_delta,
-    norm,
-    group_norm,
-    ada_norm,
-    rope,
-    activation,
-    embedding,
-    image,
-    mel,
-    sample,
+    linear.linear_rows,
+    linear.moe_rows,
+    attention.attention_rows,
+    media.conv_rows,
+    gated_delta.gated_delta_rows,
+    elementwise.norm_rows,
+    elementwise.group_norm_rows,
+    elementwise.ada_norm_rows,
+    attention.rope_rows,
+    elementwise.activation_rows,
+    tokens.embedding_rows,
+    media.image_rows,
+    media.mel_rows,
+    tokens.sample_rows,
 )
 
 
 def all_rows() -> Iterator[Row]:
     """Every row, cheap to make: tensors come with Row.prepare."""
-    for family in FAMILIES:
-        yield from family.rows()
+    for rows in FAMILIES:
+        yield from rows()

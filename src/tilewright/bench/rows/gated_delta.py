@@ -1,4 +1,4 @@
-"""The gated delta nets of Qwen3.5: a prompt, decode steps, and what comes before and after the rule.
+"""Rows of the gated delta nets of Qwen3.5: a prompt, decode steps, and the ops before and after the rule.
 
 Beside them is plain torch: for a prompt the chunked form in fp32, for the rest the ops that transformers uses.
 """
@@ -10,14 +10,47 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilewright.bench.chunked_delta_rule import CHUNK_TOKENS, chunked_delta_rule
 from tilewright.bench.row import ROTATION_BYTES, Calls, Row, close, random, rotation
-from tilewright.bench.shapes import LINEAR_ATTENTIONS, LinearAttention
+from tilewright.bench.shapes import LINEAR_ATTENTIONS, LinearAttentionShape
 from tilewright.ops import conv, gated_delta, norm
-from tilewright.ops.memory import empty_in_huge_pages
+from tilewright.ops.plan import empty_in_huge_pages
 from tilewright.ops.torch_backend import conv as conv_twins
 from tilewright.ops.torch_backend import gated_delta as twins
 from tilewright.ops.torch_backend import norm as norm_twins
+
+CHUNK_TOKENS = 64
+
+
+def chunked_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """out and the state after the last token, of q, k and v as `ops.gated_delta_rule` takes them.
+
+    With the decay since the chunk began e_i = exp(g_1 + .. + g_i) and L_ij = beta_i (k_i . k_j) e_i / e_j below the
+    diagonal, the values that a chunk adds are the solution of (I + L) U = beta (V - e K S).
+    """
+    group = v.shape[1] // k.shape[1]
+    q_t, k_t = (
+        (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(group, dim=1).transpose(0, 1)
+        for x in (q.float(), k.float())
+    )
+    q_t, v_t = q_t * q.shape[-1] ** -0.5, v.float().transpose(0, 1)
+    g_t, beta_t = g.float().t(), beta.float().t()[:, :, None]
+    outputs = []
+    for begin in range(0, q.shape[0], CHUNK_TOKENS):
+        chunk = slice(begin, begin + CHUNK_TOKENS)
+        q_c, k_c, v_c = (x[:, chunk] for x in (q_t, k_t, v_t))
+        since = g_t[:, chunk].cumsum(-1)
+        decay = since.exp()[:, :, None]
+        between = (since[:, :, None] - since[:, None, :]).tril().exp().tril()
+        lower = ((beta_t[:, chunk] * k_c) @ k_c.transpose(1, 2) * between).tril(-1)
+        right = beta_t[:, chunk] * (v_c - decay * (k_c @ state))
+        added = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+        outputs.append(decay * (q_c @ state) + (q_c @ k_c.transpose(1, 2) * between) @ added)
+        left = (since[:, -1:] - since).exp()[:, :, None] * k_c
+        state = state * decay[:, -1:] + left.transpose(1, 2) @ added
+    return torch.cat(outputs, dim=1).transpose(0, 1).to(q.dtype), state
+
 
 PROMPT = 2048
 BATCHES = (1, 8)
@@ -27,7 +60,7 @@ CHECKED_TOKENS = 200
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
 
 
-def rows() -> Iterator[Row]:
+def gated_delta_rows() -> Iterator[Row]:
     for net in LINEAR_ATTENTIONS:
         heads, width = net.value_heads, net.width
         sizes = f"{net.key_heads}/{heads} heads of {width}"
@@ -77,7 +110,7 @@ def _starts(*starts: int) -> Tensor:
     return torch.tensor(starts, dtype=torch.int32)
 
 
-def _inputs(net: LinearAttention, tokens: int, dtype: torch.dtype) -> Inputs:
+def _inputs(net: LinearAttentionShape, tokens: int, dtype: torch.dtype) -> Inputs:
     """q, k and v as slices of a packed row, g and beta."""
     keys = net.key_heads * net.width
     packed = _in_huge_pages(random(tokens, net.qkv_width, dtype=dtype))
@@ -95,7 +128,7 @@ def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return q, k, v, g, beta
 
 
-def _prompt(net: LinearAttention, dtype: torch.dtype) -> Calls:
+def _prompt(net: LinearAttentionShape, dtype: torch.dtype) -> Calls:
     inputs = _inputs(net, PROMPT, dtype)
     wide = _each(inputs, lambda x: x.float().contiguous())
     states = torch.zeros(1, net.value_heads, net.width, net.width)
@@ -117,7 +150,7 @@ def _prompt(net: LinearAttention, dtype: torch.dtype) -> Calls:
     )
 
 
-def _step(net: LinearAttention, batch: int) -> Calls:
+def _step(net: LinearAttentionShape, batch: int) -> Calls:
     """Calls rotate among the slots of a pool that no cache holds, as layers do among their pools."""
     inputs = _inputs(net, batch, torch.bfloat16)
     shape = (net.value_heads, net.width, net.width)
@@ -150,7 +183,7 @@ def _step(net: LinearAttention, batch: int) -> Calls:
     return Calls(ours, theirs, check)
 
 
-def _conv(net: LinearAttention) -> Calls:
+def _conv(net: LinearAttentionShape) -> Calls:
     x, weight = _in_huge_pages(random(PROMPT, net.qkv_width)), random(net.conv_width, net.qkv_width, seed=1)
     states = torch.zeros(1, net.conv_width - 1, net.qkv_width)
     starts, slots, out = _starts(0, PROMPT), _starts(0), _in_huge_pages(x)
@@ -167,7 +200,7 @@ def _conv(net: LinearAttention) -> Calls:
     return Calls(lambda _: conv.causal_conv(x, weight, states, starts, slots, out=out), theirs, check)
 
 
-def _conv_step(net: LinearAttention, batch: int) -> Calls:
+def _conv_step(net: LinearAttentionShape, batch: int) -> Calls:
     """Calls rotate among taps and states that no cache holds, as layers do among theirs."""
     channels, taps = net.qkv_width, net.conv_width
     x, out = random(batch, channels), random(batch, channels)
@@ -195,7 +228,7 @@ def _conv_step(net: LinearAttention, batch: int) -> Calls:
     return Calls(ours, theirs, check)
 
 
-def _split(net: LinearAttention, interleaved: bool) -> Calls:
+def _split(net: LinearAttentionShape, interleaved: bool) -> Calls:
     heads = net.key_heads, net.value_heads, net.width, net.width
     qkvz = _in_huge_pages(random(PROMPT, net.qkv_width + net.value_heads * net.width))
     ba = random(PROMPT, 2 * net.value_heads, seed=1)
@@ -215,7 +248,7 @@ def _split(net: LinearAttention, interleaved: bool) -> Calls:
     return Calls(ours, theirs, check)
 
 
-def _gates(net: LinearAttention) -> Calls:
+def _gates(net: LinearAttentionShape) -> Calls:
     a, b = random(PROMPT, net.value_heads), random(PROMPT, net.value_heads, seed=1)
     a_log, dt_bias = random(net.value_heads, dtype=torch.float32), random(net.value_heads, seed=1)
     out = torch.empty(a.shape), torch.empty(a.shape)
@@ -231,7 +264,7 @@ def _gates(net: LinearAttention) -> Calls:
     )
 
 
-def _norm(net: LinearAttention) -> Calls:
+def _norm(net: LinearAttentionShape) -> Calls:
     shape = PROMPT, net.value_heads, net.width
     x, gate, weight = _in_huge_pages(random(*shape)), _in_huge_pages(random(*shape, seed=1)), torch.ones(net.width)
     out = _in_huge_pages(x)

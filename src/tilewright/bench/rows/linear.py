@@ -1,4 +1,4 @@
-"""Packed linears of a layer of the language model and of the vision tower, and the head."""
+"""Rows of packed linears (language model, vision tower, head), and of the router and experts of sparse layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, num_copies, random, rotation
-from tilewright.bench.shapes import MODELS, Vision
-from tilewright.bench.torch_dtype import fastest_dtype
+from tilewright.bench.shapes import MODELS, SPARSE_MODELS, ExpertShape, VisionShape
+from tilewright.bench.timing import fastest_dtype
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
+from tilewright.ops.moe import PackedExperts, moe, route
 from tilewright.ops.packed import PackedForm, rounded, weight_format
 from tilewright.ops.quantized import Quantized, scale_dtype
 from tilewright.ops.torch_backend import linear as reference
+from tilewright.ops.torch_backend import moe as moe_reference
 
 ROWS = (1, 4, 16, 128, 512, 1024)
 QUANTIZED = (
@@ -34,7 +36,7 @@ VISION_ROWS = (1024, 4096)
 CHECKED_ROWS, CHECKED_OUTPUTS = 64, 4096
 
 
-def rows() -> Iterator[Row]:
+def linear_rows() -> Iterator[Row]:
     for model in MODELS:
         for name, (n, k) in model.linears.items():
             for m in ROWS:
@@ -120,7 +122,7 @@ def _calls(m: int, n: int, k: int, gated: bool) -> Calls:
     return Calls(ours, theirs, lambda: _agrees(x, weight, packed[0], activation))
 
 
-def _patches(vision: Vision) -> Calls:
+def _patches(vision: VisionShape) -> Calls:
     """A picture as one frame with a summed kernel, against the model's two equal frames and convolution."""
     patches, frame = VISION_ROWS[-1], vision.patch_elements // 2
     x, kernel = (
@@ -169,3 +171,115 @@ def _agrees(x: Tensor, weight: Tensor, packed: PackedWeight, activation: str) ->
     if packed.gated:
         return close(y, reference.plain_linear(x, weight, gated=True, activation=activation))
     return close(y[:, -CHECKED_OUTPUTS:], reference.plain_linear(x, weight[-CHECKED_OUTPUTS:], activation=activation))
+
+
+TOKENS = (1, 8, 64, 1024)
+ROUTED_TOKENS = (1, 1024)
+# The experts of a layer are four times the largest cache we have seen, so calls rotate among routings, not among
+# copies: 16 routings of 8 experts per token use every expert.
+NUM_ROUTINGS = 16
+# The moe_reference runs in fp32: this many tokens are enough to show a wrong kernel.
+CHECKED_TOKENS = 4
+
+
+def moe_rows() -> Iterator[Row]:
+    for model in SPARSE_MODELS:
+        for tokens in ROUTED_TOKENS:
+            label = f"{model.name} {tokens} tokens, {model.top_k} of {model.num_experts}"
+            moved = tokens * (4 * model.num_experts + 8 * model.top_k)
+            yield Row("route", label, moved, 0, partial(_route_calls, model, tokens))
+        for tokens in TOKENS:
+            yield _moe_row(model, tokens)
+
+
+def _routings(model: ExpertShape, tokens: int) -> list[tuple[Tensor, Tensor]]:
+    """ids and weights of each call: every expert equally often, as routers are trained to do.
+
+    Neighbouring calls of one token have no expert in common until all had their turn.
+    """
+    generator = torch.Generator().manual_seed(0)
+    needed = NUM_ROUTINGS * tokens
+    per_deal = model.num_experts // model.top_k  # tokens that one shuffled deck of experts is dealt to
+    decks = [torch.randperm(model.num_experts, generator=generator) for _ in range(-(-needed // per_deal))]
+    hands = torch.cat([deck[: per_deal * model.top_k].view(per_deal, model.top_k) for deck in decks]).int()
+    weights = torch.softmax(torch.randn(hands.shape, generator=generator), -1)
+    # Tokens of a call come from different decks, so that some meet at an expert.
+    calls = [slice(call, needed, NUM_ROUTINGS) for call in range(NUM_ROUTINGS)]
+    return [(hands[call].contiguous(), weights[call].contiguous()) for call in calls]
+
+
+def _moe_row(model: ExpertShape, tokens: int) -> Row:
+    num_hit = sum(ids.unique().numel() for ids, _ in _routings(model, tokens)) // NUM_ROUTINGS
+    moved = 2 * (num_hit * model.expert_elements + 2 * tokens * model.hidden)
+    flops = 2 * tokens * model.top_k * model.expert_elements
+    label = f"{model.name} {tokens} tokens, {num_hit} experts hit"
+    return Row("moe", label, moved, flops, partial(_moe_calls, model, tokens))
+
+
+def _moe_calls(model: ExpertShape, tokens: int) -> Calls:
+    x = random(tokens, model.hidden)
+    gate_up, down, packed = _experts(model)
+    routings = _routings(model, tokens)
+    out = torch.empty_like(x)
+    dtype = fastest_dtype(max(1, tokens * model.top_k // model.num_experts))  # the rows that an expert gets
+    their_x, their_weights = x.to(dtype), (gate_up.to(dtype), down.to(dtype))
+
+    def ours(call: int) -> object:
+        return moe(x, *routings[call % NUM_ROUTINGS], *packed, out=out)
+
+    def theirs(call: int) -> object:
+        return _torch_moe(their_x, *routings[call % NUM_ROUTINGS], *their_weights)
+
+    def check() -> bool:
+        ids, weights = (t[:CHECKED_TOKENS] for t in routings[0])
+        expected = moe_reference.plain_moe(x[:CHECKED_TOKENS], ids, weights, gate_up, down)
+        return close(moe(x, *routings[0], *packed)[:CHECKED_TOKENS], expected, steps=3.0)
+
+    return Calls(ours, theirs, check)
+
+
+def _torch_moe(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The loop over the used experts of models written in torch."""
+    y = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        tokens, choice = torch.where(ids == expert)
+        gate, up = functional.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
+        output = functional.linear(functional.silu(gate) * up, down[expert])
+        y.index_add_(0, tokens, output * weights[tokens, choice, None].to(x.dtype))
+    return y
+
+
+@lru_cache(maxsize=1)  # rows of one model follow each other
+def _experts(model: ExpertShape) -> tuple[Tensor, Tensor, tuple[PackedExperts, PackedExperts]]:
+    """gate|up and down of all experts, plain and packed, of one expert's random numbers."""
+    hidden, inner, count = model.hidden, model.intermediate, model.num_experts
+    plain = (
+        random(2 * inner, hidden, scale=hidden**-0.5).repeat(count, 1, 1),
+        random(hidden, inner, scale=inner**-0.5, seed=1).repeat(count, 1, 1),
+    )
+    packed = []
+    for weights, gated in zip(plain, (True, False), strict=True):
+        # Rolled, so that all experts differ and a wrong one shows.
+        for expert in range(count):
+            weights[expert] = weights[expert].roll(expert, 0)
+        experts = PackedExperts.empty(count, weights.shape[1], weights.shape[2], gated, weights.dtype)
+        for expert in range(count):
+            experts.pack(expert, weights[expert])
+        packed.append(experts)
+    return *plain, (packed[0], packed[1])
+
+
+def _route_calls(model: ExpertShape, tokens: int) -> Calls:
+    logits = random(tokens, model.num_experts, dtype=torch.float32)
+    out = torch.empty(tokens, model.top_k, dtype=torch.int32), torch.empty(tokens, model.top_k)
+
+    def theirs(_: int) -> object:
+        weights, ids = torch.softmax(logits, -1).topk(model.top_k, -1)
+        return ids, weights / weights.sum(-1, keepdim=True)
+
+    def check() -> bool:
+        ids, weights = route(logits, model.top_k, renormalize=True)
+        expected_ids, expected_weights = moe_reference.route(logits, model.top_k, renormalize=True)
+        return torch.equal(ids, expected_ids) and close(weights, expected_weights, steps=0.01)
+
+    return Calls(lambda _: route(logits, model.top_k, renormalize=True, out=out), theirs, check)

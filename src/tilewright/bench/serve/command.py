@@ -13,14 +13,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.bench import common
-from tilewright.engine_flags import natural, positive
+from tilewright.bench import report as common
+from tilewright.flags.engine import natural, positive
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:  # imported when the benchmark runs: --help is fast
     from tilewright.bench.serve.images import ImageWorkload
-    from tilewright.bench.serve.load import ClosedLoop, OpenLoop
-    from tilewright.bench.serve.workload import Request, Workload
+    from tilewright.bench.serve.run import ClosedLoop, OpenLoop
+    from tilewright.bench.serve.workload import Workload, WorkloadRequest
 
 URL = "http://127.0.0.1:8000"
 CONCURRENCY = 8
@@ -165,17 +165,17 @@ def _object(text: str) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> int:
     """The exit status: 0, or 1 if no request was answered."""
-    from tilewright.bench.http_client import Client
-    from tilewright.bench.serve import limits, report
+    from tilewright.bench.http_client import Client, ServerAddress
+    from tilewright.bench.serve import report
+    from tilewright.bench.serve import run as limits
     from tilewright.bench.serve.run import first_model, measure
     from tilewright.bench.serve.summary import parse_goodput, summarise
-    from tilewright.bench.server_url import Server
-    from tilewright.event_loop import run_loop
+    from tilewright.process import run_loop
 
     if options.images or options.make_videos:
         return _run_images(options)
     common.check_outputs(options)
-    server = Server.parse(options.url)
+    server = ServerAddress.parse(options.url)
     limits_s = parse_goodput(options.goodput) if options.goodput else None
     client = Client(server, headers(options.api_key))
     workload = workload_of(options, options.model or run_loop(first_model(client, "text")))
@@ -183,9 +183,9 @@ def run(options: argparse.Namespace) -> int:
     warmup, requests = _make_requests(options, workload, pace)
     is_here = not options.no_limits and limits.is_here(server.host, server.port)
     load_average = common.load_average() if is_here else None
-    before = [limits.measure()] if is_here else []
+    before = [limits.measure_limits()] if is_here else []
     measured = run_loop(measure(client, workload.path, warmup, requests, pace, options.timeout_s))
-    after = [limits.measure()] if is_here else []
+    after = [limits.measure_limits()] if is_here else []
     if options.seconds and not options.rate and len(measured.samples) == len(requests):
         print(f"tilewright: the last of {len(requests)} requests was sent early: give --requests more", file=sys.stderr)
     summary = summarise(measured.samples, limits_s)
@@ -205,16 +205,16 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_images(options: argparse.Namespace) -> int:
     """The exit status: 0, or 1 if no picture or video was made."""
-    from tilewright.bench.http_client import Client
-    from tilewright.bench.serve import images, limits
+    from tilewright.bench.http_client import Client, ServerAddress
+    from tilewright.bench.serve import images
+    from tilewright.bench.serve import run as limits
     from tilewright.bench.serve.run import first_model, measure
-    from tilewright.bench.server_url import Server
-    from tilewright.event_loop import run_loop
+    from tilewright.process import run_loop
 
     if options.plot or options.goodput:
         raise RequestError("--images and --make-videos have neither --plot nor --goodput")
     common.check_outputs(options)
-    server = Server.parse(options.url)
+    server = ServerAddress.parse(options.url)
     client = Client(server, headers(options.api_key))
     noun = "video" if options.make_videos else "picture"
     # A worker that has not started yet is known to make pictures, no more.
@@ -232,7 +232,7 @@ def _run_images(options: argparse.Namespace) -> int:
     pace = pace_of(options)
     warmup, requests = _make_requests(options, workload, pace)
     is_here = not options.no_limits and limits.is_here(server.host, server.port)
-    machine = limits.measure() if is_here else {}
+    machine = limits.measure_limits() if is_here else {}
     sending = measure(client, workload.path, warmup, requests, pace, options.timeout_s, images.send_image)
     measured = run_loop(sending)
     summary = images.summarise(measured.samples)
@@ -257,7 +257,7 @@ def headers(api_key: str | None) -> dict[str, str]:
 
 def pace_of(options: argparse.Namespace) -> ClosedLoop | OpenLoop:
     """The load of the flags."""
-    from tilewright.bench.serve.load import ClosedLoop, OpenLoop, arrivals
+    from tilewright.bench.serve.run import ClosedLoop, OpenLoop, arrivals
 
     if options.rate is None:
         return ClosedLoop(options.concurrency, options.seconds)
@@ -267,7 +267,7 @@ def pace_of(options: argparse.Namespace) -> ClosedLoop | OpenLoop:
 
 def num_requests(options: argparse.Namespace, pace: ClosedLoop | OpenLoop) -> int:
     """The number of requests to prepare."""
-    from tilewright.bench.serve.load import OpenLoop
+    from tilewright.bench.serve.run import OpenLoop
 
     if isinstance(pace, OpenLoop):
         return len(pace.due_s)
@@ -286,7 +286,7 @@ def workload_of(options: argparse.Namespace, model: str) -> Workload:
 
 def _make_requests(
     options: argparse.Namespace, workload: Workload | ImageWorkload, pace: ClosedLoop | OpenLoop
-) -> tuple[list[Request], list[Request]]:
+) -> tuple[list[WorkloadRequest], list[WorkloadRequest]]:
     """The requests of the warm-up, and those that are measured."""
     from tqdm import tqdm
 

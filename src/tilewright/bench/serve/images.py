@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewright.bench.http_client import Client
-from tilewright.bench.http_errors import HttpError
+from tilewright.bench.http_client import Client, HttpError
 from tilewright.bench.report import aligned, write_document
 from tilewright.bench.serve.sample import Failure, StreamError, check
 from tilewright.bench.serve.summary import PERCENTS, Distribution
-from tilewright.bench.serve.workload import WORDS, Request
+from tilewright.bench.serve.workload import WORDS, WorkloadRequest
 
 PATH, VIDEOS_PATH = "/v1/images/generations", "/v1/videos"
 POLL_S = 0.1  # between two questions whether a video is done
@@ -41,11 +40,11 @@ class ImageWorkload:
     def path(self) -> str:
         return VIDEOS_PATH if self.makes_videos else PATH
 
-    def requests(self, numbers: Iterable[int]) -> Iterator[Request]:
+    def requests(self, numbers: Iterable[int]) -> Iterator[WorkloadRequest]:
         """The requests of these numbers: each has its own prompt and seed, the same every time."""
         return (self._request(number) for number in numbers)
 
-    def _request(self, number: int) -> Request:
+    def _request(self, number: int) -> WorkloadRequest:
         chance = random.Random(f"{self.seed} {number}")
         body: dict[str, Any] = {"model": self.model, "prompt": " ".join(chance.choices(WORDS, k=NUM_WORDS))}
         if not self.makes_videos:
@@ -55,7 +54,7 @@ class ImageWorkload:
         if not self.is_plain:
             own = {"seed": chance.randrange(1 << 31), "steps": self.steps, "num_frames": self.num_frames}
             body |= {name: value for name, value in own.items() if value is not None}
-        return Request(number, json.dumps(body).encode(), 0)
+        return WorkloadRequest(number, json.dumps(body).encode(), 0)
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class ImageSample:
 
 
 async def send_image(
-    client: Client, path: str, request: Request, timeout_s: float, began_s: float, clock: Callable[[], float]
+    client: Client, path: str, request: WorkloadRequest, timeout_s: float, began_s: float, clock: Callable[[], float]
 ) -> ImageSample:
     """Sends a request and returns its sample, also if it fails."""
     sent_s, failure, answer = clock() - began_s, None, {}

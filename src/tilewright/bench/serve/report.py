@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tilewright.bench import common
+from tilewright.bench import report
 from tilewright.bench.report import aligned, write_document
 from tilewright.bench.serve.sample import Sample
 from tilewright.bench.serve.summary import METRICS, PERCENTS, Summary
@@ -120,4 +120,4 @@ def write_plot(path: Path, samples: Sequence[Sample], title: str) -> None:
         axes.set_xlim(left=0)
         axes.grid(True, alpha=0.3)
     figure.suptitle(title)
-    common.write_plot(path, figure)
+    report.save_figure(path, figure)

@@ -1,28 +1,153 @@
-"""A run against a server, from the query of its models to the last answer."""
+"""A run against a server: a fixed number of requests at once (closed loop), or requests at random times (open loop)."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
+import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter, process_time
 from typing import Any
 
 from tqdm import tqdm
 
-from tilewright.bench.http_client import Client
-from tilewright.bench.http_errors import HttpError
-from tilewright.bench.serve import load
+from tilewright.bench.http_client import Client, HttpError
 from tilewright.bench.serve.sample import StreamError, check, send_request
-from tilewright.bench.serve.workload import Request
+from tilewright.bench.serve.workload import WorkloadRequest
 from tilewright.types import RequestError
+
+
+def is_here(host: str, port: int) -> bool:
+    """Whether the server's address is one of this machine's own."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: tuple[Any, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
+
+
+def measure_limits() -> dict[str, Any]:
+    """What the machine is, under "machine", and the figures of a Probe taken now, under "probe"; in a few seconds."""
+    command = [sys.executable, "-m", "tilewright.bench.serve.run"]
+    result = subprocess.run(command, stdout=subprocess.PIPE)  # standard error is passed through
+    if result.returncode:
+        raise RequestError("this machine could not be measured; --no-limits skips that")
+    return json.loads(result.stdout)
+
+
+def _main() -> None:
+    from dataclasses import asdict
+
+    from tilewright.bench.timing import probe
+    from tilewright.engine.measure import machine
+
+    print(json.dumps({"machine": machine.as_dict(machine.describe()), "probe": asdict(probe())}))
+
+
+if __name__ == "__main__":
+    _main()
+
+
+SendOne = Callable[[WorkloadRequest], Awaitable[Any]]  # a Sample, or an ImageSample
+Send = Callable[[Client, str, WorkloadRequest, float, float, Callable[[], float]], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """`concurrency` requests at once; each answer starts the next. None starts after `seconds`."""
+
+    concurrency: int
+    seconds: float | None = None
+
+    async def send(
+        self, requests: Sequence[WorkloadRequest], send_one: SendOne, clock: Callable[[], float]
+    ) -> list[Any]:
+        samples: list[Any] = []
+        waiting = iter(requests)
+        end_s = float("inf") if self.seconds is None else clock() + self.seconds
+
+        async def worker() -> None:
+            for request in waiting:
+                samples.append(await send_one(request))
+                if clock() >= end_s:
+                    return
+
+        await asyncio.gather(*(worker() for _ in range(min(self.concurrency, len(requests)))))
+        return samples
+
+
+@dataclass(frozen=True)
+class OpenLoop:
+    """Each request at its own time, however many are under way."""
+
+    due_s: tuple[float, ...]  # after the start, ascending
+
+    async def send(
+        self, requests: Sequence[WorkloadRequest], send_one: SendOne, clock: Callable[[], float]
+    ) -> list[Any]:
+        begin_s = clock()
+        tasks = []
+        for request, due_s in zip(requests, self.due_s, strict=True):
+            await asyncio.sleep(begin_s + due_s - clock())
+            tasks.append(asyncio.ensure_future(send_one(request)))
+        return list(await asyncio.gather(*tasks))
+
+
+def arrivals(
+    rate: float, burstiness: float, seed: int, count: int | None = None, seconds: float | None = None
+) -> tuple[float, ...]:
+    """Times of `count` arrivals, or of those within `seconds`, at `rate` a second.
+
+    Gaps are gamma distributed with the shape `burstiness`: 1 is a Poisson process, below it bursty, above it even.
+    """
+    chance = random.Random(f"{seed} arrivals")
+    times: list[float] = []
+    at_s = 0.0
+    while (count is None or len(times) < count) and (seconds is None or at_s < seconds):
+        times.append(at_s)
+        at_s += chance.gammavariate(burstiness, 1 / (rate * burstiness))
+    return tuple(times)
+
+
+async def run(
+    client: Client,
+    path: str,
+    requests: Sequence[WorkloadRequest],
+    pace: ClosedLoop | OpenLoop,
+    timeout_s: float,
+    on_sample: Callable[[Any], None] = lambda sample: None,
+    clock: Callable[[], float] = perf_counter,
+    send: Send = send_request,
+) -> list[Any]:
+    """The samples of all requests that were sent, in the order of their numbers."""
+    began_s = clock()
+
+    async def ask_and_tell(request: WorkloadRequest) -> Any:
+        sample = await send(client, path, request, timeout_s, began_s, clock)
+        on_sample(sample)
+        return sample
+
+    return sorted(await pace.send(requests, ask_and_tell, clock), key=lambda sample: sample.number)
+
 
 MAX_MODELS_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Measured:
+class ServerMeasurement:
     """The samples, and the share of a CPU that this process used."""
 
     samples: list[Any]  # of type Sample, or ImageSample
@@ -57,19 +182,19 @@ async def first_model(client: Client, *modalities: str) -> str:
 async def measure(
     client: Client,
     path: str,
-    warmup: Sequence[Request],
-    requests: Sequence[Request],
-    pace: load.ClosedLoop | load.OpenLoop,
+    warmup: Sequence[WorkloadRequest],
+    requests: Sequence[WorkloadRequest],
+    pace: ClosedLoop | OpenLoop,
     timeout_s: float,
-    send: load.Send = send_request,
-) -> Measured:
+    send: Send = send_request,
+) -> ServerMeasurement:
     """Sends the warm-up, then the measured requests, with a progress bar on standard error."""
-    concurrency = pace.concurrency if isinstance(pace, load.ClosedLoop) else 1
+    concurrency = pace.concurrency if isinstance(pace, ClosedLoop) else 1
     try:
-        await _send(client, path, warmup, load.ClosedLoop(concurrency), timeout_s, "warming up", send)
+        await _send(client, path, warmup, ClosedLoop(concurrency), timeout_s, "warming up", send)
         cpu_s, begin_s = process_time(), perf_counter()
         samples = await _send(client, path, requests, pace, timeout_s, "measuring", send)
-        return Measured(samples, (process_time() - cpu_s) / (perf_counter() - begin_s))
+        return ServerMeasurement(samples, (process_time() - cpu_s) / (perf_counter() - begin_s))
     finally:
         client.close()
 
@@ -77,12 +202,12 @@ async def measure(
 async def _send(
     client: Client,
     path: str,
-    requests: Sequence[Request],
-    pace: load.ClosedLoop | load.OpenLoop,
+    requests: Sequence[WorkloadRequest],
+    pace: ClosedLoop | OpenLoop,
     timeout_s: float,
     what: str,
-    send: load.Send,
+    send: Send,
 ) -> list[Any]:
     is_quiet = not sys.stderr.isatty()
     with tqdm(total=len(requests), desc=what, file=sys.stderr, leave=False, disable=is_quiet) as bar:
-        return await load.run(client, path, requests, pace, timeout_s, lambda sample: bar.update(), send=send)
+        return await run(client, path, requests, pace, timeout_s, lambda sample: bar.update(), send=send)

@@ -1,4 +1,4 @@
-"""The measurements of one request: its tokens and their times, or its failure."""
+"""The measurements of one request: its tokens and their times, or its failure; server-sent events are decoded here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,48 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewright.bench.http_client import Client, Response
-from tilewright.bench.http_errors import HttpError
-from tilewright.bench.serve.events import EventDecoder
-from tilewright.bench.serve.workload import Request
+from tilewright.bench.http_client import Client, HttpError, Response
+from tilewright.bench.serve.workload import WorkloadRequest
+
+
+class EventDecoder:
+    """The data of each event; comments, names and ids are ignored."""
+
+    def __init__(self) -> None:
+        self._rest = b""  # of a line
+        self._data: list[bytes] = []  # lines of the current event
+        self._is_after_cr = False
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of the events that are complete with this piece. Lines end in LF, CRLF or CR."""
+        if self._is_after_cr and piece.startswith(b"\n"):
+            piece = piece[1:]
+            self._is_after_cr = False
+        if b"\r" in piece:
+            self._is_after_cr = piece.endswith(b"\r")
+            piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        elif piece:
+            self._is_after_cr = False
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        return [event for line in lines if (event := self._take_line(line)) is not None]
+
+    def end(self) -> list[bytes]:
+        """The last event, if the body ended without its empty line."""
+        found = [self._take_line(line) for line in (self._rest, b"")]
+        self._rest = b""
+        return [event for event in found if event is not None]
+
+    def _take_line(self, line: bytes) -> bytes | None:
+        if line.startswith(b"data:"):
+            self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+        elif line == b"data":
+            self._data.append(b"")
+        elif not line and self._data:
+            event = b"\n".join(self._data)
+            self._data = []
+            return event
+        return None
+
 
 # The fields of a delta that have tokens; the role and empty texts do not.
 DELTA_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call", "refusal", "audio")
@@ -64,7 +102,7 @@ class StreamError(Exception):
 
 
 @dataclass
-class Answer:
+class MeasuredAnswer:
     """The events of a stream so far."""
 
     first_s: float | None = None
@@ -117,7 +155,7 @@ class Answer:
         if not self.is_done and not self.finish_reasons:
             raise StreamError("closed", "the stream ended without a finish_reason and without [DONE]")
 
-    def sample(self, request: Request, sent_s: float, end_s: float, failure: Failure | None) -> Sample:
+    def sample(self, request: WorkloadRequest, sent_s: float, end_s: float, failure: Failure | None) -> Sample:
         """The Sample of the complete answer; times are relative to the start of the run."""
         counted = _count(self.usage, "completion_tokens")
         return Sample(
@@ -145,10 +183,10 @@ def _count(usage: object, name: str) -> int | None:
 
 
 async def send_request(
-    client: Client, path: str, request: Request, timeout_s: float, began_s: float, clock: Callable[[], float]
+    client: Client, path: str, request: WorkloadRequest, timeout_s: float, began_s: float, clock: Callable[[], float]
 ) -> Sample:
     """Sends a request and returns its Sample, also if it fails."""
-    answer, failure = Answer(), None
+    answer, failure = MeasuredAnswer(), None
     sent_s = clock() - began_s
     try:
         reading = _read(client, path, request.body, lambda event: answer.take(event, clock() - began_s))

@@ -1,15 +1,93 @@
-"""The requests, made from a seed: the same for every server."""
+"""The requests of a run, made from a seed, the same for every server; no two pictures, videos or sounds are alike."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import math
 import random
+import struct
+import wave
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tilewright.bench.serve import media
 from tilewright.types import RequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+NUM_SHAPES = 24
+JPEG_QUALITY = 85
+# A frame rate that models sample at, Qwen's among them: all frames are used.
+VIDEO_FPS = 2
+SOUND_RATE = 16_000
+SYLLABLES_PER_SECOND = 4
+
+
+def draw(size: tuple[int, int], chance: random.Random) -> Image:
+    """Smooth colours under ellipses and rectangles."""
+    from PIL import Image, ImageDraw
+
+    width, height = size
+    picture = Image.frombytes("RGB", (4, 4), chance.randbytes(48)).resize(size, Image.Resampling.BICUBIC)
+    pen = ImageDraw.Draw(picture)
+    for _ in range(NUM_SHAPES):
+        left, top = chance.randrange(width), chance.randrange(height)
+        right, bottom = left + chance.randint(1, 1 + width // 4), top + chance.randint(1, 1 + height // 4)
+        shape = chance.choice((pen.ellipse, pen.rectangle))
+        shape((left, top, right, bottom), fill=tuple(chance.randbytes(3)))
+    return picture
+
+
+def picture_url(size: tuple[int, int], format: str, chance: random.Random) -> str:
+    """A drawn picture as a data URL; `format` is jpeg or png."""
+    file = io.BytesIO()
+    draw(size, chance).save(file, format, quality=JPEG_QUALITY)
+    return _data_url(f"image/{format}", file.getvalue())
+
+
+def video_url(size: tuple[int, int], num_frames: int, chance: random.Random) -> str:
+    """A drawn picture that moves to the left, as an MP4 in a data URL. Sides must be even."""
+    import av
+    from PIL import ImageChops
+
+    picture = draw(size, chance)
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        # FFmpeg's own encoder: there in every build of it, so that the same seed is the same work everywhere.
+        stream = container.add_stream("mpeg4", rate=VIDEO_FPS)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        for index in range(num_frames):
+            shifted = ImageChops.offset(picture, -index * size[0] // num_frames, 0)
+            container.mux(stream.encode(av.VideoFrame.from_image(shifted)))
+        container.mux(stream.encode(None))
+    return _data_url("video/mp4", file.getvalue())
+
+
+def sound_base64(seconds: float, chance: random.Random) -> str:
+    """Tones that rise and fall as syllables do, a WAV of 16 kHz, mono."""
+    length = SOUND_RATE // SYLLABLES_PER_SECOND
+    samples: list[int] = []
+    while len(samples) < seconds * SOUND_RATE:
+        pitch, formant = chance.uniform(90, 260), chance.uniform(400, 3000)
+        for place in range(length):
+            time_s, loudness = place / SOUND_RATE, 9000 * math.sin(math.pi * place / length)
+            tones = math.sin(2 * math.pi * pitch * time_s) + 0.4 * math.sin(2 * math.pi * formant * time_s)
+            samples.append(int(loudness * tones))
+    count = round(seconds * SOUND_RATE)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, SOUND_RATE, count, "NONE", ""))
+        writer.writeframes(struct.pack(f"<{count}h", *samples[:count]))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _data_url(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 # Short and common: with the space before it each is one token of nearly every vocabulary.
@@ -21,7 +99,7 @@ WORDS = tuple(_TEXT.split())
 
 
 @dataclass(frozen=True)
-class Request:
+class WorkloadRequest:
     """A body ready to be sent, and the number of output tokens it requests."""
 
     number: int
@@ -67,11 +145,11 @@ class Workload:
     def path(self) -> str:
         return PATHS[self.endpoint]
 
-    def requests(self, numbers: Iterable[int]) -> Iterator[Request]:
+    def requests(self, numbers: Iterable[int]) -> Iterator[WorkloadRequest]:
         """The requests of these numbers: each number has its own prompt and media, the same every time."""
         return (self._request(number) for number in numbers)
 
-    def _request(self, number: int) -> Request:
+    def _request(self, number: int) -> WorkloadRequest:
         chance = random.Random(f"{self.seed} {number}")
         num_words = chance.randint(*self.prompt_tokens)
         output_tokens = chance.randint(*self.output_tokens)
@@ -89,7 +167,7 @@ class Workload:
         body |= self.extra
         # null removes a field: some servers refuse max_tokens and need another name for it.
         body = {name: value for name, value in body.items() if value is not None}
-        return Request(number, json.dumps(body).encode(), output_tokens)
+        return WorkloadRequest(number, json.dumps(body).encode(), output_tokens)
 
     @property
     def _shared_words(self) -> str:
@@ -109,13 +187,13 @@ class Workload:
         whose = "every" if self.same_media else number
         for index in range(self.pictures):
             chance = random.Random(f"{self.seed} {whose} picture {index}")
-            url = media.picture_url(self.picture_size, self.picture_format, chance)
+            url = picture_url(self.picture_size, self.picture_format, chance)
             yield {"type": "image_url", "image_url": {"url": url}}
         for index in range(self.videos):
             chance = random.Random(f"{self.seed} {whose} video {index}")
-            url = media.video_url(self.video_size, self.video_frames, chance)
+            url = video_url(self.video_size, self.video_frames, chance)
             yield {"type": "video_url", "video_url": {"url": url}}
         for index in range(self.sounds):
             chance = random.Random(f"{self.seed} {whose} sound {index}")
-            data = media.sound_base64(self.sound_seconds, chance)
+            data = sound_base64(self.sound_seconds, chance)
             yield {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}

@@ -1,0 +1,42 @@
+"""The pipelines there are, by the `_class_name` of model_index.json."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from tilewright.diffusion.components import Components
+from tilewright.diffusion.pipeline import Pipeline
+from tilewright.types import UnsupportedConfig
+
+# Module and class within diffusion/pipelines, imported when a checkpoint asks for it.
+PIPELINES: Mapping[str, tuple[str, str]] = {
+    "Flux2KleinPipeline": ("flux2", "Flux2Klein"),
+    "FluxKontextPipeline": ("flux", "Flux"),
+    "FluxPipeline": ("flux", "Flux"),
+    "QwenImageEditPipeline": ("qwen_image_edit", "QwenImageEdit"),
+    "QwenImageEditPlusPipeline": ("qwen_image_edit", "QwenImageEdit"),
+    "QwenImagePipeline": ("qwen_image", "QwenImage"),
+    "WanImageToVideoPipeline": ("wan", "Wan"),
+    "WanPipeline": ("wan", "Wan"),
+    "ZImagePipeline": ("z_image", "ZImage"),
+}
+
+
+NOT_BUILT: Mapping[str, str] = {
+    "QwenImageEditInpaintPipeline": "it takes a mask; QwenImageEditPipeline edits whole pictures",
+}
+
+
+def open_pipeline(components: Components) -> Pipeline:
+    """The pipeline of a checkpoint; no weight is loaded yet."""
+    name = components.class_name
+    if name in NOT_BUILT:
+        raise UnsupportedConfig(f"{components.folder} is of a {name}, which is not built: {NOT_BUILT[name]}")
+    if name not in PIPELINES:
+        raise UnsupportedConfig(
+            f"{components.folder / 'model_index.json'} is of a {name}, expected one of {', '.join(sorted(PIPELINES))}"
+        )
+    module, class_name = PIPELINES[name]
+    pipeline = getattr(importlib.import_module(f"tilewright.diffusion.pipelines.{module}"), class_name)
+    return pipeline(components)

@@ -12,20 +12,25 @@ from PIL import Image
 from torch import Tensor
 
 from tilewright.diffusion.components import Components
-from tilewright.diffusion.padding import cut, padded
 from tilewright.diffusion.params import GenerationParams, Limits
-from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, given_latents, noise, to_pixels
-from tilewright.diffusion.prompts import check_length
-from tilewright.diffusion.references import as_tensor, pictures
+from tilewright.diffusion.pipeline import (
+    OnStep,
+    Pipeline,
+    as_tensor,
+    denoise_loop,
+    given_latents,
+    noise,
+    pictures,
+    to_pixels,
+)
+from tilewright.diffusion.prompts import TextCache, check_length, cut, padded
 from tilewright.diffusion.schedule import euler, flow_match_schedule, linear_sigmas, shift_for
-from tilewright.diffusion.text_cache import TextCache
-from tilewright.layers.step_cache import StepCache
-from tilewright.models.autoencoder_kl.model import patchify, unpatchify
-from tilewright.models.flux import transformer as flux
-from tilewright.models.flux.blocks import grid_positions
-from tilewright.models.flux.config import FluxConfig
+from tilewright.layers.memory import StepCache
+from tilewright.models import flux
+from tilewright.models.autoencoder_kl import patchify, unpatchify
+from tilewright.models.flux import FluxConfig, grid_positions
+from tilewright.models.registry import build_vae
 from tilewright.models.text_encoders import clip, t5
-from tilewright.models.vae_registry import build_vae
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ KONTEXT_SIZES = (
 
 
 @dataclass(frozen=True)
-class Conditioning:
+class FluxConditioning:
     states: Tensor  # [NUM_TEXT, D] of T5
     pooled: Tensor  # [D] of CLIP
     reference: Tensor | None  # latents [1, 1, h, w, C] of the picture to edit
@@ -80,12 +85,12 @@ class Flux(Pipeline):
     def is_guided(self, params: GenerationParams) -> bool:
         return False  # the transformer is told the guidance, and computes once
 
-    def encode_prompt(self, params: GenerationParams) -> Conditioning:
+    def encode_prompt(self, params: GenerationParams) -> FluxConditioning:
         if params.guidance and not self.config.is_told_guidance:
             _log.warning("guidance %g is ignored: this model was distilled to need none", params.guidance)
         reference = self._reference(params.image)
         ((states, pooled),) = self.texts.encode([params.prompt], self._encode)
-        return Conditioning(states, pooled, reference)
+        return FluxConditioning(states, pooled, reference)
 
     def _encode(self, texts: list[str]) -> list[tuple[Tensor, Tensor]]:
         t5_ids = [self.t5_tokenizer.encode(text, add_special_tokens=True) for text in texts]
@@ -119,7 +124,9 @@ class Flux(Pipeline):
             return _latents(given_latents(params, (grid[0] * grid[1], channels)), grid)
         return noise((channels // PATCH**2, height, width), params.seeds).permute(0, 2, 3, 1)[:, None].contiguous()
 
-    def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
+    def denoise(
+        self, latents: Tensor, conditioning: FluxConditioning, params: GenerationParams, on_step: OnStep
+    ) -> Tensor:
         n, grid = len(latents), (latents.shape[2] // PATCH, latents.shape[3] // PATCH)
         num_tokens = grid[0] * grid[1]
         mu = shift_for(num_tokens, self.scheduler)

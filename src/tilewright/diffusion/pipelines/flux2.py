@@ -12,20 +12,16 @@ import torch
 from torch import Tensor
 
 from tilewright.diffusion.components import Components
-from tilewright.diffusion.guidance import guided
-from tilewright.diffusion.padding import padded
 from tilewright.diffusion.params import GenerationParams, Limits
-from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, given_latents, to_pixels
-from tilewright.diffusion.prompts import ChatPrompts
-from tilewright.diffusion.references import fitted, pictures
-from tilewright.diffusion.schedule import euler, flow_match_schedule, linear_sigmas
-from tilewright.diffusion.text_cache import TextCache
-from tilewright.layers.step_cache import StepCache
-from tilewright.models.flux.blocks import grid_positions
-from tilewright.models.flux2 import transformer as flux2
-from tilewright.models.flux2.config import Flux2Config
+from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, fitted, given_latents, pictures, to_pixels
+from tilewright.diffusion.prompts import ChatPrompts, TextCache, padded
+from tilewright.diffusion.schedule import euler, flow_match_schedule, guided, linear_sigmas
+from tilewright.layers.memory import StepCache
+from tilewright.models import flux2
+from tilewright.models.flux import grid_positions
+from tilewright.models.flux2 import Flux2Config
+from tilewright.models.registry import build_vae
 from tilewright.models.text_encoders import decoder_encoder
-from tilewright.models.vae_registry import build_vae
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +34,7 @@ REFERENCE_STRIDE = 10
 
 
 @dataclass(frozen=True)
-class Conditioning:
+class Flux2Conditioning:
     texts: tuple[Tensor, ...]  # [NUM_TEXT, D] of the prompt, then of the negative one where there is guidance
     references: tuple[Tensor, ...]  # latents [1, 1, h, w, C] of the pictures to edit
 
@@ -77,7 +73,7 @@ class Flux2Klein(Pipeline):
     def is_guided(self, params: GenerationParams) -> bool:
         return params.guidance > 1 and not self.is_distilled
 
-    def encode_prompt(self, params: GenerationParams) -> Conditioning:
+    def encode_prompt(self, params: GenerationParams) -> Flux2Conditioning:
         texts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         if params.guidance > 1 and self.is_distilled:
             _log.warning("guidance %g is ignored: this model was distilled to need none", params.guidance)
@@ -87,7 +83,7 @@ class Flux2Klein(Pipeline):
             with self.components.use("vae") as vae:
                 pixels = [fitted(picture, MAX_REFERENCE_PIXELS, self.vae_factor) for picture in found]
                 references = [vae.encode(picture).float() for picture in pixels]
-        return Conditioning(tuple(self.texts.encode(texts, self._encode)), tuple(references))
+        return Flux2Conditioning(tuple(self.texts.encode(texts, self._encode)), tuple(references))
 
     def _encode(self, texts: list[str]) -> list[Tensor]:
         ids = [self.prompts.ids(text) for text in texts]
@@ -100,7 +96,9 @@ class Flux2Klein(Pipeline):
         shape = self.config.in_channels, params.height // self.vae_factor, params.width // self.vae_factor
         return given_latents(params, shape).permute(0, 2, 3, 1)[:, None].contiguous()
 
-    def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
+    def denoise(
+        self, latents: Tensor, conditioning: Flux2Conditioning, params: GenerationParams, on_step: OnStep
+    ) -> Tensor:
         n, _, height, width, _ = latents.shape
         mu = empirical_shift(height * width, params.num_steps)
         schedule = flow_match_schedule(self.scheduler, params.num_steps, mu=mu, sigmas=linear_sigmas(params.num_steps))

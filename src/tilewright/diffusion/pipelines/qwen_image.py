@@ -12,13 +12,11 @@ from torch import Tensor
 from tilewright.diffusion.components import Components
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, given_latents, noise, to_pixels
-from tilewright.diffusion.prompts import check_length
+from tilewright.diffusion.prompts import TextCache, check_length
 from tilewright.diffusion.schedule import euler, flow_match_schedule, linear_sigmas, shift_for
-from tilewright.diffusion.text_cache import TextCache
-from tilewright.layers.step_cache import StepCache
-from tilewright.models import vae_registry
-from tilewright.models.qwen_image import transformer as qwen_image
-from tilewright.models.qwen_image.transformer import References
+from tilewright.layers.memory import StepCache
+from tilewright.models import qwen_image, registry
+from tilewright.models.qwen_image import References
 from tilewright.models.text_encoders import decoder_encoder
 
 TEMPLATE = (
@@ -31,7 +29,7 @@ PATCH = 2  # latent pixels along a side of a patch
 
 
 @dataclass(frozen=True)
-class Conditioning:
+class QwenImageConditioning:
     texts: list[Tensor]  # [M, D] of the prompt, then of the negative one where there is guidance
     references: References | None = None  # pictures to edit
 
@@ -40,7 +38,7 @@ class QwenImage(Pipeline):
     BUILDERS: ClassVar = {
         "text_encoder": decoder_encoder.build,
         "transformer": qwen_image.build,
-        "vae": vae_registry.build_vae,
+        "vae": registry.build_vae,
     }
 
     def __init__(self, components: Components) -> None:
@@ -65,9 +63,9 @@ class QwenImage(Pipeline):
     def is_guided(self, params: GenerationParams) -> bool:
         return params.negative_prompt is not None and params.guidance > 1
 
-    def encode_prompt(self, params: GenerationParams) -> Conditioning:
+    def encode_prompt(self, params: GenerationParams) -> QwenImageConditioning:
         prompts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
-        return Conditioning(self.texts.encode(prompts, self._encode))
+        return QwenImageConditioning(self.texts.encode(prompts, self._encode))
 
     def _encode(self, prompts: list[str]) -> list[Tensor]:
         tokenizer = self.components.tokenizer()
@@ -86,7 +84,9 @@ class QwenImage(Pipeline):
         patches = given_latents(params, (num_patches, channels))
         return _pictures(patches, (height // PATCH, width // PATCH))
 
-    def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
+    def denoise(
+        self, latents: Tensor, conditioning: QwenImageConditioning, params: GenerationParams, on_step: OnStep
+    ) -> Tensor:
         grid = latents.shape[2] // PATCH, latents.shape[3] // PATCH
         mu = shift_for(grid[0] * grid[1], self.scheduler)
         sigmas = linear_sigmas(params.num_steps)

@@ -16,15 +16,20 @@ from torch import Tensor
 
 from tilewright.diffusion.components import Components
 from tilewright.diffusion.params import GenerationParams, Limits, size_of_area
-from tilewright.diffusion.pipelines.qwen_image import MAX_TEXT_TOKENS, PATCH, Conditioning, QwenImage, patches_of
+from tilewright.diffusion.pipeline import as_tensor, pictures
+from tilewright.diffusion.pipelines.qwen_image import (
+    MAX_TEXT_TOKENS,
+    PATCH,
+    QwenImage,
+    QwenImageConditioning,
+    patches_of,
+)
 from tilewright.diffusion.prompts import check_length
-from tilewright.diffusion.references import as_tensor, pictures
 from tilewright.inputs.tokenizer import Tokenizer
+from tilewright.models import qwen2_5_vl
+from tilewright.models.qwen2_5_vl import SeeingEncoder, WindowedVisionConfig
 from tilewright.models.qwen3_vl.preprocessing import picture_size, read_preprocessing
-from tilewright.models.qwen_image.transformer import References
-from tilewright.models.text_encoders import seeing_encoder
-from tilewright.models.text_encoders.seeing_encoder import SeeingEncoder
-from tilewright.models.text_encoders.windowed_vision import WindowedVisionConfig
+from tilewright.models.qwen_image import References
 from tilewright.ops import backend
 from tilewright.types import RequestError
 
@@ -43,7 +48,7 @@ MAX_PICTURES = 3  # of Edit-Plus: what it was trained with
 
 
 class QwenImageEdit(QwenImage):
-    BUILDERS: ClassVar = {**QwenImage.BUILDERS, "text_encoder": seeing_encoder.build}
+    BUILDERS: ClassVar = {**QwenImage.BUILDERS, "text_encoder": qwen2_5_vl.build}
 
     def __init__(self, components: Components) -> None:
         self.takes_several = components.class_name == "QwenImageEditPlusPipeline"
@@ -67,14 +72,14 @@ class QwenImageEdit(QwenImage):
             max_prompt_tokens=NUM_TEMPLATE_TOKENS + MAX_TEXT_TOKENS,
         )
 
-    def encode_prompt(self, params: GenerationParams) -> Conditioning:
+    def encode_prompt(self, params: GenerationParams) -> QwenImageConditioning:
         given = pictures(params.image, MAX_PICTURES if self.takes_several else 1)
         prompts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         texts = self._encode_seeing(prompts, given)
         with self.components.use("vae") as vae:
             latents = [vae.encode(as_tensor(_resized(one, AREA))).float() for one in given]
         grids = [(one.shape[2] // PATCH, one.shape[3] // PATCH) for one in latents]
-        return Conditioning(texts, References(torch.cat([patches_of(one)[0] for one in latents]), grids))
+        return QwenImageConditioning(texts, References(torch.cat([patches_of(one)[0] for one in latents]), grids))
 
     def _encode_seeing(self, prompts: Sequence[str], given: Sequence[Image.Image]) -> list[Tensor]:
         """[M, D] of each prompt, with what is seen of the pictures."""

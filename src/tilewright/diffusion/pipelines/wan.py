@@ -19,24 +19,22 @@ import torch
 from torch import Tensor
 
 from tilewright.diffusion.components import Components
-from tilewright.diffusion.guidance import guided
 from tilewright.diffusion.multistep import solver_of
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, from_picture, given_latents, to_pixels
-from tilewright.diffusion.prompts import check_length
-from tilewright.diffusion.text_cache import TextCache
-from tilewright.layers.step_cache import StepCache
-from tilewright.models import vae_registry
+from tilewright.diffusion.prompts import TextCache, check_length
+from tilewright.diffusion.schedule import guided
+from tilewright.layers.memory import StepCache
+from tilewright.models import registry, wan
 from tilewright.models.text_encoders import t5
-from tilewright.models.wan import transformer as wan
-from tilewright.models.wan.transformer import WanText, WanTransformer
+from tilewright.models.wan import WanText, WanTransformer
 from tilewright.types import UnsupportedConfig
 
 TEXT_TOKENS = 512  # the transformer reads as many rows of any text, those after its end as zeros
 
 
 @dataclass(frozen=True)
-class Conditioning:
+class WanConditioning:
     texts: list[Tensor]  # [TEXT_TOKENS, D] of the prompt, then of the negative one where there is guidance
     picture: Tensor | None  # the latents that the video begins with, or the channels that tell of the picture
 
@@ -46,7 +44,7 @@ class Wan(Pipeline):
         "text_encoder": t5.build,
         "transformer": wan.build,
         "transformer_2": wan.build,
-        "vae": vae_registry.build_vae,
+        "vae": registry.build_vae,
     }
 
     def __init__(self, components: Components) -> None:
@@ -86,10 +84,10 @@ class Wan(Pipeline):
             needs_image=components.class_name == "WanImageToVideoPipeline",
         )
 
-    def encode_prompt(self, params: GenerationParams) -> Conditioning:
+    def encode_prompt(self, params: GenerationParams) -> WanConditioning:
         prompts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         texts = self.texts.encode(prompts, self._encode)
-        return Conditioning(texts, None if params.image is None else self._picture(params))
+        return WanConditioning(texts, None if params.image is None else self._picture(params))
 
     def _encode(self, prompts: list[str]) -> list[Tensor]:
         tokenizer = self.components.tokenizer()
@@ -116,7 +114,9 @@ class Wan(Pipeline):
         shape = (self.latent_channels, frames, params.height // self.spatial, params.width // self.spatial)
         return given_latents(params, shape).permute(0, 2, 3, 4, 1).contiguous()
 
-    def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
+    def denoise(
+        self, latents: Tensor, conditioning: WanConditioning, params: GenerationParams, on_step: OnStep
+    ) -> Tensor:
         schedule, step = solver_of(self.scheduler, params.num_steps)
         caches: defaultdict[tuple[str, bool], StepCache] = defaultdict(lambda: StepCache(params.step_cache))
         with contextlib.ExitStack() as stack:

@@ -11,18 +11,15 @@ import numpy as np
 from torch import Tensor
 
 from tilewright.diffusion.components import Components
-from tilewright.diffusion.guidance import guided
 from tilewright.diffusion.params import GenerationParams, Limits
 from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, given_latents, to_pixels
-from tilewright.diffusion.prompts import ChatPrompts
-from tilewright.diffusion.schedule import euler, flow_match_schedule, linear_sigmas, shift_for
-from tilewright.diffusion.text_cache import TextCache
-from tilewright.layers.step_cache import StepCache
+from tilewright.diffusion.prompts import ChatPrompts, TextCache
+from tilewright.diffusion.schedule import euler, flow_match_schedule, guided, linear_sigmas, shift_for
+from tilewright.layers.memory import StepCache
+from tilewright.models import z_image
+from tilewright.models.registry import build_vae
 from tilewright.models.text_encoders import decoder_encoder
-from tilewright.models.vae_registry import build_vae
-from tilewright.models.z_image import transformer as z_image
-from tilewright.models.z_image.config import ZImageConfig
-from tilewright.models.z_image.transformer import LENGTH_MULTIPLE
+from tilewright.models.z_image import LENGTH_MULTIPLE, ZImageConfig
 
 MAX_PROMPT_TOKENS = 512
 # The distilled model is published with this shift, and makes its pictures in few steps without guidance.
@@ -30,7 +27,7 @@ TURBO_SHIFT = 3.0
 
 
 @dataclass(frozen=True)
-class Conditioning:
+class ZImageConditioning:
     captions: tuple[Tensor, ...]  # [L, D] of the prompt, then of the negative one where there is guidance
 
 
@@ -53,9 +50,9 @@ class ZImage(Pipeline):
     def is_guided(self, params: GenerationParams) -> bool:
         return params.guidance > 0
 
-    def encode_prompt(self, params: GenerationParams) -> Conditioning:
+    def encode_prompt(self, params: GenerationParams) -> ZImageConditioning:
         texts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
-        return Conditioning(tuple(self.texts.encode(texts, self._encode)))
+        return ZImageConditioning(tuple(self.texts.encode(texts, self._encode)))
 
     def _encode(self, texts: list[str]) -> list[Tensor]:
         ids = [self.prompts.ids(text) for text in texts]
@@ -66,7 +63,9 @@ class ZImage(Pipeline):
         shape = self.config.channels, params.height // self.vae_factor, params.width // self.vae_factor
         return given_latents(params, shape).permute(0, 2, 3, 1)[:, None].contiguous()
 
-    def denoise(self, latents: Tensor, conditioning: Conditioning, params: GenerationParams, on_step: OnStep) -> Tensor:
+    def denoise(
+        self, latents: Tensor, conditioning: ZImageConditioning, params: GenerationParams, on_step: OnStep
+    ) -> Tensor:
         n, _, height, width, _ = latents.shape
         mu = shift_for(height * width // self.config.patch_size**2, self.scheduler)
         sigmas = linear_sigmas(params.num_steps)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import llguidance
 
 from tilewright.engine.constraint.grammar import GrammarError, build, on_deep_stack
-from tilewright.process_state import ActivityProbe, how_ended, is_stopped, was_ended_from_outside
+from tilewright.process.state import ActivityProbe, how_ended, is_stopped, was_ended_from_outside
 from tilewright.types import TransientError
 
 _log = logging.getLogger(__name__)

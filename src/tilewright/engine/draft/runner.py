@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS, RecordedSteps
-from tilewright.engine.sampler import greedy_parameters
-from tilewright.engine.step_inputs import StepHeader, StepInputs
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.run.inputs import StepHeader, StepInputs
+from tilewright.engine.run.replay import MAX_RECORDED_TOKENS, RecordedSteps
+from tilewright.engine.sample.sampler import greedy_parameters
+from tilewright.engine.schedule.step import StepLimits
 from tilewright.layers.batch import MediaRun
 from tilewright.models.protocol import Predictor
 from tilewright.ops import backend
-from tilewright.ops.kv_cache import KvCache
+from tilewright.ops.attention import KvCache
 from tilewright.ops.plan import Arena
 from tilewright.ops.sample import greedy, sample
 

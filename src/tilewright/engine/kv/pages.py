@@ -1,9 +1,23 @@
-"""The pages of the KV cache: which are free, which are in use, and which still hold a cached prefix."""
+"""The pages of the KV cache and the types of their values: which are free, in use, or hold a cached prefix."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+
+import torch
+
+from tilewright.types import RequestError
+
+_BYTE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def kv_byte_dtype(name: str) -> torch.dtype | None:
+    """The type of 8 bits that a name stands for; None for "auto": keys and values are in the model's own type."""
+    if name not in _BYTE_DTYPES:
+        raise RequestError(f"kv_cache_dtype is {name!r}, expected {', '.join(_BYTE_DTYPES)}")
+    return _BYTE_DTYPES[name]
+
 
 PAGE_SIZE = 64  # tokens
 

@@ -1,13 +1,20 @@
-"""The prefix cache: full pages of keys and values, found again by everything they depend on."""
+"""The KV pages of sequences: found in the prefix cache, taken as tokens come, given back.
+
+A full page is found again by everything that its keys and values depend on. Of layers with a sliding window a sequence
+holds only the pages that its next tokens see.
+"""
 
 from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Mapping
 from hashlib import blake2b
+from typing import Any
 
 from tilewright.engine.kv.pages import PagePool
-from tilewright.engine.sequence import Sequence
+from tilewright.engine.schedule.sequence import Sequence, WindowPages
+from tilewright.engine.schedule.step import SequenceResource
 
 DIGEST_BYTES = 16
 
@@ -90,3 +97,169 @@ class PrefixCache:
                 )
             digests.append(state.digest())
         return digests[index]
+
+
+class KvCacheManager(SequenceResource):
+    """Hands the pages of a pool out to sequences, those of known prefixes first."""
+
+    def __init__(self, pool: PagePool, prefix_cache: PrefixCache) -> None:
+        self.pool = pool
+        self.prefix_cache = prefix_cache
+        self._admitted: set[Sequence] = set()
+
+    def match(self, sequence: Sequence, num_tokens: int) -> int:
+        sequence.pages = self.prefix_cache.match(sequence)
+        num_cached = len(sequence.pages) * self.pool.page_size
+        if sequence.first_kept_token is not None:
+            num_cached = min(num_cached, sequence.first_kept_token // self.pool.page_size * self.pool.page_size)
+        sequence.branch_border = num_cached
+        return num_cached
+
+    def has_room(self, sequence: Sequence, num_cached: int) -> bool:
+        """Whether there are pages for all tokens of the sequence beside what the admitted ones need."""
+        num_pages, pool = num_cached // self.pool.page_size, self.pool
+        pool.release(sequence.pages[num_pages:])
+        del sequence.pages[num_pages:]
+        needed = pool.pages_for(sequence.num_tokens) - num_pages
+        # Each admitted sequence needs the rest of its prompt, and soon one more page.
+        promised = sum(1 + max(0, pool.pages_for(item.num_tokens) - len(item.pages)) for item in self._admitted)
+        return not self._admitted or needed + promised <= pool.num_free
+
+    def admit(self, sequence: Sequence, num_cached: int) -> None:
+        self.prefix_cache.count(sequence, num_cached)
+        sequence.num_stored_pages = len(sequence.pages)
+        self._admitted.add(sequence)
+
+    def chunk_end(self, sequence: Sequence, start: int, stop: int, budget: int) -> int:
+        return min(stop, (len(sequence.pages) + self.pool.num_free) * self.pool.page_size)
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence has, or now got, pages for num_tokens."""
+        missing = self.pool.pages_for(num_tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        if missing > self.pool.num_free:
+            return False
+        sequence.pages.extend(self.pool.allocate() for _ in range(missing))
+        return True
+
+    def commit(self, sequence: Sequence) -> None:
+        self.prefix_cache.store(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        self._admitted.discard(sequence)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "num_pages": self.pool.num_pages,
+            "num_pages_used": self.pool.num_used,
+            "prefix_hit_rate": self.prefix_cache.hit_rate,
+        }
+
+
+def pages_in_window(window: int, page_size: int) -> int:
+    """Return how many pages the tokens that one query sees lie in at most: it and the window - 1 before it."""
+    return (window - 2) // page_size + 2
+
+
+class WindowCache(SequenceResource):
+    """Hands out the pages of the layers whose queries see `window` tokens.
+
+    They are computed beside those of layers that see all tokens, and found by the same digests, but pages that no later
+    query sees are given back while the sequence goes on. Given back is not forgotten: a page stays findable until it is
+    the least recently used one and a page is needed. A prompt continues from the end of a cached page if all pages that
+    its next token sees are still there.
+    """
+
+    def __init__(self, window: int, pool: PagePool, prefix_cache: PrefixCache) -> None:
+        self.window, self.pool = window, pool
+        self._prefix_cache = prefix_cache
+        self._num_in_window = pages_in_window(window, pool.page_size)
+        if pool.num_pages < self._num_in_window:
+            raise ValueError(
+                f"{pool.num_pages} pages of {pool.page_size} tokens for a window of {window}, expected at least "
+                f"{self._num_in_window}: with fewer no sequence could go on"
+            )
+        self._admitted: set[Sequence] = set()
+
+    def match(self, sequence: Sequence, num_tokens: int) -> int:
+        """Hold the pages before the last page end, up to num_tokens, whose window is cached; return that end."""
+        self._give_back(sequence)  # what an earlier look held
+        end = index = num_tokens // self.pool.page_size
+        while index > self._first_seen(end * self.pool.page_size):
+            index -= 1
+            if self.pool.find(self._prefix_cache.digest(sequence, index)) is None:
+                end = index  # a later end would need this page too
+        found = [self.pool.find(self._prefix_cache.digest(sequence, page)) for page in range(index, end)]
+        pages = [page for page in found if page is not None]
+        for page in pages:
+            self.pool.retain(page)
+        sequence.window_pages[self.window] = WindowPages(index, pages, num_stored=end)
+        return end * self.pool.page_size
+
+    def has_room(self, sequence: Sequence, num_cached: int) -> bool:
+        """Whether there are pages for the sequence's window beside those that admitted ones need."""
+        needed = self._num_missing(sequence)
+        promised = sum(1 + self._num_missing(item) for item in self._admitted)
+        return not self._admitted or needed + promised <= self.pool.num_free
+
+    def admit(self, sequence: Sequence, num_cached: int) -> None:
+        self._admitted.add(sequence)
+
+    def chunk_end(self, sequence: Sequence, start: int, stop: int, budget: int) -> int:
+        return min(stop, (sequence.window_pages[self.window].stop + self.pool.num_free) * self.pool.page_size)
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence has, or now got, pages for tokens up to num_tokens."""
+        held = sequence.window_pages[self.window]
+        missing = self.pool.pages_for(num_tokens) - held.stop
+        if missing <= 0:
+            return True
+        if missing > self.pool.num_free:
+            return False
+        held.pages.extend(self.pool.allocate() for _ in range(missing))
+        return True
+
+    def commit(self, sequence: Sequence) -> None:
+        """Make full pages findable, and give back those that neither the next token sees nor any after it."""
+        held, num_tokens = sequence.window_pages[self.window], sequence.num_computed_tokens
+        if self._prefix_cache.enabled:
+            num_full = num_tokens // self.pool.page_size
+            for index in range(held.num_stored, num_full):
+                self.pool.name(held.pages[index - held.first], self._prefix_cache.digest(sequence, index))
+            held.num_stored = max(held.num_stored, num_full)
+        num_behind = self._first_seen(num_tokens) - held.first
+        if num_behind > 0:
+            self.pool.release(held.pages[:num_behind])
+            del held.pages[:num_behind]
+            held.first += num_behind
+
+    def release(self, sequence: Sequence) -> None:
+        self._give_back(sequence)
+        self._admitted.discard(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        held = sequence.window_pages.pop(self.window, None)
+        if held is not None:
+            self.pool.release(held.pages)
+
+    def _first_seen(self, place: int) -> int:
+        """The first page that the token at `place` sees."""
+        return max(0, place - self.window + 1) // self.pool.page_size
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        """Pages that a sequence will hold one day and does not yet. Those of a large chunk are its step's alone."""
+        held = sequence.window_pages[self.window]
+        wanted = min(self.pool.pages_for(sequence.num_tokens) - held.first, self._num_in_window)
+        return max(0, wanted - len(held.pages))
+
+
+def window_stats(windows: Mapping[int, WindowCache]) -> dict[str, Any]:
+    """The fields of `Stats` about the pages of all windows."""
+    pools = [cache.pool for cache in windows.values()]
+    return {
+        "num_window_pages": sum(pool.num_pages for pool in pools),
+        "num_window_pages_used": sum(pool.num_used for pool in pools),
+    }

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.engine.executor import Executor
-from tilewright.inputs.media_processor import MediaProcessor, PreparedMedium
+from tilewright.engine.run.executor import Executor
 from tilewright.inputs.precomputed import TYPES, Precomputed
 from tilewright.inputs.precomputed_values import checksum
+from tilewright.inputs.processor import MediaProcessor, PreparedMedium
 from tilewright.types import Medium, RequestError
 
 Encode = Callable[[Sequence[Medium]], list[Tensor]]

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tilewright.engine.cross.cache import CrossCache
-from tilewright.engine.cross.group import CrossGroup, group_key
+from tilewright.engine.kv.cross import CrossCache, CrossGroup, group_key
 from tilewright.engine.media.encoder_cache import EncoderCache
-from tilewright.engine.resource import SequenceResource
-from tilewright.engine.sequence import FeatureRun, Sequence
-from tilewright.engine.step import Step
-from tilewright.engine.step_limits import StepLimits
+from tilewright.engine.schedule.sequence import FeatureRun, Sequence
+from tilewright.engine.schedule.step import SequenceResource, Step, StepLimits
 from tilewright.types import Medium, RequestError
 
 

@@ -1,4 +1,4 @@
-"""The media of a step on their way to the device that encodes them: all of them in one copy, which nobody waits for."""
+"""Copies a step's inputs to its device: its media in one copy that nobody waits for, small tensors in another."""
 
 from __future__ import annotations
 
@@ -8,8 +8,52 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewright.models.media_batch import MediaBatch, MediaItem
+from tilewright.models.protocol import MediaBatch, MediaItem
 from tilewright.ops.device import Copy, Device, NoCopy
+
+ALIGNMENT = 16
+ROOM_BYTES = 1 << 20
+
+
+class Uploads:
+    """Copies of one step at a time: what it sent has arrived before the next one `begin`s, since tokens came back."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._room: Tensor | None = None
+        self._used_bytes = 0
+
+    def begin(self) -> None:
+        self._used_bytes = 0
+
+    def send(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors on the device, after one copy that nobody waits for; themselves where that is the host."""
+        if self._device.is_host:
+            return list(tensors)
+        places = []
+        end = 0
+        for tensor in tensors:
+            places.append(end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        room = self._take(end)
+        for tensor, place in zip(tensors, places, strict=True):
+            _part(room, place, tensor).copy_(tensor)
+        there, copy = self._device.upload(room)
+        copy.before_use()
+        return [_part(there, place, tensor) for tensor, place in zip(tensors, places, strict=True)]
+
+    def _take(self, num_bytes: int) -> Tensor:
+        if self._room is None or self._used_bytes + num_bytes > len(self._room):
+            # What was sent from the room before keeps it until it has arrived.
+            self._room, self._used_bytes = self._device.host_bytes(max(ROOM_BYTES, 2 * num_bytes)), 0
+        begin = self._used_bytes
+        self._used_bytes += num_bytes
+        return self._room[begin : begin + num_bytes]
+
+
+def _part(room: Tensor, place: int, like: Tensor) -> Tensor:
+    return room[place : place + like.nbytes].view(like.dtype).view(like.shape)
+
 
 # Rows that lie between media and are copied with them cost less than gathering the media, while they are fewer than so
 # many in a hundred: the host copies some 10 GB/s, the bus 25 to 50.

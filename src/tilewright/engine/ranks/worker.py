@@ -9,20 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.engine.loading import load_network
-from tilewright.engine.ranks.channel import Channel
-from tilewright.engine.ranks.commands import follow
-from tilewright.engine.ranks.step_memory import StepMemory
-from tilewright.engine.runner_settings import RunnerSettings, build_runner
+from tilewright.engine.load.loading import load_network
+from tilewright.engine.ranks.ranks import RankChannel, StepMemory, follow
+from tilewright.engine.run.runner import RunnerSettings, build_runner
+from tilewright.host.files import CheckpointError
 from tilewright.inputs.media_buffer import map_rows
-from tilewright.model_files import CheckpointError
 from tilewright.models.protocol import Model
 from tilewright.ops import backend
 from tilewright.ops.native import bind_team
 from tilewright.parallel.group import Group
 from tilewright.parallel.rendezvous import Rendezvous, make_group
 from tilewright.types import RequestError, UnsupportedConfig
-from tilewright.weights.entry_check import EntryCheck
+from tilewright.weights.cache import EntryCheck
 
 
 def main(rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
@@ -41,7 +39,7 @@ def run_rank(
     rank: int, size: int, payload: dict[str, Any], load: Callable[[dict[str, Any], Group], tuple[Model, torch.dtype]]
 ) -> None:
     """A rank's whole life; `load` makes its part of the model from what the first rank has given."""
-    channel = Channel(socket.socket(fileno=payload["channel"]))
+    channel = RankChannel(socket.socket(fileno=payload["channel"]))
     group = make_group(Rendezvous.from_json(payload["rendezvous"]), rank)
     backend.activate(payload["backend"])
     bind_team()

@@ -1,5 +1,9 @@
 """Computes speech: rows of the talker for several voices at once, frames of codes, and pieces of samples.
 
+A frame is a step of the talker and as many passes of the code predictor as it has further codes, each of a few rows:
+some thousand kernel calls of microseconds. It is recorded once for each number of voices, draws of the codes included,
+then replayed, so that Python runs twice a frame.
+
 Legend of shape suffixes: T packed rows, D the talker's width, B voices whose next code is chosen, Q codes of a frame,
 V the codec's vocabulary, A rope axes.
 """
@@ -13,20 +17,126 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.engine.recorded_steps import MAX_RECORDED_TOKENS
-from tilewright.engine.speech.recorded import CodeDraws, RecordedFrames
-from tilewright.engine.speech.voice import Voice
+from tilewright.engine.run.replay import MAX_RECORDED_TOKENS, RecordedSteps
+from tilewright.engine.speech.voice import CODE_TOP_K, CODE_TOP_P, Voice
 from tilewright.layers.batch import Batch
-from tilewright.models.speaking import Embed, Talking, WaveDecoder
+from tilewright.models.speaking import Choose, Embed, Talking, WaveDecoder
 from tilewright.ops import backend
 from tilewright.ops import sample as ops
+from tilewright.ops.attention import KvCache
 from tilewright.ops.plan import Arena
+
+
+class CodeDraws:
+    """How the codes after the first are drawn for so many voices, in memory that stays where it is."""
+
+    def __init__(self, num_voices: int, num_codes: int) -> None:
+        self.temperature = torch.zeros(num_voices)
+        self.uniform = torch.zeros(num_codes - 1, num_voices, dtype=torch.float64)
+        self._top_k = torch.full((num_voices,), CODE_TOP_K)
+        self._top_p = torch.full((num_voices,), CODE_TOP_P)
+        self._min_p = torch.zeros(num_voices)
+        self._codes = torch.empty(num_codes - 1, num_voices, dtype=torch.int64)
+        self._numbers = self.temperature.numpy(), self.uniform.numpy()
+
+    def fill(self, voices: Sequence[Voice]) -> None:
+        """For the next frames of these voices."""
+        temperature, uniform = self._numbers
+        temperature[:] = [0.0 if voice.params.temperature == 0 else 1.0 for voice in voices]
+        uniform[:] = [[voice.uniform(place + 1) for voice in voices] for place in range(len(uniform))]
+
+    def choose(self, logits: Tensor, place: int) -> Tensor:
+        """The codes at this place of the frames, int64 [B]: one kernel call where logits are on the CPU."""
+        uniform, out = self.uniform[place - 1], self._codes[place - 1]
+        return ops.sample(logits.cpu(), self.temperature, self._top_k, self._top_p, self._min_p, uniform, out=out)
+
+
+class _Rows:
+    """One row of each of so many voices, as the talker reads it."""
+
+    def __init__(self, num_voices: int, num_pages: int, num_axes: int, width: int, dtype: torch.dtype) -> None:
+        self.text_ids = torch.zeros(num_voices, dtype=torch.int64)
+        self.codec_BD = torch.empty(num_voices, width, dtype=dtype)
+        self.positions = torch.zeros(num_axes, num_voices, dtype=torch.int64)
+        self.slots = torch.zeros(num_voices, dtype=torch.int64)
+        self.query_starts = torch.arange(num_voices + 1, dtype=torch.int32)
+        self.kv_lengths = torch.zeros(num_voices, dtype=torch.int32)
+        self.block_table = torch.zeros(num_voices, num_pages, dtype=torch.int32)
+        self.frame_TD = torch.empty(2 * num_voices, width, dtype=dtype)
+
+    def fill(self, voices: Sequence[Voice], page_size: int) -> None:
+        places = [voice.num_computed for voice in voices]
+        self.text_ids.numpy()[:] = [voice.text_id(place) for voice, place in zip(voices, places, strict=True)]
+        self.positions.numpy()[:] = [voice.position(place) for voice, place in zip(voices, places, strict=True)]
+        self.kv_lengths.numpy()[:] = [place + 1 for place in places]
+        table, slots = self.block_table.numpy(), self.slots.numpy()
+        for i, (voice, place) in enumerate(zip(voices, places, strict=True)):
+            assert voice.codec_row is not None
+            self.codec_BD[i] = voice.codec_row
+            table[i, : len(voice.pages)] = voice.pages
+            slots[i] = voice.pages[place // page_size] * page_size + place % page_size
+
+    def batch(self, kv_caches: Sequence[KvCache]) -> Batch:
+        return Batch(
+            token_ids_T=self.text_ids,
+            positions_AT=self.positions,
+            slots_T=self.slots,
+            query_starts=self.query_starts,
+            kv_lengths=self.kv_lengths,
+            block_table=self.block_table,
+            kv_caches=kv_caches,
+        )
+
+
+class RecordedFrames:
+    """The talker's steps and the code predictor's frames, by the number of voices."""
+
+    def __init__(
+        self,
+        talker: Talking,
+        embed: Embed,
+        kv_caches: Sequence[KvCache],
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        arena: Arena,
+    ) -> None:
+        self._talker, self._embed, self._kv_caches = talker, embed, kv_caches
+        self._num_pages, self._page_size, self._dtype = num_pages, page_size, dtype
+        self._rows: dict[int, _Rows] = {}
+        self._steps: RecordedSteps[tuple[Tensor, Tensor]] = RecordedSteps(arena)
+        self._frames: RecordedSteps[tuple[list[Tensor], list[Tensor]]] = RecordedSteps(arena)
+
+    def step(self, voices: Sequence[Voice]) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, D] and fp32 logits [B, V] of the next row of each voice, until the next call of either."""
+        count = len(voices)
+        rows = self._rows_for(count)
+        rows.fill(voices, self._page_size)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            return self._talker.step(self._embed, rows.text_ids, rows.codec_BD, rows.batch(self._kv_caches))
+
+        return self._steps.run((count,), compute)
+
+    def predict(self, x_TD: Tensor, choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
+        """As the code predictor's. `choose` is the same for equal numbers of voices, and a kernel call."""
+        frame_TD = self._rows_for(len(x_TD) // 2).frame_TD
+        frame_TD.copy_(x_TD)
+        return self._frames.run((len(x_TD),), lambda: self._talker.code_predictor.predict(frame_TD, choose))
+
+    def _rows_for(self, count: int) -> _Rows:
+        if count not in self._rows:
+            talker = self._talker
+            self._rows[count] = _Rows(count, self._num_pages, talker.num_position_axes, talker.width, self._dtype)
+        return self._rows[count]
+
 
 Frame = tuple[list[int], Tensor]  # its codes, and the codec row that they are for the step after
 
 
 @dataclass(frozen=True)
-class Rows:
+class TalkerRows:
     """Rows [begin, end) of a voice, to be computed in one step."""
 
     voice: Voice
@@ -74,7 +184,7 @@ class SpeechRunner:
         self._is_banned[list(talker.never_said)] = True
 
     @torch.inference_mode()
-    def speak(self, rows: Sequence[Rows]) -> None:
+    def speak(self, rows: Sequence[TalkerRows]) -> None:
         """Computes rows of voices. A voice whose row is asked gains a frame, or is finished.
 
         Where it raises, every voice is as it was: the same rows write the same keys and values, and draw the same
@@ -98,7 +208,7 @@ class SpeechRunner:
         with self._arena.use():
             return [samples.cpu() for samples in self.code2wav.decode(codes, [stream for stream, _ in pieces])]
 
-    def _step(self, rows: Sequence[Rows]) -> tuple[Tensor, Tensor]:
+    def _step(self, rows: Sequence[TalkerRows]) -> tuple[Tensor, Tensor]:
         """What the talker's head reads of the rows that are asked, and logits; they are overwritten by what is next."""
         is_one_each = all(item.begin >= item.voice.prompt.num_rows for item in rows)
         if self._recorded is not None and is_one_each and len(rows) <= MAX_RECORDED_TOKENS:
@@ -153,7 +263,7 @@ class SpeechRunner:
             torch.tensor([voice.uniform(0) for voice in voices], dtype=torch.float64),
         )
 
-    def _inputs(self, rows: Sequence[Rows]) -> Tensor:
+    def _inputs(self, rows: Sequence[TalkerRows]) -> Tensor:
         """What the talker reads [T, D]: text rows, states of media in their place, and codec rows added to them."""
         device = backend.device()
         text_ids: list[int] = []
@@ -189,7 +299,7 @@ class SpeechRunner:
             x_TD[frame_rows] += torch.stack(frames)
         return x_TD
 
-    def _batch(self, rows: Sequence[Rows]) -> Batch:
+    def _batch(self, rows: Sequence[TalkerRows]) -> Batch:
         device, page_size = backend.device(), self.page_size
         positions, slots = [], []
         for item in rows:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tilewright.engine.sampler import uniform_at
+from tilewright.engine.sample.sampler import uniform_at
 from tilewright.models.speaking import TalkerPrompt
 
 # What transformers generates with by default, and the checkpoint's authors recommend.

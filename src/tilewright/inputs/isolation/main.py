@@ -21,9 +21,9 @@ import numpy as np
 from tilewright.inputs.audio import SoundFile, read_sound
 from tilewright.inputs.image import PictureFile, read_picture
 from tilewright.inputs.isolation.confine import confine, limit_cpu
-from tilewright.inputs.isolation.wire import pack, receive
+from tilewright.inputs.isolation.pool import pack, receive
 from tilewright.inputs.media import MediaLimits
-from tilewright.inputs.video_file import VideoFile, read_video
+from tilewright.inputs.video import VideoFile, read_video
 from tilewright.types import RequestError
 
 # What Pillow imports when it is first needed, and all of PyAV: afterwards no file can be opened.

@@ -1,4 +1,4 @@
-"""Media opened and decoded by other processes: a malicious file can fail its own request and nothing else."""
+"""Opens the media of a request: in this process, or in a decoder process that has given up its rights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,9 +16,39 @@ from tilewright.inputs.audio import Sound, SoundFile, max_samples, open_audio
 from tilewright.inputs.image import Picture, PictureFile, open_picture
 from tilewright.inputs.isolation.pool import DecoderFailed, DecoderKilled, DecoderPool, DecoderProcess
 from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, check_pixels
-from tilewright.inputs.video import Video, open_video
-from tilewright.inputs.video_file import MAX_FILE_FRAMES, VideoFile, check_rate
+from tilewright.inputs.video import MAX_FILE_FRAMES, Video, VideoFile, check_rate, open_video
 from tilewright.types import MediaKind, RequestError, TransientError
+
+
+class Opener(Protocol):
+    """Opens media: sizes at once, pixels and samples when they are asked for."""
+
+    def open_picture(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Picture: ...
+
+    def open_video(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Video: ...
+
+    def open_audio(
+        self, part: MediaPart, limits: MediaLimits, sample_rate: int, fetch: Fetch | None = None
+    ) -> Sound: ...
+
+    def close(self) -> None: ...
+
+
+class InProcessOpener:
+    """For trusted media: decoded in this process, by the calling thread."""
+
+    def open_picture(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Picture:
+        return open_picture(part, limits, fetch)
+
+    def open_video(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Video:
+        return open_video(part, limits, fetch)
+
+    def open_audio(self, part: MediaPart, limits: MediaLimits, sample_rate: int, fetch: Fetch | None = None) -> Sound:
+        return open_audio(part, limits, sample_rate, fetch)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
 
 _log = logging.getLogger(__name__)
 

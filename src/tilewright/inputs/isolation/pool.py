@@ -1,24 +1,59 @@
-"""Decoder processes: started, used, and replaced when they fail or have decoded their number of items."""
+"""Decoder processes: started, used, and replaced when they fail or have decoded their number of items.
+
+Messages to and from them are a JSON header, then raw bytes. Nothing is unpickled.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from tilewright.inputs.isolation.wire import WireError, pack, receive
-from tilewright.process_state import how_ended, is_stopped, was_ended_from_outside
+from tilewright.process.state import how_ended, is_stopped, was_ended_from_outside
 from tilewright.types import TransientError
+
+_SIZES = struct.Struct("<II")  # of the header, of the bytes after it
+_MAX_HEADER_BYTES = 2**16
+MAX_PAYLOAD_BYTES = 2**23  # the times of a million frames; pixels and samples go through shared memory
+
+
+class WireError(Exception):
+    """The bytes received are not a message."""
+
+
+def pack(header: Mapping[str, Any], payload: bytes = b"") -> bytes:
+    """The message as it is sent."""
+    text = json.dumps(header).encode()
+    return _SIZES.pack(len(text), len(payload)) + text + payload
+
+
+def receive(read_exactly: Callable[[int], bytes]) -> tuple[dict[str, Any], bytes]:
+    """The next message; its sizes are checked before any of it is read."""
+    header_bytes, payload_bytes = _SIZES.unpack(read_exactly(_SIZES.size))
+    if header_bytes > _MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise WireError(f"a message of {header_bytes} + {payload_bytes} bytes")
+    text = read_exactly(header_bytes)
+    payload = read_exactly(payload_bytes)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError("a header that is not JSON") from error
+    if not isinstance(header, dict):
+        raise WireError("a header that is no object")
+    return header, payload
+
 
 _log = logging.getLogger(__name__)
 

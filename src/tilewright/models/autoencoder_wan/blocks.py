@@ -1,19 +1,29 @@
-"""The blocks of Wan's autoencoder: clips [B, T, H, W, C] that come in pieces, normed over the channels of a pixel."""
+"""The blocks of Wan's autoencoder: clips [B, T, H, W, C] in pieces of a few frames and tiles of a few pixels.
+
+Norms are over the channels of a pixel. Where a pixel sees no further than its neighbourhood, a tile with as many pixels
+around it has the values of the whole, bit for bit: nothing needs to be blended. A tile goes through with all its frames
+before the next one does, so that what convolutions keep of earlier frames is a tile's too.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from tilewright.layers.conv import CausalConv3d, Conv2d, UpsampleConv2d
-from tilewright.layers.feature_memory import FeatureMemory
+from tilewright.layers.memory import FeatureMemory
+from tilewright.models.vae import memory_budget
 from tilewright.ops.activation import add
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.norm import rms_norm
-from tilewright.weights.unpacked import Unpacked
+from tilewright.weights.conv import Unpacked
 
 
-class History:
+class FrameHistory:
     """What convolutions over time have seen last of a clip, whose pieces go through a network one after the other.
 
     A piece's result is then the same as if the clip came whole.
@@ -71,7 +81,7 @@ class ResidualBlock:
             else None
         )
 
-    def __call__(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+    def __call__(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
         """Its memory is the block's from then on: what comes out may lie there."""
         shape = (*x.shape[:-1], self.conv1.out_channels)
         if self.shortcut is None:
@@ -85,7 +95,7 @@ class ResidualBlock:
         return out
 
 
-class AttentionBlock:
+class WanAttentionBlock:
     """x + attention over the pixels of each frame, with one head as wide as the channels."""
 
     def __init__(self, name: str, channels: int) -> None:
@@ -102,13 +112,13 @@ class AttentionBlock:
         return self.output(attended, residual=frames, out=frames).view(x.shape)
 
 
-class MidBlock:
+class WanMidBlock:
     def __init__(self, name: str, channels: int) -> None:
         self.first = ResidualBlock(f"{name}.resnets.0", channels, channels)
-        self.attention = AttentionBlock(f"{name}.attentions.0", channels)
+        self.attention = WanAttentionBlock(f"{name}.attentions.0", channels)
         self.second = ResidualBlock(f"{name}.resnets.1", channels, channels)
 
-    def __call__(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+    def __call__(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
         x = self.first(x, history, memory)
         return self.second(self.attention(x), history, memory)
 
@@ -122,7 +132,9 @@ class Downsampler:
             CausalConv3d(f"{name}.time_conv", channels, channels, (3, 1, 1), time_stride=2) if halves_time else None
         )
 
-    def __call__(self, x: Tensor, history: History, memory: FeatureMemory, *, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, history: FrameHistory, memory: FeatureMemory, *, residual: Tensor | None = None
+    ) -> Tensor:
         """The smaller clip + residual, which has its shape."""
         batch, frames, rows, columns, channels = x.shape
         small = memory.take((batch, frames, rows // 2, columns // 2, channels), x.dtype)
@@ -148,7 +160,9 @@ class Upsampler:
         # The first piece does not go through it, and to the second one it begins with zeros.
         self.time_conv = CausalConv3d(f"{name}.time_conv", channels, 2 * channels, (3, 1, 1)) if doubles_time else None
 
-    def __call__(self, x: Tensor, history: History, memory: FeatureMemory, *, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, history: FrameHistory, memory: FeatureMemory, *, residual: Tensor | None = None
+    ) -> Tensor:
         """The larger clip + residual, which has its shape and is overwritten by it."""
         if self.time_conv is not None and not history.is_first:
             batch, frames, rows, columns, channels = x.shape
@@ -167,14 +181,14 @@ class Upsampler:
         return out
 
 
-class DownStage:
+class WanDownStage:
     """Residual blocks of one size, then the step to the next, with a shortcut around them in Wan 2.2."""
 
     def __init__(self, resnets: list[ResidualBlock], step: Downsampler | None, out_channels: int | None) -> None:
         """`out_channels`: of the shortcut; None for none."""
         self.resnets, self.step, self.shortcut_channels = resnets, step, out_channels
 
-    def __call__(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+    def __call__(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
         residual = None
         if self.shortcut_channels is not None:
             halves_time = self.step is not None and self.step.time_conv is not None
@@ -186,13 +200,13 @@ class DownStage:
         return x if residual is None else add(x, residual, out=x)
 
 
-class UpStage:
+class WanUpStage:
     """Residual blocks of one size, then the step to the next, with a shortcut around them in Wan 2.2."""
 
     def __init__(self, resnets: list[ResidualBlock], step: Upsampler | None, *, has_shortcut: bool) -> None:
         self.resnets, self.step, self.has_shortcut = resnets, step, has_shortcut and step is not None
 
-    def __call__(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+    def __call__(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
         residual = None
         if self.step is not None and self.has_shortcut:
             time_factor = 1 if self.step.time_conv is None or history.is_first else 2
@@ -231,3 +245,83 @@ def average(x: Tensor, out_channels: int, time_factor: int, factor: int) -> Tens
     )
     values = cubes.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(4).unflatten(4, (out_channels, -1))
     return values.float().mean(-1).to(x.dtype)
+
+
+MIN_SIDE, SIDE_STEP = 64, 32  # of a tile that memory asks for, in pixels of the network's largest maps
+
+Network = Callable[[Tensor, FrameHistory, FeatureMemory], Tensor]
+
+
+def pieces_of(x_BTHWC: Tensor, num_frames: int) -> Iterator[tuple[Tensor, FrameHistory]]:
+    """The first frame, then `num_frames` at a time, with the history of those before."""
+    history = FrameHistory()
+    total = x_BTHWC.shape[1]
+    for begin in (0, *range(1, total, num_frames)):
+        end = begin + num_frames if begin else 1
+        history.is_first, history.is_last = begin == 0, end >= total
+        yield x_BTHWC[:, begin:end].contiguous(), history
+
+
+def spans_of(length: int, side: int, reach: int, step: int) -> Iterator[tuple[slice, slice]]:
+    """What is computed and what is read for it, of parts of an axis; all begin at multiples of `step`."""
+    side, reach = -(-side // step) * step, -(-reach // step) * step
+    for begin in range(0, length, side):
+        end = min(begin + side, length)
+        yield slice(begin, end), slice(max(begin - reach, 0), min(end + reach, length))
+
+
+def in_tiles(
+    network: Network, x_BTHWC: Tensor, *, num_frames: int, side: int, reach: int, step: int, growth: Fraction
+) -> Tensor:
+    """The network's result of a clip, computed in tiles of `side` pixels of it, each with `reach` pixels around it.
+
+    Pieces are of `num_frames`. A pixel becomes `growth` pixels in rows and columns; tiles begin at multiples of `step`.
+    """
+    result: Tensor | None = None
+    _, _, height, width, _ = x_BTHWC.shape
+    memory = FeatureMemory()
+
+    def grown(span: slice, origin: int = 0) -> slice:
+        return slice(int((span.start - origin) * growth), int((span.stop - origin) * growth))
+
+    for rows, seen_rows in spans_of(height, side, reach, step):
+        for columns, seen_columns in spans_of(width, side, reach, step):
+            here = (slice(None), slice(None), grown(rows, seen_rows.start), grown(columns, seen_columns.start))
+            tile = x_BTHWC[:, :, seen_rows, seen_columns].clone(memory_format=torch.contiguous_format)
+            clip = torch.cat(
+                [
+                    taken_from(memory, network(piece, history, memory), here)
+                    for piece, history in pieces_of(tile, num_frames)
+                ],
+                dim=1,
+            )
+            if result is None:
+                result = clip.new_empty(*clip.shape[:2], int(height * growth), int(width * growth), clip.shape[-1])
+            result[:, :, grown(rows), grown(columns)] = clip
+    assert result is not None
+    return result
+
+
+def taken_from(memory: FeatureMemory, result: Tensor, part: tuple[slice, ...] = ()) -> Tensor:
+    """A copy of a result, or of a part of it, whose memory is free again."""
+    copy = result[part].clone(memory_format=torch.contiguous_format)
+    memory.give(result)
+    return copy
+
+
+def chosen_side(
+    pixels: int, batch: int, widths: Sequence[int], num_resnets: int, num_frames: int, reach: int, itemsize: int
+) -> int | None:
+    """The side of tiles that memory has room for, in pixels of the largest maps; None where it has for all of them.
+
+    `widths` are the channels of the stages, from the largest maps on; a piece has `num_frames` there. Three maps of a
+    stage are in memory, and two frames for each of its convolutions.
+    """
+    maps = 3 * num_frames * widths[0]
+    kept = sum(4 * num_resnets * width / 4**i for i, width in enumerate(widths)) if num_frames > 1 else 0
+    pixel_bytes = batch * itemsize * (maps + kept)
+    budget = memory_budget()
+    if pixels * pixel_bytes <= budget:
+        return None
+    side = math.isqrt(int(budget / pixel_bytes)) - 2 * reach
+    return max(side // SIDE_STEP * SIDE_STEP, MIN_SIDE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -14,27 +15,100 @@ import torch
 from torch import Tensor
 
 from tilewright.layers.conv import CausalConv3d
-from tilewright.layers.feature_memory import FeatureMemory
+from tilewright.layers.memory import FeatureMemory
 from tilewright.models.autoencoder_wan.blocks import (
     ChannelNorm,
     Downsampler,
-    DownStage,
-    History,
-    MidBlock,
+    FrameHistory,
     ResidualBlock,
     Upsampler,
-    UpStage,
+    WanDownStage,
+    WanMidBlock,
+    WanUpStage,
+    chosen_side,
+    in_tiles,
+    pieces_of,
+    taken_from,
 )
-from tilewright.models.autoencoder_wan.config import WanConfig
-from tilewright.models.autoencoder_wan.pieces import chosen_side, in_tiles, pieces_of, taken_from
-from tilewright.models.vae import check_shape, check_tile
-from tilewright.types import RequestError
+from tilewright.models.text_config import Config, integer
+from tilewright.models.vae import LatentScale, check_shape, check_tile
+from tilewright.types import RequestError, UnsupportedConfig
+
+# Of Wan 2.1, which both classes have for defaults.
+MEAN: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
+MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
+STD: tuple[float, ...] = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
+STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 
 
-class Encoder:
+@dataclass(frozen=True)
+class WanAutoencoderConfig:
+    in_channels: int  # of the network: a picture's times the patch's pixels
+    out_channels: int
+    latent_channels: int
+    encoder_width: int
+    decoder_width: int
+    multipliers: tuple[int, ...]  # of the width in each stage, from the picture to the latents
+    num_resnets: int  # of a stage of the encoder; the decoder has one more
+    halves_time: tuple[bool, ...]  # of each step from a stage to the next, beside rows and columns
+    has_shortcuts: bool  # around whole stages, as Wan 2.2 has them
+    patch_size: int
+    scale: LatentScale
+
+    @classmethod
+    def from_dict(cls, config: Config) -> WanAutoencoderConfig:
+        if config.get("attn_scales"):
+            raise UnsupportedConfig(f"config has attn_scales {config['attn_scales']!r}, expected none")
+        multipliers = _list(config, "dim_mult", int, (1, 2, 4, 4))
+        halves_time = _list(config, "temperal_downsample", bool, (False, True, True))
+        if len(halves_time) != len(multipliers) - 1:
+            raise UnsupportedConfig(
+                f"config has {len(halves_time)} temperal_downsample, expected {len(multipliers) - 1}, one less than "
+                "dim_mult"
+            )
+        width = integer(config, "base_dim", 96)
+        decoder_width = width if config.get("decoder_base_dim") is None else integer(config, "decoder_base_dim")
+        latent_channels = integer(config, "z_dim", 16)
+        mean = _list(config, "latents_mean", (int, float), MEAN)
+        std = _list(config, "latents_std", (int, float), STD)
+        for key, values in (("latents_mean", mean), ("latents_std", std)):
+            if len(values) != latent_channels:
+                raise UnsupportedConfig(f"config has {len(values)} {key}, expected {latent_channels}, its z_dim")
+        picture_channels = integer(config, "input_channels", 3)  # Qwen-Image's name, of what goes in and comes out
+        return cls(
+            in_channels=integer(config, "in_channels", picture_channels),
+            out_channels=integer(config, "out_channels", picture_channels),
+            latent_channels=latent_channels,
+            encoder_width=width,
+            decoder_width=decoder_width,
+            multipliers=multipliers,
+            num_resnets=integer(config, "num_res_blocks", 2),
+            halves_time=halves_time,
+            has_shortcuts=bool(config.get("is_residual", False)),
+            patch_size=1 if config.get("patch_size") is None else integer(config, "patch_size"),
+            scale=LatentScale(tuple(map(float, mean)), tuple(map(float, std))),
+        )
+
+    @property
+    def temporal_factor(self) -> int:
+        return 2 ** sum(self.halves_time)
+
+    @property
+    def spatial_factor(self) -> int:
+        return 2 ** len(self.halves_time) * self.patch_size
+
+
+def _list(config: Config, key: str, kind: type | tuple[type, ...], default: tuple) -> tuple:
+    value = config.get(key, default)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, kind) for item in value):
+        raise UnsupportedConfig(f"config has {key} {value!r}, expected a list")
+    return tuple(value)
+
+
+class WanEncoder:
     """Mean and log variance of latents [B, t, h, w, 2 C] of a piece of a clip."""
 
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanAutoencoderConfig) -> None:
         widths = [config.encoder_width * multiplier for multiplier in (1, *config.multipliers)]
         self.conv_in = CausalConv3d("encoder.conv_in", config.in_channels, widths[0])
         self.stages = []
@@ -54,20 +128,20 @@ class Encoder:
                 name = f"encoder.down_blocks.{i}.downsampler" if config.has_shortcuts else f"{prefix}{index}"
                 step = Downsampler(name, width, halves_time=config.halves_time[i])
                 index += 1
-            self.stages.append(DownStage(resnets, step, width if config.has_shortcuts else None))
-        self.mid = MidBlock("encoder.mid_block", widths[-1])
+            self.stages.append(WanDownStage(resnets, step, width if config.has_shortcuts else None))
+        self.mid = WanMidBlock("encoder.mid_block", widths[-1])
         self.widths = tuple(widths[1:])
         self.norm_out = ChannelNorm("encoder.norm_out", widths[-1], activation="silu")
         self.conv_out = CausalConv3d("encoder.conv_out", widths[-1], 2 * config.latent_channels)
 
-    def large(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+    def large(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
         """The stages that make a piece smaller: a pixel sees its neighbourhood."""
         x = history.convolve(self.conv_in, x, out=memory.take((*x.shape[:-1], self.conv_in.out_channels), x.dtype))
         for stage in self.stages[:-1]:
             x = stage(x, history, memory)
         return x
 
-    def small(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+    def small(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
         """The rest, in which a pixel sees all others."""
         x = self.mid(self.stages[-1](x, history, memory), history, memory)
         out = history.convolve(self.conv_out, self.norm_out(x, out=x))
@@ -82,13 +156,13 @@ class Encoder:
         return reach + 1
 
 
-class Decoder:
+class WanDecoder:
     """A piece of a clip, of the latents [B, t, h, w, C] of it."""
 
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanAutoencoderConfig) -> None:
         widths = [config.decoder_width * multiplier for multiplier in config.multipliers[::-1]]
         self.conv_in = CausalConv3d("decoder.conv_in", config.latent_channels, widths[0])
-        self.mid = MidBlock("decoder.mid_block", widths[0])
+        self.mid = WanMidBlock("decoder.mid_block", widths[0])
         self.stages = []
         before = widths[0]
         for i, width in enumerate(widths):
@@ -103,7 +177,7 @@ class Decoder:
                 before = width if config.has_shortcuts else width // 2
                 step_name = f"{name}.upsampler" if config.has_shortcuts else f"{name}.upsamplers.0"
                 step = Upsampler(step_name, width, before, doubles_time=config.halves_time[::-1][i])
-            self.stages.append(UpStage(resnets, step, has_shortcut=config.has_shortcuts))
+            self.stages.append(WanUpStage(resnets, step, has_shortcut=config.has_shortcuts))
         self.widths = tuple(widths[::-1])
         self.norm_out = ChannelNorm("decoder.norm_out", widths[-1], activation="silu")
         self.conv_out = CausalConv3d("decoder.conv_out", widths[-1], config.out_channels)
@@ -113,7 +187,7 @@ class Decoder:
         """Stages whose maps are small: the first, and not the only one."""
         return min(1, len(self.stages) - 1)
 
-    def small(self, z: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+    def small(self, z: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
         """What a pixel sees all others in, and the first stage."""
         x = history.convolve(self.conv_in, z, out=memory.take((*z.shape[:-1], self.conv_in.out_channels), z.dtype))
         x = self.mid(x, history, memory)
@@ -121,7 +195,7 @@ class Decoder:
             x = stage(x, history, memory)
         return x
 
-    def large(self, x: Tensor, history: History, memory: FeatureMemory) -> Tensor:
+    def large(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
         """The other stages: a pixel sees its neighbourhood."""
         for stage in self.stages[self.num_small :]:
             x = stage(x, history, memory)
@@ -142,14 +216,14 @@ class Decoder:
 class AutoencoderWan:
     """A `models.vae.Vae` of clips, and of pictures as clips of one frame."""
 
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanAutoencoderConfig) -> None:
         self.config = config
         self.latent_channels = config.latent_channels
         self.spatial_factor = config.spatial_factor
         self.temporal_factor = config.temporal_factor
         channels = config.latent_channels
-        self.encoder = Encoder(config)
-        self.decoder = Decoder(config)
+        self.encoder = WanEncoder(config)
+        self.decoder = WanDecoder(config)
         self.quant_conv = CausalConv3d("quant_conv", 2 * channels, 2 * channels, (1, 1, 1))
         self.post_quant_conv = CausalConv3d("post_quant_conv", channels, channels, (1, 1, 1))
 
@@ -176,7 +250,7 @@ class AutoencoderWan:
         step = self.spatial_factor // self.config.patch_size
         side = self._side(tile, x, self.encoder)
         memory = FeatureMemory()
-        pieces: Iterable[tuple[Tensor, History]]
+        pieces: Iterable[tuple[Tensor, FrameHistory]]
         if side is None:
             pieces = (
                 (self.encoder.large(piece, history, memory), history)
@@ -223,7 +297,7 @@ class AutoencoderWan:
             )
         return unpatchify(clip, self.config.patch_size).clamp_(-1, 1)
 
-    def _side(self, tile: int | None, x: Tensor, network: Encoder | Decoder) -> int | None:
+    def _side(self, tile: int | None, x: Tensor, network: WanEncoder | WanDecoder) -> int | None:
         """The side of tiles, in pixels of the network's largest maps; None for no tiles."""
         check_tile(tile)
         if tile is not None:
@@ -255,4 +329,4 @@ def unpatchify(x_BTHWC: Tensor, side: int) -> Tensor:
 
 def build(config: Mapping[str, Any]) -> AutoencoderWan:
     """The network a config describes, its weights still to be loaded."""
-    return AutoencoderWan(WanConfig.from_dict(config))
+    return AutoencoderWan(WanAutoencoderConfig.from_dict(config))

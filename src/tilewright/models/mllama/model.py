@@ -7,15 +7,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tilewright.layers.attention import AttentionConfig
+from tilewright.layers.attention import AttentionConfig, CrossAttentionConfig
 from tilewright.layers.batch import Batch
-from tilewright.layers.cross_attention import CrossAttentionConfig
 from tilewright.layers.decoder import Decoder, DecoderConfig, LayerSpec
-from tilewright.models.decoder_model import DecoderModel
-from tilewright.models.media_batch import MediaBatch
 from tilewright.models.mllama.processor import MllamaProcessor
-from tilewright.models.mllama.vision import VisionConfig, VisionTower
-from tilewright.models.protocol import CrossSpec, Family
+from tilewright.models.mllama.vision import MllamaVisionConfig, MllamaVisionTower
+from tilewright.models.protocol import CrossSpec, Family, MediaBatch
+from tilewright.models.text import DecoderModel
 from tilewright.models.text_config import Config, decoder_config, integer, table
 from tilewright.types import UnsupportedConfig
 
@@ -44,11 +42,11 @@ class Mllama(DecoderModel):
     state_spec = None
     predictor = None
 
-    def __init__(self, text: DecoderConfig, vision: VisionConfig, biases: frozenset[str]) -> None:
+    def __init__(self, text: DecoderConfig, vision: MllamaVisionConfig, biases: frozenset[str]) -> None:
         self.vocab_size, self.max_context = text.vocab_size, text.max_context
         self.decoder = Decoder(TEXT, text)
         self.cross_spec = CrossSpec(self.decoder.cross_layers, vision.max_tiles * vision.rows_per_tile)
-        self.vision = VisionTower(VISION, PROJECTOR, vision, text.width, biases)
+        self.vision = MllamaVisionTower(VISION, PROJECTOR, vision, text.width, biases)
 
     def checkpoint_name(self, name: str) -> str | None:
         return self.decoder.checkpoint_name(model_name(name))
@@ -69,7 +67,7 @@ def _build(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mllama:
     layers = (_with_cross(spec) if i in cross_layers else spec for i, spec in enumerate(decoder.layers))
     text = replace(decoder, layers=tuple(layers), num_extra_embeddings=NUM_EXTRA_EMBEDDINGS)
     biases = frozenset(name for name in map(model_name, shapes) if name.endswith(".bias"))
-    return Mllama(text, VisionConfig.from_dict(vision_config), biases)
+    return Mllama(text, MllamaVisionConfig.from_dict(vision_config), biases)
 
 
 def _with_cross(spec: LayerSpec) -> LayerSpec:

@@ -4,11 +4,13 @@ N: patches of all tiles, each tile's class token first. A picture always has the
 rows up to a multiple of 8; what is not of the picture is padding. Two rows of padding do not attend to each
 other, any other two do. So the picture's own rows come first and padding behind: those attend to all keys, padding to
 the first ones, and attention is two calls without a mask. Padding cannot be left out: the picture's rows attend to it.
+Some weights are put together from several tensors when they are loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,23 +18,133 @@ from torch import Tensor
 
 from tilewright.layers import partition
 from tilewright.layers.batch import starts_of
-from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import GatheredLinear, Linear
 from tilewright.layers.mlp import activation_named
-from tilewright.models.media_batch import MediaBatch, MediaItem
-from tilewright.models.mllama.weights import MapProjectorWeight, PatchProjection, PositionTables, TileTable
+from tilewright.layers.norm import LayerNorm
+from tilewright.models.protocol import MediaBatch, MediaItem
 from tilewright.models.text_config import Config, head_width, integer, number
+from tilewright.ops import backend
 from tilewright.ops.attention import varlen_attention
+from tilewright.ops.linear import PackedWeight
+from tilewright.ops.media import pack_patch_embedding
 from tilewright.ops.norm import layer_norm
-from tilewright.ops.plan import empty, scope
+from tilewright.ops.plan import empty, empty_in_huge_pages, scope
 from tilewright.types import UnsupportedConfig
+from tilewright.weights.linear import LinearPart, LinearWeight
+from tilewright.weights.spec import Reader, Shard, Weight, WeightSource, along
+
+
+class PatchProjection(Weight[PackedWeight]):
+    """A Conv2d [D, C, P, P] without a bias, whose stride is its kernel, as a packed linear; of it the rows `shard`."""
+
+    def __init__(self, name: str, shape: tuple[int, int, int, int], shard: Shard) -> None:
+        super().__init__([WeightSource(f"{name}.weight", shape, (shard,))])
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        self._value = pack_patch_embedding(readers[0].read(), still=True, dtype=dtype)
+
+
+class PositionTables(Weight[Tensor]):
+    """All that is added to the patches before the first layer, for each arrangement of tiles: [A, tiles, P, D].
+
+    The embeddings of the class, of the place within a tile, of the tile, and of the place in the arrangement are one
+    sum, made in fp32 and rounded once. Row 0 of a tile is its class token, which the tile's own embedding leaves out.
+    It takes no more memory than the largest of its parts. Of D this rank has `shard`.
+    """
+
+    def __init__(
+        self, name: str, num_arrangements: int, num_tiles: int, num_patches: int, width: int, shard: Shard
+    ) -> None:
+        places, tiles = f"{name}.gated_positional_embedding", f"{name}.pre_tile_positional_embedding"
+        sources = [
+            WeightSource(f"{name}.class_embedding", (width,)),
+            WeightSource(f"{places}.gate", (1,)),
+            WeightSource(f"{places}.embedding", (num_patches, width)),
+            WeightSource(f"{places}.tile_embedding.weight", (num_arrangements, num_tiles * num_patches * width)),
+            WeightSource(f"{tiles}.gate", (1,)),
+            WeightSource(f"{tiles}.embedding.weight", (num_arrangements, num_tiles * width)),
+        ]
+        super().__init__(sources)
+        self.shape = (num_arrangements, num_tiles, num_patches, width)
+        self.column_runs = shard.runs
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        class_D, place_gate, place_PD, tile_gate = (readers[i].read().float() for i in (0, 1, 2, 4))
+        arrangements, tiles, patches, width = self.shape
+        share = place_gate.tanh()
+        common_PD = (1 - share) * place_PD
+        common_PD[0] += class_D
+        columns = Shard(self.column_runs)
+        shape = (arrangements, tiles, patches, columns.length)
+        value = empty_in_huge_pages(math.prod(shape), dtype).view(shape)
+        for index in range(arrangements):
+            place = readers[3].rows(index, index + 1).float().view(tiles, patches, width)
+            tile = readers[5].rows(index, index + 1).float().view(tiles, 1, width)
+            total = share * place + common_PD
+            total[:, 1:] += tile_gate.tanh() * tile
+            value[index] = along(total, 2, columns)
+        self._value = value
+
+
+class TileTable(Weight[Tensor]):
+    """An embedding of each tile of each arrangement, times the tanh of its gate: fp32 [A, tiles, D]."""
+
+    def __init__(self, name: str, num_arrangements: int, num_tiles: int, width: int) -> None:
+        shape = (num_arrangements, num_tiles * width)
+        super().__init__([WeightSource(f"{name}.embedding.weight", shape), WeightSource(f"{name}.gate", (1,))])
+        self.num_tiles = num_tiles
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        table, gate = (reader.read().float() for reader in readers)
+        value = (table * gate.tanh()).view(len(table), self.num_tiles, -1)
+        self._value = value.contiguous().to(backend.device())
+
+
+class MapProjectorWeight(LinearWeight):
+    """A linear over feature maps side by side: the last one, then `num_inner` inner ones.
+
+    The checkpoint's columns of the inner maps go by element, all maps of the first element first; ours go map by map.
+    """
+
+    def __init__(self, name: str, rows: int, width: int, num_inner: int, *, bias: bool, shard: Shard) -> None:
+        super().__init__([LinearPart(name, rows, shard)], width * (1 + num_inner), bias=bias)
+        self.width, self.num_inner = width, num_inner
+
+    def keep_numbers(self, formats: Sequence[tuple[str, int] | None]) -> None:
+        """None are kept: columns that share a scale do not stay together."""
+
+    def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
+        weight, *biases = readers
+        super().build_from([_ByMap(weight, self.width, self.num_inner), *biases], dtype)
+
+
+@dataclass(frozen=True)
+class _ByMap:
+    reader: Reader
+    width: int
+    num_inner: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.reader.shape
+
+    def read(self) -> Tensor:
+        return self._by_map(self.reader.read())
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        return self._by_map(self.reader.rows(begin, end))
+
+    def _by_map(self, weight: Tensor) -> Tensor:
+        inner = weight[:, self.width :].unflatten(1, (self.width, self.num_inner)).transpose(1, 2).flatten(1)
+        return torch.cat([weight[:, : self.width], inner], dim=1)
+
 
 OUTER_EPS = 1e-5  # of the norms before and after the layers; the config's norm_eps is for those within
 ROW_MULTIPLE = 8  # a tile is padded to so many rows
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class MllamaVisionConfig:
     width: int
     mlp_width: int
     num_local_layers: int
@@ -48,7 +160,7 @@ class VisionConfig:
     eps: float
 
     @classmethod
-    def from_dict(cls, config: Config) -> VisionConfig:
+    def from_dict(cls, config: Config) -> MllamaVisionConfig:
         width = integer(config, "hidden_size")
         inner_maps = config.get("intermediate_layers_indices")
         num_local_layers = integer(config, "num_hidden_layers")
@@ -97,7 +209,7 @@ def arrangements(max_tiles: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TileRows:
     """Where the rows of each tile lie: `num_tiles` tiles of the picture, their padding, then tiles of padding."""
 
     num_tiles: int
@@ -133,7 +245,7 @@ class Rows:
 class VisionLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)), updating x; both scaled by the tanh of a gate if `is_gated`."""
 
-    def __init__(self, name: str, config: VisionConfig, biases: frozenset[str], *, is_gated: bool) -> None:
+    def __init__(self, name: str, config: MllamaVisionConfig, biases: frozenset[str], *, is_gated: bool) -> None:
         self.config = config
         width = config.width
         self.norm1 = _norm(f"{name}.input_layernorm", width, config.eps, biases)
@@ -179,11 +291,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         varlen_attention(q, k, v, *starts, out=out)
 
 
-class VisionTower:
+class MllamaVisionTower:
     """`biases` are those the checkpoint has; layers stored without one have none."""
 
     def __init__(
-        self, name: str, projector_name: str, config: VisionConfig, output_width: int, biases: frozenset[str]
+        self, name: str, projector_name: str, config: MllamaVisionConfig, output_width: int, biases: frozenset[str]
     ) -> None:
         self.config = config
         width, tiles = config.width, config.max_tiles
@@ -222,7 +334,7 @@ class VisionTower:
 
     def _encode(self, item: MediaItem, patches: Tensor) -> Tensor:
         config = self.config
-        rows = Rows(item.tiling[0] * item.tiling[1], config.max_tiles, config.rows_per_tile)
+        rows = TileRows(item.tiling[0] * item.tiling[1], config.max_tiles, config.rows_per_tile)
         positions = self.positions.value
         states = torch.empty(rows.num_real, self.projector.width, dtype=positions.dtype, device=positions.device)
         arrangement = 1 + self.arrangements.index(item.tiling)
@@ -245,7 +357,7 @@ class VisionTower:
             self.projector(maps, out=states)
         return states
 
-    def _embed(self, patches: Tensor, rows: Rows, arrangement: int) -> Tensor:
+    def _embed(self, patches: Tensor, rows: TileRows, arrangement: int) -> Tensor:
         """Patches with their positions, normed [N, D]; tiles of padding are black, rows that fill a tile up zero."""
         positions = self._positions_of(arrangement)
         x_ND = empty((rows.total, self.config.width), positions.dtype)
@@ -269,7 +381,7 @@ class VisionTower:
             return own
         return self._group.all_gather(own, dim=-1, out=empty((*own.shape[:2], self.config.width), own.dtype))
 
-    def _norm_between(self, x_ND: Tensor, rows: Rows, arrangement: int) -> None:
+    def _norm_between(self, x_ND: Tensor, rows: TileRows, arrangement: int) -> None:
         """Norms x in place and adds the embedding of its tile to every row: one more term of the norm's bias."""
         norm = self.norm_between
         for tile, part in self._parts(x_ND, rows):
@@ -278,7 +390,7 @@ class VisionTower:
                 bias = bias + norm.bias.value.float()
             layer_norm(part, norm.weight.value, bias.to(x_ND.dtype), norm.eps, out=part)
 
-    def _parts(self, x_ND: Tensor, rows: Rows) -> Iterator[tuple[int, Tensor]]:
+    def _parts(self, x_ND: Tensor, rows: TileRows) -> Iterator[tuple[int, Tensor]]:
         for tile in range(rows.max_tiles):
             yield tile, x_ND[rows.filled(tile)]
             yield tile, x_ND[rows.filling(tile)]

@@ -8,18 +8,11 @@ from dataclasses import replace
 from tilewright.layers.attention import AttentionConfig
 from tilewright.layers.decoder import DecoderConfig, LayerSpec
 from tilewright.layers.gated_delta import GatedDeltaConfig
-from tilewright.layers.moe import MoeConfig
+from tilewright.layers.mlp import MoeConfig
 from tilewright.layers.rope import rope_parameters
-from tilewright.models.text_config import (
-    Config,
-    decoder_config,
-    has_separate_experts,
-    integer,
-    model_width,
-    moe_config,
-)
+from tilewright.models.text_config import Config, decoder_config, has_separate_experts, integer, model_width, moe_config
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.experts import ExpertFormat
+from tilewright.weights.linear import ExpertFormat
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from tilewright.layers import partition
 from tilewright.layers.batch import starts_of
 from tilewright.layers.conv import Conv2d
-from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import Linear
-from tilewright.models.media_batch import MediaBatch, MediaItem
+from tilewright.layers.norm import LayerNorm
+from tilewright.models.protocol import MediaBatch, MediaItem
 from tilewright.models.qwen3_omni.config import AudioConfig, halved
 from tilewright.ops import backend
 from tilewright.ops.attention import varlen_attention

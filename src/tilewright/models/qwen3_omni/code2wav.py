@@ -20,13 +20,7 @@ from torch import Tensor
 from tilewright.layers import partition
 from tilewright.layers.attention import AttentionConfig
 from tilewright.layers.batch import StateBatch
-from tilewright.layers.decoder import DecoderLayer, LayerSpec, hidden_norm, ropes_of
-from tilewright.layers.layer_norm import LayerNorm
-from tilewright.layers.linear import Linear
-from tilewright.layers.mlp import MlpConfig
-from tilewright.layers.rms_norm import NormConfig
-from tilewright.layers.rope import RopeConfig
-from tilewright.layers.streams import (
+from tilewright.layers.conv import (
     CausalConv1d,
     DepthwiseConv1d,
     Pieces,
@@ -35,12 +29,17 @@ from tilewright.layers.streams import (
     Stream,
     TransposedConv1d,
 )
+from tilewright.layers.decoder import DecoderLayer, LayerSpec, hidden_norm, ropes_of
+from tilewright.layers.linear import Linear
+from tilewright.layers.mlp import MlpConfig
+from tilewright.layers.norm import LayerNorm, NormConfig
+from tilewright.layers.rope import RopeConfig
 from tilewright.models.qwen3_omni.config import CODE2WAV, Code2WavConfig
 from tilewright.ops import backend
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.embedding import embedding
 from tilewright.ops.plan import scope
-from tilewright.weights.unpacked import Unpacked
+from tilewright.weights.conv import Unpacked
 
 # Frames that go through the network at a time: what they take is bounded, and the samples are the same.
 MAX_FRAMES = 32

@@ -22,7 +22,7 @@ from tilewright.models.text_config import (
     table,
 )
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.experts import ExpertFormat
+from tilewright.weights.linear import ExpertFormat
 
 Shapes = Mapping[str, tuple[int, ...]]
 

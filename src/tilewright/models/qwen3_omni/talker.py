@@ -1,29 +1,168 @@
-"""The talker: a decoder that reads what the thinker read and writes, and gives the first code of each frame of speech.
+"""The talker: a decoder that reads what the thinker read and writes, and gives the codes of each frame of speech.
 
 It has no text of its own. A row of its input is the sum of a text row (a row of the thinker's embedding table, or the
 thinker's hidden state of a medium's token, projected to the talker's width) and of a codec row (embeddings of the codes
-of the last frame, or of a codec token). `TalkerPrompt` (talker_prompt.py) says which rows there are.
+of the last frame, or of a codec token):
 
-Legend of shape suffixes: T packed rows, D model width, W the thinker's width, B voices, Q codes of a frame.
+    rows of user turns | <|im_start|> assistant \\n | pad pad pad pad | bos | the answer's first token
+                                                      codec tokens: nothink, think_bos, think_eos, speaker, pad, bos
+
+Text rows are ids of the thinker's vocabulary; the codec tokens are added to the last six rows. Afterwards every row has
+the next token of the answer, the end of text after the last, and padding from then on. System prompts and earlier
+answers are left out.
+
+The code predictor is a small decoder that gives the codes of a frame after the first, one after the other. It reads the
+talker's hidden state and the embedding of the first code, then its own codes. Nothing is carried from frame to frame.
+Frames of several voices are predicted together, each in a page of its own.
+
+Legend of shape suffixes: T packed rows, D model width, W the thinker's width, B voices, Q codes of a frame, V codes of
+a codebook.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.layers import partition
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import DecoderLayer, hidden_norm, kv_layers_of, ropes_of
+from tilewright.layers.embedding import TokenEmbedding
 from tilewright.layers.linear import GatheredLinear, Linear
-from tilewright.layers.token_embedding import TokenEmbedding
 from tilewright.models.protocol import KvSpec
-from tilewright.models.qwen3_omni.code_predictor import CodePredictor
-from tilewright.models.qwen3_omni.config import TALKER, TalkerConfig
-from tilewright.models.speaking import Choose, Embed, Predict
+from tilewright.models.qwen3_omni.config import TALKER, CodecTokens, CodePredictorConfig, TalkerConfig, TurnTokens
+from tilewright.models.speaking import Choose, Embed, Predict, TalkerPrompt
+from tilewright.ops import backend
 from tilewright.ops.activation import add
+from tilewright.ops.attention import TILE_DEPTH, KvCache
 from tilewright.ops.plan import empty, scope
-from tilewright.types import UnsupportedConfig
+from tilewright.types import RequestError, UnsupportedConfig
+
+NUM_HEADER_TOKENS = 3  # <|im_start|>, the role and a line break
+NUM_PADDING = 4
+
+
+def talker_prompt(
+    token_ids: Sequence[int],
+    positions: np.ndarray,
+    turns: TurnTokens,
+    codec: CodecTokens,
+    speaker: int,
+    media_ids: Collection[int],
+) -> TalkerPrompt:
+    """Made from a prompt of the thinker and its rope positions [A, T].
+
+    Positions are as if the turns left out were not there: a turn takes as many as it does in the thinker's prompt.
+    RequestError if the prompt does not end with the beginning of an answer.
+    """
+    starts = [i for i, token_id in enumerate(token_ids) if token_id == turns.im_start]
+    header = tuple(token_ids[starts[-1] : starts[-1] + NUM_HEADER_TOKENS]) if starts else ()
+    if len(header) < NUM_HEADER_TOKENS or header[1] != turns.assistant:
+        raise RequestError("the prompt does not end with the beginning of an answer, which is what is spoken")
+    if starts[0] != 0:
+        starts.insert(0, 0)
+    answer = starts[-1]
+    rows: list[int] = []
+    places: list[np.ndarray] = []
+    num_before = 0  # positions that the turns so far take
+    for start, stop in itertools.pairwise(starts):
+        if token_ids[start + 1] == turns.user:
+            first = positions[:, start].max()
+            rows += range(start, stop)
+            places.append(positions[:, start:stop] - first + num_before)
+            num_before += int(positions[:, stop].max() - first)
+    codec_ids = (codec.nothink, codec.think_bos, codec.think_eos, speaker, codec.pad, codec.bos)
+    beginning = (*header, *[turns.tts_pad] * NUM_PADDING, turns.tts_bos)
+    last = np.broadcast_to(num_before + np.arange(len(beginning) + 1), (len(positions), len(beginning) + 1))
+    media = [(row, of) for row, of in enumerate(rows) if token_ids[of] in media_ids]
+    return TalkerPrompt(
+        text_ids=(*(token_ids[row] for row in rows), *beginning),
+        codec_ids=codec_ids,
+        positions=np.ascontiguousarray(np.concatenate([*places, last], axis=1)),
+        media_rows=tuple(row for row, _ in media),
+        thinker_rows=tuple(of for _, of in media),
+        written_ids=tuple(token_ids[answer + NUM_HEADER_TOKENS :]),
+    )
+
+
+class CodePredictor:
+    """A head and a table of embeddings for each code but the first, around one decoder."""
+
+    def __init__(self, config: CodePredictorConfig, name: str = f"{TALKER}.code_predictor") -> None:
+        decoder = config.decoder
+        self.config, self.num_codes = config, config.num_code_groups
+        own = range(self.num_codes - 1)
+        self.embeddings = [
+            TokenEmbedding(f"{name}.model.codec_embedding.{i}", decoder.vocab_size, decoder.width) for i in own
+        ]
+        self.layers = [DecoderLayer(f"{name}.model.layers.{i}", spec, i) for i, spec in enumerate(decoder.layers)]
+        self.norm = hidden_norm(f"{name}.model.norm", decoder.width, decoder.norm)
+        self.heads = [
+            GatheredLinear.named(f"{name}.lm_head.{i}", decoder.vocab_size, decoder.width, what="codes", is_head=True)
+            for i in own
+        ]
+        self.ropes = ropes_of(decoder.layers)
+        self._kv = KvSpec(kv_layers_of(self.layers))
+        self._page_size = -(-self.num_codes // TILE_DEPTH) * TILE_DEPTH
+        self._caches: tuple[KvCache, ...] = ()  # a page for each voice; larger ones when there are more voices
+        self._batches: dict[int, list[Batch]] = {}  # by the number of voices, one for each code
+
+    def predict(self, x_TD: Tensor, choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
+        """The codes 1 to Q - 1 of one frame of each voice, each int64 [B], and their embeddings, each [B, D].
+
+        Two rows of x are a voice's: what the talker's head read for the first code, and the talker's embedding of it.
+        They are overwritten. All that is done here are kernel calls, if `choose` is one: a frame can be recorded.
+        """
+        num_voices = len(x_TD) // 2
+        batches = self._batches_for(num_voices, x_TD.dtype)
+        codes: list[Tensor] = []
+        rows: list[Tensor] = []
+        for i in range(self.num_codes - 1):
+            with scope():
+                codes.append(choose(self.logits(x_TD, batches[i], i), i + 1).to(x_TD.device))
+            rows.append(self.embeddings[i](codes[-1]))
+            if i + 2 < self.num_codes:
+                x_TD = self.embeddings[i](codes[-1])  # once more: the layers overwrite it
+        return codes, rows
+
+    def logits(self, x_TD: Tensor, batch: Batch, i: int) -> Tensor:
+        """fp32 [B, V] of code i + 1, from the rows that are new with it; x is overwritten."""
+        ropes = self.ropes.tables(batch.positions_AT)
+        for layer, rope in zip(self.layers[:-1], ropes, strict=False):
+            layer(x_TD, batch, rope)
+        last = self.layers[-1](x_TD, batch, ropes[-1], batch.logit_rows)
+        return self.heads[i](self.norm(last), out_dtype=torch.float32)
+
+    def _batches_for(self, num_voices: int, dtype: torch.dtype) -> list[Batch]:
+        """Which rows each pass has: the first two of a frame, then one after the other."""
+        if not self._caches or self._caches[0].num_pages < num_voices or self._caches[0].data.dtype != dtype:
+            self._caches = tuple(self._kv.empty_caches(num_voices, self._page_size, dtype))
+            self._batches.clear()
+        if num_voices not in self._batches:
+            rows = [(0, 2), *((place, 1) for place in range(2, self.num_codes))]
+            self._batches[num_voices] = [self._batch(num_voices, first, count) for first, count in rows]
+        return self._batches[num_voices]
+
+    def _batch(self, num_voices: int, first: int, count: int) -> Batch:
+        """Rows [first, first + count) of every voice's frame; the last of each is asked for."""
+        device = backend.device()
+        voices, places = torch.arange(num_voices), torch.arange(first, first + count)
+        ends = (voices + 1) * count
+        return Batch(
+            token_ids_T=torch.zeros(num_voices * count, dtype=torch.int64, device=device),
+            positions_AT=places.repeat(num_voices)[None].to(device),
+            slots_T=(voices[:, None] * self._page_size + places).flatten().to(device),
+            query_starts=torch.cat((torch.zeros(1), ends)).to(device, torch.int32),
+            kv_lengths=torch.full((num_voices,), first + count, dtype=torch.int32, device=device),
+            block_table=voices[:, None].to(device, torch.int32),
+            kv_caches=self._caches,
+            logit_rows=(ends - 1).to(device),
+        )
+
 
 NUM_SPECIAL = 1024  # the last ids of the codec's vocabulary are no codes
 

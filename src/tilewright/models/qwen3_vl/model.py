@@ -8,11 +8,10 @@ from torch import Tensor
 
 from tilewright.layers.batch import Batch
 from tilewright.layers.decoder import Decoder, DecoderConfig
-from tilewright.models.decoder_model import DecoderModel
-from tilewright.models.media_batch import MediaBatch
-from tilewright.models.protocol import Family
+from tilewright.models.protocol import Family, MediaBatch
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
+from tilewright.models.text import DecoderModel
 from tilewright.models.text_config import (
     Config,
     decoder_config,
@@ -24,7 +23,7 @@ from tilewright.models.text_config import (
     whole_name,
 )
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.experts import ExpertFormat
+from tilewright.weights.linear import ExpertFormat
 
 TEXT, VISION = "model.language_model", "model.visual"
 UNSAID = {"rope_theta": 500_000.0}  # what a config that leaves it out means

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from tilewright.model_files import CheckpointError, read_optional_json
-from tilewright.ops import image as image_ops
-from tilewright.ops.image import Filter
+from tilewright.host.files import CheckpointError, read_optional_json
+from tilewright.ops import media as image_ops
+from tilewright.ops.media import Filter
 from tilewright.types import RequestError
 
 _FILTERS: dict[int, Filter] = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from tilewright.layers import partition
 from tilewright.layers.batch import starts_of
-from tilewright.layers.layer_norm import LayerNorm
 from tilewright.layers.linear import Linear, PatchEmbedding
 from tilewright.layers.mlp import activation_named
-from tilewright.models.media_batch import MediaBatch, MediaItem
+from tilewright.layers.norm import LayerNorm
+from tilewright.models.protocol import MediaBatch, MediaItem
 from tilewright.models.text_config import Config, head_width, integer, model_width
 from tilewright.ops import backend
 from tilewright.ops.attention import varlen_attention
+from tilewright.ops.embedding import rope_qk, rope_table, vision_axes
 from tilewright.ops.plan import empty, scope
-from tilewright.ops.rope import rope_qk, rope_table, vision_axes
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.shard import stacked
-from tilewright.weights.unpacked import Unpacked
+from tilewright.weights.conv import Unpacked
+from tilewright.weights.spec import stacked
 
 EPS = 1e-6
 ROPE_THETA = 10000.0

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.host.files import CheckpointError
 from tilewright.layers import partition
-from tilewright.layers.layer_norm import LayerNorm
+from tilewright.layers.embedding import TokenEmbedding
 from tilewright.layers.linear import Linear
 from tilewright.layers.mlp import activation_named
-from tilewright.layers.token_embedding import TokenEmbedding
-from tilewright.model_files import CheckpointError
+from tilewright.layers.norm import LayerNorm
 from tilewright.models.text_config import Config, head_width, integer, model_width, number
-from tilewright.models.text_encoders.sequences import PackedPrompts
+from tilewright.models.text_encoders.decoder_encoder import PackedPrompts
 from tilewright.ops.activation import add
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.embedding import embedding
 from tilewright.ops.plan import scope
 from tilewright.types import RequestError, UnsupportedConfig
-from tilewright.weights.unpacked import Unpacked
+from tilewright.weights.conv import Unpacked
 
 # The end's id in configs made before transformers 4.31. It is wrong there: the end is the highest id of a prompt.
 OLD_END_ID = 2

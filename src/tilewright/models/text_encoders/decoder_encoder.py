@@ -1,4 +1,4 @@
-"""A decoder-only language model that reads a prompt once: hidden states of chosen layers, no cache, no head.
+"""A decoder-only language model that reads a packed batch of prompts once: hidden states, no cache, no head.
 
 Z-Image and FLUX.2 klein read Qwen3 so, Qwen-Image the text side of Qwen2.5-VL. Layers beyond the last that is read are
 neither made nor loaded.
@@ -6,7 +6,9 @@ neither made nor loaded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +16,44 @@ from torch import Tensor
 
 from tilewright.layers.batch import UncachedBatch, starts_of
 from tilewright.layers.decoder import DecoderConfig, DecoderLayer, hidden_norm, ropes_of
-from tilewright.layers.token_embedding import TokenEmbedding
+from tilewright.layers.embedding import TokenEmbedding
 from tilewright.models.text import QWEN3_HEAD_WIDTH
 from tilewright.models.text_config import decoder_config, whole_name
 from tilewright.ops import backend
 from tilewright.ops.plan import empty, scope
 from tilewright.types import UnsupportedConfig
+
+
+@dataclass(frozen=True)
+class PackedPrompts:
+    """Token ids of all prompts one after the other: T in all, of which prompt b has those from starts[b] on."""
+
+    ids_T: Tensor  # int64
+    positions_T: Tensor  # int64, of each within its prompt
+    starts: Tensor  # int32 [B + 1]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, token_ids: Sequence[Sequence[int]]) -> PackedPrompts:
+        lengths = tuple(map(len, token_ids))
+        assert lengths, "no prompt to encode"
+        assert min(lengths) > 0, "a prompt without tokens: tokenizers of text encoders add an end at least"
+        device = backend.device()
+        return cls(
+            torch.tensor(list(itertools.chain(*token_ids)), dtype=torch.int64, device=device),
+            torch.cat([torch.arange(length) for length in lengths]).to(device),
+            starts_of(lengths),
+            lengths,
+        )
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def split(self, x_TD: Tensor) -> list[Tensor]:
+        """The rows of each prompt."""
+        return list(x_TD.split(self.lengths))
+
 
 MODEL_TYPES = ("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")
 

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from tilewright.layers import partition
+from tilewright.layers.embedding import TokenEmbedding
 from tilewright.layers.linear import Linear
-from tilewright.layers.rms_norm import RmsNorm
-from tilewright.layers.token_embedding import TokenEmbedding
+from tilewright.layers.norm import RmsNorm
 from tilewright.models.text_config import Config, integer, number
-from tilewright.models.text_encoders.sequences import PackedPrompts
+from tilewright.models.text_encoders.decoder_encoder import PackedPrompts
 from tilewright.ops.attention import varlen_attention
 from tilewright.ops.plan import scope
 from tilewright.types import UnsupportedConfig
+from tilewright.weights.conv import Unpacked
 from tilewright.weights.spec import along
-from tilewright.weights.unpacked import Unpacked
 
 _GATED_ACTIVATIONS = {"gated-gelu": "gelu_tanh", "gated-silu": "silu"}
 

@@ -1,10 +1,18 @@
-"""Causal convolution over time with a carried state."""
+"""Causal convolution over time with a carried state, and convolutions over pictures and clips, channels last."""
+
+from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilewright.ops.conv import PackedConvWeight, Triple
+from tilewright.ops.torch_backend import on_gpu
+from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into, kept_states, put_rows, sequence_of_each
+from tilewright.ops.torch_backend.packed import rows_of
 
 
 def causal_conv(
@@ -40,3 +48,88 @@ def _windows(x: Tensor, num_taps: int, states: Tensor, starts: Tensor, read_slot
     past = states[slots.clamp(min=0)[:, None], (num_taps - 1 + place).clamp(0, num_taps - 2)].float()
     past = torch.where(slots[:, None, None] >= 0, past, 0.0)
     return torch.where(place[:, :, None] >= 0, windows, past)
+
+
+def conv_depth(in_channels: int, kernel: Triple) -> int:
+    return in_channels * math.prod(kernel)
+
+
+def conv3d(
+    x: Tensor,
+    weight: PackedConvWeight,
+    *,
+    stride: Triple = (1, 1, 1),
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    time_padding: int | None = None,
+    previous: Tensor | None = None,
+    upsample: bool = False,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_activation: str = "none",
+    out: Tensor | None = None,
+) -> Tensor:
+    rows = rows_of(weight.packed).unflatten(1, (*weight.kernel, weight.in_channels))
+    y = plain_conv3d(
+        x,
+        rows.movedim(-1, 1),
+        weight.packed.bias,
+        stride=stride,
+        padding=padding,
+        time_padding=time_padding,
+        previous=previous,
+        upsample=upsample,
+        activation=activation,
+        residual=residual,
+        norm=norm,
+        norm_activation=norm_activation,
+    )
+    return into(out, y)
+
+
+def plain_conv3d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: Triple = (1, 1, 1),
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    time_padding: int | None = None,
+    previous: Tensor | None = None,
+    upsample: bool = False,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_activation: str = "none",
+) -> Tensor:
+    """The same of a weight [O, C, kt, kh, kw] that is no more than a tensor."""
+    front = weight.shape[2] - 1 if time_padding is None else time_padding
+    computed_in = x.dtype if on_gpu.is_half(x, weight) else torch.float32
+    frames = x.to(computed_in) if previous is None else torch.cat((previous.to(computed_in), x.to(computed_in)), dim=1)
+    if norm is not None:
+        mean, factor, offset = norm[:, :, None, None, None].unbind(1)
+        frames = ACTIVATIONS[norm_activation]((frames - mean) * factor + offset).to(computed_in)
+    frames = frames.movedim(-1, 1)
+    if upsample:
+        frames = frames.repeat_interleave(2, dim=-2).repeat_interleave(2, dim=-1)
+    top, bottom, left, right = padding
+    zeros_in_front = front - (0 if previous is None else previous.shape[1])
+    frames = functional.pad(frames, (left, right, top, bottom, zeros_in_front, 0))
+    y = _convolve(frames, weight.to(computed_in), None if bias is None else bias.to(computed_in), stride)
+    y = ACTIVATIONS[activation](y.movedim(1, -1))
+    if residual is not None:
+        y = y + residual.to(computed_in)
+    return y.to(x.dtype)
+
+
+def _convolve(frames: Tensor, weight: Tensor, bias: Tensor | None, stride: Triple) -> Tensor:
+    if not frames.is_cuda:
+        return functional.conv3d(frames, weight, bias, stride)
+    # cuDNN would multiply fp32 in TF32, of 10 bits, unless it is told not to.
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        if weight.shape[2] > 1 or stride[0] > 1:
+            return functional.conv3d(frames, weight, bias, stride)
+        # Pictures: cuDNN has more and faster kernels for those than for clips of one frame.
+        pictures = frames.movedim(2, 1).flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        y = functional.conv2d(pictures, weight[:, :, 0], bias, stride[1:])
+        return y.unflatten(0, (frames.shape[0], -1)).movedim(1, 2)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from tilewright.inputs.text_limits import TextLimits
+from tilewright.inputs.messages import TextLimits
 from tilewright.types import FinishReason, RequestError, Timings
 
 

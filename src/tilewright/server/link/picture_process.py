@@ -12,16 +12,17 @@ import os
 import sys
 from typing import Any
 
-from tilewright import config, embedded
+from tilewright import config
 from tilewright.diffusion.requests import event_to_json, request_from_json
 from tilewright.diffusion.worker import PictureMaker, Worker
-from tilewright.host_memory import explained_shortage, require_start
+from tilewright.host.files import CheckpointError
+from tilewright.host.memory import explained_shortage, require_start
+from tilewright.host.topology import read_topology
 from tilewright.inputs.media import MediaLimits
-from tilewright.model_files import CheckpointError
 from tilewright.parallel.binding import claim_cpus, plan_binding
-from tilewright.parallel.topology import read_topology
-from tilewright.server.link.process import Channel, run_process
+from tilewright.server.link.process import ServerChannel, run_process
 from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.weights import embedded
 
 
 def open_diffusion(**options: Any) -> PictureMaker:
@@ -37,7 +38,7 @@ def open_diffusion(**options: Any) -> PictureMaker:
         raise RequestError(str(error)) from error
 
 
-def serve(channel: Channel, options: dict[str, Any]) -> None:
+def serve(channel: ServerChannel, options: dict[str, Any]) -> None:
     """Serves requests until the other end closes. `entry` names what opens the model, `model` are its arguments."""
     os.nice(options["niceness"])
     if options["num_threads"] is not None:

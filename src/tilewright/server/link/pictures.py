@@ -25,8 +25,8 @@ from tilewright.diffusion.requests import (
     event_from_json,
     request_to_json,
 )
-from tilewright.server.admission import MAX_WAIT_S
-from tilewright.server.errors import ApiError
+from tilewright.server.http.admission import MAX_WAIT_S
+from tilewright.server.http.errors import ApiError
 from tilewright.server.link.supervisor import EngineRefused, SupervisedProcess
 
 _log = logging.getLogger(__name__)

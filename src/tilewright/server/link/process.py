@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tilewright.server import log_lines
+from tilewright.server.http import log
 from tilewright.server.link import wire
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ THREAD_LOST = 70  # exit status when a thread fails
 KNOWN_LIMITS = "known_limits"  # of the machine: in an engine's message that it is ready, and in the next one's options
 
 
-class Channel:
+class ServerChannel:
     """Messages over a socket, blocking. Many threads may send, one receives."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -52,15 +52,15 @@ class Channel:
         return data
 
 
-def run_process(socket_fd: int, serve: Callable[[Channel, dict[str, Any]], None]) -> int:
+def run_process(socket_fd: int, serve: Callable[[ServerChannel, dict[str, Any]], None]) -> int:
     """The exit status of a process that serves with the options of its first message."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=socket_fd))
+    channel = ServerChannel(socket.socket(fileno=socket_fd))
     message = channel.receive()
     if message is None:
         return 0
-    log_lines.configure(message["log_is_json"], message["log_level"])
+    log.configure(message["log_is_json"], message["log_level"])
     threading.excepthook = end_with_thread
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server has ended
         serve(channel, message["options"])

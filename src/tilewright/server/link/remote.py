@@ -1,4 +1,4 @@
-"""The engine in a child process, which is restarted when it ends."""
+"""The engine in a child process that is restarted when it ends, or in this process for `tilewright batch`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,66 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tilewright.inputs.text_limits import TextLimits
-from tilewright.process_state import ActivityProbe
+from tilewright.inputs.messages import TextLimits
+from tilewright.process.state import ActivityProbe
 from tilewright.server.link import wire
-from tilewright.server.link.backend import Abort, EngineRequest, EngineUnavailable, Failed, Listener, ModelInfo
-from tilewright.server.link.local import deliver
+from tilewright.server.link.backend import Abort, Ended, EngineRequest, EngineUnavailable, Failed, Listener, ModelInfo
 from tilewright.server.link.process import KNOWN_LIMITS
+from tilewright.server.link.service import EngineService, Outbox, Post
 from tilewright.server.link.supervisor import SupervisedProcess
 from tilewright.types import RequestError
+
+if TYPE_CHECKING:
+    from tilewright.engine.engine import Engine
+
+
+class LocalBackend:
+    """A Backend over an Engine that the caller closes. `limits` are those of `EngineService`."""
+
+    num_restarts = 0  # a crash ends this process too
+
+    def __init__(self, engine: Engine, limits: tuple[float, float] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._outbox = Outbox(lambda post: self._loop.call_soon_threadsafe(self._deliver, post))
+        engine.loop.after_step = self._outbox.flush
+        self._service = EngineService(engine, self._outbox.put, limits)
+        self._listeners: dict[str, Listener] = {}
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._service.model()
+
+    def submit(self, request: EngineRequest, listener: Listener) -> Abort:
+        request_id = uuid.uuid4().hex
+        self._listeners[request_id] = listener
+        self._service.submit(request_id, request)
+        self._outbox.flush()
+        return lambda: self._abort(request_id)
+
+    async def stats(self) -> Mapping[str, float]:
+        return self._service.stats()
+
+    async def close(self) -> None:
+        pass
+
+    def _abort(self, request_id: str) -> None:
+        if self._listeners.pop(request_id, None):
+            self._service.abort(request_id)
+
+    def _deliver(self, post: Post) -> None:
+        deliver(self._listeners, post)
+
+
+def deliver(listeners: dict[str, Listener], post: Post) -> None:
+    """Calls the listeners of the events' requests, and removes those of requests that end."""
+    for request_id, event in post:
+        is_last = isinstance(event, Ended | Failed)
+        listener = listeners.pop(request_id, None) if is_last else listeners.get(request_id)
+        if listener is not None:
+            listener(event)
+
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +78,7 @@ class RemoteBackend(SupervisedProcess):
     def __init__(
         self, options: Mapping[str, Any], *, log_level: int = logging.WARNING, log_is_json: bool = False
     ) -> None:
-        module = "tilewright.server.link.engine_process"
+        module = "tilewright.server.link.service"
         super().__init__("engine", module, options, log_level=log_level, log_is_json=log_is_json)
         self._listeners: dict[str, Listener] = {}
         self._stats: dict[str, asyncio.Future[Mapping[str, float]]] = {}

@@ -1,14 +1,20 @@
-"""Submits EngineRequests to an Engine and emits their events, in the process that has the model."""
+"""The engine process: reads requests from a socket, submits them to an Engine, sends the events of each step."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tilewright.engine.errors import EngineLostError
-from tilewright.server.errors import param_of
+from tilewright.engine.handle import EngineLostError
+from tilewright.flags.engine import make_engine
+from tilewright.inputs.media import MediaLimits
+from tilewright.outputs.sound import to_pcm16
+from tilewright.server.http.errors import param_of
+from tilewright.server.link import wire
 from tilewright.server.link.backend import (
     AnswerDelta,
     Ended,
@@ -19,13 +25,36 @@ from tilewright.server.link.backend import (
     SpelledLogprob,
     Started,
 )
-from tilewright.sound_file import to_pcm16
+from tilewright.server.link.process import KNOWN_LIMITS, ServerChannel, run_process
 from tilewright.types import Completion, Delta, RequestError, TokenLogprob, TransientError
 
 if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
     from tilewright.engine.handle import Handle
     from tilewright.inputs.tokenizer import Tokenizer
+
+Post = list[tuple[str, Event]]  # (request id, event)
+
+
+class Outbox:
+    """Events that wait for `flush`. Thread-safe; keeps the order of each request's events."""
+
+    def __init__(self, send: Callable[[Post], object]) -> None:
+        self._send = send
+        self._events: Post = []
+        self._lock = threading.Lock()
+
+    def put(self, request_id: str, event: Event) -> None:
+        with self._lock:
+            self._events.append((request_id, event))
+
+    def flush(self) -> None:
+        """Sends the events that were put, if any."""
+        with self._lock:  # held while sending: later events must not overtake
+            events, self._events = self._events, []
+            if events:
+                self._send(events)
+
 
 _log = logging.getLogger(__name__)
 
@@ -167,3 +196,47 @@ def failure(error: BaseException, request: EngineRequest) -> Failed:
         return Failed("unavailable", f"{error}; send the request again")
     _log.error("a request failed", exc_info=error)
     return Failed("engine", "the engine could not compute this request; the server's log has the reason")
+
+
+# Measures the machine's limits, which /metrics compares the engine with: 0.7 s of the start, buffers included. An
+# engine that takes the place of another gets what was measured in its options, by the name of KNOWN_LIMITS.
+MEASURE_S = 0.2
+
+
+def serve(channel: ServerChannel, options: dict[str, Any]) -> None:
+    """Serves requests until the other end closes."""
+    from tilewright.engine.measure import machine
+
+    known_limits = options.pop(KNOWN_LIMITS, None)
+    try:
+        engine = make_engine(**{**options, "media_limits": MediaLimits(**options["media_limits"])})
+    except RequestError as error:
+        channel.send({"refused": str(error)})
+        return
+    outbox = Outbox(lambda events: channel.send({"events": [[id, wire.event_to_json(event)] for id, event in events]}))
+    engine.loop.after_step = outbox.flush
+    if known_limits is None:
+        measured = machine.measure(MEASURE_S)
+        gemm_tflops = measured.fp32_tflops if options.get("dtype") == "float32" else measured.bf16_tflops
+        known_limits = (measured.read_gb_s * 1e9, gemm_tflops * 1e12)
+    service = EngineService(engine, outbox.put, known_limits)
+    with engine:
+        channel.send({"ready": dataclasses.asdict(service.model()), KNOWN_LIMITS: known_limits})
+        while (message := channel.receive()) is not None:
+            _handle(message, service, channel)
+            outbox.flush()
+
+
+def _handle(message: dict[str, Any], service: EngineService, channel: ServerChannel) -> None:
+    if "submit" in message:
+        service.submit(message["submit"], wire.request_from_json(message["request"]))
+    elif "abort" in message:
+        service.abort(message["abort"])
+    elif "stats" in message:
+        channel.send({"stats": message["stats"], "values": service.stats()})
+    else:
+        raise ValueError(f"unknown message with {sorted(message)}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_process(int(sys.argv[1]), serve))

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tilewright.host_memory import smallest_limit
-from tilewright.process_state import ActivityProbe, how_ended, is_stopped
+from tilewright.host.memory import smallest_limit
+from tilewright.process.state import ActivityProbe, how_ended, is_stopped
 from tilewright.server.link import wire
 from tilewright.server.link.backend import EngineUnavailable
 

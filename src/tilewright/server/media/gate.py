@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.inputs.media import MediaLimits, check_bytes
-from tilewright.server.media.data_url import decode_data_url, decode_frames_url
 from tilewright.server.media.fetch import MAX_CONNECTIONS, Fetcher, FetchError
-from tilewright.server.media.files import FileError, FolderReader
-from tilewright.server.media.sources import MediaSources, Source, filled, scheme_of
+from tilewright.server.media.sources import (
+    FileError,
+    FolderReader,
+    MediaSource,
+    MediaSources,
+    decode_data_url,
+    decode_frames_url,
+    filled,
+    scheme_of,
+)
 from tilewright.types import RequestError
 
 _MAX_AT_ONCE = 8  # URLs and files of one request
@@ -70,7 +77,7 @@ class MediaGate:
     async def _resolve_all(self, sources: MediaSources, hold: Hold) -> None:
         own_slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
-        async def resolve(source: Source) -> None:
+        async def resolve(source: MediaSource) -> None:
             def take(num_bytes: int) -> None:
                 sources.grow(source, num_bytes)
                 hold(num_bytes)
@@ -95,7 +102,7 @@ class MediaGate:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _decode(self, source: Source) -> bytes | list[bytes]:
+    async def _decode(self, source: MediaSource) -> bytes | list[bytes]:
         decode = decode_frames_url if source.is_frames else decode_data_url
         if len(source.text) <= _MAX_DECODED_HERE:
             return decode(source.text, source.name, self._policy.limits)

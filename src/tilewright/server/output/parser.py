@@ -2,13 +2,72 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
-from tilewright.server.output.cursor import Cursor, Ends, Steps
-from tilewright.server.output.format import ToolFormat
+from tilewright.server.output.cursor import Cursor, Ends, HeldEnd, Steps
+from tilewright.server.output.json_formats import HermesFormat, LlamaFormat
 from tilewright.server.output.pieces import Output, Piece
-from tilewright.server.output.reasoning import read_reasoning
-from tilewright.server.output.tools import parameters_by_name
+from tilewright.server.output.qwen_xml import QwenXmlFormat
+from tilewright.server.output.tools import ToolFormat, parameters_by_name
+from tilewright.types import REASONING_TAGS
+
+_QUOTE = r"\\?[\"']"  # may be escaped, in a template's strings
+_NAME = re.compile(rf"{_QUOTE}name{_QUOTE}\s*:")
+_ARGUMENTS = re.compile(rf"{_QUOTE}arguments{_QUOTE}\s*:")
+_LLAMA = re.compile(rf"\{{\s*{_QUOTE}name{_QUOTE}.{{1,40}}{_QUOTE}parameters{_QUOTE}\s*:")
+_LLAMA_HEADERS = ("<|start_header_id|>", "<|header_start|>")
+_ONE_CALL_ALONE = re.compile(r"tool_calls\s*\|\s*length\s*[!=]=\s*1")
+
+
+def tool_format_of(template_source: str) -> ToolFormat | None:
+    """How this chat template writes tool calls; None: not at all, or in an unknown format."""
+    if "<function=" in template_source and "<parameter=" in template_source:
+        return QwenXmlFormat()
+    if "<tool_call>" in template_source and _NAME.search(template_source) and _ARGUMENTS.search(template_source):
+        return HermesFormat()
+    if _LLAMA.search(template_source) and any(header in template_source for header in _LLAMA_HEADERS):
+        return LlamaFormat(takes_several=not _ONE_CALL_ALONE.search(template_source))
+    return None
+
+
+_OPENING, _CLOSING = REASONING_TAGS
+_ENDS = Ends(_CLOSING)
+
+
+def has_reasoning(template_source: str) -> bool:
+    """Whether answers of a model with this chat template may begin with reasoning."""
+    return _CLOSING in template_source
+
+
+def read_reasoning(text: Cursor, output: Output, *, is_open: bool, splits: bool) -> Steps[None]:
+    """Reads the reasoning, up to where the answer itself begins.
+
+    It begins at once if the prompt has opened it (`is_open`; an opening tag of the model's is then dropped), else with
+    a tag after nothing but white space. Line breaks beside the tags are dropped. Without `splits`, all of it is
+    content, tags included.
+    """
+    space = yield from text.take_space()
+    has_tag = yield from text.take_if(_OPENING)
+    if not has_tag and not is_open:
+        output.content(space)
+    elif splits:
+        space = (yield from text.take_space()) if has_tag else space
+        yield from _split(text, output, space.lstrip("\n"))
+    else:
+        output.content(space + _OPENING if has_tag else space)
+        if (yield from text.read_until(_ENDS, output.content)):
+            output.content(text.take(len(_CLOSING)))
+
+
+def _split(text: Cursor, output: Output, beginning: str) -> Steps[None]:
+    held = HeldEnd("\n")
+    output.reasoning(held.push(beginning))
+    if (yield from text.read_until(_ENDS, lambda piece: output.reasoning(held.push(piece)))):
+        text.take(len(_CLOSING))
+        yield from text.take_all("\n")
+    else:
+        output.reasoning(held.release())
 
 
 class OutputParser:

@@ -1,13 +1,89 @@
-"""The tools of a request, in OpenAI's form: their validation, and the types that their schemas allow."""
+"""The tools of a request: their validation, the types their schemas allow, and the grammar that makes an answer a call.
+
+Grammars are in llguidance's dialect of Lark. A tool format says how calls are parsed and which grammar forces them.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tilewright.types import RequestError
+from tilewright.server.output.cursor import Cursor, Steps
+from tilewright.server.output.pieces import Output
+from tilewright.types import Constraint, RequestError
+
+
+class ToolFormat(ABC):
+    """How a model writes tool calls."""
+
+    @abstractmethod
+    def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
+        """Reads an answer from the end of its reasoning on. `tools`: schemas of parameters by name."""
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> list[str]:
+        """The rules of an answer that is a call of one of the tools, or several calls, and nothing else."""
+
+
+# As Python's json.dumps writes, which is what templates show and models have learnt. White space is fixed: else a
+# constrained model could generate blanks without end.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that a grammar may call."""
+
+    name: str
+    parameters: Mapping[str, Any]  # a JSON schema of an object
+    is_strict: bool = False  # refuse a schema that a grammar cannot express wholly
+
+
+def literal(text: str) -> str:
+    """The text and nothing else."""
+    return json.dumps(text)
+
+
+def json_of(schema: Mapping[str, Any], *, is_strict: bool) -> str:
+    """A JSON value that fits the schema; keywords that no grammar can express are ignored unless strict."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_STYLE, 'lenient': not is_strict}})}"
+
+
+def calls(separator: str | None) -> str:
+    """The rule of the whole answer: calls with the separator between them; None: one call."""
+    return "start: call" if separator is None else f"start: call ({literal(separator)} call)*"
+
+
+def any_call(tools: Sequence[Tool]) -> str:
+    """A call of one of the tools, whose own rules are call_0, call_1, ..."""
+    return "(" + " | ".join(f"call_{index}" for index in range(len(tools))) + ")"
+
+
+def json_calls(tools: Sequence[Tool], arguments_key: str) -> list[str]:
+    """The rules of the tools' own calls, which are JSON objects."""
+    rules = []
+    for index, tool in enumerate(tools):
+        beginning = literal(f'{{"name": "{tool.name}", "{arguments_key}": ')
+        arguments = json_of(_closed(tool.parameters), is_strict=tool.is_strict)
+        rules.append(f"call_{index}: {beginning} {arguments} {literal('}')}")
+    return rules
+
+
+def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of parameters without additional properties, unless it mentions them.
+
+    JSON schema would allow any others too, which is not what tools with a list of parameters mean.
+    """
+    says_otherwise = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+    if "properties" not in parameters or says_otherwise & set(parameters):
+        return parameters
+    return {**parameters, "additionalProperties": False}
+
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 MAX_TOOLS = 128  # OpenAI's limit
@@ -129,3 +205,43 @@ def _resolve(pointer: str, root: Mapping[str, Any]) -> object:
         name = name.replace("~1", "/").replace("~0", "~")
         target = target.get(name) if isinstance(target, Mapping) else None
     return target
+
+
+MAX_NAMED = 5  # tools, in an error
+
+
+def tool_constraint(
+    format: ToolFormat, tools: Sequence[Mapping], choice: str | Mapping, *, parallel: bool, allows_reasoning: bool
+) -> Constraint:
+    """The constraint that makes an answer calls of the chosen tools, in the model's format, with valid arguments.
+
+    `choice` is OpenAI's tool_choice: "required", or {"type": "function", "function": {"name": ...}}. The tools have
+    passed `check_tools`. `parallel` allows several calls. The engine rejects schemas that no grammar can express.
+    """
+    chosen = _chosen(tools, choice)
+    source = "\n".join(format.grammar(chosen, parallel=parallel)) + "\n"
+    names = ", ".join(tool.name for tool in chosen[:MAX_NAMED])
+    subject = f"the tool {names}" if len(chosen) == 1 else f"one of the tools {names}"
+    return Constraint("lark", source, allows_reasoning, subject if len(chosen) <= MAX_NAMED else f"{subject}, ...")
+
+
+def _chosen(tools: Sequence[Mapping], choice: str | Mapping) -> list[Tool]:
+    strict_names = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
+    known = {
+        name: Tool(name, parameters, is_strict=name in strict_names)
+        for name, parameters in parameters_by_name(tools).items()
+    }
+    if choice == "required":
+        if not known:
+            raise RequestError('tool_choice is "required", expected at least one tool to choose from')
+        return list(known.values())
+    function: Any = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    if not isinstance(function, Mapping):
+        expected = '"required" or {"type": "function", "function": {"name": ...}}'
+        raise RequestError(f"tool_choice is {choice!r:.100}, expected {expected}")
+    name = function.get("name")
+    if not isinstance(name, str) or name not in known:
+        raise RequestError(
+            f"tool_choice names {name!r:.100}, expected one of the tools: {', '.join(known) or 'there are none'}"
+        )
+    return [known[name]]

@@ -1,22 +1,125 @@
-"""Which replica gets a request: the one that has computed its beginning, unless it is much busier than others."""
+"""Which replica gets a request: the one that has computed its beginning, unless it is much busier than others.
+
+Two requests that begin alike have their first keys in common. The names of the replicas that take requests now are a
+variable of this module: Ray Serve copies the class of its router by value, makes the router of the copy, and gives
+nobody a reference to it, so this module is what the router and the server have in common.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from tilewright.server.link.backend import EngineRequest
+
+running: tuple[str, ...] = ()
+
+
+# A key covers at least this much more than the one before it. A shorter common beginning, such as "You are a helpful
+# assistant.", is computed again in less time than a request waits on a replica that has others to compute.
+MIN_CHARACTERS = 256
+CHUNK_CHARACTERS = 1024  # text is cut there, so that long texts which differ at their end have keys in common
+CHUNK_TOKENS = 256
+MAX_KEYS = 256  # of one request: 256 Ki characters; requests that differ later are as good as equal
+# Of a medium both ends are hashed, 0.1 ms of the event loop. Two media that differ in the middle alone are taken for
+# equal here, which costs time on the wrong replica and never an answer: the engine's own caches hash all of it.
+END_BYTES = 1 << 16
+
+
+def prefix_keys(request: EngineRequest) -> tuple[bytes, ...]:
+    """The keys of a request's beginnings, the shortest beginning first."""
+    return tuple(islice(_keys(request), MAX_KEYS))
+
+
+def _keys(request: EngineRequest) -> Iterator[bytes]:
+    # Tools and the template's arguments come before the first message in most chat templates.
+    setting = json.dumps([request.tools, request.template_args], default=repr, sort_keys=True)
+    digest = hashlib.blake2b(setting.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    num_characters = len(setting) if request.tools else 0
+    for piece in _pieces(request):
+        is_medium = isinstance(piece, bytes)
+        data = piece if isinstance(piece, bytes) else piece.encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(digest + len(data).to_bytes(8, "little") + data, digest_size=16).digest()
+        num_characters += len(piece)
+        if is_medium or num_characters >= MIN_CHARACTERS:
+            num_characters = 0
+            yield digest
+
+
+def _pieces(request: EngineRequest) -> Iterator[str | bytes]:
+    """The request's content in order: text in chunks, and of each medium a hash, as bytes."""
+    if request.text is not None:
+        yield from _chunks(request.text)
+    for start in range(0, len(request.token_ids or ()), CHUNK_TOKENS):
+        yield " ".join(map(str, (request.token_ids or ())[start : start + CHUNK_TOKENS]))
+    for message in request.messages or ():
+        yield str(message.get("role"))
+        yield from _content(message.get("content"))
+        if message.get("tool_calls"):
+            yield json.dumps(message["tool_calls"], default=repr, sort_keys=True)
+
+
+def _content(content: Any) -> Iterator[str | bytes]:
+    if isinstance(content, str):
+        yield from _chunks(content)
+    elif isinstance(content, bytes):
+        yield _media_hash(content)
+    elif isinstance(content, Mapping):
+        for name in sorted(content):
+            yield str(name)
+            yield from _content(content[name])
+    elif isinstance(content, list | tuple):
+        for item in content:
+            yield from _content(item)
+    elif content is not None:
+        yield repr(content)
+
+
+def _chunks(text: str) -> Iterator[str]:
+    for start in range(0, len(text), CHUNK_CHARACTERS):
+        yield text[start : start + CHUNK_CHARACTERS]
+
+
+def _media_hash(data: bytes) -> bytes:
+    ends = data if len(data) <= 2 * END_BYTES else data[:END_BYTES] + data[-END_BYTES:]
+    return hashlib.blake2b(len(data).to_bytes(8, "little") + ends, digest_size=16).digest()
+
+
+def combined(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums of counts, sizes and speeds, means of shares.
+
+    `step_age_s` is the least: as long as one replica makes progress, requests are answered.
+    """
+    names = dict.fromkeys(name for one in stats for name in one)
+    together: dict[str, float] = {}
+    for name in names:
+        values = [one[name] for one in stats if one.get(name) is not None]
+        if not values:
+            continue
+        if name == "step_age_s":
+            together[name] = min(values)
+        elif name.endswith(("_rate", "_share")):
+            together[name] = sum(values) / len(values)
+        else:
+            together[name] = sum(values)
+    return together
+
 
 # A replica is much busier than others if it has more requests than both of these. An engine computes a few more in
 # one step at little cost; far more of them than on other replicas would leave those idle.
 HEADROOM = 4  # more than the least busy one
 IMBALANCE = 1.5  # times the mean
-MAX_KEYS = 200_000  # remembered: some 40 MB
+MAX_ROUTED_KEYS = 200_000  # remembered: some 40 MB
 
 
 class PrefixRouter:
     """Remembers which replica was sent what, by the keys of `prefix_keys`. For one thread."""
 
-    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+    def __init__(self, max_keys: int = MAX_ROUTED_KEYS) -> None:
         self._max_keys = max_keys
         self._replicas_of: OrderedDict[bytes, set[str]] = OrderedDict()  # used last: at the end
 

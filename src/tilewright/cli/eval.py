@@ -1,0 +1,144 @@
+"""`tilewright eval`: the flags, and what they run. Imports torch when it runs: --help is fast."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.bench import report as common
+from tilewright.evaluate.material import FILE_NAME, EvalFormat, parse_formats, read_questions
+from tilewright.flags import engine as engine_flags
+from tilewright.host import files
+from tilewright.types import RequestError
+from tilewright.weights import embedded
+
+if TYPE_CHECKING:
+    from tilewright.evaluate.measure import EvaluationPlan
+
+
+def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `eval`."""
+    parser = commands.add_parser(
+        "eval",
+        help="measure what a format of weights costs in quality",
+        description="Measures how well a model foretells a text and answers questions about pictures, in one format "
+        "of its weights after the other, how far each is from a reference, and how fast and large it is.",
+        epilog=f"""examples:
+  tilewright eval -m MODEL --text book.txt --quantize none,int8,int4
+  tilewright eval -m MODEL --text book.txt --quantize none,none/int8      keys and values in 8 bits
+  tilewright eval -m model.gguf --text book.txt --quantize stored --against f32
+  tilewright eval --pictures ./set --quantize none,int4 --json eval.json --plot eval.png
+
+./set has pictures and {FILE_NAME}, a line of JSON for each question:
+  {{"image": "cat.png", "question": "What animal is it?", "answer": ["cat", "a cat"]}}""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        conflict_handler="resolve",  # --quantize takes several formats here
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for perplexity and agreement")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help=f"pictures with questions in {FILE_NAME}")
+    parser.add_argument("--against", metavar="FORMAT", help="the reference (default: the first of several formats)")
+    _number(parser, "--window", 512, "tokens of the text that the model sees at a time")
+    _number(parser, "--stride", 256, "how far windows are apart: the tokens of each that count")
+    _number(parser, "--max-text-tokens", None, "of the text, from its beginning (default: all)")
+    _number(parser, "--max-questions", None, "of the set, from its beginning (default: all)")
+    _number(parser, "--max-answer-tokens", 64, "tokens of an answer")
+    text = "answers whose speed is measured; 0: none (default 3)"
+    parser.add_argument("--speed-rounds", type=engine_flags.natural, default=3, metavar="N", help=text)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw quality over speed and memory (needs matplotlib)"
+    )
+    engine_flags.add_arguments(parser, speculate=0, prefix_cache=False)
+    text = "formats of weights, with commas between: stored (as the checkpoint has them), none, bf16, f32, int8, int4, "
+    text += "...; with that of keys and values behind a slash: int8/fp8 (default: stored)"
+    parser.add_argument("--quantize", default="stored", metavar="FORMATS", help=text)
+    parser.set_defaults(run=run)
+
+
+def _number(parser: argparse.ArgumentParser, flag: str, default: int | None, what: str) -> None:
+    help_text = what if default is None else f"{what} (default {default})"
+    parser.add_argument(flag, type=engine_flags.positive, default=default, metavar="N", help=help_text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    engine_flags.check_model(options.model, options.mmproj)
+    plan = make_plan(options)
+    common.check_outputs(options)
+    from tilewright.evaluate import measure as report
+    from tilewright.evaluate.measure import measure
+
+    load_average = common.load_average()
+    given = engine_flags.engine_options(options)
+    given.pop("quantize")
+    names: list[str] = []
+
+    def open_engine(**format_options: Any) -> Any:
+        engine = engine_flags.make_engine(progress=sys.stderr.isatty(), **(given | format_options))
+        names.append(engine.loaded.name)
+        return engine
+
+    if options.model is None:
+        print(f"tilewright: {embedded.notice('-m ./Qwen3-VL-2B-Instruct')}", file=sys.stderr)
+    results = measure(plan, open_engine, _bar)
+    print(report.as_table(results))
+    if options.json:
+        report.write_json(options.json, results, _about(options, names[0], load_average))
+    if options.plot:
+        report.write_plot(options.plot, results, f"eval, {names[0]}")
+    return 0
+
+
+def make_plan(options: argparse.Namespace) -> EvaluationPlan:
+    """What the flags ask for; RequestError for what cannot be."""
+    from tilewright.evaluate.measure import EvaluationPlan
+
+    if options.text is None and options.pictures is None:
+        raise RequestError("nothing to measure: give --text FILE, --pictures DIR or both")
+    formats = parse_formats(options.quantize)
+    reference = EvalFormat(options.against) if options.against else formats[0] if len(formats) > 1 else None
+    questions = read_questions(options.pictures) if options.pictures else []
+    return EvaluationPlan(
+        formats,
+        reference,
+        text=None if options.text is None else _read_text(options.text),
+        window=options.window,
+        stride=options.stride,
+        max_text_tokens=options.max_text_tokens,
+        questions=questions[: options.max_questions],
+        max_answer_tokens=options.max_answer_tokens,
+        speed_rounds=options.speed_rounds,
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return files.read_bytes(path, files.MAX_TEXT_BYTES).decode()
+    except OSError as error:
+        raise RequestError(f"--text is {path}, which cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--text is {path}, which is not UTF-8") from error
+
+
+def _bar(what: str, count: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=count, desc=what, file=sys.stderr, leave=False, disable=not sys.stderr.isatty())
+
+
+def _about(options: argparse.Namespace, name: str, load_average: float) -> dict[str, object]:
+    from tilewright.engine.measure import machine
+
+    settings = {
+        key: None if (value := getattr(options, key)) is None else str(value) if isinstance(value, Path) else value
+        for key in ("text", "pictures", "window", "stride", "max_text_tokens", "max_questions", "max_answer_tokens")
+    }
+    return {
+        "model": name,
+        "settings": settings,
+        "load_average": load_average,
+        "versions": common.versions(),
+        "machine": machine.as_dict(machine.describe(), None),
+    }

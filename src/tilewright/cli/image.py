@@ -1,0 +1,69 @@
+"""`tilewright image`: pictures from words."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from tilewright.flags import pictures
+from tilewright.flags.engine import positive
+from tilewright.host import files
+from tilewright.types import RequestError
+from tilewright.weights import embedded
+
+FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
+
+
+def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `image`."""
+    parser = commands.add_parser(
+        "image",
+        help="make a picture from words",
+        description="Makes pictures of PROMPT and prints the names of their files. A file carries the settings that "
+        "make its picture again. Without a model: a small one that is part of the package and draws coloured shapes.",
+        epilog="""examples:
+  tilewright image "a red circle left of a blue square"
+  tilewright image "a lighthouse at dusk" -m ./Z-Image-Turbo -o lighthouse.png --size 1024x768 --seed 7
+  tilewright image "a cat, ink drawing" -m MODEL -n 4 -o cat.png          cat-1.png to cat-4.png
+  tilewright image "a cat" -m MODEL --negative "blurry" --guidance 4 --steps 28
+  tilewright image "make it winter" -m MODEL --image house.png -o winter.png      a picture of yours
+  tilewright image "a cat" -m MODEL --low-memory                          one network in memory at a time""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="what to show; -: read it from standard input")
+    parser.add_argument(
+        "-o", "--output", default="picture.png", metavar="FILE", help=".png, .jpg or .webp (default picture.png)"
+    )
+    parser.add_argument("-n", type=positive, default=1, metavar="N", help="how many, of seeds one after the other")
+    pictures.add_picture_arguments(parser)
+    pictures.add_model_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    output = Path(options.output).expanduser()
+    file_format = _format(output)
+    pictures.check_files(options)
+    pictures.read_prompt(options)
+    if options.model is None and embedded.path("tiny_draw") and not options.quiet:
+        print(f"tilewright: {embedded.notice('-m ./Z-Image-Turbo', 'tiny_draw')}", file=sys.stderr)
+    with pictures.open_diffusion(options) as diffusion:
+        params = pictures.request(diffusion, options, n=options.n, output="array")
+        made = pictures.generate(diffusion, params, quiet=options.quiet)
+        from tilewright.outputs.images import encode_picture
+
+        pictures.write_files(output, made, lambda pixels, settings: encode_picture(pixels[0], file_format, settings))
+        if not options.quiet:
+            pictures.print_times(made)
+    return 0
+
+
+def _format(path: Path) -> str:
+    if path.suffix.lower() not in FORMATS:
+        raise RequestError(f"--output is {path}, expected a name that ends in {', '.join(FORMATS)}")
+    files.check_output(path, "--output")
+    return FORMATS[path.suffix.lower()]

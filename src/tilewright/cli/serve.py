@@ -1,0 +1,437 @@
+"""`tilewright serve`: the server's options as flags, and the processes it starts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import re
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright import config
+from tilewright.flags import engine, replicas
+from tilewright.flags import engine as engine_flags
+from tilewright.flags import pictures as diffusion_flags
+from tilewright.host import files
+from tilewright.host.memory import parse_bytes, require_start
+from tilewright.process import run_loop
+from tilewright.types import RequestError
+from tilewright.weights import embedded
+
+if TYPE_CHECKING:
+    from tilewright.server.http.settings import ServerSettings
+    from tilewright.server.link.pictures import PictureBackend
+    from tilewright.server.link.remote import RemoteBackend
+    from tilewright.server.replicas.backend import ReplicaBackend
+
+DRAIN_S = 60.0
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags."""
+    _add_limits(parser)
+    _add_media(parser)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("clients and their limits")
+    group.add_argument(
+        "--api-key", action="append", metavar="KEY",
+        help="a key that clients must send; may be repeated. TILEWRIGHT_API_KEY does the same, and does not show in ps",
+    )  # fmt: skip
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="origin of web pages that may send requests beside the server's own; *: any",
+    )
+    group.add_argument(
+        "--allowed-host", action="append", metavar="NAME",
+        help="a host name that requests may use beside localhost, such as that of a proxy in front; *: any "
+        "(default: none, or any if --host is not local)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-connections", type=engine.positive, metavar="N",
+        help="open connections of all clients (default: what the limit on open files allows, at most 4096)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-connections-per-address", type=engine.positive, metavar="N",
+        help="open connections from one address (default: half of all)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-body", default="128MiB", metavar="SIZE", help="size of one request's body (default 128MiB)"
+    )
+    group.add_argument(
+        "--max-queue", type=engine.natural, default=256, metavar="N",
+        help="answers that may wait in the queue; more are refused with status 429 (default 256)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-image-queue", type=engine.natural, default=16, metavar="N",
+        help="requests for pictures and videos that may wait; more are refused with status 429 (default 16)",
+    )  # fmt: skip
+    group.add_argument(
+        "--request-timeout", type=_seconds, default=1800.0, metavar="S", help="time for one answer (default 1800)"
+    )
+    group.add_argument(
+        "--drain-timeout", type=_seconds, default=DRAIN_S, metavar="S",
+        help="time for answers under way to finish when the server shuts down (default 60)",
+    )  # fmt: skip
+
+
+def _add_media(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("pictures, videos and sounds in requests")
+    group.add_argument(
+        "--allow-files",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="allow file:// URLs of files in DIR; may be repeated",
+    )
+    group.add_argument("--allow-private-urls", action="store_true", help="also fetch URLs from private addresses")
+    group.add_argument(
+        "--allow-precomputed", action="store_true",
+        help="also take what an encoder reads or makes of a medium (image_features, ...) in its place",
+    )  # fmt: skip
+    group.add_argument(
+        "--media-timeout", type=_seconds, default=30.0, metavar="S", help="time to fetch one URL (default 30)"
+    )
+    group.add_argument("--max-media-bytes", metavar="SIZE", help="size of one item (default 64MiB)")
+    group.add_argument(
+        "--max-pixels",
+        type=engine.positive,
+        metavar="N",
+        help="pixels of one picture or frame (default 67108864)",
+    )
+    group.add_argument("--max-frames", type=engine.positive, metavar="N", help="frames of one video (default 768)")
+    group.add_argument("--max-duration", type=_seconds, metavar="S", help="seconds of one video or sound (default 600)")
+    group.add_argument("--max-media", type=engine.positive, metavar="N", help="items in one request (default 32)")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds over 0")
+    return value
+
+
+def make_settings(options: argparse.Namespace) -> ServerSettings:
+    """ServerSettings from the flags and the environment."""
+    from tilewright.server.http.guard import host_name
+    from tilewright.server.http.settings import LOOPBACK_HOSTS, MEDIA_LIMITS, ServerSettings
+    from tilewright.server.media.gate import MediaPolicy
+
+    changes = {
+        "max_bytes": None if options.max_media_bytes is None else parse_bytes(options.max_media_bytes),
+        "max_pixels": options.max_pixels,
+        "max_frames": options.max_frames,
+        "max_duration_s": options.max_duration,
+        "max_items": options.max_media,
+        "allow_precomputed": options.allow_precomputed,
+    }
+    limits = dataclasses.replace(MEDIA_LIMITS, **{name: value for name, value in changes.items() if value is not None})
+    folders = tuple(_folder(name) for name in options.allow_files)
+    hosts = tuple(host_name(name) for name in options.allowed_host or ())
+    if options.allowed_host is None:
+        hosts = LOOPBACK_HOSTS if options.host in LOOPBACK_HOSTS else ()
+    api_keys = tuple(options.api_key or config.current().api_keys)
+    for key in api_keys:
+        if fault := config.api_key_fault(key):
+            raise RequestError(f"an API key {fault}")
+    return ServerSettings(
+        served_name=options.name,
+        api_keys=api_keys,
+        cors_origins=tuple(_origin(text) for text in options.cors_origin),
+        allowed_hosts=() if "*" in hosts else hosts,
+        max_connections=options.max_connections,
+        max_connections_per_address=options.max_connections_per_address,
+        max_body_bytes=parse_bytes(options.max_body),
+        max_queue=options.max_queue,
+        max_image_queue=options.max_image_queue,
+        request_timeout_s=options.request_timeout,
+        media=MediaPolicy(
+            limits,
+            allow_private_addresses=options.allow_private_urls,
+            folders=folders,
+            timeout_s=options.media_timeout,
+        ),
+        logs_content=options.log_content,
+    )
+
+
+def _origin(text: str) -> str:
+    """The origin of a page as browsers send it: without a path or a final /."""
+    if text != "*" and not re.fullmatch(r"(https?|[a-z]+-extension)://[^\s/?#@]+", text):
+        raise RequestError(f"--cors-origin is {text!r}, expected *, or such as https://tiles.example:8443")
+    return text
+
+
+def _folder(name: str) -> Path:
+    path = Path(name).expanduser().resolve()
+    if not path.is_dir():
+        raise RequestError(f"--allow-files is {name!r}, which is not a folder")
+    return path
+
+
+HOST = "127.0.0.1"
+PORT = 8000
+FINAL_ERRORS_S = 2.0  # for the errors of answers that are cut off to be sent
+
+_log = logging.getLogger(__name__)
+
+
+def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `serve`."""
+    parser = commands.add_parser(
+        "serve",
+        help="run an OpenAI-compatible server",
+        description="Serves MODEL to many clients at once, with OpenAI's interface, at http://127.0.0.1:8000/v1, and "
+        "a model that makes pictures beside it. Without MODEL: the small models that are part of the package. A MODEL "
+        "that makes pictures is served alone.",
+        epilog="""examples:
+  tilewright serve                                    the embedded model, which is tiny
+  tilewright serve ./Qwen3-VL-2B-Instruct
+  tilewright serve Qwen/Qwen3-VL-2B-Instruct --port 9000
+  tilewright serve MODEL --image-model ./Z-Image-Turbo     chat and pictures
+  tilewright serve ./Z-Image-Turbo                    pictures only
+  TILEWRIGHT_API_KEY=secret tilewright serve MODEL --host 0.0.0.0
+  tilewright serve MODEL --allow-files ~/Pictures     clients may use file:// URLs of pictures in it
+  tilewright serve MODEL --replicas 2                 two engines; one that is lost is replaced
+  tilewright serve MODEL --replicas 1:4 --ray-address HOST:6379    on the machines of a Ray cluster, by load
+  curl http://127.0.0.1:8000/v1/models""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    engine_flags.add_model_argument(parser, engine_flags.MODEL_HELP, is_positional=True)
+    parser.add_argument(
+        "--image-model", metavar="MODEL",
+        help="makes pictures or videos: a folder in diffusers' layout or a hub id, loaded by the first request; "
+        "none: no pictures (default: the embedded one, if MODEL is left out)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--image-threads", type=engine_flags.positive, metavar="N",
+        help="threads that make pictures (default: one per CPU; they yield to those that answer)",
+    )  # fmt: skip
+    text = "processes that the model for pictures is split over, one per NUMA node (default 1)"
+    parser.add_argument("--image-tp", type=engine_flags.positive, metavar="N", help=text)
+    text = "hold one of its text encoder, transformer and VAE in memory at a time"
+    parser.add_argument("--image-low-memory", action="store_const", const=True, help=text)
+    text = "memory for its layers, such as 4GB; the others are read from disk in every step (default: all)"
+    parser.add_argument("--image-stream-layers", metavar="SIZE", help=text)
+    parser.add_argument("--host", default=HOST, help=f"address to listen on (default {HOST}: local clients only)")
+    parser.add_argument("--port", type=engine_flags.natural, default=PORT, help=f"default {PORT}; 0: any free one")
+    parser.add_argument("--name", help="the model's name for clients (default: its folder's name)")
+    add_server_arguments(parser)
+    group = parser.add_argument_group("log", "One line per request, on standard error.")
+    group.add_argument("--log-format", choices=("text", "json"), help="default: text on a terminal, else json")
+    group.add_argument("--log-content", action="store_true", help="log the content of requests, which may be private")
+    group.add_argument("-q", "--quiet", action="store_true", help="only warnings")
+    group.add_argument("-v", "--verbose", action="store_true", help="log more")
+    engine_flags.add_engine_arguments(parser)
+    text = "engines behind this server, such as 2, or 1:4 as the load asks for; SIGHUP replaces them one by one"
+    replicas.add_arguments(parser, replicas.count_or_range, text)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    if options.replicas is None:
+        require_start("tilewright serve")  # its engine's process has the same limits
+    from tilewright.server.http import log
+
+    replicas.check(options)
+    is_json = options.log_format == "json" or (options.log_format is None and not sys.stderr.isatty())
+    log.configure(is_json, _log_level(options))
+    _allow_many_connections()
+    settings = make_settings(options)
+    model, image_model = _models(options)
+    listener = _listen(options.host, options.port)
+    with listener:
+        backend = None if model is None else _backend(options, _engine(options, model, settings), is_json)
+        pictures = None if image_model is None else _pictures(options, image_model, settings, is_json)
+        status: int = run_loop(serve(settings, backend, pictures, listener, options.drain_timeout))
+        return status
+
+
+def _models(options: argparse.Namespace) -> tuple[str | None, str | None]:
+    """The model that answers and the one that makes pictures; None: there is none."""
+    image_model = None if options.image_model == "none" else options.image_model
+    if options.model is not None and _is_pipeline(options.model):
+        if options.image_model is not None:
+            raise RequestError(
+                f"{options.model} makes pictures, and --image-model is {options.image_model}: expected one of them"
+            )
+        return None, options.model
+    engine_flags.check_model(options.model, options.mmproj)
+    diffusion_flags.check_pipeline(image_model)
+    if options.model is None:
+        _log.info(embedded.notice("tilewright serve ./Qwen3-VL-2B-Instruct"))
+        if options.image_model is None and embedded.has("tiny_draw"):
+            image_model = str(embedded.path("tiny_draw"))
+    return options.model or str(embedded.path()), image_model
+
+
+def _is_pipeline(model: str) -> bool:
+    return files.exists(Path(embedded.resolve(model)).expanduser() / "model_index.json")
+
+
+def _engine(options: argparse.Namespace, model: str, settings: ServerSettings) -> dict[str, Any]:
+    return {
+        **engine_flags.engine_options(options),
+        "model": model,
+        "progress": sys.stderr.isatty() and not options.quiet,
+        "isolate_media": True,
+        "media_limits": dataclasses.asdict(settings.media.limits),
+    }
+
+
+def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings, log_is_json: bool) -> PictureBackend:
+    """The worker that makes pictures, whose process is started by the first request."""
+    from tilewright.server.link.pictures import PictureBackend
+
+    shared = {name: getattr(options, name) for name in ("dtype", "device", "backend", "pack_cache")}
+    shared |= {name: getattr(options, f"image_{name}") for name in ("tp", "low_memory", "stream_layers")}
+    given = {name: value for name, value in shared.items() if value is not None}
+    return PictureBackend(
+        embedded.name_of(model),
+        {"model": model, **given},
+        dataclasses.asdict(settings.media.limits),
+        max_queue=settings.max_image_queue,
+        num_threads=options.image_threads,
+        log_level=_child_log_level(options),
+        log_is_json=log_is_json,
+    )
+
+
+def _child_log_level(options: argparse.Namespace) -> int:
+    return logging.DEBUG if options.verbose else logging.WARNING
+
+
+def _backend(options: argparse.Namespace, engine: dict[str, Any], log_is_json: bool) -> RemoteBackend | ReplicaBackend:
+    """An engine of its own process, or several of them by Ray."""
+    log_level = _child_log_level(options)
+    if options.replicas is None:
+        from tilewright.server.link.remote import RemoteBackend
+
+        return RemoteBackend(engine, log_level=log_level, log_is_json=log_is_json)
+    from tilewright.server.replicas import ray_serving
+    from tilewright.server.replicas.backend import ReplicaBackend
+
+    ray_serving.connect(options.ray_address)
+    from tilewright.server.replicas.ray_serving import RayReplicas, ReplicaSettings
+
+    settings = ReplicaSettings(
+        {**engine, "progress": False},
+        options.replicas,
+        options.replica_cpus,
+        options.drain_timeout,
+        log_level,
+        log_is_json,
+    )
+    return ReplicaBackend(RayReplicas(settings))
+
+
+def _log_level(options: argparse.Namespace) -> int:
+    return logging.WARNING if options.quiet else logging.DEBUG if options.verbose else logging.INFO
+
+
+def _allow_many_connections() -> None:
+    """Raises the limit on open files to the maximum: many shells start with 1,024, and each client needs one."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket, opened before the model is loaded: a port in use is reported at once."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise RequestError(
+            f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}"
+        ) from error
+
+
+async def serve(
+    settings: ServerSettings,
+    backend: RemoteBackend | ReplicaBackend | None,
+    pictures: PictureBackend | None,
+    listener: socket.socket,
+    drain_s: float,
+) -> int:
+    """Serves until SIGINT or SIGTERM, then finishes the answers under way."""
+    import uvicorn
+
+    from tilewright.server.api.handler import ApiHandler
+    from tilewright.server.http.app import create_app
+    from tilewright.server.http.connections import server_config
+    from tilewright.server.link.supervisor import EngineRefused
+    from tilewright.server.replicas.backend import ReplicaBackend
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # our own handlers end the engine too
+
+    handler = ApiHandler(settings, backend, pictures)
+    # uvicorn cancels what is left, a little after the handler has sent errors for it.
+    options = {"timeout_graceful_shutdown": round(drain_s + FINAL_ERRORS_S)}
+    server = Server(server_config(create_app(handler), settings, handler.metrics, **options))
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        if not server.should_exit:
+            _log.info("shutting down: finishing the answers under way")
+            loop.call_later(drain_s, handler.shut_down)
+        else:  # a second signal ends the answers too, and a moment later the clients that do not read that
+            _log.info("shutting down at once: the answers under way end with an error")
+            handler.shut_down()
+            loop.call_later(FINAL_ERRORS_S, setattr, server, "force_exit", True)
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    if isinstance(backend, ReplicaBackend):
+        loop.add_signal_handler(signal.SIGHUP, backend.replace_all)
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    num_keys = len(settings.api_keys)
+    if num_keys:
+        _log.info("clients must send %s", "the API key" if num_keys == 1 else f"one of {num_keys} API keys")
+    elif settings.allowed_hosts == ():
+        _log.warning("anyone who can reach %s can use it: no API key is set", url)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(_started(backend))
+    try:
+        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            names = " and ".join(model["id"] for model in handler.model_objects())
+            _log.info("%s is ready: a page to talk to it at %s/, it answers at %s/v1", names, url, url)
+        await serving
+    except EngineRefused as error:
+        server.should_exit = True
+        await serving
+        raise RequestError(str(error)) from error
+    finally:
+        starting.cancel()
+        await handler.close()
+        if backend is not None:
+            await backend.close()
+    return 0
+
+
+async def _started(backend: RemoteBackend | ReplicaBackend | None) -> None:
+    """Returns when the engine is ready, at once where there is none."""
+    if backend is not None:
+        await backend.start()

@@ -1,0 +1,85 @@
+"""`tilewright video`: videos from words, or from words and the picture they begin with."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright.flags import pictures
+from tilewright.flags.engine import positive
+from tilewright.host import files
+from tilewright.types import RequestError
+
+if TYPE_CHECKING:
+    from tilewright.diffusion.params import Limits
+
+
+def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `video`."""
+    parser = commands.add_parser(
+        "video",
+        help="make a video from words",
+        description="Makes a video of PROMPT and prints the name of its file: an MP4, or an animated picture where "
+        "the name ends so. A model must be named: the one that is part of the package makes stills.",
+        epilog="""examples:
+  tilewright video "a cat walks in the rain" -m ./Wan2.1-T2V-1.3B-Diffusers -o cat.mp4
+  tilewright video "a cat walks" -m MODEL --size 832x480 --seconds 2 --steps 30 --seed 7
+  tilewright video "she turns to us" -m ./Wan2.2-TI2V-5B-Diffusers --image mine.png -o turn.mp4    a picture of yours
+  tilewright video "a cat walks" -m MODEL --frames 17 -o cat.webp         an animated picture
+  tilewright video "a cat walks" -m MODEL --low-memory                    one network in memory at a time""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="what to show; -: read it from standard input")
+    text = ".mp4, or .webp, .png and .gif for an animated picture (default video.mp4)"
+    parser.add_argument("-o", "--output", default="video.mp4", metavar="FILE", help=text)
+    parser.add_argument("--frames", type=positive, metavar="N", help="how many (default: the model's)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="the same by how long it lasts")
+    parser.add_argument("--fps", type=float, metavar="R", help="frames a second of the file (default: the model's)")
+    pictures.add_picture_arguments(parser)
+    pictures.add_model_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    pictures.check_files(options)
+    from tilewright.outputs.video import check_video_name, encode_video
+
+    output = Path(options.output).expanduser()
+    suffix = check_video_name(output)
+    files.check_output(output, "--output")
+    pictures.read_prompt(options)
+    if options.model is None:
+        raise RequestError("no model is named, and the embedded one makes stills: -m ./Wan2.1-T2V-1.3B-Diffusers, say")
+    if options.fps is not None and not 1 <= options.fps <= 120:  # so written that NaN fails too
+        raise RequestError(f"--fps is {options.fps:g}, expected 1 to 120")
+    with pictures.open_diffusion(options) as diffusion:
+        limits = diffusion.limits
+        if limits.max_frames == 1:
+            raise RequestError(f"{diffusion.name} makes pictures, not videos: tilewright image")
+        fps = options.fps or limits.fps
+        num_frames = _num_frames(options, limits, fps)
+        params = pictures.request(diffusion, options, num_frames=num_frames, output="array")
+        made = pictures.generate(diffusion, params, quiet=options.quiet)
+        pictures.write_files(
+            output, made, lambda frames, settings: encode_video(frames, fps, suffix, {**settings, "fps": fps})
+        )
+        if not options.quiet:
+            pictures.print_times(made)
+    return 0
+
+
+def _num_frames(options: argparse.Namespace, limits: Limits, fps: float) -> int | None:
+    """As the flags say; None: the model's default."""
+    if options.seconds is None:
+        return options.frames
+    if options.frames is not None:
+        raise RequestError("--seconds says how many frames, expected no --frames beside it")
+    longest_s = limits.max_frames / fps
+    if not 0 < options.seconds <= longest_s:
+        raise RequestError(f"--seconds is {options.seconds:g}, expected more than 0 and at most {longest_s:.1f}")
+    groups = round((options.seconds * fps - 1) / limits.frame_multiple)
+    return 1 + limits.frame_multiple * max(groups, 0)

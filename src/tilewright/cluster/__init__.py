@@ -1,1 +1,0 @@
-"""Engines on several machines, or several on one, by Ray. Everything here is imported only when --replicas is given."""

@@ -1,0 +1,172 @@
+"""Keys and values of cross-attention: groups of adjacent pictures, and the pages that keep them by content."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+
+from tilewright.types import Medium
+
+
+@dataclass(frozen=True, eq=False)  # the same pictures may come again in a prompt, as another group of the same key
+class CrossGroup:
+    """Media whose placeholders stand side by side. Tokens `start` .. `stop` see them, or those of them up to itself.
+
+    Their states lie one after the other, so that the token of the second sees the states of the first two, and the
+    third's those of all three.
+    """
+
+    media: tuple[Medium, ...]
+    start: int
+    stop: int  # where the next group starts
+
+    @cached_property
+    def key(self) -> bytes:
+        """16 bytes that stand for the contents, in order."""
+        return group_key(medium.key for medium in self.media)
+
+    @property
+    def num_states(self) -> int:
+        return sum(medium.num_states for medium in self.media)
+
+    def cross_spans(self, start: int, stop: int) -> Iterator[CrossSpan]:
+        """What tokens start .. stop see, cut to those that see the group."""
+        num_states = 0
+        for index, medium in enumerate(self.media):
+            num_states += medium.num_states
+            first = self.start + index
+            last = first + 1 if index + 1 < len(self.media) else self.stop
+            if max(first, start) < min(last, stop):
+                yield CrossSpan(self, max(first, start), min(last, stop), num_states)
+
+
+@dataclass(frozen=True)
+class CrossSpan:
+    """Tokens start .. stop of a sequence see the first num_states states of a group."""
+
+    group: CrossGroup
+    start: int
+    stop: int
+    num_states: int
+
+
+def group_key(media_keys: Iterable[bytes]) -> bytes:
+    """16 bytes that stand for media side by side, by their own keys."""
+    return blake2b(b"".join(media_keys), digest_size=16).digest()
+
+
+def cross_groups_of(media: Iterable[Medium]) -> list[CrossGroup]:
+    """The groups of a prompt, in order; media whose features take the place of tokens are in none."""
+    groups: list[list[Medium]] = []
+    for medium in sorted((item for item in media if item.num_states), key=_place):
+        if groups and _place(groups[-1][-1]) + 1 == _place(medium):
+            groups[-1].append(medium)
+        else:
+            groups.append([medium])
+    starts = [_place(group[0]) for group in groups]
+    return [
+        CrossGroup(tuple(group), start, stop)
+        for group, start, stop in zip(groups, starts, [*starts[1:], sys.maxsize], strict=False)
+    ]
+
+
+def _place(medium: Medium) -> int:
+    return medium.spans[0].start
+
+
+@dataclass
+class _Entry:
+    pages: np.ndarray  # int32
+    is_filled: bool = False
+
+
+class CrossCache:
+    """num_pages pages of page_size states, handed out a group at a time, least recently used evicted first.
+
+    A group that a running sequence sees is pinned and keeps its pages. One that was never filled gives them back with
+    its last pin.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_pages_used = 0  # of pinned groups: those nobody else can have now
+        self.num_lookups = 0
+        self.num_hits = 0
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self._pins: Counter[bytes] = Counter()
+
+    @property
+    def num_states(self) -> int:
+        """As many as the largest group may have."""
+        return self.num_pages * self.page_size
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / max(1, self.num_lookups)
+
+    def is_filled(self, key: bytes) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_filled
+
+    def pages(self, key: bytes) -> np.ndarray:
+        """The pages of a group, int32; KeyError if it has none."""
+        self._entries.move_to_end(key)
+        return self._entries[key].pages
+
+    def slots(self, key: bytes, num_states: int) -> np.ndarray:
+        """Where each of its states goes, int64: page * page_size + place."""
+        place = np.arange(num_states)
+        return self.pages(key)[place // self.page_size].astype(np.int64) * self.page_size + place % self.page_size
+
+    def pin(self, group: CrossGroup) -> bool:
+        """Whether the group has pages, from now until `unpin`. Not if too many others are pinned."""
+        key, needed = group.key, -(-group.num_states // self.page_size)
+        is_known = key in self._entries
+        if not is_known:
+            if not self._make_room(needed):
+                return False
+            self._entries[key] = _Entry(np.array([self._free.pop() for _ in range(needed)], np.int32))
+        self.num_lookups += 1
+        self.num_hits += is_known
+        self._pins[key] += 1
+        if self._pins[key] == 1:
+            self.num_pages_used += needed
+        return True
+
+    def fill(self, key: bytes) -> None:
+        """Notes that the keys and values are written."""
+        self._entries[key].is_filled = True
+
+    def unpin(self, key: bytes) -> None:
+        self._pins[key] -= 1
+        if self._pins[key] <= 0:
+            del self._pins[key]
+            self.num_pages_used -= len(self._entries[key].pages)
+            if not self._entries[key].is_filled:
+                self._drop(key)
+
+    def clear(self) -> None:
+        """Drops everything that is not pinned."""
+        for key in [key for key in self._entries if key not in self._pins]:
+            self._drop(key)
+
+    def _make_room(self, num_pages: int) -> bool:
+        unpinned = [key for key in self._entries if key not in self._pins]
+        if len(self._free) + sum(len(self._entries[key].pages) for key in unpinned) < num_pages:
+            return False
+        for key in unpinned:
+            if len(self._free) >= num_pages:
+                break
+            self._drop(key)
+        return True
+
+    def _drop(self, key: bytes) -> None:
+        self._free.extend(self._entries.pop(key).pages.tolist())

@@ -1,0 +1,335 @@
+"""The other ranks of an engine as the first one sees them: their start, each command, and their end.
+
+The first rank is the process of the engine: it schedules, samples, and computes its own part of the model. The others
+are processes that it starts (process/launch.py). Steps and media lie in memory that all of them map. A command is a
+number in that memory; `group.post` wakes the ranks that wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import logging
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from tilewright import config
+from tilewright.engine.handle import EngineLostError
+from tilewright.engine.run.inputs import ALIGNMENT, StepInputs, StepLayout
+from tilewright.engine.run.runner import ModelRunner, RunnerSettings
+from tilewright.host.files import CheckpointError
+from tilewright.host.memory import shared_file
+from tilewright.host.topology import read_topology
+from tilewright.inputs.media_buffer import MediaBuffer
+from tilewright.parallel.auto_tp import choose_tp
+from tilewright.parallel.binding import RankBinding, apply_binding, binding_of_ranks, release_binding
+from tilewright.parallel.group import CollectiveError, Group
+from tilewright.parallel.launch import Workers, WorkerSpec
+from tilewright.parallel.rendezvous import MAX_RANKS, open_rendezvous
+from tilewright.types import RequestError
+from tilewright.weights.checkpoint import local_path
+
+
+class RankCommand(enum.IntEnum):
+    """What the ranks do next."""
+
+    run = 1  # the step
+    draft = 2
+    stop = 3
+
+
+class StepMemory:
+    """The memory of one engine's steps. The first rank makes it, the others map its file."""
+
+    def __init__(self, layout: StepLayout, size: int, fd: int | None = None) -> None:
+        """For `size` ranks. `fd` is the file of the rank that made it, which this takes over."""
+        first = -(-(1 + size) * 8 // ALIGNMENT) * ALIGNMENT
+        total = first + 2 * layout.size_bytes
+        self.fd = shared_file("steps") if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, total)
+        memory = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
+        numbers = memory[: (1 + size) * 8].view(torch.int64).numpy()
+        self._command = numbers[:1]
+        # How many commands each rank could not do: those of a step that raised on all of them are the same.
+        self.num_failures: np.ndarray = numbers[1:]
+        self.inputs = StepInputs(layout, memory[first : first + layout.size_bytes])
+        self.draft_inputs = StepInputs(layout, memory[first + layout.size_bytes :])
+
+    @property
+    def command(self) -> RankCommand:
+        return RankCommand(int(self._command[0]))
+
+    @command.setter
+    def command(self, command: RankCommand) -> None:
+        self._command[0] = command
+
+    def close(self) -> None:
+        """Lets go of the file; the memory lives as long as it is mapped."""
+        os.close(self.fd)
+
+
+MAX_BYTES = 1 << 16
+MAX_FDS = 4
+
+
+class RankChannel:
+    """One end. A message is one packet: whole, or not there."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    @classmethod
+    def pair(cls) -> tuple[RankChannel, socket.socket]:
+        """The own end, and the socket of the other."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours), theirs
+
+    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        socket.send_fds(self._connection, [json.dumps(message).encode()], fds)
+
+    def receive(self) -> tuple[dict[str, Any], list[int]]:
+        """The next message with its descriptors. EOFError: the other end is closed."""
+        data, fds, *_ = socket.recv_fds(self._connection, MAX_BYTES, MAX_FDS)
+        if not data:
+            raise EOFError("the other end of the channel is closed")
+        return json.loads(data), fds
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+# Ranks that raise at the same place of a step do so within milliseconds; one that did not waits in a collective.
+FAILURE_WAIT_S = 5.0
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class RankLostError(EngineLostError):
+    """A rank ended, hangs or failed alone: the others cannot go on without it."""
+
+
+def lead(group: Group, memory: StepMemory, command: RankCommand, compute: Callable[[], Result]) -> Result:
+    """What `compute` gives, the first rank's part of a command that all ranks do.
+
+    An error that all of them raise at the same place is one of the step; otherwise they no longer agree.
+    """
+    memory.command = command
+    group.post()
+    try:
+        return compute()
+    except CollectiveError as error:
+        raise RankLostError(str(error)) from error
+    except Exception as error:
+        if not _all_failed(memory, 0):
+            raise RankLostError(f"rank 0 failed alone: {error}") from error
+        raise
+
+
+def follow(rank: int, group: Group, memory: StepMemory, runner: ModelRunner) -> None:
+    """Does the commands of the first rank until it says stop."""
+    while True:
+        group.wait_for_post()
+        command = memory.command
+        if command is RankCommand.stop:
+            return
+        try:
+            runner.run() if command is RankCommand.run else runner.draft()
+        except CollectiveError:
+            raise
+        except Exception:
+            _log.debug("rank %d could not %s", rank, command.name, exc_info=True)
+            if not _all_failed(memory, rank):
+                raise
+
+
+def _all_failed(memory: StepMemory, rank: int) -> bool:
+    """Whether all ranks fail as often as this one, which has failed now: soon, or not at all."""
+    memory.num_failures[rank] += 1
+    deadline_s = time.monotonic() + FAILURE_WAIT_S
+    while time.monotonic() < deadline_s:
+        if (memory.num_failures >= memory.num_failures[rank]).all():
+            return True
+        time.sleep(0.001)
+    return False
+
+
+ENTRY = "tilewright.engine.ranks.worker:main"
+
+
+@contextlib.contextmanager
+def start_ranks(
+    tp: int | str, cpu_binding: str | None, model: str | Path, *, backend: str, **loading: Any
+) -> Iterator[EngineRanks | None]:
+    """The other ranks of an engine, until the context is left; None where it has one rank alone.
+
+    `tp` is their number with the first, or "auto"; this process is bound as the first of them.
+    """
+    size = num_ranks(tp)
+    with contextlib.ExitStack() as cleanup:
+        try:
+            bindings = binding_of_ranks(size, cpu_binding)
+            ranks = None
+            if size > 1:  # before this process is bound: children inherit where memory comes from
+                ranks = EngineRanks(size, {"name": str(local_path(model)), **loading}, bindings, backend=backend)
+                cleanup.callback(ranks.close)
+            if bindings is not None:
+                apply_binding(bindings[0])
+                cleanup.callback(release_binding)
+        except config.ConfigError as error:
+            raise RequestError(str(error)) from error
+        yield ranks
+
+
+def num_ranks(tp: int | str) -> int:
+    if tp == "auto":
+        return choose_tp(read_topology(), config.from_environment().num_threads)
+    if not isinstance(tp, int) or isinstance(tp, bool) or not 1 <= tp <= MAX_RANKS:
+        raise RequestError(f"tp is {tp!r}, expected 1 to {MAX_RANKS}, or auto")
+    return tp
+
+
+class EngineRanks:
+    """Starts the ranks 1 to size - 1, which load their parts of the model at once."""
+
+    def __init__(
+        self,
+        size: int,
+        load: Mapping[str, Any],
+        bindings: list[RankBinding] | None,
+        *,
+        backend: str = "native",
+        entry: str = ENTRY,
+    ) -> None:
+        """`load` are the arguments of `loading.load_network`, as JSON; with another `entry`, those of its loader."""
+        self.size = size
+        self._on_loss: Callable[[RankLostError], object] | None = None
+        self._lost: RankLostError | None = None
+        self._has_lost = threading.Condition()
+        self._memory: StepMemory | None = None
+        self._is_closed = False
+        self._channels: dict[int, RankChannel] = {}
+        self._host = open_rendezvous(size)
+        try:
+            self._workers = self._start(load, bindings, backend, entry)
+            self.group = self._host.make_group(0)
+        except BaseException:
+            self._let_go()
+            raise
+        # A thread of its own, whose error ends a process that ends with its threads: the server's engine.
+        threading.Thread(target=self._tell_of_loss, name="ranks", daemon=True).start()
+
+    def _start(self, load: Mapping[str, Any], bindings: list[RankBinding] | None, backend: str, entry: str) -> Workers:
+        pairs = {rank: RankChannel.pair() for rank in range(1, self.size)}
+        self._channels = {rank: ours for rank, (ours, _) in pairs.items()}
+        rendezvous = self._host.rendezvous.to_json()
+        specs = [
+            WorkerSpec(
+                rank,
+                {"rendezvous": rendezvous, "load": dict(load), "backend": backend, "channel": theirs.fileno()},
+                (theirs.fileno(), *self._host.pass_fds),
+                None if bindings is None else bindings[rank],
+            )
+            for rank, (_, theirs) in pairs.items()
+        ]
+        try:
+            return Workers(entry, specs, self.size, on_death=self._note_death, log_level=_log_level())
+        finally:
+            for _, theirs in pairs.values():
+                theirs.close()
+
+    def wait_until_loaded(self) -> None:
+        """Returns when every rank has its part of the weights; raises what kept one of them from it."""
+        self._receive("loaded")
+
+    def start_steps(self, settings: RunnerSettings, layout: StepLayout, media_buffer: MediaBuffer | None) -> StepMemory:
+        """Where steps are written from now on, for all ranks."""
+        self._memory = memory = StepMemory(layout, self.size)
+        fds = [memory.fd]
+        message: dict[str, Any] = {"settings": settings.to_json()}
+        if media_buffer is not None:
+            fds.append(media_buffer.fd)
+            message["media_buffer"] = media_buffer.shape
+        for channel in self._channels.values():
+            channel.send(message, fds)
+        self._receive("ready")
+        return memory
+
+    def watch(self, on_loss: Callable[[RankLostError], object]) -> None:
+        """Calls `on_loss`, from another thread, when a rank is lost."""
+        with self._has_lost:
+            self._on_loss = on_loss
+            self._has_lost.notify_all()
+
+    def do(self, command: RankCommand, compute: Callable[[], Result]) -> Result:
+        """What `compute` gives, the first rank's part of a command that all ranks do (commands.py)."""
+        assert self._memory is not None, "ranks do nothing before start_steps"
+        if self._lost:
+            raise self._lost
+        try:
+            return lead(self.group, self._memory, command, compute)
+        except RankLostError as error:
+            raise self._lose(str(error)) from error
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        with self._has_lost:
+            self._is_closed = True
+            self._has_lost.notify_all()
+        self._workers.close()
+        self.group.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._host.close()
+        for channel in self._channels.values():
+            channel.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _receive(self, expected: str) -> None:
+        for rank, channel in self._channels.items():
+            try:
+                message, _ = channel.receive()
+            except (EOFError, ConnectionError) as error:
+                reason = self._lost or "its log says why"
+                raise CheckpointError(f"rank {rank} of {self.size} ended while it started: {reason}") from error
+            if expected not in message:
+                raise CheckpointError(f"rank {rank} of {self.size}: {message['error']}")
+
+    def _note_death(self, rank: int, reason: str) -> None:
+        self._host.abort(rank)  # whoever waits for it fails at once
+        self._lose(f"rank {rank} {reason}")
+
+    def _lose(self, reason: str) -> RankLostError:
+        """The error of the first loss: later ones follow from it."""
+        with self._has_lost:
+            if self._lost is None:
+                self._lost = RankLostError(f"a rank of the engine is lost, which needs all {self.size}: {reason}")
+                self._has_lost.notify_all()
+            return self._lost
+
+    def _tell_of_loss(self) -> None:
+        with self._has_lost:
+            self._has_lost.wait_for(lambda: self._is_closed or (self._lost and self._on_loss))
+        if self._is_closed or self._lost is None or self._on_loss is None:
+            return
+        self._on_loss(self._lost)
+        raise self._lost
+
+
+def _log_level() -> int:
+    """Of the other ranks, which say what the first one says too: only on request."""
+    level = logging.getLogger("tilewright").getEffectiveLevel()
+    return level if level <= logging.DEBUG else logging.WARNING

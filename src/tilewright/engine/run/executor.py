@@ -1,0 +1,212 @@
+"""Runs the scheduler's steps as plain data on every rank; a step that raises is computed again in parts.
+
+A sequence that raises alone has failed, the others continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from tilewright.engine.ranks.ranks import EngineRanks, RankCommand
+from tilewright.engine.run.runner import ModelRunner
+from tilewright.engine.run.writer import DraftWriter, StepWriter
+from tilewright.engine.schedule.scheduler import Scheduler
+from tilewright.engine.schedule.step import Chunk, DraftInput, Sampled, Step
+from tilewright.inputs.media_buffer import MediaBuffer
+from tilewright.layers.batch import KeptStates
+from tilewright.models.protocol import MediaItem
+from tilewright.types import Medium, Region
+
+Result = TypeVar("Result")
+
+
+class Executor:
+    """Writes each step where runners read it, and notes in the caches what they have computed.
+
+    Every rank's runner computes its part of the model; the logits of this one are of all of it.
+    """
+
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        writer: StepWriter,
+        media_buffer: MediaBuffer | None = None,
+        ranks: EngineRanks | None = None,
+    ) -> None:
+        self.model_runner = model_runner
+        self.media_buffer = media_buffer
+        self._ranks = ranks
+        self.writer = writer
+        self.features, self.cross_cache = writer.features, writer.cross_cache
+        draft_inputs = model_runner.draft_inputs
+        self._draft_writer = None if draft_inputs is None else DraftWriter(draft_inputs, self.features)
+        self._is_copied = not model_runner.device.is_host  # what a step reads, to another device
+        self._ahead: dict[bytes, Region] = {}  # media that were sent ahead of the step that encodes them
+        self.keeps_hidden = False  # whether steps keep all hidden states for `draft`
+
+    def run_and_keep(self, step: Step, kept: KeptStates) -> Tensor:
+        """The same, and the hidden states of some of the step's tokens."""
+        self.model_runner.kept = kept
+        try:
+            return self.run(step)
+        finally:
+            self.model_runner.kept = None
+
+    def run(self, step: Step) -> Tensor:
+        """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
+        if self._is_copied:
+            self.model_runner.recycle()
+        if step.encode:
+            self._load(step.encode)
+            self.model_runner.media_are_ahead = self._take_ahead(step.encode)
+        self.writer.write(step, keeps_hidden=self.keeps_hidden)
+        try:
+            logits = self._do(RankCommand.run, self.model_runner.run)
+        finally:
+            if step.encode:
+                self._note_encoded(step.encode)
+            if self._is_copied and not step.num_logits:
+                # Nobody waits for tokens, which come after all copies: a request that ends now may give up its media.
+                self.model_runner.recycle()
+        for group in step.cross_groups:
+            self.cross_cache.fill(group.key)
+        return logits
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether media of later steps may be sent while a step is computed."""
+        return self._is_copied and self.media_buffer is not None
+
+    def send_ahead(self, media: Items[Medium]) -> None:
+        """Starts the copy of media that a later step encodes, unless it was, or some of them are not written yet."""
+        assert self.media_buffer is not None
+        wanted = {medium.key: medium.region for medium in media if self.media_buffer.is_written(medium.region)}
+        if wanted and not wanted.items() <= self._ahead.items():
+            items = [MediaItem.of(medium) for medium in media if medium.key in wanted]
+            self._ahead = wanted if self.model_runner.send_ahead(items) else {}
+
+    def end_ahead(self) -> None:
+        """Returns when what was sent ahead has arrived: with the tokens of a step that computes, as a rule.
+
+        A request that ends now may give up its media.
+        """
+        if self._ahead:
+            self.model_runner.recycle()
+
+    def _take_ahead(self, media: Items[Medium]) -> bool:
+        """Whether all of the media were sent ahead. What was is no longer then, nor where others are encoded."""
+        sent, self._ahead = self._ahead, {}
+        return all(sent.get(medium.key) == medium.region for medium in media)
+
+    def encode(self, media: Items[Medium]) -> None:
+        """Encodes media without computing anything else."""
+        self.run(Step(encode=list(media)))
+
+    def draft(self, draft_inputs: Items[DraftInput]) -> list[list[int]]:
+        """What the predictor drafts after the step that was run last, as many tokens as each of the inputs asks for."""
+        assert self._draft_writer is not None, "the model has no predictor"
+        self._draft_writer.write(draft_inputs)
+        return self._do(RankCommand.draft, self.model_runner.draft)
+
+    def _do(self, command: RankCommand, compute: Callable[[], Result]) -> Result:
+        return compute() if self._ranks is None else self._ranks.do(command, compute)
+
+    def _load(self, media: Items[Medium]) -> None:
+        """Writes patches that were left out because the encoder's output was cached, which it no longer is."""
+        for medium in media:
+            assert self.media_buffer is not None, "a model that takes media has a buffer for them"
+            self.media_buffer.load(medium.region)
+
+    def _note_encoded(self, media: Items[Medium]) -> None:
+        """Also after a step that failed later: what it has encoded need not be encoded again."""
+        for medium in media:
+            features = self.model_runner.features.get(self.features.id_of(medium.key))
+            if features is not None:
+                self.features.put(medium.key, features.nbytes)
+
+
+Failure = tuple[Chunk, Exception]
+
+
+@dataclass(frozen=True)
+class StepBisector:
+    """Finds the sequences because of which a step cannot be computed.
+
+    Keys and values are written again as they were. Recurrent states are not: a step that raised may have written half
+    of them over those that it read. There the parts only show which sequences fail, and the others are preempted and
+    computed again from what is cached of them; where no sequence fails alone, all fail.
+    """
+
+    compute: Callable[[Step], list[Sampled]]
+    encode: Callable[[list[Medium]], None]
+    scheduler: Scheduler
+
+    def rescue(self, step: Step, error: Exception) -> tuple[Step, list[Sampled]]:
+        """What is left of a step after it raised an error, and its results; the scheduler has the failures."""
+        if self._drop_unencodable(step.encode):  # nothing was written before that
+            rest = self._part(step, [chunk for chunk in step.chunks if not chunk.sequence.is_finished])
+            try:
+                return rest, self.compute(rest)
+            except Exception as later:
+                return self.rescue(rest, later)
+        computed, sampled, failures = self._compute_apart(step, error)
+        is_rewound = not self.scheduler.resources.can_repeat_steps
+        if is_rewound and not failures:
+            failures = [(chunk, error) for chunk in step.chunks]
+        for chunk, failure in failures:
+            self.scheduler.fail(chunk.sequence, failure)
+        if is_rewound:
+            self.scheduler.rewind(step)
+            return Step(), []
+        return Step(computed), sampled
+
+    def _compute_apart(self, step: Step, error: Exception) -> tuple[list[Chunk], list[Sampled], list[Failure]]:
+        """The chunks by halves, and those that raise by halves again: one of n is found in some 2 log2(n) passes."""
+        if len(step.chunks) == 1:
+            return [], [], [(step.chunks[0], error)]
+        computed: list[Chunk] = []
+        sampled: list[Sampled] = []
+        failures: list[Failure] = []
+        pending = _halves(step.chunks)
+        while pending:
+            chunks = pending.pop()
+            try:
+                sampled += self.compute(self._part(step, chunks))
+                computed += chunks
+            except Exception as later:
+                if len(chunks) > 1:
+                    pending += _halves(chunks)
+                else:
+                    failures.append((chunks[0], later))
+        return computed, sampled, failures
+
+    def _part(self, step: Step, chunks: list[Chunk]) -> Step:
+        """Some chunks of a step whose media are encoded, with the groups they see, unless those are filled by now."""
+        seen = {group.key for chunk in chunks for group in chunk.sequence.pinned_groups}
+        is_filled = self.scheduler.resources.media.cross_cache.is_filled
+        groups = [group for group in step.cross_groups if group.key in seen and not is_filled(group.key)]
+        return replace(step, chunks=chunks, encode=[], cross_groups=groups)
+
+    def _drop_unencodable(self, media: Items[Medium]) -> bool:
+        """Whether one of the media cannot be encoded by itself: those that need it have failed."""
+        is_one = False
+        for medium in media:
+            if self.scheduler.resources.media.features.has(medium.key):
+                continue
+            try:
+                self.encode([medium])
+            except Exception as error:
+                is_one = True
+                for sequence in self.scheduler.readers([medium]):
+                    self.scheduler.fail(sequence, error)
+        return is_one
+
+
+def _halves(chunks: list[Chunk]) -> list[list[Chunk]]:
+    middle = len(chunks) // 2
+    return [half for half in (chunks[middle:], chunks[:middle]) if half]

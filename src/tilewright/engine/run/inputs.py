@@ -1,0 +1,321 @@
+"""A step as plain data: a header of integers and arrays at fixed offsets of one flat buffer.
+
+The scheduler's side writes it (engine/run/writer.py), runners read it (engine/run/runner.py). Nothing in it is an
+address or a Python object, so the buffer may be shared memory that runners in other processes map, and what a model
+reads of it reaches another device in one copy.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.engine.schedule.step import StepLimits
+from tilewright.layers.batch import Batch, CrossBatch, MediaRun, PageTable, StateBatch
+from tilewright.models.protocol import MediaItem
+from tilewright.ops import backend
+from tilewright.ops.attention import KvCache
+from tilewright.ops.device import Copy, NoCopy
+from tilewright.types import MEDIA_KINDS
+
+ALIGNMENT = 64  # bytes, a cache line
+
+
+class StepHeader(NamedTuple):
+    """How much of each array is filled."""
+
+    num_tokens: int
+    num_sequences: int
+    num_logit_rows: int
+    num_feature_runs: int = 0
+    num_cross_rows: int = 0
+    num_cross_spans: int = 0
+    num_encoded: int = 0
+    num_dropped: int = 0
+    num_cross_fills: int = 0
+    keeps_hidden: int = 0  # 1: the hidden states of all tokens are kept for a predictor
+
+    @property
+    def wants_all_logits(self) -> bool:
+        return self.num_logit_rows == self.num_tokens
+
+
+_HEADER = struct.Struct(f"={len(StepHeader._fields)}q")  # a tenth of the time that numpy takes for ten numbers
+
+
+class EncodedMedium(NamedTuple):
+    """A row of `encoded`: a medium to encode, whose patches lie in the media buffer."""
+
+    feature_id: int
+    kind: int  # its place in MEDIA_KINDS
+    frames: int
+    rows: int
+    columns: int
+    tile_rows: int
+    tile_columns: int
+    first_row: int  # in the media buffer
+    num_rows: int
+    num_features: int
+    feature_width: int  # of features that came with the request; 0: it is to be encoded
+
+    @classmethod
+    def of(cls, feature_id: int, item: MediaItem) -> EncodedMedium:
+        kind = MEDIA_KINDS.index(item.kind)
+        sizes = item.first_row, item.num_rows, item.num_features, item.feature_width
+        return cls(feature_id, kind, *item.grid, *item.tiling, *sizes)
+
+    @property
+    def item(self) -> MediaItem:
+        grid, tiling = (self.frames, self.rows, self.columns), (self.tile_rows, self.tile_columns)
+        sizes = self.first_row, self.num_rows, self.num_features, self.feature_width
+        return MediaItem(MEDIA_KINDS[self.kind], grid, tiling, *sizes)
+
+
+class FeatureRows(NamedTuple):
+    """A row of `feature_runs`: features that stand in for a run of the batch's tokens."""
+
+    feature_id: int
+    first_feature: int
+    first_row: int
+    length: int
+
+
+class CrossFill(NamedTuple):
+    """A row of `cross_fills`: features whose keys and values go to the next num_states of `cross_fill_slots`."""
+
+    feature_id: int
+    num_states: int
+
+
+@dataclass(frozen=True)
+class ArrayPlace:
+    """Where an array lies in the buffer."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def slots_name(window: int) -> str:
+    """Return the name of the array of slots in layers with a sliding window."""
+    return f"slots_{window}"
+
+
+def table_name(window: int) -> str:
+    """Return the name of their block table."""
+    return f"block_table_{window}"
+
+
+class StepLayout:
+    """The offset table of the arrays. Equal arguments give equal layouts, in every process.
+
+    What models read comes first, block tables last of it: a copy to a device ends with their last row in use.
+    `window_pages` says how many pages layers with a sliding window have, by window.
+    """
+
+    def __init__(
+        self,
+        limits: StepLimits,
+        *,
+        num_axes: int,
+        page_size: int,
+        num_pages: int,
+        num_cross_pages: int = 0,
+        window_pages: Mapping[int, int] | None = None,
+    ) -> None:
+        self.page_size = page_size
+        self.window_pages = window_pages or {}
+        max_tokens, max_sequences = limits.max_tokens_per_step, limits.max_sequences
+        max_pages = min(num_pages, -(-limits.max_context // page_size))
+        # A medium has at least one patch, and its cross-attention states at least one slot. As many spans as tokens,
+        # as many pages as there are: most of it is never touched, and takes no memory.
+        max_media, max_states = limits.max_encode_patches, num_cross_pages * page_size
+        max_spans = max_tokens if num_cross_pages else 0
+        long, integer = torch.int64, torch.int32
+        self.places: dict[str, ArrayPlace] = {}
+        self.size_bytes = 0
+        tables = [("block_table", integer, (max_sequences, max_pages))]
+        tables += [(table_name(window), integer, (max_sequences, max_pages)) for window in self.window_pages]
+        self.last_table = tables[-1][0]  # of those with a row for each sequence
+        for name, dtype, shape in (
+            ("token_ids", long, (max_tokens,)),
+            ("positions", long, (num_axes, max_tokens)),
+            ("slots", long, (max_tokens,)),
+            *((slots_name(window), long, (max_tokens,)) for window in self.window_pages),
+            ("query_starts", integer, (max_sequences + 1,)),
+            ("kv_lengths", integer, (max_sequences,)),
+            ("logit_rows", long, (max_tokens,)),
+            ("read_slots", integer, (max_sequences,)),
+            ("write_slots", integer, (max_tokens,)),
+            ("hidden_rows", long, (max_tokens,)),  # of a predictor's inputs: whose hidden states its tokens take
+            *tables,
+            ("cross_rows", long, (max_spans,)),
+            ("cross_query_starts", integer, (max_spans + 1,)),
+            ("cross_lengths", integer, (max_spans,)),
+            ("cross_fill_slots", long, (max_states,)),
+            ("cross_block_table", integer, (max_spans, num_cross_pages)),
+            ("header", long, (len(StepHeader._fields),)),
+            # Of a predictor's inputs: the first row of each sequence in the step, how many drafts it wants, and the
+            # position of the token after its last one.
+            ("draft_first_rows", long, (max_sequences,)),
+            ("draft_counts", long, (max_sequences,)),
+            ("draft_positions", long, (max_sequences,)),
+            ("encoded", long, (max_media, len(EncodedMedium._fields))),
+            ("dropped_ids", long, (max_media,)),
+            ("feature_runs", long, (max_tokens, len(FeatureRows._fields))),
+            ("cross_fills", long, (max_states, len(CrossFill._fields))),
+        ):
+            self.places[name] = ArrayPlace(self.size_bytes, dtype, shape)
+            size_bytes = math.prod(shape) * dtype.itemsize
+            self.size_bytes += -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The arrays, as far as they lie in `memory`."""
+        found = {}
+        for name, place in self.places.items():
+            end = place.offset + math.prod(place.shape) * place.dtype.itemsize
+            if end <= len(memory):
+                found[name] = memory[place.offset : end].view(place.dtype).view(place.shape)
+        return found
+
+    def end_of(self, name: str, num_rows: int) -> int:
+        """Where the first rows of an array end, in bytes."""
+        place = self.places[name]
+        return place.offset + num_rows * math.prod(place.shape[1:]) * place.dtype.itemsize
+
+
+class StepInputs:
+    """The arrays of a layout as views of a buffer: `tensors` for the model, `arrays` to fill them through numpy.
+
+    They stay where they are: a recorded step reads them again. On a device that is not the host `tensors` are of its
+    own memory, and what was filled in gets there by `send`; before it is filled in anew comes `recycle`.
+    """
+
+    def __init__(self, layout: StepLayout, buffer: Tensor | None = None) -> None:
+        """`buffer` is uint8 [layout.size_bytes]; None: memory of this process."""
+        self.layout = layout
+        self._device = device = backend.place()
+        self._memory = device.host_bytes(layout.size_bytes) if buffer is None else buffer
+        own = layout.views(self._memory)
+        self.arrays: dict[str, np.ndarray] = {name: view.numpy() for name, view in own.items()}
+        self._header = self.arrays["header"].data
+        self._copy: Copy = NoCopy()
+        self.tensors = own
+        if not device.is_host:
+            num_bytes = layout.places["header"].offset
+            self._there = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
+            self.tensors = layout.views(self._there)
+
+    def send(self) -> None:
+        """Starts the one copy of what a model reads of the step, to a device that is not the host."""
+        header = self.header
+        end = self.layout.end_of(self.layout.last_table, header.num_sequences)
+        if header.num_cross_spans or header.num_cross_fills:
+            end = self.layout.end_of("cross_block_table", header.num_cross_spans)
+        _, self._copy = self._device.upload(self._memory[:end], self._there[:end])
+
+    def pad(self, header: StepHeader, num_rows: int) -> StepHeader:
+        """A step of `num_rows` sequences of one token, of which the last ones are padding: they keep and read nothing.
+
+        `header` has fewer, of one token each.
+        """
+        count, arrays = header.num_sequences, self.arrays
+        arrays["token_ids"][count:num_rows] = 0
+        arrays["positions"][:, count:num_rows] = 0
+        for name in ("slots", *map(slots_name, self.layout.window_pages)):
+            arrays[name][count:num_rows] = -1
+        arrays["query_starts"][count + 1 : num_rows + 1] = range(count + 1, num_rows + 1)
+        arrays["kv_lengths"][count:num_rows] = 0
+        arrays["read_slots"][count:num_rows] = -1
+        arrays["write_slots"][count:num_rows] = -1
+        return header._replace(num_tokens=num_rows, num_sequences=num_rows, num_logit_rows=num_rows)
+
+    def recycle(self) -> None:
+        """Returns when the arrays may be written again."""
+        self._copy.recycle()
+        self._copy = NoCopy()
+
+    @property
+    def header(self) -> StepHeader:
+        return StepHeader._make(_HEADER.unpack_from(self._header))
+
+    def write_header(self, header: StepHeader) -> None:
+        _HEADER.pack_into(self._header, 0, *header)
+
+    def logit_rows(self, header: StepHeader) -> Tensor | None:
+        """The rows whose logits are wanted; None: all."""
+        return None if header.wants_all_logits else self.tensors["logit_rows"][: header.num_logit_rows]
+
+    def batch(
+        self,
+        header: StepHeader,
+        kv_caches: Items[KvCache],
+        media: Items[MediaRun] = (),
+        cross: CrossBatch | None = None,
+        states: StateBatch | None = None,
+        *,
+        recorded: bool = True,
+    ) -> Batch:
+        """What was filled in, as views. If steps are not `recorded`, the block table has only the columns in use."""
+        tensors, num_tokens, num_sequences = self.tensors, header.num_tokens, header.num_sequences
+        num_pages = self.num_pages(header, recorded=recorded)
+        return Batch(
+            token_ids_T=tensors["token_ids"][:num_tokens],
+            positions_AT=tensors["positions"][:, :num_tokens],
+            slots_T=tensors["slots"][:num_tokens],
+            query_starts=tensors["query_starts"][: num_sequences + 1],
+            kv_lengths=tensors["kv_lengths"][:num_sequences],
+            block_table=tensors["block_table"][:num_sequences, :num_pages],
+            kv_caches=kv_caches,
+            windows={
+                window: PageTable(
+                    tensors[slots_name(window)][:num_tokens], tensors[table_name(window)][:num_sequences, :num_pages]
+                )
+                for window in self.layout.window_pages
+            },
+            logit_rows=self.logit_rows(header),
+            media=media,
+            cross=cross,
+            states=states,
+        )
+
+    def cross_batch(self, header: StepHeader, kv_caches: Items[KvCache], *, recorded: bool = True) -> CrossBatch | None:
+        """What tokens attend to by cross-attention, as views; None where no token attends to anything."""
+        num_rows, num_spans = header.num_cross_rows, header.num_cross_spans
+        if not num_spans:
+            return None
+        tensors = self.tensors
+        num_pages = self.num_cross_pages(header, recorded=recorded)
+        return CrossBatch(
+            rows_R=None if num_rows == header.num_tokens else tensors["cross_rows"][:num_rows],
+            query_starts=tensors["cross_query_starts"][: num_spans + 1],
+            lengths=tensors["cross_lengths"][:num_spans],
+            block_table=tensors["cross_block_table"][:num_spans, :num_pages],
+            kv_caches=kv_caches,
+        )
+
+    def num_pages(self, header: StepHeader, *, recorded: bool) -> int:
+        """Columns of the block table that a batch has."""
+        return self._num_columns("block_table", "kv_lengths", header.num_sequences, recorded)
+
+    def num_cross_pages(self, header: StepHeader, *, recorded: bool) -> int:
+        return self._num_columns("cross_block_table", "cross_lengths", header.num_cross_spans, recorded)
+
+    def _num_columns(self, table: str, lengths: str, num_rows: int, recorded: bool) -> int:
+        """All columns of a block table for recorded steps, whose arguments stay; else those that the rows need.
+
+        The torch backend gathers the pages of every column. So a device has recordings for powers of two of them.
+        """
+        all_columns: int = self.arrays[table].shape[1]
+        if recorded and self._device.is_host:
+            return all_columns
+        needed = -(-int(self.arrays[lengths][:num_rows].max(initial=1)) // self.layout.page_size)
+        return min(1 << (needed - 1).bit_length(), all_columns) if recorded else needed

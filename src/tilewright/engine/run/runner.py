@@ -1,0 +1,303 @@
+"""Runs a step that is plain data: encodes its media, fills cross-attention pages and returns the logits.
+
+Its settings are plain data too, so that every rank makes the same runner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.engine.draft.runner import DraftRunner
+from tilewright.engine.kv.pages import PAGE_SIZE, kv_byte_dtype
+from tilewright.engine.kv.state import StateMemory
+from tilewright.engine.media.transfer import MediaTransfer
+from tilewright.engine.run.inputs import EncodedMedium, FeatureRows, StepHeader, StepInputs, StepLayout
+from tilewright.engine.run.replay import MAX_RECORDED_TOKENS, CapturedSteps, RecordedSteps
+from tilewright.engine.schedule.step import StepLimits
+from tilewright.layers.batch import Batch, KeptStates, MediaRun
+from tilewright.models.protocol import MediaBatch, MediaItem, Model, Predictor
+from tilewright.ops import backend
+from tilewright.ops.attention import KvCache
+from tilewright.ops.plan import Arena
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """Sizes of the memory that sequences share, and how steps are run."""
+
+    limits: StepLimits
+    num_pages: int
+    num_cross_pages: int = 0  # for encoder states; 0 in models without cross-attention
+    num_state_slots: int = 0  # 0 in models without recurrent layers
+    num_window_pages: tuple[int, ...] = ()  # of layers with a sliding window, by window: the shortest first
+    page_size: int = PAGE_SIZE
+    drafting: bool = False
+    kv_cache_dtype: str = "auto"
+    replay: bool = True
+
+    def layout(self, model: Model) -> StepLayout:
+        """How steps lie in a buffer."""
+        return StepLayout(
+            self.limits,
+            num_axes=model.num_position_axes,
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            num_cross_pages=self.num_cross_pages,
+            window_pages=self.window_pages(model),
+        )
+
+    def window_pages(self, model: Model) -> dict[int, int]:
+        """Return how many pages layers with a sliding window share, by window."""
+        windows = model.kv_spec.windows(self.limits.max_context)
+        return dict(zip(windows, self.num_window_pages, strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> RunnerSettings:
+        own = {"limits": StepLimits(**fields["limits"]), "num_window_pages": tuple(fields["num_window_pages"])}
+        return RunnerSettings(**{**fields, **own})
+
+
+def build_runner(
+    model: Model,
+    dtype: torch.dtype,
+    settings: RunnerSettings,
+    inputs: StepInputs,
+    draft_inputs: StepInputs,
+    media_rows: Tensor | None,
+) -> ModelRunner:
+    """A runner for a model whose weights are loaded, with fresh memory, that reads its steps from the inputs."""
+
+    kv_dtype, cross_spec = kv_byte_dtype(settings.kv_cache_dtype) or dtype, model.cross_spec
+    # One page more, which stays zero: it stands for those behind a window.
+    window_pages = {window: count + 1 for window, count in settings.window_pages(model).items()}
+    cross_caches: list[KvCache] = []
+    if cross_spec is not None:
+        cross_caches = cross_spec.empty_caches(settings.num_cross_pages, settings.page_size, kv_dtype)
+    return ModelRunner(
+        model,
+        model.kv_spec.empty_caches(settings.num_pages, settings.page_size, kv_dtype, window_pages),
+        inputs,
+        settings.limits,
+        cross_caches=cross_caches,
+        states=StateMemory(model.state_spec, settings.num_state_slots, dtype) if model.state_spec else None,
+        predictor=model.predictor if settings.drafting else None,
+        draft_inputs=draft_inputs,
+        dtype=dtype,
+        media_rows=media_rows,
+        replay=settings.replay,
+    )
+
+
+# Rows of media that a recorded pass of an encoder has at most: 16 pictures of 512 x 512. Larger ones keep a GPU busy.
+MAX_CAPTURED_MEDIA_ROWS = 16384
+# Sequences of a recorded step of a device: one with fewer is padded to the next of these.
+CAPTURED_SEQUENCES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+class ModelRunner:
+    """The model with its memory: KV pages, encoder features, recurrent states. It reads steps from `inputs`.
+
+    `replay`: small steps are recorded once per shape and replayed; on a device, those in which all decode. A model with
+    cross-attention has a second set of caches, one with recurrent layers has `states`. With a `predictor`, `draft`
+    drafts what may follow a step, from what is in `draft_inputs`. `dtype` is that of hidden states; None: that of the
+    keys and values.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_caches: Items[KvCache],
+        inputs: StepInputs,
+        limits: StepLimits,
+        *,
+        cross_caches: Items[KvCache] = (),
+        states: StateMemory | None = None,
+        predictor: Predictor | None = None,
+        draft_inputs: StepInputs | None = None,
+        dtype: torch.dtype | None = None,
+        media_rows: Tensor | None = None,
+        replay: bool = True,
+    ) -> None:
+        self.model = model
+        self.device = backend.place()  # its own: where its weights, pages and states are
+        self._is_host = self.device.is_host
+        # From the media buffer, [rows, width]; None: the model takes no media.
+        self._media = None if media_rows is None else MediaTransfer(media_rows, self.device)
+        self.kv_caches = kv_caches
+        self.inputs = inputs
+        self.cross_caches = cross_caches
+        self.states = states
+        self.media_are_ahead = False  # whether those of the next step were sent by `send_ahead`
+        self.replay = replay
+        self.features: dict[int, Tensor] = {}  # by the id that the scheduler's side gave them
+        self._arena = Arena()
+        self._recorded: RecordedSteps[tuple[Tensor, Tensor | None]] = RecordedSteps(self._arena)
+        self._captured_passes: CapturedSteps[list[Tensor]] = CapturedSteps(self.device, "passes of the encoder")
+        self._captured: CapturedSteps[tuple[Tensor, Tensor | None]] = CapturedSteps(self.device, "steps")
+        self._max_rows = min(limits.max_sequences, limits.max_tokens_per_step)
+        self.predictor = predictor
+        self.kept: KeptStates | None = None  # of the next step, of tokens that this rank's caller asks for
+        self._hidden: Tensor | None = None  # of the last step's tokens, until the arena is used again
+        self._drafts: DraftRunner | None = None
+        if predictor is not None:
+            draft_inputs = draft_inputs or StepInputs(inputs.layout)
+            self._drafts = DraftRunner(
+                predictor,
+                kv_caches,
+                draft_inputs,
+                limits,
+                self._arena,
+                dtype or kv_caches[0].dtype,
+                replay=replay and self.device.is_host,
+            )
+
+    @property
+    def scratch_bytes(self) -> int:
+        """For results of ops: what the largest step so far took, and what was added in advance."""
+        return self._arena.size_bytes
+
+    @property
+    def draft_inputs(self) -> StepInputs | None:
+        """Where `draft` reads what its predictor is given; None: the model has none."""
+        return None if self._drafts is None else self._drafts.inputs
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        """fp32 logits [R, V] of the rows that the step in `inputs` asks for. They are overwritten by the next step."""
+        header = self.inputs.header
+        is_captured, padded = False, header
+        if not self._is_host:
+            is_captured = self._can_capture(header)
+            padded = self._pad(header) if is_captured else header
+            self.inputs.send()
+        if header.num_dropped:
+            for feature_id in self.inputs.arrays["dropped_ids"][: header.num_dropped].tolist():
+                self.features.pop(feature_id, None)
+        if header.num_encoded:
+            self._encode(header.num_encoded)
+        if header.num_cross_fills:
+            self._fill(header.num_cross_fills)
+        if not header.num_tokens:
+            return torch.empty(0, self.model.vocab_size)
+        if is_captured:
+            logits, self._hidden = self._captured.run(self._captured_shape(padded), lambda: self._forward(padded, True))
+            return logits[: header.num_tokens]
+        is_small = header.num_tokens <= MAX_RECORDED_TOKENS and header.wants_all_logits
+        is_recorded = self.replay and self._is_host
+        if is_recorded and is_small and not header.num_feature_runs and self.kept is None:
+            shape = header.num_tokens, header.num_sequences, header.num_cross_rows, header.num_cross_spans
+            logits, self._hidden = self._recorded.run(shape, lambda: self._forward(header, True))
+            return logits
+        with self._arena.use():
+            logits, self._hidden = self._forward(header, is_recorded)
+        return logits
+
+    def _can_capture(self, header: StepHeader) -> bool:
+        """Whether every sequence of a step has one token and nothing else to do."""
+        is_decode = 0 < header.num_tokens == header.num_sequences and header.wants_all_logits
+        is_plain = not header.num_feature_runs and self.kept is None
+        return self.replay and is_decode and is_plain and header.num_sequences <= CAPTURED_SEQUENCES[-1]
+
+    def _pad(self, header: StepHeader) -> StepHeader:
+        """The step with as many rows as a recorded one has; as it is where tokens attend to encoder states."""
+        if header.num_cross_spans:
+            return header
+        size = next(size for size in CAPTURED_SEQUENCES if size >= header.num_sequences)
+        return self.inputs.pad(header, min(size, self._max_rows))
+
+    def _captured_shape(self, header: StepHeader) -> tuple[int, ...]:
+        num_pages = self.inputs.num_pages(header, recorded=True)
+        if not header.num_cross_spans:
+            return header.num_sequences, num_pages
+        of_cross = header.num_cross_rows, header.num_cross_spans, self.inputs.num_cross_pages(header, recorded=True)
+        return header.num_sequences, num_pages, *of_cross
+
+    def recycle(self) -> None:
+        """Returns when `inputs` and the media that were read may be written again: copies of them are done."""
+        self.inputs.recycle()
+        if self._media is not None:
+            self._media.recycle()
+
+    def send_ahead(self, items: Items[MediaItem]) -> bool:
+        """Starts to copy media that a later step encodes; False where they are copied with that step instead."""
+        return self._media is not None and self._media.send_ahead(items)
+
+    def draft(self) -> list[list[int]]:
+        """What the predictor drafts after the step that was run last, for each sequence in `draft_inputs`."""
+        assert self._drafts is not None and self._hidden is not None, "the last step kept no hidden states"
+        drafts = self._drafts.draft(self._hidden, self._media_runs(self._drafts.inputs))
+        self._hidden = None  # their memory is the drafts' now
+        return drafts
+
+    def _encode(self, count: int) -> None:
+        """Keeps the features of media under their ids: from one pass of the encoder, or as requests brought them."""
+        assert self._media is not None, "a model that takes media has a buffer for them"
+        media = [EncodedMedium(*row) for row in self.inputs.arrays["encoded"][:count].tolist()]
+        is_captured = self.replay and not self._is_host
+        limit = MAX_CAPTURED_MEDIA_ROWS if is_captured else 0
+        items = [medium.item for medium in media]
+        batch = self._media.send(items, ahead=self.media_are_ahead, max_kept_rows=limit)
+        to_encode: dict[int, MediaItem] = {}  # by the ids of their features
+        for medium, item in zip(media, batch.items, strict=True):
+            if item.feature_width:
+                self.features[medium.feature_id] = batch.features(item)
+            else:
+                to_encode[medium.feature_id] = item
+        if not to_encode:
+            return
+        unseen = MediaBatch(batch.buffer, tuple(to_encode.values()))
+        with self._arena.use():
+            if self._media.is_kept(batch):
+                # Their place is the same in every step, as a recording's results are: those are copied.
+                passed = self._captured_passes.run(unseen.items, lambda: self.model.encode(unseen))
+                found = [features.clone() for features in passed]
+            else:
+                found = self.model.encode(unseen)
+        self.features |= dict(zip(to_encode, found, strict=True))
+
+    def _forward(self, header: StepHeader, is_recorded: bool) -> tuple[Tensor, Tensor | None]:
+        """Logits, and all hidden states if they are kept, or computed anyway, for a predictor."""
+        batch = self._batch(header, is_recorded)
+        if self.predictor is None or (batch.logit_rows is not None and not header.keeps_hidden):
+            return self.model.forward(batch), None
+        return self.predictor.forward_with_hidden(batch)
+
+    def _batch(self, header: StepHeader, is_recorded: bool) -> Batch:
+        inputs = self.inputs
+        media = self._media_runs(inputs)
+        states = None if self.states is None else self.states.batch(inputs, header)
+        cross = inputs.cross_batch(header, self.cross_caches, recorded=is_recorded)
+        batch = inputs.batch(header, self.kv_caches, media, cross, states, recorded=is_recorded)
+        return batch if self.kept is None else replace(batch, kept=self.kept)
+
+    def _fill(self, num_fills: int) -> None:
+        """Writes the keys and values of encoder states to their cross-attention pages."""
+        slots, first = self.inputs.tensors["cross_fill_slots"], 0
+        with self._arena.use():
+            for feature_id, num_states in self.inputs.arrays["cross_fills"][:num_fills].tolist():
+                places = slots[first : first + num_states]
+                self.model.store_cross_states(self.features[feature_id], places, self.cross_caches)
+                first += num_states
+
+    def _media_runs(self, inputs: StepInputs) -> list[MediaRun]:
+        """The features that stand in for tokens, as views of what the encoder made."""
+        runs = [FeatureRows(*row) for row in inputs.arrays["feature_runs"][: inputs.header.num_feature_runs].tolist()]
+        return [
+            MediaRun(
+                torch.arange(run.first_row, run.first_row + run.length, device=self.device.torch_device),
+                *self.model.split_features(
+                    self.features[run.feature_id][run.first_feature : run.first_feature + run.length]
+                ),
+            )
+            for run in runs
+        ]

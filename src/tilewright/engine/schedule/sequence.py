@@ -1,0 +1,272 @@
+"""One answer that is being generated, and the arithmetic over its tokens."""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import itertools
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tilewright.engine.constraint.compiler import Grammar
+from tilewright.engine.constraint.matcher import Matcher
+from tilewright.engine.kv.cross import CrossGroup, CrossSpan, cross_groups_of
+from tilewright.engine.measure.stats import StepReads
+from tilewright.types import FinishReason, Medium, ModelInputs, SamplingParams, Timings, TokenLogprob
+
+_next_id = itertools.count()
+NO_SLOT = -1
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class FeatureRun:
+    """Features first_feature .. first_feature + length of a medium, in the place of the tokens from `start` on."""
+
+    medium: Medium
+    first_feature: int
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+@dataclass
+class StateSlots:
+    """What a running sequence has of the state cache."""
+
+    own: int  # where its steps leave the state
+    read: int = NO_SLOT  # with the state after its computed tokens: its own or a snapshot's; none before the first
+    kept: dict[int, int] = field(default_factory=dict)  # by the step under way: the state after so many tokens -> slot
+
+
+@dataclass
+class WindowPages:
+    """The pages that a running sequence holds in layers with one sliding window: those of its latest tokens."""
+
+    first: int  # which of the sequence's pages the first of these is; those before it were given back
+    pages: list[int]
+    num_stored: int  # of the sequence's pages, those that the prefix cache has seen
+
+    @property
+    def stop(self) -> int:
+        """Which of the sequence's pages comes after these."""
+        return self.first + len(self.pages)
+
+
+class Sequence:
+    """A prompt and what was generated after it so far.
+
+    A request for n answers makes n of these over one prompt (`for_request`). The first is their leader: it computes the
+    prompt and its log-probabilities, the others find its pages in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        inputs: ModelInputs,
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        leader: Sequence | None = None,
+        seed: int | None = None,
+        stop_token_ids: Collection[int] = (),
+        submitted_s: float | None = None,
+        matcher: Matcher | None = None,
+    ) -> None:
+        self.id = next(_next_id)  # counts up with arrival
+        self.request_id = request_id
+        self.index = index
+        self._leader = leader  # None for the leader itself: a reference cycle would keep it alive
+        self.inputs = inputs
+        self.params = params
+        self.seed = secrets.randbits(64) if seed is None else seed
+        self.stop_token_ids = frozenset(stop_token_ids)
+        # With ignore_eos: the end of text is among the stop tokens then only where a grammar may need it.
+        self._ignored_token_ids = self.stop_token_ids.difference(params.stop_token_ids)
+        self.matcher = matcher  # of a constrained answer, until it is finished
+
+        self.token_ids = list(inputs.token_ids)
+        self.num_prompt_tokens = len(inputs.token_ids)
+        self.position_offset = inputs.next_position - len(inputs.token_ids)  # of an output token's rope position
+        self.num_computed_tokens = 0  # their keys and values are in the pages
+        self.draft_token_ids: list[int] = []  # part of the step under way
+        self.pages: list[int] = []
+        self.page_digests: list[bytes] = []  # of full pages, as far as they were needed
+        self.num_stored_pages = 0  # the first of `pages`, which the prefix cache has seen
+        self.window_pages: dict[int, WindowPages] = {}  # by window, in models whose layers have some
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
+        self.first_kept_token: int | None = None  # whose hidden state is read: it must be computed, though it is cached
+        self.pinned_keys: list[bytes] = []  # of media that are being read
+        self.cross_groups: list[CrossGroup] = cross_groups_of(inputs.media) if leader is None else leader.cross_groups
+        self.pinned_groups: list[CrossGroup] = []  # those that tokens of the step under way see
+        self.state_slots: StateSlots | None = None  # while it runs, in models with recurrent layers
+        self.branch_border = 0  # how many of its tokens had matching pages when it was admitted last
+        self.last_snapshot: bytes | None = None  # of the states after its prompt; the next one takes its place
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.logprobs: list[TokenLogprob] = []  # of the output
+        self._prompt_logprobs: list[TokenLogprob | None] = [None]
+        self._feature_runs: list[FeatureRun] = _feature_runs(inputs.media) if leader is None else leader._feature_runs
+        self._run_stops = [run.stop for run in self._feature_runs]
+
+        self.submitted_s = time.perf_counter() if submitted_s is None else submitted_s
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+        self.reads_at_first_token: StepReads | None = None  # of the engine, when the step that gave it was done
+
+    @classmethod
+    def for_request(
+        cls,
+        request_id: str,
+        inputs: ModelInputs,
+        params: SamplingParams,
+        eos_token_ids: Collection[int] = (),
+        submitted_s: float | None = None,
+        grammar: Grammar | None = None,
+    ) -> list[Sequence]:
+        """The params.n sequences of a request. Without a seed they get a random one, common to all n."""
+        stop_token_ids = frozenset(params.stop_token_ids)
+        # A grammar may come to an end: there the tokens that are ignored otherwise are all that is allowed.
+        if not params.ignore_eos or grammar is not None:
+            stop_token_ids |= frozenset(eos_token_ids)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            sequence = cls(
+                request_id,
+                inputs,
+                params,
+                index=index,
+                leader=sequences[0] if sequences else None,
+                seed=seed,
+                stop_token_ids=stop_token_ids,
+                submitted_s=submitted_s,
+                matcher=None if grammar is None else grammar.start(),
+            )
+            sequences.append(sequence)
+        return sequences
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, without drafts."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all that is left to compute is the token sampled last."""
+        num_tokens = len(self.token_ids)
+        return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens == 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def waits_for_leader(self) -> bool:
+        """Whether its prompt is still being computed by the first sequence of its request."""
+        leader = self._leader
+        return leader is not None and leader.num_output_tokens == 0 and not leader.is_finished
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None]:
+        """Those known so far, one list for all sequences of the request; the first token has none."""
+        return (self._leader or self)._prompt_logprobs
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether this sequence has to compute log-probabilities of prompt tokens yet."""
+        return (
+            self.params.prompt_logprobs is not None
+            and self._leader is None
+            and len(self._prompt_logprobs) < self.num_prompt_tokens
+        )
+
+    def unwanted_token_ids(self, num_drafts: int = 0) -> frozenset[int]:
+        """The stop tokens that must not come next, or after so many drafts: none does before min_tokens."""
+        if self.num_output_tokens + num_drafts < self.params.min_tokens:
+            return self.stop_token_ids
+        return self._ignored_token_ids if self.params.ignore_eos else frozenset()
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """Rope positions [A, stop - start] of the tokens from start to stop, drafts counted on."""
+        num_prompt_tokens = self.num_prompt_tokens
+        prompt = self.inputs.positions[:, start:stop]
+        if stop <= num_prompt_tokens:
+            return prompt
+        first = max(start, num_prompt_tokens) + self.position_offset
+        count = stop - max(start, num_prompt_tokens)
+        output = np.broadcast_to(np.arange(first, first + count, dtype=np.int64), (prompt.shape[0], count))
+        return output if start >= num_prompt_tokens else np.concatenate([prompt, output], axis=1)
+
+    @property
+    def unread_media(self) -> list[Medium]:
+        """Media that tokens left to compute read."""
+        return [
+            medium
+            for medium in self.inputs.media
+            if medium.spans and medium.spans[-1].start + medium.spans[-1].length > self.num_computed_tokens
+        ]
+
+    def features_in(self, start: int, stop: int) -> list[FeatureRun]:
+        """The features that tokens start .. stop are replaced by, cut to that range, in order."""
+        runs: list[FeatureRun] = []
+        for index in range(bisect.bisect_right(self._run_stops, start), len(self._feature_runs)):
+            run = self._feature_runs[index]
+            if run.start >= stop:
+                break
+            first, last = max(run.start, start), min(run.stop, stop)
+            runs.append(FeatureRun(run.medium, run.first_feature + first - run.start, first, last - first))
+        return runs
+
+    def cross_groups_in(self, start: int, stop: int) -> list[CrossGroup]:
+        """The groups that some of tokens start .. stop see, in order."""
+        return [group for group in self.cross_groups if group.start < stop and start < group.stop]
+
+    def cross_spans(self, start: int, stop: int) -> list[CrossSpan]:
+        """What tokens start .. stop see, in order; those that see nothing are left out."""
+        return [
+            cross_span for group in self.cross_groups_in(start, stop) for cross_span in group.cross_spans(start, stop)
+        ]
+
+    def timings(self) -> Timings:
+        """Seconds since it was submitted; what has not happened yet counts as now."""
+        now = time.perf_counter() if self.finished_s is None else self.finished_s
+        queued, first_token = self.started_s or now, self.first_token_s or now
+        return Timings(queued - self.submitted_s, first_token - self.submitted_s, now - self.submitted_s)
+
+
+def _feature_runs(media: tuple[Medium, ...]) -> list[FeatureRun]:
+    runs = []
+    for medium in media:
+        if medium.num_states:
+            continue
+        first_feature = 0
+        for span in medium.spans:
+            runs.append(FeatureRun(medium, first_feature, span.start, span.length))
+            first_feature += span.length
+    return sorted(runs, key=lambda run: run.start)

@@ -1,0 +1,180 @@
+"""The Engine's options as flags, for every command that runs a model. Imports the engine when one is opened."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.host import files
+from tilewright.host.files import CheckpointError
+from tilewright.host.memory import explained_shortage, require_start
+from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.weights import embedded, hub
+
+if TYPE_CHECKING:
+    from tilewright.engine.engine import Engine
+
+MODEL_HELP = f"a folder, a GGUF file or a hub id (default: the embedded {embedded.MODEL_NAME})"
+_NAMES = (
+    "dtype",
+    "quantize",
+    "mmproj",
+    "tp",
+    "cpu_binding",
+    "device",
+    "backend",
+    "kv_memory",
+    "kv_cache_dtype",
+    "max_context",
+    "max_sequences",
+    "max_tokens_per_step",
+    "speculate",
+    "prefix_cache",
+    "replay",
+    "pack_cache",
+    "allow_special_tokens",
+)
+
+
+class _ModelAction(argparse.Action):
+    """Stores the model, which a command may take as an argument or as -m; of several -m the last counts."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if values is None:  # the argument is left out
+            return
+        is_argument = option is None
+        if namespace.model is not None and (is_argument or getattr(namespace, "model_is_argument", False)):
+            parser.error(f"two models are named, {namespace.model} and {values}: expected one")
+        namespace.model, namespace.model_is_argument = values, is_argument
+
+
+def add_model_argument(parser: argparse.ArgumentParser, text: str, *, is_positional: bool = False) -> None:
+    """Adds -m, and MODEL as an argument where the command is about the model."""
+    if is_positional:
+        parser.add_argument("model", nargs="?", metavar="MODEL", action=_ModelAction, help=text)
+        text = "the same"
+    parser.add_argument("-m", "--model", metavar="MODEL", action=_ModelAction, help=text)
+
+
+def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Adds -m and the engine's options; `defaults` are those of this command where they are not the Engine's."""
+    add_model_argument(parser, MODEL_HELP)
+    add_engine_arguments(parser)
+    parser.set_defaults(**defaults)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the engine's options, for a command that has its own way of naming the model."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: that of the checkpoint")
+    text = "round weights while loading: int8 and fp8 halve what bf16 takes, int4 is a quarter, auto chooses; none: "
+    text += "widen those of a quantised checkpoint (default: as they are)"
+    group.add_argument("--quantize", choices=("int8", "int4", "fp8", "auto", "none"), help=text)
+    text = "of a GGUF model: the projector that pictures go through (default: the one in its folder); none: text alone"
+    group.add_argument("--mmproj", metavar="FILE|none", help=text)
+    group.add_argument("--device", metavar="NAME", help="cpu, or a GPU: cuda, cuda:1 (default cpu)")
+    text = "what computes on a CPU: our kernels (default), or plain torch, slowly, to compare with"
+    group.add_argument("--backend", choices=("native", "torch"), help=text)
+    text = "processes that the model is split over, one per NUMA node; auto: as many as are faster (default 1)"
+    group.add_argument("--tp", type=_ranks, metavar="N|auto", help=text)
+    text = 'CPUs of each of them, such as "0-7|8-15" (default: those of its NUMA node)'
+    group.add_argument("--cpu-binding", metavar="LISTS", help=text)
+    text = "for the KV cache, such as 4GB or 25%% of the free memory (default: half of it)"
+    group.add_argument("--kv-memory", metavar="SIZE", help=text)
+    text = "keys and values in the model's type (auto), or in 8 bits: twice as many tokens fit (default auto)"
+    group.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8"), help=text)
+    group.add_argument("--max-context", type=positive, metavar="N", help="tokens of a prompt and its answer together")
+    group.add_argument("--max-sequences", type=positive, metavar="N", help="answers computed together")
+    group.add_argument("--max-tokens-per-step", type=positive, metavar="N", help="tokens computed in one step")
+    text = "draft tokens per step at most; 0: no speculative decoding"
+    group.add_argument("--speculate", type=natural, metavar="N", help=text)
+    for name, what in (
+        ("prefix_cache", "compute every prompt from its first token on"),
+        ("replay", "run steps op by op"),
+        ("pack_cache", "do not keep packed weights on disk for the next start"),
+    ):
+        flag = f"--no-{name.replace('_', '-')}"
+        group.add_argument(flag, dest=name, action="store_const", const=False, help=what)
+    group.add_argument(
+        "--allow-special-tokens", action="store_const", const=True,
+        help="parse special tokens in the text of messages: their authors can then pose as system or assistant",
+    )  # fmt: skip
+
+
+def _ranks(text: str) -> int | str:
+    return text if text == "auto" else positive(text)
+
+
+def positive(text: str) -> int:
+    return _number(text, 1)
+
+
+def natural(text: str) -> int:
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    return int(text)
+
+
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of the Engine that the flags give, the embedded model where they name none."""
+    given = {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
+    return {"model": str(embedded.path(embedded_key(options))) if options.model is None else options.model, **given}
+
+
+def embedded_key(options: argparse.Namespace) -> str:
+    """Which embedded model a command without -m uses: the one that hears and speaks, if it is asked to do either."""
+    return "tiny_omni" if getattr(options, "audio", None) or getattr(options, "speak", None) else "tiny_vl"
+
+
+def check_file(flag: str, file: str) -> Path:
+    """Return the path of a file to read; RequestError if there is none."""
+    path = Path(file).expanduser()
+    try:
+        files.open_regular(path).close()
+    except FileNotFoundError:
+        raise RequestError(f"{flag} {file}: there is no such file") from None
+    except OSError as error:
+        raise RequestError(f"{flag} {file}: {error.strerror or error}") from error
+    return path
+
+
+def check_model(model: str | None, mmproj: str | None = None) -> None:
+    """Raise the error of a model that is not there: known at once, where importing torch to find out takes seconds."""
+    if model is not None and hub.find(model) is None:
+        hub.check(model)
+    if mmproj not in (None, "none"):
+        in_folder = None if model is None else Path(model).expanduser().parent / mmproj
+        check_file("--mmproj", mmproj if in_folder is None or not files.exists(in_folder) else str(in_folder))
+
+
+def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> Engine:
+    """The Engine of the flags, and of `more` that has none. A model that cannot be loaded is a RequestError.
+
+    Unless --quiet, a line on standard error says so if the embedded model is used because none is named.
+    """
+    given = engine_options(options)
+    check_model(options.model, options.mmproj)
+    if options.model is None and not getattr(options, "quiet", False):
+        print(f"tilewright: {embedded.notice('-m ./Qwen3-VL-2B-Instruct', embedded_key(options))}", file=sys.stderr)
+    return make_engine(progress=progress, **given, **more)
+
+
+def make_engine(**options: Any) -> Engine:
+    """An Engine by its arguments. A model that cannot be loaded is a RequestError."""
+    name = embedded.name_of(options.get("model") or embedded.MODEL_NAME)
+    require_start(name)
+    try:
+        with explained_shortage(name):
+            from tilewright.engine.engine import Engine
+
+            return Engine(**options)
+    except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
+        raise RequestError(str(error)) from error

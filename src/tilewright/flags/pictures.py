@@ -1,0 +1,222 @@
+"""The options of `Diffusion` and of what it makes as flags, for the commands that make pictures and videos.
+
+Imports the pipelines when one is opened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from tilewright.flags.engine import add_model_argument, check_file, positive
+from tilewright.host import files
+from tilewright.host.files import CheckpointError
+from tilewright.host.memory import explained_shortage, require_start
+from tilewright.inputs.media import MediaLimits
+from tilewright.types import RequestError, UnsupportedConfig
+from tilewright.weights import embedded, hub
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+    from tilewright.diffusion.diffusion import Diffusion, Generated
+    from tilewright.diffusion.params import GenerationParams
+
+_MODEL_OPTIONS = ("dtype", "tp", "cpu_binding", "device", "backend", "low_memory", "stream_layers", "pack_cache")
+
+
+def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what a request says of the picture, or of a video's frames."""
+    parser.add_argument("--size", type=_size, metavar="WxH", help="in pixels, such as 1024x768 (default: the model's)")
+    parser.add_argument("--width", type=positive, metavar="N", help="the same by its sides")
+    parser.add_argument("--height", type=positive, metavar="N")
+    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps: more take longer")
+    parser.add_argument("--guidance", type=float, metavar="G", help="how much the prompt counts; 0: no guidance")
+    parser.add_argument("--negative", metavar="TEXT", help="what the picture is to be unlike")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed makes the same picture")
+    parser.add_argument("--image", metavar="FILE", help="a picture to start from, for models that take one")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds -m and how the model is run."""
+    text = "a folder in diffusers' layout or a hub id"
+    if embedded.has("tiny_draw"):
+        text += f" (default: the embedded {embedded.DRAWING_NAME})"
+    add_model_argument(parser, text)
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no times, no notices")
+    group = parser.add_argument_group("model")
+    text = "hold one of text encoder, transformer and VAE in memory at a time"
+    group.add_argument("--low-memory", action="store_const", const=True, help=text)
+    text = "memory for the layers of a network, such as 4GB; the others are read from disk in every step (default: all)"
+    group.add_argument("--stream-layers", metavar="SIZE", help=text)
+    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: as stored")
+    group.add_argument("--device", metavar="NAME", help="cpu, or a GPU: cuda, cuda:1 (default cpu)")
+    text = "what computes on a CPU: our kernels (default), or plain torch, slowly, to compare with"
+    group.add_argument("--backend", choices=("native", "torch"), help=text)
+    text = "processes that the model is split over, one per NUMA node (default 1)"
+    group.add_argument("--tp", type=positive, metavar="N", help=text)
+    text = 'CPUs of each of them, such as "0-7|8-15" (default: those of its NUMA node)'
+    group.add_argument("--cpu-binding", metavar="LISTS", help=text)
+    text = "do not keep packed weights on disk for the next start"
+    group.add_argument("--no-pack-cache", dest="pack_cache", action="store_const", const=False, help=text)
+    text = "skip blocks in steps that change less than this: faster, other pictures (default 0: none; try 0.1)"
+    group.add_argument("--step-cache", type=float, metavar="T", help=text)
+    text = "guide only this part of the denoising, such as 0-0.8: faster (default: all of it)"
+    group.add_argument("--guidance-interval", type=_interval, metavar="A-B", help=text)
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Raise the error of a model or a picture that is not there: known at once, before torch is imported."""
+    if options.image is not None:
+        check_file("--image", options.image)
+    check_pipeline(options.model)
+
+
+def check_pipeline(model: str | None) -> None:
+    """Raise the error of a model that is not there."""
+    if model is not None and hub.find(model, "a folder or a hub id") is None:
+        hub.check(model, "model_index.json")
+
+
+def read_prompt(options: argparse.Namespace) -> None:
+    """options.prompt, from standard input if it is -; an empty one is a RequestError."""
+    if options.prompt == "-":
+        options.prompt = files.read_standard_input()
+    if not files.check_text(options.prompt, "the prompt"):
+        raise RequestError("the prompt is empty, expected some text")
+
+
+def open_diffusion(options: argparse.Namespace) -> Diffusion:
+    """The model of the flags. One that cannot be loaded is a RequestError."""
+    given = {name: value for name in _MODEL_OPTIONS if (value := getattr(options, name)) is not None}
+    require_start(_name(options))
+    try:
+        with explained_shortage(_name(options)):
+            from tilewright.diffusion.diffusion import Diffusion
+
+            return Diffusion(options.model, progress=sys.stderr.isatty() and not options.quiet, **given)
+    except (CheckpointError, UnsupportedConfig, FileNotFoundError) as error:
+        raise RequestError(str(error)) from error
+
+
+def _name(options: argparse.Namespace) -> str:
+    return embedded.DRAWING_NAME if options.model is None else embedded.name_of(options.model)
+
+
+def request(diffusion: Diffusion, options: argparse.Namespace, **more: Any) -> GenerationParams:
+    """The request of the flags, checked by the model."""
+    if options.size and (options.width or options.height):
+        raise RequestError("--size says width and height, expected no --width and --height beside it")
+    width, height = options.size or (options.width, options.height)
+    return diffusion.params(
+        options.prompt,
+        width=width,
+        height=height,
+        num_steps=options.steps,
+        guidance=options.guidance,
+        negative_prompt=options.negative,
+        seed=options.seed,
+        image=None if options.image is None else read_picture(options.image, f"--image {options.image}"),
+        step_cache=options.step_cache,
+        guidance_interval=options.guidance_interval,
+        **more,
+    )
+
+
+def generate(diffusion: Diffusion, params: GenerationParams, *, quiet: bool) -> Generated:
+    """What the request makes. Unless `quiet`, standard error tells what it is, how long it takes, and how far it is.
+
+    How long is told before it begins, by earlier runs or by its operations, and again after the first step.
+    """
+    if quiet:
+        return _run(diffusion, params, None)
+    what = f"{params.width} x {params.height}" + (f" x {params.num_frames} frames" if params.num_frames > 1 else "")
+    count = f"{params.n} of " if params.n > 1 else ""
+    print(f"{diffusion.name}: {count}{what}, {params.num_steps} steps, seed {params.seed}", file=sys.stderr)
+    expected = diffusion.expected(params)
+    print(f"about {_duration(expected.seconds)}, {expected.basis}", file=sys.stderr)
+    bar: tqdm | None = None
+
+    def on_step(step: int, num_steps: int, latents: object) -> None:
+        nonlocal bar
+        if bar is None:
+            first_s = diffusion.pipeline.timings.steps_s[0]
+            rest_s = first_s * (num_steps - 1)
+            print(f"a step takes {_duration(first_s)}: about {_duration(rest_s)} more", file=sys.stderr)
+            bar = tqdm(total=num_steps, unit="step", file=sys.stderr, disable=None, leave=False)
+        bar.update()
+
+    try:
+        return _run(diffusion, params, on_step)
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def write_files(output: Path, made: Generated, encode: Callable[[np.ndarray, dict[str, Any]], bytes]) -> None:
+    """What was made, each as `encode(pixels, settings)` gives it. Prints the names: with numbers where there are some.
+
+    Pixels are uint8 [T, H, W, 3].
+    """
+    for i, pixels in enumerate(made.images):
+        path = output if len(made.images) == 1 else output.with_stem(f"{output.stem}-{i + 1}")
+        files.write_bytes(path, encode(pixels, made.settings_of(i)))
+        print(path)
+
+
+def print_times(made: Generated) -> None:
+    times = made.timings
+    print(
+        f"{times.total_s:.1f} s: loading {times.load_s:.1f}, prompt {times.encode_s:.1f}, "
+        f"denoising {times.denoise_s:.1f}, decoding {times.decode_s:.1f}",
+        file=sys.stderr,
+    )
+
+
+def _run(diffusion: Diffusion, params: GenerationParams, on_step: Any) -> Generated:
+    try:
+        with explained_shortage(diffusion.name):
+            return diffusion.run(params, on_step)
+    except (CheckpointError, UnsupportedConfig) as error:  # of a component, which is loaded when it is used
+        raise RequestError(str(error)) from error
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def read_picture(file: str | Path, name: str) -> Image.Image:
+    """The picture in a user's file, upright and over white as models see it; a RequestError calls it `name`."""
+    from PIL import Image
+
+    from tilewright.inputs.image import read_picture as read
+
+    limits = MediaLimits()
+    try:
+        data = files.read_bytes(Path(file).expanduser(), limits.max_bytes)
+    except OSError as error:
+        raise RequestError(f"{name} cannot be read: {error.strerror or error}") from error
+    return Image.fromarray(read(data, name, limits).decode())
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)\s*[xX*]\s*(\d+)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected one such as 1024x768")
+    return int(match[1]), int(match[2])
+
+
+def _interval(text: str) -> tuple[float, float]:
+    match = re.fullmatch(r"(\d*\.?\d+)\s*-\s*(\d*\.?\d+)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no interval, expected one such as 0-0.8")
+    return float(match[1]), float(match[2])

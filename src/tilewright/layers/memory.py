@@ -1,0 +1,92 @@
+"""What layers keep between calls: memory for feature maps, and the last results of a diffusion transformer's blocks.
+
+Steps of a diffusion transformer follow each other closely, and so do what its blocks add to the hidden state. With
+first-block caching the first block is always computed; if what it adds has changed by less than a threshold since the
+last step that was computed whole, the other blocks are taken to add what they added then. An approximation: off unless
+a request asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewright.ops import backend
+from tilewright.ops.plan import empty_in_huge_pages
+
+
+class FeatureMemory:
+    """Feature maps are tens to hundreds of MB: fresh memory costs a page fault per 4 KB of each, a used one nothing.
+
+    A layer takes what it writes and gives back what nobody reads any more, so that at any time as many maps are in
+    memory as are needed. The torch backend's tensors are torch's own to keep.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._taken: dict[int, Tensor] = {}  # by address
+        self.peak_bytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of any contents: the smallest free memory that it fits into, or new one."""
+        if backend.active() != "native":
+            return torch.empty(shape, dtype=dtype, device=backend.device())
+        size_bytes = max(math.prod(shape) * dtype.itemsize, 1)
+        fitting = [i for i, memory in enumerate(self._free) if memory.numel() >= size_bytes]
+        if fitting:
+            memory = self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
+        else:
+            # All that is free is smaller. Maps grow from stage to stage or shrink: it would lie idle beside this.
+            self._free.clear()
+            memory = empty_in_huge_pages(size_bytes, torch.uint8)
+        self._taken[memory.data_ptr()] = memory
+        held = sum(memory.numel() for memory in (*self._free, *self._taken.values()))
+        self.peak_bytes = max(self.peak_bytes, held)
+        return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def like(self, x: Tensor) -> Tensor:
+        return self.take(tuple(x.shape), x.dtype)
+
+    def give(self, x: Tensor) -> None:
+        """What `take` handed out is free again; of memory that is someone else's this is no news."""
+        memory = self._taken.pop(x.data_ptr(), None)
+        if memory is not None:
+            self._free.append(memory)
+
+
+class StepCache:
+    """What the blocks of one run added, at the last step that was computed whole."""
+
+    def __init__(self, threshold: float) -> None:
+        """`threshold` is the mean change of what the first block adds, relative to its mean size; 0 reuses nothing."""
+        self.threshold = threshold
+        self.num_computed = self.num_reused = 0
+        self._first: Tensor | None = None
+        self._rest: Tensor | None = None
+
+    def run(self, x: Tensor, first: Callable[[], object], rest: Callable[[], object]) -> None:
+        """x, updated in place by `first` and `rest`, or by `first` and what `rest` added before."""
+        if self.threshold <= 0:
+            first()
+            rest()
+            return
+        before = x.clone()
+        first()
+        added = x - before
+        if self._first is not None and self._rest is not None and self._is_close(added, self._first):
+            x += self._rest
+            self.num_reused += 1
+            return
+        self._first, before = added, x.clone()
+        rest()
+        self._rest = x - before
+        self.num_computed += 1
+
+    def _is_close(self, added: Tensor, last: Tensor) -> bool:
+        if added.shape != last.shape:
+            return False
+        change = (added - last).abs().mean(dtype=torch.float32)
+        return bool(change < self.threshold * last.abs().mean(dtype=torch.float32))

@@ -1,1 +1,0 @@
-"""Z-Image's transformer."""

@@ -1,0 +1,44 @@
+"""Encodes generated pictures, with their settings in the file."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+SETTINGS_KEY = "parameters"  # of a PNG's text: where other tools keep theirs
+_EXIF_DESCRIPTION = 0x010E  # ImageDescription, for JPEG and WebP
+
+
+def encode_picture(pixels: np.ndarray, file_format: str, settings: Mapping[str, Any], quality: int = 95) -> bytes:
+    """The file of uint8 [H, W, 3]: png, jpeg or webp."""
+    from PIL import Image, PngImagePlugin
+
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    text = json.dumps(dict(settings), ensure_ascii=True)
+    file = io.BytesIO()
+    if file_format == "png":
+        info = PngImagePlugin.PngInfo()
+        info.add_text(SETTINGS_KEY, text)
+        image.save(file, "PNG", pnginfo=info)
+    else:
+        exif = Image.Exif()
+        exif[_EXIF_DESCRIPTION] = text
+        image.save(file, file_format.upper(), quality=quality, exif=exif)
+    return file.getvalue()
+
+
+def settings_of(data: bytes) -> dict[str, Any] | None:
+    """The settings that a picture's file carries; None: it carries none."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        text = image.info.get(SETTINGS_KEY) or image.getexif().get(_EXIF_DESCRIPTION)
+    try:
+        found = json.loads(text) if text else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,326 @@
+"""Requests for pictures and videos: their routes; checked, a picture read, put into the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from tilewright.diffusion.requests import LAST_EVENTS, Expectation, Made, PictureEvent, PictureRequest
+from tilewright.server.api.pictures.jobs import RESULT_PATH, ResultStore, VideoJob, VideoJobs
+from tilewright.server.api.pictures.request import (
+    DiffusionBody,
+    EditBody,
+    ImageBody,
+    VideoBody,
+    client_error,
+    edit_source,
+    image_request,
+    read_body,
+    read_picture,
+    reference_source,
+    video_request,
+)
+from tilewright.server.api.pictures.respond import Event, PictureResponse, PictureWriter
+from tilewright.server.http.admission import MemoryReservation
+from tilewright.server.http.bodies import JsonResponse
+from tilewright.server.http.errors import ApiError
+from tilewright.server.http.log import RequestLog
+from tilewright.server.http.metrics import Metrics
+from tilewright.server.http.respond import ShuttingDown, timed_out
+from tilewright.server.http.settings import ServerSettings
+from tilewright.server.link.backend import names_model
+from tilewright.server.link.pictures import Cancel, PictureBackend
+from tilewright.server.media.gate import MediaGate
+from tilewright.types import RequestError
+
+MAX_LISTED = 100
+_MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
+
+
+class PictureHandler:
+    """Answers requests at /v1/images and /v1/videos. Without a backend it has no model, and says so."""
+
+    def __init__(
+        self, settings: ServerSettings, backend: PictureBackend | None, gate: MediaGate, metrics: Metrics
+    ) -> None:
+        self.backend = backend
+        self._settings = settings
+        self._gate = gate
+        self._metrics = metrics
+        self.results = ResultStore()
+        self.videos = VideoJobs(self._submit, self.results)
+        self._streams: set[asyncio.Queue[Event]] = set()  # of responses under way
+
+    def is_meant_by(self, name: str) -> bool:
+        return self.backend is not None and names_model(name, self.backend.name)
+
+    async def generate(self, body: ImageBody, request: Request) -> Response:
+        self._check_model(body)
+        self._log_content(body, request)
+        return await self._respond(body, image_request(body), request, "image_generation")
+
+    async def edit(self, request: Request) -> Response:
+        backend = self._backend
+        body, file = await read_body(EditBody, request, "image")
+        self._check_model(body)
+        self._log_content(body, request)
+        source = edit_source(body)
+        if source is None and file is None:
+            raise ApiError(400, "image is missing, expected a picture to edit", param="image")
+        if backend.limits is not None and not backend.limits.takes_image:  # before it is fetched
+            raise ApiError(400, f"{backend.name} cannot edit: it makes pictures from text alone", param="image")
+        backend.check_room()
+        picture = await self._read_picture(source, file, "image", request)
+        return await self._respond(body, image_request(body, picture), request, "image_edit")
+
+    async def create_video(self, request: Request) -> Response:
+        backend = self._backend
+        body, file = await read_body(VideoBody, request, "input_reference")
+        self._check_model(body)
+        self._log_content(body, request)
+        backend.check_room()
+        picture = await self._read_picture(reference_source(body), file, "input_reference", request)
+        wanted = video_request(body, picture)
+        await backend.wait_for_limits()
+        self._check(wanted, "input_reference")
+        # No time limit: a client asks again for as long as it likes.
+        expected = await backend.expect(wanted)
+        # The picture outlives the request that brought it, until the video is made.
+        reservation: MemoryReservation = request.state.reservation
+        held = reservation.hand_over(len(picture or b""))
+        seconds = "auto" if body.seconds is None else f"{body.seconds:g}"
+        job = VideoJob(backend.name, body.prompt, body.size or "auto", seconds)
+        job.expected_s = None if expected is None else expected.seconds
+        try:
+            self.videos.create(job, wanted, held.release)
+        except BaseException:
+            held.release()
+            raise
+        return JsonResponse(job.as_object())
+
+    def list_videos(self, after: str | None, limit: int, order: str) -> Response:
+        if not 1 <= limit <= MAX_LISTED:
+            raise ApiError(400, f"limit is {limit}, expected 1 to {MAX_LISTED}", param="limit")
+        if order not in ("asc", "desc"):
+            raise ApiError(400, f"order is {order[:40]!r}, expected asc or desc", param="order")
+        jobs, has_more = self.videos.list(after, limit, order == "desc")
+        data = [job.as_object() for job in jobs]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return JsonResponse({"object": "list", "data": data, **ends, "has_more": has_more})
+
+    def video_content(self, job_id: str, variant: str) -> Response:
+        if variant != "video":
+            raise ApiError(400, f"variant is {variant[:40]!r}, expected video", param="variant")
+        result = self.videos.content(self.videos.get(job_id))
+        return Response(result.data, media_type=result.media_type)
+
+    def delete_video(self, job_id: str) -> Response:
+        self.videos.delete(job_id)
+        return JsonResponse({"id": job_id, "object": "video.deleted", "deleted": True})
+
+    def result(self, name: str) -> Response:
+        """A picture that was given by URL."""
+        found = self.results.get(name.partition(".")[0])
+        if found is None:
+            raise ApiError(404, "there is no such picture, or it is not kept any more", code="result_expired")
+        headers = {
+            "X-Content-Type-Options": "nosniff",
+            "Content-Security-Policy": "default-src 'none'; sandbox",
+            "Cache-Control": f"private, max-age={self.results.keep_s:.0f}, immutable",
+        }
+        return Response(found.data, media_type=found.media_type, headers=headers)
+
+    def shut_down(self) -> None:
+        """Ends all requests under way with an error that says so."""
+        for events in self._streams:
+            events.put_nowait(ShuttingDown())
+
+    async def close(self) -> None:
+        self.videos.close()
+        self.results.close()
+        if self.backend is not None:
+            await self.backend.close()
+
+    def model_object(self, created: int) -> dict[str, Any]:
+        """The model's entry in /v1/models. Its limits are known once it has been used."""
+        backend = self._backend
+        limits = backend.limits
+        found = {"id": backend.name, "object": "model", "created": created, "owned_by": "tilewright"}
+        if limits is None:
+            return {**found, "input_modalities": ["text"], "output_modalities": ["image"], "limits": None}
+        makes_video = limits.max_frames > 1
+        return {
+            **found,
+            "input_modalities": ["text", *(["image"] if limits.takes_image else [])],
+            "output_modalities": ["image", *(["video"] if makes_video else [])],
+            "limits": {
+                "size_multiple": limits.size_multiple,
+                "min_side": limits.min_side,
+                "max_side": limits.max_side,
+                "max_pixels": limits.max_pixels,
+                "default_size": f"{limits.default_width}x{limits.default_height}",
+                "max_steps": limits.max_steps,
+                "default_steps": limits.default_steps,
+                "default_guidance": limits.default_guidance,
+                "max_pictures": limits.max_pictures,
+                "max_frames": limits.max_frames,
+                "takes_negative_prompt": limits.takes_negative_prompt,
+            },
+        }
+
+    @property
+    def _backend(self) -> PictureBackend:
+        if self.backend is None:
+            message = "this server makes no pictures: it was started without --image-model"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self.backend
+
+    def _check_model(self, body: DiffusionBody) -> None:
+        backend = self._backend
+        if body.model and not names_model(body.model, backend.name):
+            message = f"{body.model[:200]!r} makes no pictures here, only {backend.name!r} does"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _check(self, wanted: PictureRequest, picture_field: str = "image") -> None:
+        try:
+            self._backend.check(wanted)
+        except RequestError as error:
+            raise client_error(error, picture_field) from None
+
+    async def _read_picture(self, source: str | None, file: bytes | None, field: str, request: Request) -> bytes | None:
+        reservation: MemoryReservation = request.state.reservation
+        return await read_picture(source, file, field, self._gate, reservation.add, self._settings.media.limits)
+
+    async def _respond(self, body: ImageBody, wanted: PictureRequest, request: Request, kind: str) -> Response:
+        log: RequestLog = request.state.log
+        log.fields["stream"] = body.stream
+        timeout_s, began_s = self._settings.request_timeout_s, asyncio.get_running_loop().time()
+        try:
+            expected = await asyncio.wait_for(self._checked(wanted), timeout_s)
+        except asyncio.TimeoutError:
+            raise timed_out(timeout_s) from None
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        cancel = self._submit(wanted, events.put_nowait, None if expected is None else expected.seconds)
+        self._streams.add(events)
+        keep = partial(self._keep, wanted.file_format, request) if body.response_format == "url" else None
+        return PictureResponse(
+            events,
+            cancel,
+            PictureWriter(kind, wanted.file_format, keep, body.progress),
+            log,
+            is_stream=body.stream,
+            timeout_s=timeout_s,
+            began_s=began_s,
+            on_close=lambda: self._streams.discard(events),
+        )
+
+    async def _checked(self, wanted: PictureRequest) -> Expectation | None:
+        """How long a request takes; ApiError before it is queued if the model cannot make it, or not in time.
+
+        The first one starts the process.
+        """
+        await self._backend.wait_for_limits()
+        self._check(wanted)
+        try:
+            return await self._backend.expect(wanted, self._settings.request_timeout_s)
+        except ApiError as error:
+            if error.status == 429:
+                self._metrics.refused.inc()
+            raise
+
+    def _keep(self, file_format: str, request: Request, data: bytes) -> str:
+        """The URL of a picture on this server."""
+        name = self.results.put(data, _MEDIA_TYPES[file_format])
+        base = request.base_url
+        if request.headers.get("x-forwarded-proto") == "https":  # TLS ends at a proxy in front
+            base = base.replace(scheme="https")
+        return f"{str(base).rstrip('/')}{RESULT_PATH}{name}.{file_format}"
+
+    def _submit(
+        self, wanted: PictureRequest, listener: Callable[[PictureEvent], None], expected_s: float | None
+    ) -> Cancel:
+        """Puts a request into the queue, and counts what becomes of it."""
+        has_ended = False
+
+        def see(event: PictureEvent) -> None:
+            nonlocal has_ended
+            has_ended = isinstance(event, LAST_EVENTS)
+            if isinstance(event, Made):
+                self._metrics.count_pictures(event, is_video=wanted.is_video)
+            listener(event)
+
+        try:
+            cancel = self._backend.submit(wanted, see, expected_s)
+        except ApiError:
+            self._metrics.refused.inc()
+            raise
+
+        def cancel_once() -> None:
+            nonlocal has_ended
+            if not has_ended:
+                has_ended = True
+                self._metrics.pictures_cancelled.inc()
+                cancel()
+
+        return cancel_once
+
+    def _log_content(self, body: DiffusionBody, request: Request) -> None:
+        if self._settings.logs_content:
+            log: RequestLog = request.state.log
+            log.fields["content"] = body.model_dump_json(exclude={"image", "images", "input_reference", "mask"})
+
+
+def _json_or_form(kind: type[EditBody] | type[VideoBody], file_field: str) -> dict[str, Any]:
+    """For the OpenAPI document: a body that is JSON or a form with a file."""
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    properties = {**schema["properties"], file_field: {"type": "string", "format": "binary"}}
+    form = {**schema, "properties": properties}
+    content = {"application/json": {"schema": schema}, "multipart/form-data": {"schema": form}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def add_routes(app: FastAPI, handler: PictureHandler) -> None:
+    @app.post("/v1/images/generations")
+    async def generate(body: ImageBody, request: Request) -> Response:
+        """Pictures of a prompt, as one object or, with `stream`, as events."""
+        return await handler.generate(body, request)
+
+    @app.post("/v1/images/edits", openapi_extra=_json_or_form(EditBody, "image"))
+    async def edit(request: Request) -> Response:
+        """A picture made of another one and a prompt."""
+        return await handler.edit(request)
+
+    @app.post("/v1/videos", openapi_extra=_json_or_form(VideoBody, "input_reference"))
+    async def create_video(request: Request) -> Response:
+        """A job that makes a video."""
+        return await handler.create_video(request)
+
+    @app.get("/v1/videos")
+    async def list_videos(after: str | None = None, limit: int = 20, order: str = "desc") -> Response:
+        """The jobs that this server remembers."""
+        return handler.list_videos(after, limit, order)
+
+    @app.get("/v1/videos/{video_id}")
+    async def video(video_id: str) -> Response:
+        """A job: its status and progress."""
+        return JsonResponse(handler.videos.get(video_id).as_object())
+
+    @app.get("/v1/videos/{video_id}/content")
+    async def content(video_id: str, variant: str = "video") -> Response:
+        """The file of a video that is made."""
+        return handler.video_content(video_id, variant)
+
+    @app.delete("/v1/videos/{video_id}")
+    async def delete_video(video_id: str) -> Response:
+        """Forgets a video; one that is being made is cancelled."""
+        return handler.delete_video(video_id)
+
+    @app.get(RESULT_PATH + "{name}", include_in_schema=False)
+    async def result(name: str) -> Response:
+        """A picture that was given by URL."""
+        return handler.result(name)

@@ -1,0 +1,110 @@
+"""The log: one line per request, as JSON or as name=value on a terminal, and the metrics of a request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tilewright.server.http.errors import ApiError
+from tilewright.server.http.metrics import Metrics
+from tilewright.server.link.backend import AnswerDelta, Ended, Started
+
+
+class LineFormatter(logging.Formatter):
+    """One line per record; the `fields` of a record are written as name and value."""
+
+    def __init__(self, is_json: bool) -> None:
+        super().__init__()
+        self._is_json = is_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: Mapping[str, Any] = getattr(record, "fields", None) or {"message": record.getMessage()}
+        head = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), "level": record.levelname.lower()}
+        fields = {**head, "logger": record.name, **fields}
+        if record.exc_info:
+            fields["trace"] = self.formatException(record.exc_info)
+        if self._is_json:
+            return json.dumps(fields)
+        return " ".join(f"{name}={_quoted(value)}" for name, value in fields.items() if name not in ("logger", "level"))
+
+
+def configure(is_json: bool, level: int) -> None:
+    """Sends the log to standard error: our own from `level` on, warnings of other packages."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(is_json))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("tilewright").setLevel(level)
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return json.dumps(text) if not text or set(' "=\n\r\t') & set(text) else text
+
+
+_QUIET_PATHS = ("/health", "/metrics", "/")  # requested every few seconds by monitors; the page has many files
+access_log = logging.getLogger("tilewright.access")
+
+
+class RequestLog:
+    """Collects the fields of a request's log line while it is answered; its content only with --log-content."""
+
+    def __init__(self, metrics: Metrics, request_id: str, method: str, path: str, client: str) -> None:
+        self._metrics = metrics
+        self._began_s = time.perf_counter()
+        self._last_token_s: float | None = None
+        self.request_id = request_id
+        self.path = path
+        self.outcome = "ok"
+        self.fields: dict[str, Any] = {"id": request_id, "client": client, "method": method, "path": path}
+
+    @property
+    def has_started(self) -> bool:
+        return self._last_token_s is not None
+
+    def see(self, event: Started | AnswerDelta | Ended) -> None:
+        """Counts an event of the engine."""
+        if isinstance(event, AnswerDelta):
+            self._see_tokens(event.num_tokens)
+        elif isinstance(event, Ended):
+            self._metrics.count_tokens(event)
+            self.add(prompt_tokens=event.num_prompt_tokens, cached_tokens=event.num_cached_tokens)
+            self.add(output_tokens=event.num_output_tokens)
+
+    def add(self, **counts: int) -> None:
+        for name, count in counts.items():
+            self.fields[name] = self.fields.get(name, 0) + count
+
+    def fail(self, known: ApiError, error: Exception) -> None:
+        """Notes an error; an internal one is logged with its traceback.
+
+        Other messages are not logged: they quote the request.
+        """
+        self.outcome = known.code or known.kind
+        if known.param:
+            self.fields["param"] = known.param
+        if known.status >= 500 and known.code == "internal_error":
+            logging.getLogger(__name__).error("%s: %s failed", self.request_id, self.path, exc_info=error)
+
+    def close(self, status: int) -> None:
+        """Writes the line."""
+        total_s = time.perf_counter() - self._began_s
+        self._metrics.count_request(self.path, status, total_s)
+        self.fields |= {"status": status, "total_s": round(total_s, 4)}
+        if self.outcome != "ok":
+            self.fields["outcome"] = self.outcome
+        level = logging.DEBUG if self.path in _QUIET_PATHS and status in (200, 304) else logging.INFO
+        access_log.log(level, "request", extra={"fields": self.fields})
+
+    def _see_tokens(self, num_tokens: int) -> None:
+        now = time.perf_counter()
+        if self._last_token_s is None:
+            self.fields["ttft_s"] = round(now - self._began_s, 4)
+            self._metrics.first_token.observe(now - self._began_s)
+        elif num_tokens:
+            # Tokens that came together, as accepted drafts do, share the gap.
+            for _ in range(num_tokens):
+                self._metrics.between_tokens.observe((now - self._last_token_s) / num_tokens)
+        self._last_token_s = now
