@@ -223,11 +223,11 @@ ECHO = """
 import sys
 if {without_readline}:
     sys.modules["readline"] = None
-from tilewright import standard_streams, terminal_chat
+from tilewright.cli import chat, streams
 class Echo:
     answer = staticmethod(lambda text: print(repr(text), flush=True))
-with standard_streams.guarded():
-    terminal_chat.converse(Echo, terminal_chat._read_line)
+with streams.guarded():
+    chat.converse(Echo, chat._read_line)
 """
 
 

@@ -130,7 +130,7 @@ def test_a_batch_loses_and_doubles_nothing_when_a_worker_is_killed(cluster, tmp_
     assert {line["response"]["body"]["usage"]["completion_tokens"] for line in lines} == {60}
 
 
-@pytest.mark.parametrize("victim_name", ["ray::ServeReplica", r".*engine_process"])
+@pytest.mark.parametrize("victim_name", ["ray::ServeReplica", r".*link.service"])
 def test_all_answers_are_right_when_a_replica_is_killed(server, victim_name):
     """The replica with its engine, or the engine alone, which the replica restarts."""
     prompts = [f"Count from {number}" for number in range(6)]

@@ -82,7 +82,7 @@ class ServerProcess:
 
     def engine_pid(self):
         """Of the one child that is the engine."""
-        (pid,) = _children(self.process.pid, "engine_process")
+        (pid,) = _children(self.process.pid, "link.service")
         return pid
 
     def rank_pids(self):
