@@ -1,7 +1,7 @@
 """The other ranks of an engine as the first one sees them: their start, each command, and their end.
 
 The first rank is the process of the engine: it schedules, samples, and computes its own part of the model. The others
-are processes that it starts (process/launch.py). Steps and media lie in memory that all of them map. A command is a
+are processes that it starts (parallel/launch.py). Steps and media lie in memory that all of them map. A command is a
 number in that memory; `group.post` wakes the ranks that wait for it.
 """
 
@@ -273,7 +273,7 @@ class EngineRanks:
             self._has_lost.notify_all()
 
     def do(self, command: RankCommand, compute: Callable[[], Result]) -> Result:
-        """What `compute` gives, the first rank's part of a command that all ranks do (commands.py)."""
+        """What `compute` gives, the first rank's part of a command that all ranks do."""
         assert self._memory is not None, "ranks do nothing before start_steps"
         if self._lost:
             raise self._lost
