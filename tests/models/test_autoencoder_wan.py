@@ -120,7 +120,8 @@ def test_bf16_is_as_exact_as_theirs(checkpoints, family):
     network, folder = checkpoints(family)
     vae = tiny_vae.ours(folder, torch.bfloat16)
     latents = 0.3 * rand(1, 4, 3, 4, 4)
-    x = rand(1, 3, 5, 2 * vae.spatial_factor, 2 * vae.spatial_factor).clamp(-1, 1)
+    side = 8 * vae.spatial_factor  # 512 values: the errors of a few dozen say little about either side
+    x = rand(1, 3, 5, side, side).clamp(-1, 1)
     exact = expected_decode(network, latents), expected_encode(network, x)
     try:
         network.bfloat16()
