@@ -26,8 +26,7 @@ from server_process import ServerError, ServerProcess
 
 from tilewright.bench.http_client import Client, ServerAddress
 from tilewright.bench.report import size
-from tilewright.bench.serve import run as limits
-from tilewright.bench.serve.run import ClosedLoop, first_model, measure
+from tilewright.bench.serve.run import ClosedLoop, first_model, measure, measure_limits
 from tilewright.bench.serve.summary import Summary, summarise
 from tilewright.bench.serve.workload import Workload
 from tilewright.process import run_loop
@@ -192,7 +191,7 @@ class Comparison:
 
     def _probe(self) -> dict[str, float]:
         sleep(SETTLE_S)
-        measured = limits.measure_limits()
+        measured = measure_limits()
         self.machine = measured["machine"]
         return measured["probe"]
 

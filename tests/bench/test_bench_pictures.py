@@ -9,7 +9,7 @@ from odd_server import OddServer, plain
 from tilewright import cli
 from tilewright.bench import timing
 from tilewright.bench.serve import images
-from tilewright.bench.serve import run as limits
+from tilewright.bench.serve import run as sending
 from tilewright.engine.measure import machine
 from tilewright.flags import pictures
 
@@ -38,7 +38,7 @@ def run(monkeypatch, capsys, tmp_path):
     """Runs the command on a fake model, without waiting for the machine's probes: (status, JSON, text)."""
     monkeypatch.setattr(timing, "probe", lambda: timing.Probe(20.0, 18.0, 1.5, 2.0, "float32"))
     monkeypatch.setattr(machine, "measure", lambda: machine.MeasuredMachine(20.0, 19.0, 11.0, 2.0, 4.0, 0.1))
-    monkeypatch.setattr(limits, "measure_limits", lambda: {"machine": {"cpu_model": "a machine"}, "probe": {}})
+    monkeypatch.setattr(sending, "measure_limits", lambda: {"machine": {"cpu_model": "a machine"}, "probe": {}})
 
     def run_command(*arguments, max_frames=1):
         monkeypatch.setattr(pictures, "open_diffusion", lambda options: Bench(max_frames=max_frames))

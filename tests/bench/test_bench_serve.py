@@ -10,7 +10,7 @@ from oracle import require
 
 from tilewright import cli, config
 from tilewright.bench import timing
-from tilewright.bench.serve import run as limits
+from tilewright.bench.serve import run as sending
 from tilewright.engine.measure import machine
 from tilewright.types import RequestError
 
@@ -20,7 +20,7 @@ PROBE = {"read_gb_s": 20.0, "read_gb_s_median": 18.0, "gemm_tflops": 1.5, "peak_
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):
     """Runs the command: (exit status, JSON, standard output, standard error)."""
-    monkeypatch.setattr(limits, "measure_limits", lambda: {"machine": {"cpu_model": "a machine"}, "probe": PROBE})
+    monkeypatch.setattr(sending, "measure_limits", lambda: {"machine": {"cpu_model": "a machine"}, "probe": PROBE})
 
     def run_command(server, *arguments, count=6):
         path = tmp_path / "serve.json"
@@ -261,19 +261,19 @@ def test_the_client_is_free_of_torch():
 
 
 def test_where_the_server_runs():
-    assert limits.is_here("127.0.0.1", 80) and limits.is_here("localhost", 80)
+    assert sending.is_here("127.0.0.1", 80) and sending.is_here("localhost", 80)
     # An address that is set aside for examples in books: no machine has it.
-    assert not limits.is_here("192.0.2.1", 80) and not limits.is_here("..", 80)
+    assert not sending.is_here("192.0.2.1", 80) and not sending.is_here("..", 80)
 
 
 def test_a_machine_that_cannot_be_measured(monkeypatch):
-    monkeypatch.setattr(limits.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sending.sys, "executable", "/bin/false")
     with pytest.raises(RequestError, match="--no-limits skips that"):
-        limits.measure_limits()
+        sending.measure_limits()
 
 
 def test_the_process_that_measures_the_machine(monkeypatch, capsys):
     monkeypatch.setattr(timing, "probe", lambda: timing.Probe(**PROBE))
-    limits._main()
+    sending._main()
     document = json.loads(capsys.readouterr().out)
     assert document["probe"] == PROBE and document["machine"]["cpu_model"] == machine.describe().cpu_model

@@ -9,8 +9,6 @@ import pytest
 from oracle import require
 from sources import ROOT
 
-from tilewright.bench.serve import run as limits
-
 FAKE = """
 import os, sys, time
 from dataclasses import replace
@@ -39,7 +37,7 @@ def peers(monkeypatch):
     import serve_peers
 
     monkeypatch.setattr(serve_peers, "SETTLE_S", 0.0)
-    monkeypatch.setattr(limits, "measure_limits", lambda: {"machine": {}, "probe": PROBE})
+    monkeypatch.setattr(serve_peers, "measure_limits", lambda: {"machine": {}, "probe": PROBE})
     return serve_peers
 
 

@@ -38,12 +38,12 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def run(options: argparse.Namespace) -> int:
     """The exit status: 0, 1 if a check failed, 2 if no row matches or a flag cannot be used."""
-    from tilewright.bench import report as common
+    from tilewright.bench import report
 
-    common.check_outputs(options)
+    report.check_outputs(options)
     import torch
 
-    from tilewright.bench import report, timing
+    from tilewright.bench import timing
     from tilewright.bench.rows import all_rows
     from tilewright.engine.measure import machine
     from tilewright.ops.native import kernels
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         kernels.set_num_threads(options.threads)
     torch.set_num_threads(kernels.num_threads())
-    load = common.load_average()
+    load = report.load_average()
     measured = machine.measure()
     limits = report.MachineLimits(measured.read_gb_s, measured.bf16_tflops)
     results = _measure(rows, options.rounds, limits)
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         about = {
             "machine": machine.as_dict(machine.describe(), measured),
-            "versions": common.versions(),
+            "versions": report.versions(),
             "rounds": options.rounds,
             "load_average": load,
             "torch_dtypes": torch_dtypes,

@@ -71,20 +71,20 @@ def run(options: argparse.Namespace) -> int:
         return 2
     engine_flags.check_model(options.model, options.mmproj)
     report.check_outputs(options)
-    from tilewright.bench import rounds as figures
+    from tilewright.bench.rounds import as_table, write_json, write_plot
 
     load_average = report.load_average()
     if options.max_sequences is None:
         options.max_sequences = max(8, getattr(options, "batch", 1))
     with engine_flags.open_engine(options, progress=sys.stderr.isatty()) as engine:
         rounds = _measure(engine, options)
-        print(figures.as_table(rounds))
+        print(as_table(rounds))
         if options.json:
             about = _about(engine, options) | {"load_average": load_average, "versions": report.versions()}
-            figures.write_json(options.json, rounds, about)
+            write_json(options.json, rounds, about)
         if options.plot:
             title = f"bench {options.what}, {engine.loaded.name}"
-            figures.write_plot(options.plot, rounds, title)
+            write_plot(options.plot, rounds, title)
     return 0
 
 

@@ -53,18 +53,18 @@ def run(options: argparse.Namespace) -> int:
     """The exit status."""
     pictures.check_files(options)
     report.check_outputs(options)
-    from tilewright.bench import rounds as figures
+    from tilewright.bench.rounds import as_table, write_json, write_plot
 
     load_average = report.load_average()
     with pictures.open_diffusion(options) as diffusion:
         params = _params(diffusion, options)
         rounds = _measure(diffusion, params, options.rounds)
-        print(figures.as_table(rounds))
+        print(as_table(rounds))
         if options.json:
             about = _about(diffusion, params, options) | {"load_average": load_average, "versions": report.versions()}
-            figures.write_json(options.json, rounds, about)
+            write_json(options.json, rounds, about)
         if options.plot:
-            figures.write_plot(options.plot, rounds, f"bench {options.what}, {diffusion.name}")
+            write_plot(options.plot, rounds, f"bench {options.what}, {diffusion.name}")
     return 0
 
 

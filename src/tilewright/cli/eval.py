@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.bench import report as common
+from tilewright.bench.report import check_outputs, load_average, versions
 from tilewright.evaluate.material import FILE_NAME, EvalFormat, parse_formats, read_questions
 from tilewright.flags import engine as engine_flags
 from tilewright.host import files
@@ -66,11 +66,10 @@ def run(options: argparse.Namespace) -> int:
     """The exit status."""
     engine_flags.check_model(options.model, options.mmproj)
     plan = make_plan(options)
-    common.check_outputs(options)
-    from tilewright.evaluate import measure as report
-    from tilewright.evaluate.measure import measure
+    check_outputs(options)
+    from tilewright.evaluate.measure import as_table, measure, write_json, write_plot
 
-    load_average = common.load_average()
+    load = load_average()
     given = engine_flags.engine_options(options)
     given.pop("quantize")
     names: list[str] = []
@@ -83,11 +82,11 @@ def run(options: argparse.Namespace) -> int:
     if options.model is None:
         print(f"tilewright: {embedded.notice('-m ./Qwen3-VL-2B-Instruct')}", file=sys.stderr)
     results = measure(plan, open_engine, _bar)
-    print(report.as_table(results))
+    print(as_table(results))
     if options.json:
-        report.write_json(options.json, results, _about(options, names[0], load_average))
+        write_json(options.json, results, _about(options, names[0], load))
     if options.plot:
-        report.write_plot(options.plot, results, f"eval, {names[0]}")
+        write_plot(options.plot, results, f"eval, {names[0]}")
     return 0
 
 
@@ -128,7 +127,7 @@ def _bar(what: str, count: int) -> Any:
     return tqdm(total=count, desc=what, file=sys.stderr, leave=False, disable=not sys.stderr.isatty())
 
 
-def _about(options: argparse.Namespace, name: str, load_average: float) -> dict[str, object]:
+def _about(options: argparse.Namespace, name: str, load: float) -> dict[str, object]:
     from tilewright.engine.measure import machine
 
     settings = {
@@ -138,7 +137,7 @@ def _about(options: argparse.Namespace, name: str, load_average: float) -> dict[
     return {
         "model": name,
         "settings": settings,
-        "load_average": load_average,
-        "versions": common.versions(),
+        "load_average": load,
+        "versions": versions(),
         "machine": machine.as_dict(machine.describe(), None),
     }

@@ -18,9 +18,8 @@ from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.engine.core import EngineCore
 from tilewright.engine.handle import Handle
 from tilewright.engine.kv.pages import kv_byte_dtype
-from tilewright.engine.load import loading as auto_quantize
 from tilewright.engine.load.assembly import build_core
-from tilewright.engine.load.loading import LoadedModel, load_model
+from tilewright.engine.load.loading import AUTO, LoadedModel, choose_format, load_model
 from tilewright.engine.loop import EngineLoop
 from tilewright.engine.measure.costs import Costs, costs_of
 from tilewright.engine.measure.memory import MemoryUse, kv_bytes, resident, share_out
@@ -132,7 +131,7 @@ class Engine:
             loading: dict[str, Any] = {"dtype": dtype, "drafting": speculate > 0, "pack_cache": pack_cache}
             loading["mmproj"] = projector = None if mmproj is None else str(mmproj)
             # Chosen once: all ranks pack alike.
-            loading["quantize"] = auto_quantize.choose(name, projector) if quantize == auto_quantize.AUTO else quantize
+            loading["quantize"] = choose_format(name, projector) if quantize == AUTO else quantize
             _require_room(self.platform, name, dtype, quantize, projector)
             ranks = self._cleanup.enter_context(start_ranks(tp, cpu_binding, name, backend=backend, **loading))
             self.loaded: LoadedModel = load_model(

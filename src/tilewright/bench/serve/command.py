@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.bench import report as common
+from tilewright.bench.report import check_outputs, load_average, size
 from tilewright.flags.engine import natural, positive
 from tilewright.types import RequestError
 
@@ -100,11 +100,11 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("media", "Drawn from the seed; different in each request.")
     group.add_argument("--pictures", type=natural, default=0, metavar="N", help="of each request (default 0)")
     text = "default 512x512"
-    group.add_argument("--picture-size", type=common.size, default=(512, 512), metavar="WxH", help=text)
+    group.add_argument("--picture-size", type=size, default=(512, 512), metavar="WxH", help=text)
     group.add_argument("--picture-format", choices=("jpeg", "png"), default="jpeg", help="default: jpeg")
     group.add_argument("--videos", type=natural, default=0, metavar="N", help="of each request (default 0)")
     text = "default 320x240"
-    group.add_argument("--video-size", type=common.size, default=(320, 240), metavar="WxH", help=text)
+    group.add_argument("--video-size", type=size, default=(320, 240), metavar="WxH", help=text)
     text = "two for each second (default 16)"
     group.add_argument("--video-frames", type=positive, default=16, metavar="N", help=text)
     text = "sounds of each request (default 0)"
@@ -122,7 +122,7 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--images", action="store_true", help="make pictures; prompts are random words")
     kind.add_argument("--make-videos", action="store_true", help="make videos: created, polled, read and deleted")
     text = "default: the model's own"
-    group.add_argument("--image-size", type=common.size, metavar="WxH", help=text)
+    group.add_argument("--image-size", type=size, metavar="WxH", help=text)
     group.add_argument("--steps", type=positive, metavar="N", help=text)
     group.add_argument("--images-per-request", type=positive, default=1, metavar="N", help="default 1")
     text = "of each video (default: the model's own)"
@@ -167,25 +167,24 @@ def run(options: argparse.Namespace) -> int:
     """The exit status: 0, or 1 if no request was answered."""
     from tilewright.bench.http_client import Client, ServerAddress
     from tilewright.bench.serve import report
-    from tilewright.bench.serve import run as limits
-    from tilewright.bench.serve.run import first_model, measure
+    from tilewright.bench.serve.run import first_model, is_here, measure, measure_limits
     from tilewright.bench.serve.summary import parse_goodput, summarise
     from tilewright.process import run_loop
 
     if options.images or options.make_videos:
         return _run_images(options)
-    common.check_outputs(options)
+    check_outputs(options)
     server = ServerAddress.parse(options.url)
     limits_s = parse_goodput(options.goodput) if options.goodput else None
     client = Client(server, headers(options.api_key))
     workload = workload_of(options, options.model or run_loop(first_model(client, "text")))
     pace = pace_of(options)
     warmup, requests = _make_requests(options, workload, pace)
-    is_here = not options.no_limits and limits.is_here(server.host, server.port)
-    load_average = common.load_average() if is_here else None
-    before = [limits.measure_limits()] if is_here else []
+    is_local = not options.no_limits and is_here(server.host, server.port)
+    load = load_average() if is_local else None
+    before = [measure_limits()] if is_local else []
     measured = run_loop(measure(client, workload.path, warmup, requests, pace, options.timeout_s))
-    after = [limits.measure_limits()] if is_here else []
+    after = [measure_limits()] if is_local else []
     if options.seconds and not options.rate and len(measured.samples) == len(requests):
         print(f"tilewright: the last of {len(requests)} requests was sent early: give --requests more", file=sys.stderr)
     summary = summarise(measured.samples, limits_s)
@@ -196,7 +195,7 @@ def run(options: argparse.Namespace) -> int:
         about["load"] |= {"warmup": len(warmup), "requests": len(requests)}
         if probes:
             about |= {"limits": report.mean_probe(probes), "probes": probes}
-            about |= {"machine": before[0]["machine"], "load_average": load_average}
+            about |= {"machine": before[0]["machine"], "load_average": load}
         report.write_json(options.json, summary, measured.samples, about)
     if options.plot:
         report.write_plot(options.plot, measured.samples, f"{server.url}, {workload.model}")
@@ -207,13 +206,12 @@ def _run_images(options: argparse.Namespace) -> int:
     """The exit status: 0, or 1 if no picture or video was made."""
     from tilewright.bench.http_client import Client, ServerAddress
     from tilewright.bench.serve import images
-    from tilewright.bench.serve import run as limits
-    from tilewright.bench.serve.run import first_model, measure
+    from tilewright.bench.serve.run import first_model, is_here, measure, measure_limits
     from tilewright.process import run_loop
 
     if options.plot or options.goodput:
         raise RequestError("--images and --make-videos have neither --plot nor --goodput")
-    common.check_outputs(options)
+    check_outputs(options)
     server = ServerAddress.parse(options.url)
     client = Client(server, headers(options.api_key))
     noun = "video" if options.make_videos else "picture"
@@ -231,8 +229,8 @@ def _run_images(options: argparse.Namespace) -> int:
     )
     pace = pace_of(options)
     warmup, requests = _make_requests(options, workload, pace)
-    is_here = not options.no_limits and limits.is_here(server.host, server.port)
-    machine = limits.measure_limits() if is_here else {}
+    is_local = not options.no_limits and is_here(server.host, server.port)
+    machine = measure_limits() if is_local else {}
     sending = measure(client, workload.path, warmup, requests, pace, options.timeout_s, images.send_image)
     measured = run_loop(sending)
     summary = images.summarise(measured.samples)

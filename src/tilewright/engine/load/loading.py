@@ -237,7 +237,7 @@ _LEAST_GAIN = 1.2
 _ROWS, _COLUMNS, _NUM_WEIGHTS, _ROUNDS = 2048, 2048, 8, 3
 
 
-def choose(model: str | Path, mmproj: str | None = None) -> str | None:
+def choose_format(model: str | Path, mmproj: str | None = None) -> str | None:
     """What `quantize` should be for a model, for `layers.precision.named`; the log says why in one line."""
     checkpoint = open_checkpoint(model, mmproj)
     chosen, reason = _choice(checkpoint, memory.available_bytes())
