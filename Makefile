@@ -20,8 +20,8 @@ test: .venv/.test
 	@$(MAKE) --no-print-directory test-python
 
 lint: .venv/.test
-	$(BIN)/ruff check src tests benchmarks training
-	$(BIN)/ruff format --check src tests benchmarks training
+	$(BIN)/ruff check src tests benchmarks tools training
+	$(BIN)/ruff format --check src tests benchmarks tools training
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
@@ -82,6 +82,7 @@ test-ray: .venv/.test
 .venv/.package: $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP_INSTALL) scikit-build-core nanobind cmake ninja
+	@$(BIN)/python tools/install_torch.py
 	$(PIP_INSTALL) --no-build-isolation --check-build-dependencies --config-settings=build-dir=build/release .
 	@touch $@
 
