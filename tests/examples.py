@@ -7,6 +7,7 @@ import shlex
 from tilewright import cli
 
 COMMANDS = "demo|chat|image|video|serve|batch|cache|info|bench|eval"
+CLIENTS = "clients.md"  # the page whose examples need a server, and the client's package
 _INPUTS = ("image", "video", "audio")
 _OUTPUTS = ("output", "speak", "json", "plot")
 
@@ -56,11 +57,24 @@ def outputs_of(options: argparse.Namespace) -> set[str]:
 
 
 def python_blocks(page) -> list[str]:
-    """Return the blocks of Python of a page; a page about a client begins with one that all others go on from."""
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    if page.parent.name != "clients":
-        return blocks
-    return [blocks[0], *(blocks[0] + block for block in blocks[1:])] if blocks else []
+    """Return the blocks of Python of a page; those of a client begin with one that all others of it go on from."""
+    if page.name != CLIENTS:
+        return _python_of(page.read_text())
+    blocks = []
+    for section in sections(page.read_text()).values():
+        own = _python_of(section)
+        blocks += [*own[:1], *(own[0] + block for block in own[1:])]
+    return blocks
+
+
+def _python_of(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def sections(text: str) -> dict[str, str]:
+    """Return the sections of a page by their headings, those of the second level."""
+    found = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
+    return dict(zip(found[1::2], found[2::2], strict=True))
 
 
 def help_texts(parser: argparse.ArgumentParser | None = None) -> dict[str, str]:

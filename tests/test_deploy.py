@@ -124,7 +124,7 @@ def test_systemd_understands_the_service(tmp_path):
     assert result.returncode == 0 and str(copy) not in result.stderr and "tilewright.service:" not in result.stderr
 
 
-@pytest.mark.parametrize("page", ["deploy.md", "bench_serve.md"])
+@pytest.mark.parametrize("page", ["deploy.md", "benchmarks.md"])
 def test_the_pages_name_files_that_are_there(page):
     text = (ROOT / "docs" / page).read_text()
     links = re.findall(r"\]\(([^)#]+)\)", text)

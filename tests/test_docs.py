@@ -1,19 +1,23 @@
-"""Links of the Markdown pages lead somewhere, examples have flags and names that exist, and README.md stays short."""
+"""Pages are few and short, what they link to and name exists, and their examples have flags and names that exist."""
 
 import ast
 import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from examples import command_words, commands_of, help_texts, inputs_of, outputs_of, parse, python_blocks
-from sources import PACKAGE, ROOT
+from sources import CSRC, PACKAGE, ROOT
 
 from tilewright import cli
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TRAINING = sorted((ROOT / "training").rglob("README.md"))
+BASES = (ROOT, PACKAGE, CSRC)  # where a path in a page may start
 MAX_README_LINES = 150
+MAX_PAGES = 26
 
 
 def anchors(page):
@@ -28,7 +32,7 @@ def links(page):
     return [link for link in found if not re.match(r"[a-z]+:", link)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *TRAINING], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -37,9 +41,52 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), link
 
 
-def test_every_page_is_linked_from_the_readme():
-    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(ROOT / "README.md")}
-    assert set((ROOT / "docs").glob("*.md")) <= linked
+def test_the_first_page_links_to_every_other():
+    first = ROOT / "docs" / "README.md"
+    linked = {(first.parent / link.partition("#")[0]).resolve() for link in links(first)}
+    assert set((ROOT / "docs").rglob("*.md")) - {first} <= linked
+    assert "docs/README.md" in links(ROOT / "README.md")
+
+
+def test_pages_are_few():
+    assert len(list((ROOT / "docs").rglob("*.md"))) <= MAX_PAGES, "one page for each question: extend one that is there"
+
+
+def repository_files():
+    """Text that may name pages, without those of checkpoints; CHANGELOG.md tells of pages as they were."""
+    rooms = ("src", "csrc", "tests", "benchmarks", "training", "deploy", "docs")
+    kinds = {".py", ".h", ".cc", ".cu", ".inc", ".md", ".js", ".html", ".json", ".conf", ".service", ""}
+    found = (path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in kinds)
+    return [*filter(Path.is_file, found), ROOT / "README.md", ROOT / "pyproject.toml", ROOT / "CMakeLists.txt"]
+
+
+def test_pages_that_the_code_names_exist():
+    pages = {str(page.relative_to(ROOT)) for page in PAGES}
+    for path in repository_files():
+        text = path.read_bytes().decode(errors="replace")
+        missing = set(re.findall(r"(?<!main/)\bdocs/[\w/]+\.md\b", text)) - pages
+        assert not missing, f"{path.relative_to(ROOT)} names {missing}"
+
+
+def named_paths(page):
+    """Files and folders that a page names in code spans or runs in its commands, those that begin in a room of ours."""
+    text = page.read_text()
+    rooms = {entry.name for base in (ROOT, PACKAGE, CSRC) for entry in base.iterdir() if entry.is_dir()}
+    spans = re.findall(r"`([\w.]+/[\w./]*)`", text) + re.findall(r"\bpython ((?:benchmarks|tests|docs)/\S+\.py)", text)
+    modules = re.findall(r"\bpython -m (training[\w.]+)", text)
+    paths = {span for span in spans if span.partition("/")[0] in rooms}
+    return paths | {module.replace(".", "/") + ".py" for module in modules}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_that_a_page_names_exist(page):
+    missing = [path for path in sorted(named_paths(page)) if not any((base / path).exists() for base in BASES)]
+    assert not missing
+
+
+def test_paths_are_found():
+    assert sum(len(named_paths(page)) for page in PAGES) > 150
+    assert {"engine/core.py", "tests/models/test_parity.py"} <= named_paths(ROOT / "docs" / "walk.md")
 
 
 def test_the_glossary_names_files_that_exist():
@@ -62,7 +109,7 @@ COMMANDS = [(source, line) for source, text in SOURCES.items() for line in comma
 def test_commands_are_found():
     sources = {source for source, _ in COMMANDS}
     assert len(COMMANDS) > 100
-    assert {"README.md", "docs/server.md", "docs/clients/curl.md", "tilewright chat --help"} <= sources
+    assert {"README.md", "docs/server.md", "docs/clients.md", "tilewright chat --help"} <= sources
 
 
 @pytest.mark.parametrize("source", sorted({source for source, _ in COMMANDS}))

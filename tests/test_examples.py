@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from examples import command_words, commands_of, help_texts, parse, python_blocks
+from examples import CLIENTS, command_words, commands_of, help_texts, parse, python_blocks
 from PIL import Image
 from serve_process import ServerProcess
 from sources import ROOT
@@ -16,7 +16,11 @@ from tilewright.bench import timing
 from tilewright.engine.measure import machine
 from tilewright.weights import embedded
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # docs/clients have tests of their own
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if page.name != CLIENTS  # server/test_client_pages.py runs its examples
+]
 SOURCES = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES} | help_texts()
 URL = "http://127.0.0.1:8000"
 

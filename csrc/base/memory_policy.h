@@ -1,4 +1,4 @@
-// Which memory nodes the pages of a thread come from. docs/binding.md says when which policy is used.
+// Which memory nodes the pages of a thread come from. docs/parallel.md says when which policy is used.
 #pragma once
 
 namespace tilewright {

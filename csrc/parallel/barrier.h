@@ -2,7 +2,7 @@
 //
 // Barriers are numbered, the same on all ranks. Between barriers n - 1 and n a rank writes into its slot of parity
 // n % 2 and reads everybody's slots of parity (n - 1) % 2: what it reads was finished before barrier n - 1, and what it
-// overwrites was last read before barrier n - 1. docs/collectives.md has the argument.
+// overwrites was last read before barrier n - 1. docs/parallel.md has the argument.
 #pragma once
 
 #include <cstdint>

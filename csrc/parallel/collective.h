@@ -1,4 +1,4 @@
-// Collectives between the processes of one machine, over shared memory (docs/collectives.md).
+// Collectives between the processes of one machine, over shared memory (docs/parallel.md).
 //
 //   all_reduce       out = x_0 + x_1 + ...
 //   reduce_scatter   the same, of which a rank gets its part

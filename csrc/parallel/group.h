@@ -13,7 +13,7 @@
 
 namespace tilewright {
 
-// Of the sizes from 64 KB to 4 MB the best or near it (docs/collectives.md): both slots of a rank, and what it reads of
+// Of the sizes from 64 KB to 4 MB the best or near it (docs/parallel.md): both slots of a rank, and what it reads of
 // others, stay in its second-level cache.
 inline constexpr int64_t kDefaultSlotBytes = int64_t{256} << 10;
 

@@ -24,7 +24,7 @@ FEW_WORDS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=Tr
 
 def is_exact_however(model, dtype):
     """Whether the promise covers all: a bf16 state depends on where chunks began, and on what was decoded, not read
-    (docs/states.md)."""
+    (docs/models/qwen3_5.md)."""
     return model.state_spec is None or dtype == torch.float32
 
 

@@ -96,7 +96,7 @@ def test_answers_are_those_without_drafts(name, how, dtype, load_foreseen, netwo
     }
     if dtype == torch.float32:
         # In bf16 states are rounded where chunks end, so that what was decoded is not the same bits computed as a
-        # prompt (docs/states.md): a sequence that is sent back to wait may go on otherwise, with drafts or without.
+        # prompt (docs/models/qwen3_5.md): a sequence that is sent back to wait may go on otherwise, with drafts or not.
         ways["sent back to wait"] = {"drafts": 3, "num_pages": 11, "page_size": 32}
         ways["odd pieces"] = {"drafts": 3, "tokens_per_step": 23}
     for way, options in ways.items():

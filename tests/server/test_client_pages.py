@@ -1,4 +1,4 @@
-"""The examples of docs/clients run as they stand against `tilewright serve`, and the requests that Open WebUI makes."""
+"""Examples of docs/clients.md run as they stand against `tilewright serve`, and Open WebUI's requests are answered."""
 
 import base64
 import io
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import openai
 import pytest
 from conftest import ScriptedBackend, serving
+from examples import CLIENTS, sections
 from PIL import Image
 from serve_process import ServerProcess
 from sources import ROOT
@@ -23,13 +24,13 @@ from tilewright import cli
 from tilewright.cli import serve
 from tilewright.server.http.settings import ServerSettings
 
-PAGES = sorted((ROOT / "docs" / "clients").glob("*.md"))
+PAGE = ROOT / "docs" / CLIENTS
 TEMPLATE = ROOT / "tests" / "data" / "qwen3_vl.jinja"  # knows tools, pictures and videos
 BASE_URL, KEY, MODEL = "http://127.0.0.1:8000", "secret", "Qwen3-VL-2B-Instruct"  # as the pages have them
 
 
 class Example(NamedTuple):
-    """A fenced block of a page, and the Python block that the page begins with, which it may count on."""
+    """A fenced block, and the Python block that its section begins with, which it may count on."""
 
     where: str
     language: str
@@ -37,21 +38,24 @@ class Example(NamedTuple):
     first: str
 
 
-def examples_of(page):
-    text = page.read_text()
+def examples_of(client, text):
     blocks = list(re.finditer(r"^```(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE))
-    assert text.count("```") == 2 * len(blocks), f"{page.name} has a fence that is not read as a block"
+    assert text.count("```") == 2 * len(blocks), f"{client} has a fence that is not read as a block"
     first = next((block[2] for block in blocks if block[1] == "python"), "")
-    for block in blocks:
-        where = f"{page.name}:{text.count(chr(10), 0, block.start()) + 1}"
-        yield Example(where, block[1], block[2], "" if block[2] == first else first)
+    for number, block in enumerate(blocks, 1):
+        yield Example(f"{client} {number}", block[1], block[2], "" if block[2] == first else first)
 
 
-EXAMPLES = {example.where: example for page in PAGES for example in examples_of(page)}
+EXAMPLES = {
+    example.where: example
+    for client, text in sections(PAGE.read_text()).items()
+    for example in examples_of(client, text)
+}
+CURL, OPENAI, LANGCHAIN = "curl", "OpenAI's Python client", "LangChain"
 
 
-def example_with(page, text):
-    (found,) = [one for one in EXAMPLES.values() if one.where.startswith(page) and text in one.code]
+def example_with(client, text):
+    (found,) = [one for one in EXAMPLES.values() if one.where.startswith(client) and text in one.code]
     return found
 
 
@@ -107,16 +111,15 @@ def test_an_example_ends_well(where, server, run_example):
         assert error.completion.choices[0].message.content.lstrip().startswith("{")
 
 
-def test_every_page_is_read():
+def test_every_section_is_read():
     assert {example.language for example in EXAMPLES.values()} == {"python", "bash"}
-    for name, least in (("openai.md", 7), ("langchain.md", 6), ("curl.md", 5)):
-        assert sum(where.startswith(name) for where in EXAMPLES) >= least
+    for client, least in ((OPENAI, 7), (LANGCHAIN, 6), (CURL, 5)):
+        assert sum(where.startswith(client) for where in EXAMPLES) >= least
 
 
 def serve_lines():
-    for page in PAGES:
-        joined = page.read_text().replace("\\\n", " ")
-        yield from (line.strip() for line in joined.splitlines() if re.match(r" {4}.*tilewright serve ", line))
+    joined = PAGE.read_text().replace("\\\n", " ")
+    return {line.strip() for line in joined.splitlines() if re.match(r" {4}.*tilewright serve ", line)}
 
 
 def options_of(line):
@@ -124,8 +127,8 @@ def options_of(line):
     return cli._parser().parse_args(words[words.index("tilewright") + 1 :])
 
 
-@pytest.mark.parametrize("line", sorted(set(serve_lines())))
-def test_the_server_takes_the_flags_of_the_pages(line):
+@pytest.mark.parametrize("line", sorted(serve_lines()))
+def test_the_server_takes_the_flags_of_the_page(line):
     assert options_of(line).model in (f"./{MODEL}", "./Qwen3-Omni-30B-A3B-Instruct")  # the one that speaks
 
 
@@ -136,7 +139,7 @@ def test_a_server_for_containers_answers_to_the_name_they_use():
 
 
 def test_a_stream_by_curl_is_whole(server, run_example):
-    out = run_example(example_with("curl.md", '"stream": true'), server.url)
+    out = run_example(example_with(CURL, '"stream": true'), server.url)
     assert out.startswith("data: {") and out.endswith("data: [DONE]\n\n")
 
 
@@ -170,10 +173,10 @@ def ask_script(run_example):
     return run
 
 
-@pytest.mark.parametrize("page", ["openai.md", "langchain.md"])
-def test_what_tools_return_comes_back_to_the_model(page, ask_script):
+@pytest.mark.parametrize("client", [OPENAI, LANGCHAIN])
+def test_what_tools_return_comes_back_to_the_model(client, ask_script):
     model = ScriptedModel()
-    out = ask_script(example_with(page, "tool_calls"), model)
+    out = ask_script(example_with(client, "tool_calls"), model)
     assert out == "The tools say: 12 degrees; 21 degrees\n"
     *_, first, second = model.requests
     assert first.tools[0]["function"]["parameters"]["required"] == ["city"]
@@ -181,16 +184,16 @@ def test_what_tools_return_comes_back_to_the_model(page, ask_script):
     assert [call["id"] for call in call_message["tool_calls"]] == [result["tool_call_id"] for result in results]
 
 
-@pytest.mark.parametrize("page", ["openai.md", "langchain.md"])
-def test_a_call_with_wrong_arguments_is_reported(page, ask_script):
-    out = ask_script(example_with(page, "tool_calls"), ScriptedModel(parameter="town"))
+@pytest.mark.parametrize("client", [OPENAI, LANGCHAIN])
+def test_a_call_with_wrong_arguments_is_reported(client, ask_script):
+    out = ask_script(example_with(client, "tool_calls"), ScriptedModel(parameter="town"))
     assert out.startswith("The tools say: ") and "error" in out
 
 
-@pytest.mark.parametrize("page", ["openai.md", "langchain.md"])
-def test_a_schema_reaches_the_engine_and_its_answer_the_class(page, ask_script):
+@pytest.mark.parametrize("client", [OPENAI, LANGCHAIN])
+def test_a_schema_reaches_the_engine_and_its_answer_the_class(client, ask_script):
     model = ScriptedModel()
-    assert ask_script(example_with(page, "class Report"), model) == "bug 2 Upside down\n"
+    assert ask_script(example_with(client, "class Report"), model) == "bug 2 Upside down\n"
     constraint = model.requests[-1].sampling["constraint"]
     assert constraint.kind == "json_schema"
     properties = json.loads(constraint.source)["properties"]

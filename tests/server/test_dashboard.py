@@ -1,4 +1,4 @@
-"""deploy/grafana.json and docs/metrics.md tell of the metrics that the server has, and of all of them."""
+"""deploy/grafana.json and docs/deploy.md tell of the metrics that the server has, and of all of them."""
 
 import itertools
 import json
@@ -110,7 +110,7 @@ def test_panels_lie_side_by_side(dashboard):
 
 
 def test_docs_list_every_metric_as_the_server_does(exposed, labels):
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "deploy.md").read_text()
     kinds, says = (dict(re.findall(rf"# {word} (\S+) (.*)", exposed)) for word in ("TYPE", "HELP"))
     table = re.findall(r"^\| `(tilewright_\w+)` \| (\w+) \| (.*) \|$", page, re.MULTILINE)
     assert table == [(name, kind, says[name]) for name, kind in kinds.items()]

@@ -66,8 +66,8 @@ class Diffusion:
     tp           ranks that the networks are split over, each a process with cores and memory of its own
                  (docs/parallel.md)
     cpu_binding  the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
-    device       "cpu", or a GPU: "cuda", "cuda:1" (docs/accelerators.md)
-    backend      "native": the kernels; "torch": the same ops in plain torch, to compare with (docs/backends.md); None:
+    device       "cpu", or a GPU: "cuda", "cuda:1" (docs/devices.md)
+    backend      "native": the kernels; "torch": the same ops in plain torch, to compare with (docs/devices.md); None:
                  the kernels on a CPU, torch on a GPU
     low_memory   text encoder, transformer and VAE are mapped and released in turn: the largest is what it takes
     stream_layers  bytes, such as "4GB", that the layers of a network may take: the others are read from the pack cache

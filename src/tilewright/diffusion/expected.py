@@ -28,7 +28,7 @@ FILE = "picture_times.json"
 MAX_RUNS = 32  # that are kept of each model: the latest of each kind of request
 MAX_MODELS = 64
 MAX_FILE_BYTES = 4 << 20  # twice what so many runs of so many models take
-# Of the multiply peak, what products and attention of a step reach together (docs/performance.md).
+# Of the multiply peak, what products and attention of a step reach together (docs/diffusion.md).
 SHARE_OF_PEAK = 0.6
 
 

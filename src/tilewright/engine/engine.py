@@ -72,9 +72,9 @@ class Engine:
     kv_cache_dtype  "auto": keys and values are kept in `dtype`; "int8" or "fp8": in 8 bits, with a scale for each token
                     and head, which doubles the tokens that fit (docs/quantisation.md)
     max_context     tokens a prompt and its answer may have; None: as many as the model allows
-    device          "cpu", or a GPU: "cuda", "cuda:1" (docs/accelerators.md)
+    device          "cpu", or a GPU: "cuda", "cuda:1" (docs/devices.md)
     backend         "native": the kernels; "torch": the same ops in plain torch, many times slower on a CPU, to compare
-                    with (docs/backends.md); None: the kernels on a CPU, torch on a GPU
+                    with (docs/devices.md); None: the kernels on a CPU, torch on a GPU
     max_sequences   answers computed together
     max_tokens_per_step  tokens of prompts and answers computed in one step
     speculate       tokens drafted ahead, at most: by the checkpoint's multi-token predictor, if it has one and while

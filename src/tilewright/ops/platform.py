@@ -2,7 +2,7 @@
 
 A platform says which backend of the ops computes and on which device, what attention runs on, how much memory there is,
 which class runs the other ranks, and whether layers are streamed. The engine, pipelines and networks ask nothing else
-about the machine. What other devices would need is in docs/platforms.md.
+about the machine. What other devices would need is in docs/devices.md.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def resolve(device: str, backend: str | None = None, *, streams_layers: bool = F
         attention = "varlen_attention of our kernels" if backend == "native" else "torch"
         return Platform("cpu", backend, attention, WORKER, streams_layers, lambda: memory.available_bytes())
     if streams_layers and kind == "cuda":
-        raise RequestError(f"device is {device!r}, where layers are not streamed (docs/platforms.md): expected cpu")
+        raise RequestError(f"device is {device!r}, where layers are not streamed (docs/devices.md): expected cpu")
     if re.fullmatch(r"cuda(:\d+)?", device):
         return _cuda(device, backend)
     if kind in NOT_BUILT:
-        raise RequestError(f"device is {device!r}, which is not built (docs/platforms.md): expected cpu or cuda")
+        raise RequestError(f"device is {device!r}, which is not built (docs/devices.md): expected cpu or cuda")
     raise RequestError(f"device is {device!r}, expected cpu, cuda or cuda:N")
 
 

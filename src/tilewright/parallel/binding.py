@@ -1,4 +1,4 @@
-"""Which CPUs, memory and threads each rank has, and how a process takes them. docs/binding.md says why.
+"""Which CPUs, memory and threads each rank has, and how a process takes them. docs/parallel.md says why.
 
 plan = plan_binding(read_topology(), size=2)
 apply_binding(plan.ranks[0])    # in the process of rank 0; a worker (parallel/worker.py) does so by itself

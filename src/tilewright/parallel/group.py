@@ -2,7 +2,7 @@
 
 Shape suffixes: T packed tokens, D model width, R ranks.
 All ranks make the same calls in the same order. Sums are made in fp32, in the order of ranks, and rounded once, in
-every kind of group: results have the same bits on all ranks and in every run. docs/collectives.md says how.
+every kind of group: results have the same bits on all ranks and in every run. docs/parallel.md says how.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class StateCache(SequenceResource):
 
     A running sequence has a slot that its steps write, and each draft of a step one more. The others are for snapshots:
     states at the end of pages, named by the page's digest and never written again. When a slot is needed, the least
-    recently used snapshot that nobody reads is evicted; a snapshot is evicted with its page. docs/states.md explains
-    how slots are shared out, and where snapshots are taken.
+    recently used snapshot that nobody reads is evicted; a snapshot is evicted with its page. docs/models/qwen3_5.md
+    explains how slots are shared out, and where snapshots are taken.
     """
 
     can_repeat_steps = False  # it may have overwritten half of the states that it read

@@ -1,7 +1,7 @@
 """The process that decodes untrusted media. It has the current item in memory and can reach nothing else.
 
 It is asked over a socket to open an item, whose bytes lie in shared memory (the slate), and then for its pixels or
-samples, which it puts there in turn. It is started by `decoder_pool`, and imports neither torch nor the engine.
+samples, which it puts there in turn. A `DecoderPool` starts it. It imports neither torch nor the engine.
 """
 
 from __future__ import annotations
