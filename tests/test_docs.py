@@ -1,6 +1,7 @@
 """Pages are few and short, what they link to and name exists, and their examples have flags and names that exist."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -18,6 +19,9 @@ TRAINING = sorted((ROOT / "training").rglob("README.md"))
 BASES = (ROOT, PACKAGE, CSRC)  # where a path in a page may start
 MAX_README_LINES = 150
 MAX_PAGES = 26
+CURL_FLAGS = {"--fail-with-body", "--retry"}
+DOCKER_FLAGS = {"--cap-add", "--cpuset-cpus", "--env-file", "--format"}
+UV_FLAGS = {"--torch-backend"}
 
 
 def anchors(page):
@@ -129,6 +133,28 @@ def test_flags_in_the_text_exist():
                 choices = known._subparsers._group_actions[0].choices
                 known = choices[words.pop(0)]
             assert set(flags) <= set(known._option_string_actions), f"{source}: {mentioned}"
+
+
+def flags_of(parser):
+    flags = set(parser._option_string_actions)
+    if parser._subparsers is not None:
+        flags.update(*map(flags_of, parser._subparsers._group_actions[0].choices.values()))
+    return flags
+
+
+@functools.cache
+def text_of_scripts():
+    """Return what has flags and variables of its own: scripts, tests, the build, and what reads the environment."""
+    scripts = [path for room in ("benchmarks", "training", "tests") for path in (ROOT / room).rglob("*.py")]
+    build = [ROOT / "CMakeLists.txt", *CSRC.rglob("*.h")]
+    return "\n".join(path.read_text() for path in (*scripts, *build, PACKAGE / "config.py"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_and_variables_that_a_page_names_exist(page):
+    named = set(re.findall(r"`(--[a-z][a-z-]+|TILEWRIGHT_[A-Z_]+)", page.read_text()))
+    unknown = named - flags_of(cli._parser()) - CURL_FLAGS - DOCKER_FLAGS - UV_FLAGS
+    assert not {name for name in unknown if not re.search(rf"(?<![\w-]){name}\b", text_of_scripts())}
 
 
 @pytest.mark.parametrize("source", sorted({source for source, _ in COMMANDS}))
