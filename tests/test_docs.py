@@ -157,6 +157,13 @@ def test_flags_and_variables_that_a_page_names_exist(page):
     assert not {name for name in unknown if not re.search(rf"(?<![\w-]){name}\b", text_of_scripts())}
 
 
+def test_targets_of_make_that_pages_name_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in [*PAGES, *TRAINING]:
+        named = set(re.findall(r"(?:`|^ {4})make ([\w-]+)", page.read_text(), re.MULTILINE))
+        assert named <= targets, f"{page.relative_to(ROOT)}: {named - targets}"
+
+
 @pytest.mark.parametrize("source", sorted({source for source, _ in COMMANDS}))
 def test_a_file_that_is_read_is_made_before_or_the_readers_own(source):
     made = set()
