@@ -42,7 +42,8 @@ from tilewright.ops.linear import PackedWeight
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.native import kernels
 from tilewright.ops.packed import PackedForm, weight_format
-from tilewright.parallel.binding import apply_binding, binding_of_ranks, release_binding
+from tilewright.host.binding import binding_of_ranks
+from tilewright.ops.native import apply_binding, release_binding
 from tilewright.parallel.group import Group, SingleGroup
 from tilewright.types import Medium, ModelInputs, Region, SamplingParams, Span
 from tilewright.weights.conv import Unpacked

@@ -14,7 +14,8 @@ from tilewright import config
 from tilewright.config import ConfigError
 from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.native import bind_team, kernels, work_alone
-from tilewright.parallel.binding import RankBinding, apply_binding, release_binding
+from tilewright.host.binding import RankBinding
+from tilewright.ops.native import apply_binding, release_binding
 from tilewright.parallel.launch import Workers, WorkerSpec
 
 CPUS = sorted(os.sched_getaffinity(0))[:2]
@@ -71,7 +72,7 @@ def test_where_the_system_forbids_it_a_warning_tells_and_the_rank_computes(capfd
     assert told["memory_policy"] in ("default", None)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2, lines
-    assert lines[0].startswith("rank 1: WARNING tilewright.parallel.binding: rank 1 runs where the system likes")
+    assert lines[0].startswith("rank 1: WARNING tilewright.host.binding: rank 1 runs where the system likes")
     assert "(set_mempolicy: Operation not permitted)" in lines[1]
 
 

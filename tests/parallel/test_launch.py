@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tilewright.parallel import launch
-from tilewright.parallel.binding import RankBinding
+from tilewright.host.binding import RankBinding
 from tilewright.parallel.launch import Workers, WorkerSpec
 
 TIMEOUT_S = 60.0  # of what takes a tenth of a second on a machine with nothing else to do

@@ -114,7 +114,7 @@ def compute(rank, size, payload, fds):
 
 def compute_confined(rank, size, payload, fds):
     """The same where the system refuses to bind anything, as it may in a container."""
-    from tilewright.parallel.binding import RankBinding, claim_cpus
+    from tilewright.host.binding import RankBinding, claim_cpus
 
     forbid({"x86_64": (203, 238), "aarch64": (122, 237)}[platform.machine()])  # sched_setaffinity, set_mempolicy
     claim_cpus(RankBinding(rank, tuple(payload["cpus"]), (0,), 2))

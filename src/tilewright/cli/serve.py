@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright import config
-from tilewright.flags import engine, replicas
-from tilewright.flags import engine as engine_flags
-from tilewright.flags import pictures as diffusion_flags
+from tilewright.flags import engine, pictures, replicas
 from tilewright.host import files
 from tilewright.host.memory import parse_bytes, require_start
 from tilewright.process import run_loop
@@ -212,24 +210,24 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
   curl http://127.0.0.1:8000/v1/models""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    engine_flags.add_model_argument(parser, engine_flags.MODEL_HELP, is_positional=True)
+    engine.add_model_argument(parser, engine.MODEL_HELP, is_positional=True)
     parser.add_argument(
         "--image-model", metavar="MODEL",
         help="makes pictures or videos: a folder in diffusers' layout or a hub id, loaded by the first request; "
         "none: no pictures (default: the embedded one, if MODEL is left out)",
     )  # fmt: skip
     parser.add_argument(
-        "--image-threads", type=engine_flags.positive, metavar="N",
+        "--image-threads", type=engine.positive, metavar="N",
         help="threads that make pictures (default: one per CPU; they yield to those that answer)",
     )  # fmt: skip
     text = "processes that the model for pictures is split over, one per NUMA node (default 1)"
-    parser.add_argument("--image-tp", type=engine_flags.positive, metavar="N", help=text)
+    parser.add_argument("--image-tp", type=engine.positive, metavar="N", help=text)
     text = "hold one of its text encoder, transformer and VAE in memory at a time"
     parser.add_argument("--image-low-memory", action="store_const", const=True, help=text)
     text = "memory for its layers, such as 4GB; the others are read from disk in every step (default: all)"
     parser.add_argument("--image-stream-layers", metavar="SIZE", help=text)
     parser.add_argument("--host", default=HOST, help=f"address to listen on (default {HOST}: local clients only)")
-    parser.add_argument("--port", type=engine_flags.natural, default=PORT, help=f"default {PORT}; 0: any free one")
+    parser.add_argument("--port", type=engine.natural, default=PORT, help=f"default {PORT}; 0: any free one")
     parser.add_argument("--name", help="the model's name for clients (default: its folder's name)")
     add_server_arguments(parser)
     group = parser.add_argument_group("log", "One line per request, on standard error.")
@@ -237,7 +235,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     group.add_argument("--log-content", action="store_true", help="log the content of requests, which may be private")
     group.add_argument("-q", "--quiet", action="store_true", help="only warnings")
     group.add_argument("-v", "--verbose", action="store_true", help="log more")
-    engine_flags.add_engine_arguments(parser)
+    engine.add_engine_arguments(parser)
     text = "engines behind this server, such as 2, or 1:4 as the load asks for; SIGHUP replaces them one by one"
     replicas.add_arguments(parser, replicas.count_or_range, text)
     parser.set_defaults(run=run)
@@ -258,8 +256,8 @@ def run(options: argparse.Namespace) -> int:
     listener = _listen(options.host, options.port)
     with listener:
         backend = None if model is None else _backend(options, _engine(options, model, settings), is_json)
-        pictures = None if image_model is None else _pictures(options, image_model, settings, is_json)
-        status: int = run_loop(serve(settings, backend, pictures, listener, options.drain_timeout))
+        picture_backend = None if image_model is None else _pictures(options, image_model, settings, is_json)
+        status: int = run_loop(serve(settings, backend, picture_backend, listener, options.drain_timeout))
         return status
 
 
@@ -272,8 +270,8 @@ def _models(options: argparse.Namespace) -> tuple[str | None, str | None]:
                 f"{options.model} makes pictures, and --image-model is {options.image_model}: expected one of them"
             )
         return None, options.model
-    engine_flags.check_model(options.model, options.mmproj)
-    diffusion_flags.check_pipeline(image_model)
+    engine.check_model(options.model, options.mmproj)
+    pictures.check_pipeline(image_model)
     if options.model is None:
         _log.info(embedded.notice("tilewright serve ./Qwen3-VL-2B-Instruct"))
         if options.image_model is None and embedded.has("tiny_draw"):
@@ -287,7 +285,7 @@ def _is_pipeline(model: str) -> bool:
 
 def _engine(options: argparse.Namespace, model: str, settings: ServerSettings) -> dict[str, Any]:
     return {
-        **engine_flags.engine_options(options),
+        **engine.engine_options(options),
         "model": model,
         "progress": sys.stderr.isatty() and not options.quiet,
         "isolate_media": True,
@@ -317,13 +315,15 @@ def _child_log_level(options: argparse.Namespace) -> int:
     return logging.DEBUG if options.verbose else logging.WARNING
 
 
-def _backend(options: argparse.Namespace, engine: dict[str, Any], log_is_json: bool) -> RemoteBackend | ReplicaBackend:
+def _backend(
+    options: argparse.Namespace, engine_arguments: dict[str, Any], log_is_json: bool
+) -> RemoteBackend | ReplicaBackend:
     """An engine of its own process, or several of them by Ray."""
     log_level = _child_log_level(options)
     if options.replicas is None:
         from tilewright.server.link.remote import RemoteBackend
 
-        return RemoteBackend(engine, log_level=log_level, log_is_json=log_is_json)
+        return RemoteBackend(engine_arguments, log_level=log_level, log_is_json=log_is_json)
     from tilewright.server.replicas import ray_serving
     from tilewright.server.replicas.backend import ReplicaBackend
 
@@ -331,7 +331,7 @@ def _backend(options: argparse.Namespace, engine: dict[str, Any], log_is_json: b
     from tilewright.server.replicas.ray_serving import RayReplicas, ReplicaSettings
 
     settings = ReplicaSettings(
-        {**engine, "progress": False},
+        {**engine_arguments, "progress": False},
         options.replicas,
         options.replica_cpus,
         options.drain_timeout,
@@ -365,7 +365,7 @@ def _listen(host: str, port: int) -> socket.socket:
 async def serve(
     settings: ServerSettings,
     backend: RemoteBackend | ReplicaBackend | None,
-    pictures: PictureBackend | None,
+    picture_backend: PictureBackend | None,
     listener: socket.socket,
     drain_s: float,
 ) -> int:
@@ -383,7 +383,7 @@ async def serve(
         def capture_signals(self) -> Iterator[None]:
             yield  # our own handlers end the engine too
 
-    handler = ApiHandler(settings, backend, pictures)
+    handler = ApiHandler(settings, backend, picture_backend)
     # uvicorn cancels what is left, a little after the handler has sent errors for it.
     options = {"timeout_graceful_shutdown": round(drain_s + FINAL_ERRORS_S)}
     server = Server(server_config(create_app(handler), settings, handler.metrics, **options))

@@ -24,9 +24,9 @@ from tilewright.diffusion.pipeline import OnStep
 from tilewright.diffusion.pipelines import open_pipeline
 from tilewright.host.files import CheckpointError
 from tilewright.ops import backend
-from tilewright.ops.native import bind_team
+from tilewright.ops.native import apply_binding, bind_team, release_binding
 from tilewright.ops.platform import Platform
-from tilewright.parallel.binding import apply_binding, binding_of_ranks, release_binding
+from tilewright.host.binding import binding_of_ranks
 from tilewright.parallel.group import Group
 from tilewright.parallel.launch import Workers, WorkerSpec
 from tilewright.parallel.rendezvous import MAX_RANKS, Rendezvous, make_group, open_rendezvous

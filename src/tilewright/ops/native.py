@@ -12,8 +12,21 @@ from torch.utils.dlpack import to_dlpack as view
 
 from tilewright import _kernels as kernels
 from tilewright import config
+from tilewright.config import ConfigError
+from tilewright.host.binding import RankBinding, claim_cpus
 
-__all__ = ["Build", "apply_config", "bind_team", "kernels", "read_build", "view", "view_or_none", "work_alone"]
+__all__ = [
+    "Build",
+    "apply_binding",
+    "apply_config",
+    "bind_team",
+    "kernels",
+    "read_build",
+    "release_binding",
+    "view",
+    "view_or_none",
+    "work_alone",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +103,58 @@ def apply_config() -> None:
         # step, all of them on the CPU that the calling thread is pinned to.
         torch.set_num_threads(settings.team_size)
     bind_team()
+
+
+@dataclass
+class _Applied:
+    """The binding of this process, the CPUs that its thread had before, and torch's threads."""
+
+    binding: RankBinding
+    affinity: set[int]
+    torch_threads: int
+    num_holders: int = 1
+
+
+_applied: _Applied | None = None
+
+
+def apply_binding(binding: RankBinding) -> None:
+    """Binds this process, whose kernels may have run before: the calling thread and its team at once, others when they
+    call `bind_team`. Each call needs a `release_binding`.
+
+    ConfigError if the process is bound otherwise: the number of threads is one for the process.
+    """
+    global _applied
+    if _applied is not None:
+        if _applied.binding != binding:
+            raise ConfigError(
+                f"this process is bound already ({_applied.binding}) and cannot also be bound to {binding}: "
+                "close the engine that has it so, or start another process"
+            )
+        _applied.num_holders += 1
+    else:
+        _applied = _Applied(binding, os.sched_getaffinity(0), torch.get_num_threads())
+        claim_cpus(binding)
+    apply_config()
+
+
+def release_binding() -> None:
+    """Gives a binding back. With the last holder the process, and the calling thread, are as they were before."""
+    global _applied
+    if _applied is None:
+        raise RuntimeError("release_binding without apply_binding")
+    _applied.num_holders -= 1
+    if _applied.num_holders:
+        return
+    before, _applied = _applied, None
+    config.use(None)
+    kernels.bind_threads([])
+    torch.set_num_threads(before.torch_threads)
+    # A system that refuses these has refused the binding too, and was warned of then.
+    kernels.set_memory_policy("local", [])
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, before.affinity)
+    apply_config()
 
 
 def _prefer_memory(nodes: tuple[int, ...]) -> None:

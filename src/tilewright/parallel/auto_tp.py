@@ -19,7 +19,7 @@ from typing import Any
 
 from tilewright.host.memory import available_bytes
 from tilewright.host.topology import Topology
-from tilewright.parallel.binding import RankBinding, plan_binding
+from tilewright.host.binding import RankBinding, plan_binding
 from tilewright.parallel.launch import Workers, WorkerSpec
 
 MIN_GAIN = 1.1  # of ranks over one process: less is lost again in their collectives

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 from tilewright import config
-from tilewright.parallel.binding import RankBinding
+from tilewright.host.binding import RankBinding
 from tilewright.parallel.worker import WorkerTask
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tilewright.parallel.binding import RankBinding, claim_cpus
+from tilewright.host.binding import RankBinding, claim_cpus
 
 _PR_SET_PDEATHSIG = 1
 FAILED = 1  # exit status when the entry point, or a thread, raises

@@ -32,7 +32,8 @@ from tilewright.host.memory import shared_file
 from tilewright.host.topology import read_topology
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.parallel.auto_tp import choose_tp
-from tilewright.parallel.binding import RankBinding, apply_binding, binding_of_ranks, release_binding
+from tilewright.host.binding import RankBinding, binding_of_ranks
+from tilewright.ops.native import apply_binding, release_binding
 from tilewright.parallel.group import CollectiveError, Group
 from tilewright.parallel.launch import Workers, WorkerSpec
 from tilewright.parallel.rendezvous import MAX_RANKS, open_rendezvous

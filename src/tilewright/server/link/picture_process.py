@@ -19,7 +19,7 @@ from tilewright.host.files import CheckpointError
 from tilewright.host.memory import explained_shortage, require_start
 from tilewright.host.topology import read_topology
 from tilewright.inputs.media import MediaLimits
-from tilewright.parallel.binding import claim_cpus, plan_binding
+from tilewright.host.binding import claim_cpus, plan_binding
 from tilewright.server.link.process import ServerChannel, run_process
 from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights import embedded

@@ -1,12 +1,12 @@
-"""Which CPUs, memory and threads each rank has, and how a process takes them. docs/parallel.md says why.
+"""Which CPUs, memory and threads each rank has. docs/parallel.md says why.
 
-plan = plan_binding(read_topology(), size=2)
-apply_binding(plan.ranks[0])    # in the process of rank 0; a worker (parallel/worker.py) does so by itself
+    plan = plan_binding(read_topology(), size=2)
+    claim_cpus(plan.ranks[1])       # in the process of rank 1, before torch is loaded
+    apply_binding(plan.ranks[0])    # of ops/native.py, in a process whose kernels may have run
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -221,63 +221,3 @@ def claim_cpus(binding: RankBinding) -> None:
             "rank %d runs where the system likes, not on %s: %s", binding.rank, name_cpus(binding.cpus), error.strerror
         )
     config.use(settings)
-
-
-@dataclass
-class _Applied:
-    """The binding of this process, the CPUs that its thread had before, and torch's threads."""
-
-    binding: RankBinding
-    affinity: set[int]
-    torch_threads: int
-    num_holders: int = 1
-
-
-_applied: _Applied | None = None
-
-
-def apply_binding(binding: RankBinding) -> None:
-    """Binds this process, whose kernels may have run before: the calling thread and its team at once, others when they
-    call `ops.native.bind_team`. Each call needs a `release_binding`.
-
-    ConfigError if the process is bound otherwise: the number of threads is one for the process.
-    """
-    global _applied
-    if _applied is not None:
-        if _applied.binding != binding:
-            raise ConfigError(
-                f"this process is bound already ({_applied.binding}) and cannot also be bound to {binding}: "
-                "close the engine that has it so, or start another process"
-            )
-        _applied.num_holders += 1
-    else:
-        import torch
-
-        _applied = _Applied(binding, os.sched_getaffinity(0), torch.get_num_threads())
-        claim_cpus(binding)
-    from tilewright.ops.native import apply_config
-
-    apply_config()
-
-
-def release_binding() -> None:
-    """Gives a binding back. With the last holder the process, and the calling thread, are as they were before."""
-    global _applied
-    if _applied is None:
-        raise RuntimeError("release_binding without apply_binding")
-    _applied.num_holders -= 1
-    if _applied.num_holders:
-        return
-    import torch
-
-    from tilewright.ops.native import apply_config, kernels
-
-    before, _applied = _applied, None
-    config.use(None)
-    kernels.bind_threads([])
-    torch.set_num_threads(before.torch_threads)
-    # A system that refuses these has refused the binding too, and was warned of then.
-    kernels.set_memory_policy("local", [])
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, before.affinity)
-    apply_config()
