@@ -34,17 +34,17 @@ from tilewright.engine.measure.costs import Costs, costs_of
 from tilewright.engine.ranks.ranks import EngineRanks
 from tilewright.engine.ranks.worker import run_rank
 from tilewright.engine.schedule.scheduler import StepLimits
+from tilewright.host.binding import binding_of_ranks
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers import partition, precision
 from tilewright.layers.partition import Partition
 from tilewright.models.registry import family_of
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.moe import PackedExperts
-from tilewright.ops.native import kernels
+from tilewright.ops.native import apply_binding, kernels, release_binding
 from tilewright.ops.packed import PackedForm, weight_format
-from tilewright.host.binding import binding_of_ranks
-from tilewright.ops.native import apply_binding, release_binding
 from tilewright.parallel.group import Group, SingleGroup
+from tilewright.process.frames import Channel
 from tilewright.types import Medium, ModelInputs, Region, SamplingParams, Span
 from tilewright.weights.conv import Unpacked
 from tilewright.weights.linear import ExpertsWeight, LinearWeight, PatchWeight, PatchWeights
@@ -144,9 +144,9 @@ def load_rank(arguments: dict[str, Any], group: Group) -> tuple[Any, torch.dtype
     return make_model(arguments["config"], group), torch.bfloat16
 
 
-def rank_main(rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
+def rank_main(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
     """The entry point of the other ranks' processes."""
-    run_rank(rank, size, payload, load_rank)
+    run_rank(channel, rank, size, payload, load_rank)
 
 
 @contextlib.contextmanager

@@ -8,25 +8,17 @@ import sys
 import pytest
 from sources import PACKAGE, ROOT, cpp_files, imported_modules, module_name, parse, python_files
 
-# Top to bottom. A part imports from lower rows and from itself, never from its own row or a higher one.
-LEVELS = [
-    ["__main__"],
-    ["cli"],
-    ["evaluate"],
-    ["batch", "bench"],
-    ["server"],
-    ["flags"],
-    ["engine", "diffusion"],
-    ["models"],
-    ["layers"],
-    ["inputs"],
-    ["weights", "parallel", "outputs"],
-    ["ops"],
-    ["_kernels"],
-    ["process"],
-    ["host"],
-    ["types", "config"],
-]
+
+def levels() -> list[list[str]]:
+    """The rooms as docs/walk.md lists them, from top to bottom: the one place that says who may import whom.
+
+    A room imports from lower levels and from itself, never from its own level or a higher one.
+    """
+    (block,) = re.findall(r"^    cli -> [\s\S]*?\n\n", (ROOT / "docs" / "walk.md").read_text(), flags=re.M)
+    return [["__main__"], *(re.findall(r"\w+", row.replace("csrc", "_kernels")) for row in block.split("->"))]
+
+
+LEVELS = levels()
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 # Without torch, so that the server starts, and --help answers, at once.
@@ -50,7 +42,12 @@ def files_of_parts():
 
 def test_every_part_has_a_level():
     unknown = {part for part, _ in files_of_parts()} - set(LEVEL_OF)
-    assert not unknown, f"give {sorted(unknown)} a place in LEVELS"
+    assert not unknown, f"give {sorted(unknown)} a place in the list of docs/walk.md"
+
+
+def test_every_level_has_its_parts():
+    gone = set(LEVEL_OF) - {part for part, _ in files_of_parts()} - {"_kernels"}
+    assert not gone, f"docs/walk.md lists {sorted(gone)}, which are not there"
 
 
 def test_imports_go_down():
@@ -178,7 +175,7 @@ def test_files_are_read_and_written_in_one_place():
     """`files` knows what must not be read: the others read what the kernel or this package wrote."""
     names = {"read_text", "read_bytes", "write_text", "write_bytes"}
     others = {"host/files.py", "host/memory.py", "host/topology.py", "engine/measure/memory.py", "process/state.py"}
-    others |= {"inputs/isolation/confine.py", "ops/torch_backend/gpu_kernels.py", "server/http/page_files.py"}
+    others |= {"process/confine.py", "ops/torch_backend/gpu_kernels.py", "server/http/page_files.py"}
     wrong = []
     for path in python_files():
         for node in ast.walk(parse(path)):

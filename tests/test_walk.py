@@ -5,7 +5,6 @@ import re
 import pytest
 from code_names import DOTTED, ROOMS, code_names
 from sources import ROOT
-from test_imports import LEVELS, files_of_parts
 
 PAGES = [path for name in ("walk.md", "glossary.md") if (path := ROOT / "docs" / name).exists()]
 # Of others, or of a request: nothing that we define.
@@ -81,12 +80,3 @@ def test_names_that_are_not(span):
 
 def test_places_are_found():
     assert len(places(ROOT / "docs" / "walk.md")) >= 10
-
-
-def test_the_walk_has_the_order_of_imports():
-    """As test_imports.py holds it, without the parts that are not there yet."""
-    there = {part for part, _ in files_of_parts()} - {"__main__"} | {"_kernels"}
-    rows = [sorted(there.intersection(level)) for level in LEVELS]
-    (block,) = re.findall(r"^    cli -> [\s\S]*?\n\n", (ROOT / "docs" / "walk.md").read_text(), flags=re.M)
-    told = [sorted(re.findall(r"\w+", row.replace("csrc", "_kernels"))) for row in block.split("->")]
-    assert told == [row for row in rows if row]

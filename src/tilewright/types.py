@@ -35,6 +35,10 @@ class TransientError(RuntimeError):
     """A request failed through no fault of its own, and may succeed when it is sent again."""
 
 
+class EngineUnavailable(RuntimeError):
+    """No engine is ready: it is loading, or it ended and is being restarted."""
+
+
 class ContextLengthExceeded(RequestError):
     """A prompt that is longer than the context; `found` says what it has.
 

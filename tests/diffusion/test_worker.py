@@ -16,6 +16,7 @@ import pytest
 from fake_pictures import FakePictures, Gate, fake_backend
 from PIL import Image
 from processes import family_of, memory_bytes
+from test_frames import through
 
 from tilewright.diffusion.requests import (
     Began,
@@ -34,7 +35,6 @@ from tilewright.diffusion.worker import Worker, preview_steps
 from tilewright.outputs.images import encode_picture, settings_of
 from tilewright.outputs.video import encode_video
 from tilewright.server.http.errors import ApiError
-from tilewright.server.link import wire
 
 WAIT_S = 60
 
@@ -230,9 +230,7 @@ def test_events_cross_the_wire():
         NotMade("request", "m", "size"),
         made,
     ):
-        head, *blobs = wire.encode({"event": event_to_json(event)})
-        envelope = wire.decode(head[wire.HEAD.size :])
-        assert event_from_json(envelope.fill(blobs)["event"]) == event
+        assert event_from_json(through({"event": event_to_json(event)})["event"]) == event
 
 
 # In a process of its own.

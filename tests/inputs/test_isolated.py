@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
@@ -18,11 +17,10 @@ from clips import bitmap_header, write_clip
 from PIL import Image
 from sounds import wav
 
-from tilewright.inputs.isolation import confine
-from tilewright.inputs.isolation import pool as decoder_pool
 from tilewright.inputs.isolation.opener import InProcessOpener, IsolatedOpener, MediaFault
-from tilewright.inputs.isolation.pool import DecoderProcess, WireError, pack, receive
+from tilewright.inputs.isolation.pool import DecoderProcess
 from tilewright.inputs.media import MediaLimits, MediaPart
+from tilewright.process import child, confine, frames
 from tilewright.types import RequestError, TransientError
 
 
@@ -192,10 +190,11 @@ def test_a_process_is_kept_for_the_next_item():
         opener.open_picture(picture_part(data), MediaLimits())
 
 
-START_TAKEN_OVER = """
-import sys; sys.path[:] = sys.argv[4:]
+BOOT_TAKEN_OVER = """
+import sys; sys.path[:] = sys.argv[2:]
 import ctypes, fcntl, os, resource, signal, socket, threading, time
 import tilewright.inputs.isolation.main as m
+from tilewright.process.child import main
 from tilewright.types import RequestError
 real = m.read_picture
 def attack(data, name, limits):
@@ -204,15 +203,18 @@ def attack(data, name, limits):
     space = dict(globals())
     exec(data[7:], space)
     return space["found"]
-m.read_picture = attack
-m.main()
+def noting_slate(channel, slate, memory_bytes):
+    globals()["slate"] = slate
+    decode(channel, slate, memory_bytes)
+m.read_picture, m.main, decode = attack, noting_slate, m.main
+main()
 """
 
 
 @pytest.fixture
 def taken_over(monkeypatch):
     """An opener whose processes do as the bytes of a picture say: a file has taken them over."""
-    monkeypatch.setattr(decoder_pool, "_START", START_TAKEN_OVER)
+    monkeypatch.setattr(child, "BOOT", BOOT_TAKEN_OVER)
     opener = IsolatedOpener(memory_bytes=2**28)
     yield opener
     opener.close()
@@ -225,7 +227,7 @@ def attack(code):
 @pytest.mark.parametrize(
     "code,message",
     [
-        ("ctypes.string_at(0)", "the process that decoded it died of signal 11"),
+        ("ctypes.string_at(0)", "the process that decoded it died of SIGSEGV"),
         ("os._exit(3)", "the process that decoded it ended with status 3"),
         ("time.sleep(100)", "it took more than 0.5 seconds"),
         ("while True: pass", "it took more than 0.5 seconds"),
@@ -249,11 +251,11 @@ def kill_when_asked(monkeypatch, asks, number=signal.SIGKILL):
     """Has a process killed when it is asked for the next of these, each once."""
     send, left = DecoderProcess.send, list(asks)
 
-    def sending(process, header, payload=b""):
-        if left and header["ask"] == left[0]:
+    def sending(process, message):
+        if left and message["ask"] == left[0]:
             left.pop(0)
             os.kill(process.pid, number)
-        send(process, header, payload)
+        send(process, message)
 
     monkeypatch.setattr(DecoderProcess, "send", sending)
     return left
@@ -301,10 +303,10 @@ FORBIDDEN = [
     "os.kill(os.getppid(), 0)",
     "os.kill(os.getpid(), 0)",
     "os.memfd_create('x')",
-    "os.ftruncate(int(sys.argv[2]), 0)",
-    "os.pwrite(int(sys.argv[2]), b'x', 0)",
+    "os.ftruncate(slate, 0)",
+    "os.pwrite(slate, b'x', 0)",
     "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (1, 1))",
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1)) or os.pwrite(int(sys.argv[2]), b'x', 0)",
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1)) or os.pwrite(slate, b'x', 0)",
     "fcntl.fcntl(int(sys.argv[1]), fcntl.F_SETOWN, os.getppid())",
     "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
     "os.sched_setaffinity(os.getppid(), {0})",
@@ -348,45 +350,63 @@ def test_a_process_knows_nothing_of_ours(taken_over, monkeypatch):
     assert os.getsid(pid) == pid
 
 
-# Replies of a process that is no longer ours. SIZES is what `pack` would put before them.
-def reply(header, payload=b""):
-    return pack(header, payload)
+# Replies of a process that is no longer ours.
+def reply(message):
+    return b"".join(frames.encode(message))
+
+
+def frame(text, blobs=b""):
+    return frames.HEAD.pack(len(text)) + text + blobs
 
 
 NONSENSE = {
     "nothing": b"",
     "no message": b"\xff" * 8,
-    "a header of 4 GB": struct.pack("<II", 2**32 - 1, 0),
-    "a payload of 4 GB": struct.pack("<II", 2, 2**32 - 1) + b"{}",
-    "no JSON": struct.pack("<II", 4, 0) + b"{{{{",
-    "deep JSON": struct.pack("<II", 60_000, 0) + b"[" * 60_000,
-    "a list": struct.pack("<II", 2, 0) + b"[]",
-    "no Unicode": struct.pack("<II", 4, 0) + b"\xff\xfe\xff\xfe",
-    "a pickle": struct.pack("<II", 20, 0) + b"cos\nsystem\n(S'true'\n"[:20],
+    "a text of 4 GB": frames.HEAD.pack(2**32 - 1),
+    "bytes of 4 GB": frame(f'[{{"height":5}},[["width"]],[{2**32}]]'.encode()),
+    "no JSON": frame(b"{{{{"),
+    "deep JSON": frame(b"[" * 60_000),
+    "a list": frame(b"[]"),
+    "no object": frame(b"[[],[],[]]"),
+    "no bytes": frame(b'[{},[["height"]],[-1]]'),
+    "half a byte": frame(b'[{},[["height"]],[0.5]]'),
+    "bytes nowhere": frame(b'[{},[["height","width"]],[1]]', b"x"),
+    "bytes at no path": frame(b"[{},[[]],[1]]", b"x"),
+    "bytes at no list": frame(b"[{},[5],[1]]", b"x"),
+    "too few bytes": frame(b"[{},[],[1]]", b"x"),
+    "no Unicode": frame(b"\xff\xfe\xff\xfe"),
+    "a pickle": frame(b"cos\nsystem\n(S'true'\n"),
     "no size": reply({}),
     "a negative size": reply({"height": -1, "width": 5}),
     "no whole size": reply({"height": 1.5, "width": 5}),
     "a size in words": reply({"height": "60", "width": "80"}),
     "true": reply({"height": True, "width": True}),
-    "a huge number": struct.pack("<II", 5020, 0) + b'{"height": ' + b"9" * 5000 + b"}" + b" " * 8,
-    "not a number": struct.pack("<II", 28, 0) + b'{"height": NaN, "width": 5} ',
+    "a huge number": frame(b'[{"height": ' + b"9" * 5000 + b"},[],[]]"),
+    "not a number": frame(b'[{"height": NaN, "width": 5},[],[]]'),
     "an odd error": reply({"error": "other", "message": {"a": [1]}}),
 }
 
 
+SPEAK = """
+import sys; sys.path[:] = sys.argv[2:]
+import os, socket
+from tilewright.process.frames import Channel
+link = socket.socket(fileno=int(sys.argv[1]))
+task = Channel(link).receive()
+"""
+
+
 def speaking(monkeypatch, *replies):
     """An opener whose processes send these, one for each message they get."""
-    script = f"""
-import socket, sys
-link = socket.socket(fileno=int(sys.argv[1]))
-link.sendall({pack({"missing": []})!r})
+    script = f"""{SPEAK}
+link.sendall({reply({"missing": []})!r})
 for reply in {replies!r}:
     if not link.recv(100_000):
         break
     link.sendall(reply)
 link.recv(1)
 """
-    monkeypatch.setattr(decoder_pool, "_START", script)
+    monkeypatch.setattr(child, "BOOT", script)
     return IsolatedOpener()
 
 
@@ -438,22 +458,20 @@ def test_less_or_more_pixels_than_there_are(monkeypatch, decoded):
 )
 def test_nonsense_about_a_video(monkeypatch, described, times):
     known = {"num_frames": 3, "fps": 2.0, "height": 8, "width": 8, **described}
-    opener = speaking(monkeypatch, reply(known, times))
+    opener = speaking(monkeypatch, reply({**known, "times": times}))
     with pytest.raises(RequestError, match=r"^video 1: "):
         opener.open_video(MediaPart("video", "video 1", b"anything"), MediaLimits())
     opener.close()
 
 
 def test_shared_memory_that_is_cut_short_is_noticed(monkeypatch):
-    script = f"""
-import os, socket, sys
-link = socket.socket(fileno=int(sys.argv[1]))
-for reply in {[pack({"missing": []}), reply({"height": 500, "width": 500}), reply({"size_bytes": 750_000})]!r}:
-    os.ftruncate(int(sys.argv[2]), 0)
+    script = f"""{SPEAK}
+for reply in {[reply({"missing": []}), reply({"height": 500, "width": 500}), reply({"size_bytes": 750_000})]!r}:
+    os.ftruncate(task["arguments"]["slate"], 0)
     link.sendall(reply)
     link.recv(100_000)
 """
-    monkeypatch.setattr(decoder_pool, "_START", script)
+    monkeypatch.setattr(child, "BOOT", script)
     opener = IsolatedOpener()
     with pytest.raises(MediaFault, match="it cut the shared memory short"):
         opener.open_picture(picture_part(encode(noise())), MediaLimits()).decode()
@@ -469,7 +487,7 @@ def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch):
 
 
 def test_a_process_that_cannot_start_is_no_fault_of_the_request(monkeypatch):
-    monkeypatch.setattr(decoder_pool, "_START", "import sys; sys.exit(7)")
+    monkeypatch.setattr(child, "BOOT", "import sys; sys.exit(7)")
     opener = IsolatedOpener()
     with pytest.raises(TransientError, match=r"did not start: .* ended with status 7"):
         opener.open_picture(picture_part(encode(noise())), MediaLimits())
@@ -477,16 +495,14 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_request(monkeypatch):
 
 
 def test_missing_protection_is_told_once(monkeypatch, caplog):
-    monkeypatch.setattr(decoder_pool, "_START", f"""
-import socket, sys
-link = socket.socket(fileno=int(sys.argv[1]))
-link.sendall({pack({"missing": ["seccomp"]})!r})
+    monkeypatch.setattr(child, "BOOT", f"""{SPEAK}
+link.sendall({reply({"missing": ["seccomp"]})!r})
 link.recv(1)
 """)  # fmt: skip
     for _ in range(2):
         process = DecoderProcess(2**30)
         process.wait_until_ready()
-        process.close()
+        process.end()
     assert caplog.messages == ["media are decoded with less protection: this system lacks seccomp"]
 
 
@@ -594,11 +610,3 @@ def test_the_process_imports_no_torch():
     names = set(json.loads(result.stdout.replace("'", '"')))
     wrong = {name for name in names if name.split(".")[0] in ("torch", "tokenizers", "jinja2", "transformers")}
     assert not wrong | {name for name in names if name.startswith(("tilewright.engine", "tilewright.models"))}
-
-
-def test_messages_come_out_as_they_went_in():
-    sent = io.BytesIO(pack({"ask": "ü", "size_bytes": 3}, b"abc") + pack({}))
-    assert receive(sent.read) == ({"ask": "ü", "size_bytes": 3}, b"abc")
-    assert receive(sent.read) == ({}, b"")
-    with pytest.raises(WireError, match="a message of 70000"):
-        receive(io.BytesIO(struct.pack("<II", 70_000, 0)).read)

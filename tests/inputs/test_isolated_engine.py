@@ -10,8 +10,8 @@ from clips import write_clip
 from PIL import Image
 
 import tilewright
-from tilewright.inputs.isolation import pool as decoder_pool
 from tilewright.inputs.media import MediaLimits
+from tilewright.process import child
 from tilewright.types import RequestError
 
 OPTIONS = {"dtype": "float32", "kv_memory": "20MB", "max_context": 512, "pack_cache": False}
@@ -45,17 +45,18 @@ def test_answers_do_not_depend_on_who_decodes(folder, tmp_path):
 
 def test_what_harms_a_decoder_leaves_the_engine_at_work(folder, monkeypatch):
     attack = (
-        "import sys; sys.path[:] = sys.argv[4:]; import ctypes; import tilewright.inputs.isolation.main as m; "
+        "import sys; sys.path[:] = sys.argv[2:]; import ctypes; import tilewright.inputs.isolation.main as m; "
+        "from tilewright.process.child import main; "
         "real = m.read_picture; "
-        "m.read_picture = lambda data, *rest: ctypes.string_at(0) if data == b'attack' else real(data, *rest); m.main()"
+        "m.read_picture = lambda data, *rest: ctypes.string_at(0) if data == b'attack' else real(data, *rest); main()"
     )
-    monkeypatch.setattr(decoder_pool, "_START", attack)
+    monkeypatch.setattr(child, "BOOT", attack)
     limits = MediaLimits(allow_paths=False, max_pixels=3000, max_items=2)
     with tilewright.Engine(folder, isolate_media=True, media_limits=limits, **OPTIONS) as engine:
         handles = [engine.submit_chat(about("image", source), max_tokens=4) for source in (png(), b"attack", png(1))]
         assert len(handles[0].result()[0].token_ids) == len(handles[2].result()[0].token_ids) == 4
         with pytest.raises(
-            RequestError, match="image 1: cannot be decoded: the process that decoded it died of signal 11"
+            RequestError, match="image 1: cannot be decoded: the process that decoded it died of SIGSEGV"
         ):
             handles[1].result()
         for source, message in [

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.inputs.isolation import confine
-from tilewright.inputs.isolation import confine as seccomp
+from tilewright.process import confine
+from tilewright.process import confine as seccomp
 
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.ENOSYS  # of the kernel's seccomp.h
 MACHINES = ("x86_64", "aarch64")

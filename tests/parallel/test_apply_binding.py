@@ -12,11 +12,10 @@ from worker_entries import cpus_of_threads, memory_policy
 
 from tilewright import config
 from tilewright.config import ConfigError
-from tilewright.ops.linear import linear, pack_weight
-from tilewright.ops.native import bind_team, kernels, work_alone
 from tilewright.host.binding import RankBinding
-from tilewright.ops.native import apply_binding, release_binding
-from tilewright.parallel.launch import Workers, WorkerSpec
+from tilewright.ops.linear import linear, pack_weight
+from tilewright.ops.native import apply_binding, bind_team, kernels, release_binding, work_alone
+from tilewright.process.workers import Workers, WorkerSpec
 
 CPUS = sorted(os.sched_getaffinity(0))[:2]
 HAS_NODES = memory_policy() is not None

@@ -7,10 +7,10 @@ import re
 import pytest
 from system_tree import two_sockets
 
+from tilewright.host.binding import RankBinding
 from tilewright.host.topology import Topology, UsableNode
 from tilewright.parallel import auto_tp
 from tilewright.parallel.auto_tp import MeasuredReads, MeasureError, choose_tp, measure_reads
-from tilewright.host.binding import RankBinding
 
 CPU = min(os.sched_getaffinity(0))
 

@@ -10,9 +10,9 @@ from system_tree import GIB, two_sockets, write_system
 
 from tilewright import config
 from tilewright.config import ConfigError
-from tilewright.host.topology import Topology, UsableNode, read_topology
 from tilewright.host import binding as binding_module
 from tilewright.host.binding import RankBinding, binding_of_ranks, plan_binding
+from tilewright.host.topology import Topology, UsableNode, read_topology
 
 
 def cpus_of(plan):

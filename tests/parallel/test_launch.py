@@ -6,6 +6,7 @@ import os
 import queue
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.parallel import launch
 from tilewright.host.binding import RankBinding
-from tilewright.parallel.launch import Workers, WorkerSpec
+from tilewright.process import child
+from tilewright.process.frames import Channel
+from tilewright.process.workers import Workers, WorkerSpec
 
 TIMEOUT_S = 60.0  # of what takes a tenth of a second on a machine with nothing else to do
-SOURCES = Path(launch.__file__).parents[2]
+SOURCES = Path(child.__file__).parents[2]
 
 
 def specs(*ranks, payload=None, fds=()):
@@ -88,7 +90,7 @@ def test_a_worker_gets_its_rank_payload_files_and_cpus():
         assert seen["pid"] == seen["session"] == workers.pids[1]
         assert seen["stdin"] == "" and seen["ignores_interrupt"]
         assert not seen["has_torch"], "it would have counted the CPUs before they were claimed"
-        # Standard ones, its own, the lifeline, and that of the folder that it lists: nothing else of the parent's.
+        # Standard ones, its own, the channel, and that of the folder that it lists: nothing else of the parent's.
         assert len(seen["open_files"]) == 6 and end in seen["open_files"]
     assert not is_alive(seen["pid"])
 
@@ -110,7 +112,7 @@ def test_a_pinned_parent_does_not_pin_its_workers():
     [
         ("signal", "died of SIGSEGV", None),
         ("exception", "ended with status 1", "ValueError: no such tile"),
-        ("thread", "ended with status 1", "KeyError: 'no such tile'"),
+        ("thread", "ended with status 70", "KeyError: 'no such tile'"),
         ("exit", "ended with status 3", "leaving"),
         ("return", "ended with status 0", None),
     ],
@@ -246,7 +248,9 @@ def test_logs_of_workers_are_warnings_unless_more_is_asked_for(capfd, level):
 
 PARENT = """
 import os, signal, sys, threading
-from tilewright.parallel.launch import Workers, WorkerSpec
+from tilewright.process import child
+from tilewright.process.frames import Channel
+from tilewright.process.workers import Workers, WorkerSpec
 workers = []
 def start():
     workers.append(Workers("worker_entries:tell", [WorkerSpec(rank, {}, (int(sys.argv[1]),)) for rank in (1, 2)], 3))
@@ -279,21 +283,21 @@ def test_a_parent_that_ends_leaves_no_worker_behind(how):
 
 def test_a_parent_that_ended_before_the_worker_could_ask():
     """The worker sees another parent than the one that it was started for, and ends without a word."""
-    task = launch._task("worker_entries:tell", WorkerSpec(1), 2, 0)
-    fd = os.memfd_create("task")
-    with open(fd, "wb", buffering=0) as file, pipe() as (told, end):
-        fields = json.loads(task.to_json()) | {"parent": os.getppid(), "fds": [end], "lifeline": end}
-        file.write(json.dumps(fields).encode())
-        os.lseek(fd, 0, os.SEEK_SET)
-        command = [sys.executable, "-m", "tilewright.parallel.worker", "1", str(fd)]
-        environment = os.environ | {"PYTHONPATH": str(SOURCES)}
-        done = subprocess.run(command, pass_fds=[fd, end], env=environment, capture_output=True, timeout=TIMEOUT_S)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pipe() as (told, end):
+        arguments = {"rank": 1, "size": 2, "payload": {}, "fds": [end]}
+        task = {"entry": "worker_entries:tell", "arguments": arguments, "fds": [end], "ignores_sigterm": False}
+        others = {"parent": os.getppid(), "binding": None, "log": {"form": "plain", "level": 30}}
+        Channel(ours).send(task | others)
+        fds = [theirs.fileno(), end]
+        command = [sys.executable, "-c", child.BOOT, str(theirs.fileno()), *sys.path]
+        done = subprocess.run(command, pass_fds=fds, capture_output=True, timeout=TIMEOUT_S)
         assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
         assert not select.select([told], [], [], 0)[0], "it must not have come to its entry point"
 
 
 def test_processes_that_cannot_be_started(monkeypatch):
-    monkeypatch.setattr(launch.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(child.sys, "executable", "/no/such/python")
     with pytest.raises(FileNotFoundError, match="/no/such/python"):
         Workers("worker_entries:wait", specs(1, 2), 3)
 

@@ -24,7 +24,7 @@ def cpus_of_threads():
     return found
 
 
-def tell(rank, size, payload, fds):
+def tell(channel, rank, size, payload, fds):
     """Writes what it was given, and what it is, as a line to its first file; then waits to be ended."""
     told = {
         "rank": rank,
@@ -39,22 +39,22 @@ def tell(rank, size, payload, fds):
         "open_files": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
     }
     os.write(fds[0], json.dumps(told).encode() + b"\n")
-    wait(rank, size, payload, fds)
+    wait(channel, rank, size, payload, fds)
 
 
-def wait(rank, size, payload, fds):
+def wait(channel, rank, size, payload, fds):
     while True:
         time.sleep(60)
 
 
-def finish(rank, size, payload, fds):
+def finish(channel, rank, size, payload, fds):
     print("done", flush=True)
 
 
-def die_if_told(rank, size, payload, fds):
+def die_if_told(channel, rank, size, payload, fds):
     """Rank `payload["rank"]` ends as `payload["how"]` says; others wait."""
     if rank != payload["rank"]:
-        wait(rank, size, payload, fds)
+        wait(channel, rank, size, payload, fds)
     how = payload["how"]
     if how == "signal":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -63,39 +63,39 @@ def die_if_told(rank, size, payload, fds):
         raise ValueError("no such tile")
     if how == "thread":
         threading.Thread(target=lambda: {}["no such tile"]).start()
-        wait(rank, size, payload, fds)
+        wait(channel, rank, size, payload, fds)
     if how == "exit":
         print("leaving", file=sys.stderr)
         sys.exit(3)
 
 
-def hang(rank, size, payload, fds):
+def hang(channel, rank, size, payload, fds):
     """Does not end by SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.write(fds[0], b"ready\n")
-    wait(rank, size, payload, fds)
+    wait(channel, rank, size, payload, fds)
 
 
-def log(rank, size, payload, fds):
+def log(channel, rank, size, payload, fds):
     for name in ("tilewright.test", "other"):
         logging.getLogger(name).info("info of %s", name)
         logging.getLogger(name).warning("warning of %s", name)
 
 
-def print_much(rank, size, payload, fds):
+def print_much(channel, rank, size, payload, fds):
     for line in range(2000):
         print(f"line {line} " + "x" * 100)
     print("y" * 20000, end="", flush=True)
 
 
-def leave_a_grandchild(rank, size, payload, fds):
+def leave_a_grandchild(channel, rank, size, payload, fds):
     """Dies while a process that it started still has its standard error open."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     os.write(fds[0], f"{child.pid}\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def compute(rank, size, payload, fds):
+def compute(channel, rank, size, payload, fds):
     """Loads the kernels and writes what became of the binding."""
     import torch
 
@@ -112,13 +112,13 @@ def compute(rank, size, payload, fds):
     os.write(fds[0], json.dumps(told).encode() + b"\n")
 
 
-def compute_confined(rank, size, payload, fds):
+def compute_confined(channel, rank, size, payload, fds):
     """The same where the system refuses to bind anything, as it may in a container."""
     from tilewright.host.binding import RankBinding, claim_cpus
 
     forbid({"x86_64": (203, 238), "aarch64": (122, 237)}[platform.machine()])  # sched_setaffinity, set_mempolicy
     claim_cpus(RankBinding(rank, tuple(payload["cpus"]), (0,), 2))
-    compute(rank, size, payload, fds)
+    compute(channel, rank, size, payload, fds)
 
 
 def forbid(numbers):

@@ -16,9 +16,17 @@ import openai
 class ServerProcess:
     """`tilewright serve` in a process of its own, on any free port; without a model, with the embedded one."""
 
-    def __init__(self, model, *flags, max_file_bytes=resource.RLIM_INFINITY, ready_s=60, **environment):
+    def __init__(
+        self,
+        model,
+        *flags,
+        max_file_bytes=resource.RLIM_INFINITY,
+        ready_s=60,
+        program=("-m", "tilewright"),
+        **environment,
+    ):
         named = [] if model is None else [str(model)]
-        command = [sys.executable, "-m", "tilewright", "serve", *named, "--port", "0", "--kv-memory", "64MB"]
+        command = [sys.executable, *program, "serve", *named, "--port", "0", "--kv-memory", "64MB"]
         self.process = subprocess.Popen(
             [*command, "--log-format", "json", *flags],
             stderr=subprocess.PIPE,
@@ -87,7 +95,7 @@ class ServerProcess:
 
     def rank_pids(self):
         """Of the engine's other ranks."""
-        return _children(self.engine_pid(), "parallel.worker")
+        return _children(self.engine_pid(), "ranks.worker")
 
     def end(self):
         if self.process.poll() is None:

@@ -9,7 +9,8 @@ import openai
 import pytest
 from PIL import Image
 
-from tilewright.server.link import wire
+from tilewright.process.frames import encode
+from tilewright.server.link.backend import request_to_json
 
 THINKING_OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 QUESTION = [{"role": "user", "content": "What is a tile?"}]
@@ -269,7 +270,7 @@ def test_the_engine_process_sees_no_data_url(scripted):
     ]
     complete(running.client(), messages=[{"role": "user", "content": parts}])
     (request,) = backend.requests
-    frame = wire.encode({"submit": "1", "request": wire.request_to_json(request)})
+    frame = encode({"submit": "1", "request": request_to_json(request)})
     assert frame[1:] == data
     assert b"base64" not in frame[0] and not [one for one in text if one.encode() in frame[0]]
 

@@ -19,7 +19,7 @@ import pytest
 
 from tilewright.server.http import bodies
 from tilewright.server.http.settings import ServerSettings
-from tilewright.server.link.backend import EngineUnavailable
+from tilewright.types import EngineUnavailable
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 

@@ -29,10 +29,10 @@ from test_guard import AMBIGUOUS, error_of, send
 from tiny_checkpoint import write_vision_model
 
 from tilewright.outputs.images import settings_of
+from tilewright.process import supervisor
 from tilewright.server.http.bodies import parse_multipart
 from tilewright.server.http.errors import ApiError
 from tilewright.server.http.settings import ServerSettings
-from tilewright.server.link import supervisor
 
 WAIT_S = 60
 

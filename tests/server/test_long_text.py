@@ -127,13 +127,12 @@ def _ask(client, text):
 
 def test_the_code_survives_the_way_from_the_engine():
     from tilewright.server.http.errors import as_api_error
-    from tilewright.server.link import wire
-    from tilewright.server.link.backend import EngineRequest
+    from tilewright.server.link.backend import EngineRequest, event_from_json, event_to_json
     from tilewright.server.link.service import failure
 
     def api_error(error):
-        event = wire.event_to_json(failure(error, EngineRequest(text="", names={"prompt": "input"})))
-        return as_api_error(wire.event_from_json(json.loads(json.dumps(event))).error())
+        event = event_to_json(failure(error, EngineRequest(text="", names={"prompt": "input"})))
+        return as_api_error(event_from_json(json.loads(json.dumps(event))).error())
 
     too_long = api_error(ContextLengthExceeded(100, "your prompt is long"))
     assert (too_long.code, too_long.param) == ("context_length_exceeded", "input")

@@ -12,8 +12,9 @@ from PIL import Image
 
 from tilewright.inputs.media import MediaLimits
 from tilewright.server.http.settings import ServerSettings
-from tilewright.server.link.backend import EngineFailure, EngineUnavailable, ModelInfo
+from tilewright.server.link.backend import EngineFailure, ModelInfo
 from tilewright.server.media.gate import MediaPolicy
+from tilewright.types import EngineUnavailable
 from tilewright.weights import embedded
 
 REFUSED = "Failed to load resource"  # what Chromium's console says of a request that was answered with an error

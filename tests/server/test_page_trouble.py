@@ -9,8 +9,8 @@ from page_browser import answers, hand_over, kept, png, send, until, until_kept,
 
 from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link import remote
-from tilewright.server.link.backend import EngineUnavailable, Failed
-from tilewright.types import ContextLengthExceeded
+from tilewright.server.link.backend import Failed
+from tilewright.types import ContextLengthExceeded, EngineUnavailable
 
 REFUSED = "Failed to load resource"
 # Pictures are read when the test says so.

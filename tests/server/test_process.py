@@ -13,8 +13,8 @@ from serve_process import ServerProcess
 from tiny_checkpoint import write_chat_model
 
 from tilewright import cli
+from tilewright.process.supervisor import ProcessRefused, SupervisedProcess
 from tilewright.server.link.remote import RemoteBackend
-from tilewright.server.link.supervisor import EngineRefused, SupervisedProcess
 
 QUESTION = [{"role": "user", "content": "What is a tile?"}]
 LONG = {"model": "", "messages": QUESTION, "max_tokens": 3000, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -250,8 +250,8 @@ def test_a_model_that_is_not_there_starts_no_engine(model, capsys, monkeypatch):
 def test_an_engine_that_is_killed_as_it_starts_says_so_and_how_much_memory_there_is(tmp_path, monkeypatch):
     """As a system does that has no memory left: the server ends, with the reason."""
     (tmp_path / "killed_engine.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    process = SupervisedProcess("engine", "killed_engine", {})
+    monkeypatch.syspath_prepend(tmp_path)
+    process = SupervisedProcess("engine", "killed_engine:serve", {})
     process.on_end = lambda how: None
 
     async def start():
@@ -261,5 +261,5 @@ def test_an_engine_that_is_killed_as_it_starts_says_so_and_how_much_memory_there
             await process.close()
 
     pattern = r"ended before it was ready \(signal SIGKILL\), as the system does .* may have [\d.]+ GB \(.*\) here$"
-    with pytest.raises(EngineRefused, match=pattern):
+    with pytest.raises(ProcessRefused, match=pattern):
         asyncio.run(start())

@@ -1,17 +1,16 @@
 """The process that watches over the engine's."""
 
 import asyncio
-import os
 import subprocess
 
 import pytest
 from tiny_checkpoint import write_text_model
 
+from tilewright.process.supervisor import ProcessRefused
 from tilewright.server.link import remote
-from tilewright.server.link.backend import EngineRequest, EngineUnavailable
+from tilewright.server.link.backend import EngineRequest
 from tilewright.server.link.remote import RemoteBackend
-from tilewright.server.link.supervisor import EngineRefused
-from tilewright.types import RequestError
+from tilewright.types import EngineUnavailable, RequestError
 
 
 def no_more_files(*arguments, **options):
@@ -20,7 +19,7 @@ def no_more_files(*arguments, **options):
 
 def test_no_process_can_be_started(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", no_more_files)
-    with pytest.raises(EngineRefused, match="Too many open files"):
+    with pytest.raises(ProcessRefused, match="Too many open files"):
         asyncio.run(asyncio.wait_for(RemoteBackend({}).start(), 30))
 
 
@@ -57,8 +56,7 @@ def test_it_keeps_restarting_once_it_was_ready(tmp_path, monkeypatch):
 
 
 PROCESS = """
-import sys, time
-from tilewright.server.link.process import run_process
+import time
 
 def serve(channel, options):
     limits = {"max_context": 8, "max_token_bytes": 8}
@@ -69,8 +67,6 @@ def serve(channel, options):
         while time.monotonic() < until:
             time.sleep(options["pause_s"])
         channel.send({"stats": message["stats"], "values": {"step_age_s": 0.0, "num_replicas": 1}})
-
-run_process(int(sys.argv[1]), serve)
 """
 
 
@@ -79,13 +75,13 @@ class SlowBackend(RemoteBackend):
 
     def __init__(self, pause_s):
         super().__init__({"pause_s": pause_s})
-        self._module = "process_that_is_slow"
+        self._entry = "process_that_is_slow:serve"
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.1])
 def test_an_engine_too_busy_to_tell_its_stats_is_not_taken_for_one_that_hangs(tmp_path, monkeypatch, pause_s):
     (tmp_path / "process_that_is_slow.py").write_text(PROCESS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(remote, "STATS_TIMEOUT_S", 0.5)
 
     async def live():

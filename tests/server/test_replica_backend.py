@@ -13,7 +13,6 @@ from tilewright.server.link.backend import (
     AnswerDelta,
     Ended,
     EngineRequest,
-    EngineUnavailable,
     Failed,
     ModelInfo,
     Restarted,
@@ -23,7 +22,7 @@ from tilewright.server.link.backend import (
 from tilewright.server.replicas import backend as replica_backend
 from tilewright.server.replicas.backend import MAX_LOST, Recovery, ReplicaBackend, ReplicaLost, with_seed
 from tilewright.server.replicas.routing import combined
-from tilewright.types import RequestError, Timings
+from tilewright.types import EngineUnavailable, RequestError, Timings
 
 ENDED = Ended(3, 0, 4, Timings(0.0, 0.1, 0.2))
 LOST = object()  # in a script: the replica is lost here

@@ -28,13 +28,13 @@ from tilewright.flags import engine as engine_flags
 from tilewright.flags import replicas
 from tilewright.host import files
 from tilewright.inputs.media import MediaLimits
+from tilewright.process.child import end_with_thread
 from tilewright.server.api.endpoints import ENDPOINTS, Context, Gate
 from tilewright.server.api.responses.request import ResponseHistory
 from tilewright.server.http.bodies import to_json
 from tilewright.server.http.errors import as_api_error
 from tilewright.server.http.respond import Answer
 from tilewright.server.link.backend import AnswerDelta, Backend, Ended, ModelInfo, Started
-from tilewright.server.link.process import end_with_thread
 from tilewright.server.link.remote import LocalBackend
 from tilewright.server.media.gate import MediaGate, MediaPolicy
 from tilewright.types import RequestError

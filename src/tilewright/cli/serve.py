@@ -21,6 +21,8 @@ from tilewright.flags import engine, pictures, replicas
 from tilewright.host import files
 from tilewright.host.memory import parse_bytes, require_start
 from tilewright.process import run_loop
+from tilewright.process.log import LogSettings
+from tilewright.process.supervisor import ProcessRefused
 from tilewright.types import RequestError
 from tilewright.weights import embedded
 
@@ -245,18 +247,18 @@ def run(options: argparse.Namespace) -> int:
     """The exit status."""
     if options.replicas is None:
         require_start("tilewright serve")  # its engine's process has the same limits
-    from tilewright.server.http import log
-
     replicas.check(options)
     is_json = options.log_format == "json" or (options.log_format is None and not sys.stderr.isatty())
-    log.configure(is_json, _log_level(options))
+    log = LogSettings("json" if is_json else "text", _log_level(options))
+    log.configure()
+    log_of_children = dataclasses.replace(log, level=logging.DEBUG if options.verbose else logging.WARNING)
     _allow_many_connections()
     settings = make_settings(options)
     model, image_model = _models(options)
     listener = _listen(options.host, options.port)
     with listener:
-        backend = None if model is None else _backend(options, _engine(options, model, settings), is_json)
-        picture_backend = None if image_model is None else _pictures(options, image_model, settings, is_json)
+        backend = None if model is None else _backend(options, _engine(options, model, settings), log_of_children)
+        picture_backend = None if image_model is None else _pictures(options, image_model, settings, log_of_children)
         status: int = run_loop(serve(settings, backend, picture_backend, listener, options.drain_timeout))
         return status
 
@@ -293,7 +295,7 @@ def _engine(options: argparse.Namespace, model: str, settings: ServerSettings) -
     }
 
 
-def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings, log_is_json: bool) -> PictureBackend:
+def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings, log: LogSettings) -> PictureBackend:
     """The worker that makes pictures, whose process is started by the first request."""
     from tilewright.server.link.pictures import PictureBackend
 
@@ -306,24 +308,18 @@ def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings,
         dataclasses.asdict(settings.media.limits),
         max_queue=settings.max_image_queue,
         num_threads=options.image_threads,
-        log_level=_child_log_level(options),
-        log_is_json=log_is_json,
+        log=log,
     )
 
 
-def _child_log_level(options: argparse.Namespace) -> int:
-    return logging.DEBUG if options.verbose else logging.WARNING
-
-
 def _backend(
-    options: argparse.Namespace, engine_arguments: dict[str, Any], log_is_json: bool
+    options: argparse.Namespace, engine_arguments: dict[str, Any], log: LogSettings
 ) -> RemoteBackend | ReplicaBackend:
     """An engine of its own process, or several of them by Ray."""
-    log_level = _child_log_level(options)
     if options.replicas is None:
         from tilewright.server.link.remote import RemoteBackend
 
-        return RemoteBackend(engine_arguments, log_level=log_level, log_is_json=log_is_json)
+        return RemoteBackend(engine_arguments, log)
     from tilewright.server.replicas import ray_serving
     from tilewright.server.replicas.backend import ReplicaBackend
 
@@ -335,8 +331,7 @@ def _backend(
         options.replicas,
         options.replica_cpus,
         options.drain_timeout,
-        log_level,
-        log_is_json,
+        log,
     )
     return ReplicaBackend(RayReplicas(settings))
 
@@ -375,7 +370,6 @@ async def serve(
     from tilewright.server.api.handler import ApiHandler
     from tilewright.server.http.app import create_app
     from tilewright.server.http.connections import server_config
-    from tilewright.server.link.supervisor import EngineRefused
     from tilewright.server.replicas.backend import ReplicaBackend
 
     class Server(uvicorn.Server):
@@ -419,7 +413,7 @@ async def serve(
             names = " and ".join(model["id"] for model in handler.model_objects())
             _log.info("%s is ready: a page to talk to it at %s/, it answers at %s/v1", names, url, url)
         await serving
-    except EngineRefused as error:
+    except ProcessRefused as error:
         server.should_exit = True
         await serving
         raise RequestError(str(error)) from error

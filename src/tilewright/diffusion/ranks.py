@@ -22,14 +22,15 @@ from tilewright.diffusion.components import Components
 from tilewright.diffusion.params import Cancelled, DiffusionLostError, GenerationParams
 from tilewright.diffusion.pipeline import OnStep
 from tilewright.diffusion.pipelines import open_pipeline
+from tilewright.host.binding import binding_of_ranks
 from tilewright.host.files import CheckpointError
 from tilewright.ops import backend
 from tilewright.ops.native import apply_binding, bind_team, release_binding
 from tilewright.ops.platform import Platform
-from tilewright.host.binding import binding_of_ranks
 from tilewright.parallel.group import Group
-from tilewright.parallel.launch import Workers, WorkerSpec
 from tilewright.parallel.rendezvous import MAX_RANKS, Rendezvous, make_group, open_rendezvous
+from tilewright.process.frames import Channel
+from tilewright.process.workers import Workers, WorkerSpec
 from tilewright.types import RequestError, UnsupportedConfig
 
 _log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class DiffusionRanks:
             self._lost = DiffusionLostError(f"a rank is lost, and the others cannot go on without it: {reason}")
 
 
-def main(rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
+def main(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
     """The entry point of the other ranks."""
     group = make_group(Rendezvous.from_json(payload["rendezvous"]), rank)
     backend.activate(payload["backend"], payload["device"])

@@ -1,8 +1,8 @@
 """Which CPUs, memory and threads each rank has. docs/parallel.md says why.
 
-    plan = plan_binding(read_topology(), size=2)
-    claim_cpus(plan.ranks[1])       # in the process of rank 1, before torch is loaded
-    apply_binding(plan.ranks[0])    # of ops/native.py, in a process whose kernels may have run
+plan = plan_binding(read_topology(), size=2)
+claim_cpus(plan.ranks[1])       # in the process of rank 1, before torch is loaded
+apply_binding(plan.ranks[0])    # of ops/native.py, in a process whose kernels may have run
 """
 
 from __future__ import annotations

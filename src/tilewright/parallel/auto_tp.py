@@ -6,21 +6,18 @@ Decoding reads all weights for each token, so memory bandwidth is what ranks are
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import select
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.host.binding import RankBinding, plan_binding
 from tilewright.host.memory import available_bytes
 from tilewright.host.topology import Topology
-from tilewright.host.binding import RankBinding, plan_binding
-from tilewright.parallel.launch import Workers, WorkerSpec
+from tilewright.process.frames import Channel, until
+from tilewright.process.workers import Workers, WorkerSpec
 
 MIN_GAIN = 1.1  # of ranks over one process: less is lost again in their collectives
 MEASURE_S = 1.0
@@ -95,55 +92,40 @@ class _Probes:
 
     def __init__(self, bindings: Sequence[RankBinding | None], payload: dict[str, Any]) -> None:
         self._death: str | None = None
-        with contextlib.ExitStack() as theirs:
-            start, self._start = os.pipe()
-            theirs.callback(os.close, start)
-            self._results = []
-            specs = []
-            for rank, binding in enumerate(bindings):
-                result, result_end = os.pipe()
-                self._results.append(result)
-                theirs.callback(os.close, result_end)
-                specs.append(WorkerSpec(rank, payload, (start, result_end), binding))
-            self._workers = Workers(PROBE, specs, len(specs), on_death=self._note_death, may_finish=True)
+        specs = [WorkerSpec(rank, payload, binding=binding) for rank, binding in enumerate(bindings)]
+        self._workers = Workers(PROBE, specs, len(specs), on_death=self._note_death, may_finish=True)
 
     def wait_until_ready(self) -> None:
-        for result in self._results:
-            self._line(result)
+        for channel in self._workers.channels.values():
+            self._receive(channel)
 
     def measure(self) -> list[float]:
-        os.close(self._start)
-        self._start = -1
-        return [json.loads(self._line(result)) for result in self._results]
+        channels = self._workers.channels.values()
+        for channel in channels:
+            with contextlib.suppress(OSError):  # it has ended, which is seen below
+                channel.send({"start": True})
+        return [self._receive(channel)["bytes_per_s"] for channel in channels]
 
     def close(self) -> None:
         self._workers.close()
-        for fd in (self._start, *self._results):
-            if fd >= 0:
-                os.close(fd)
 
-    def _line(self, fd: int) -> bytes:
-        """The next line of a process."""
-        line, deadline_s = b"", time.monotonic() + TIMEOUT_S
-        while not line.endswith(b"\n"):
-            if not select.select([fd], [], [], max(deadline_s - time.monotonic(), 0))[0]:
-                raise MeasureError(f"no result in {TIMEOUT_S:g} s")
-            data = os.read(fd, 4096)
-            if not data:
-                self._workers.wait(TIMEOUT_S)
-                raise MeasureError(self._death or "a process ended without a result")
-            line += data
-        return line
+    def _receive(self, channel: Channel) -> dict[str, Any]:
+        try:
+            message = channel.receive(until(TIMEOUT_S))
+        except TimeoutError as error:
+            raise MeasureError(f"no result in {TIMEOUT_S:g} s") from error
+        if message is None:
+            self._workers.wait(TIMEOUT_S)
+            raise MeasureError(self._death or "a process ended without a result")
+        return message
 
     def _note_death(self, rank: int, reason: str) -> None:
         self._death = f"process {rank} {reason}"
 
 
-def probe(rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
-    """The entry point of a process that measures: it says that it is loaded, waits for the start, gives its rate."""
+def probe(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
+    """The entry of a process that measures: it says that it is loaded, waits for the start, gives its rate."""
     from tilewright.ops.native import bind_team, kernels
-
-    start, result = fds
 
     def read() -> float:
         if payload["interleave"]:
@@ -152,9 +134,9 @@ def probe(rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None
         (rates,) = kernels.read_bandwidth(payload["size_bytes"], [kernels.num_threads()], payload["seconds"])
         return statistics.median(rates)
 
-    os.write(result, b"\n")
-    os.read(start, 1)  # returns when the parent closes the other end
+    channel.send({"loaded": True})
+    if channel.receive() is None:
+        return
     # A thread of its own has a team of its own, which starts with the memory policy that it sets first.
     with ThreadPoolExecutor(1) as executor:
-        rate = executor.submit(read).result()
-    os.write(result, f"{json.dumps(rate)}\n".encode())
+        channel.send({"bytes_per_s": executor.submit(read).result()})

@@ -16,10 +16,19 @@ _LEAST_SHARE = 0.05  # of a CPU, below which a process does not compute
 
 def how_ended(status: int | None) -> str:
     """An exit status as `subprocess` has it, in words: "signal SIGKILL", "status 1"."""
-    if status is None or status >= 0:
-        return f"status {status}"
-    known = {member.value: member.name for member in signal.Signals}
-    return f"signal {known.get(-status, -status)}"
+    return f"status {status}" if status is None or status >= 0 else f"signal {_signal_name(-status)}"
+
+
+def cause_of_end(status: int) -> str:
+    """An exit status as the end of a sentence: "died of SIGKILL", "ended with status 1"."""
+    return f"died of {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return str(number)
 
 
 def was_ended_from_outside(status: int | None) -> bool:

@@ -7,19 +7,19 @@ compiled for more than a minute.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import select
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import llguidance
 
 from tilewright.engine.constraint.grammar import GrammarError, build, on_deep_stack
+from tilewright.process.child import Child
+from tilewright.process.confine import limit_memory
+from tilewright.process.frames import Channel
 from tilewright.process.state import ActivityProbe, how_ended, is_stopped, was_ended_from_outside
 from tilewright.types import TransientError
 
@@ -30,6 +30,7 @@ MAX_WAIT = 3  # times TIMEOUT_S for a process that gets little of a CPU
 START_TIMEOUT_S = 60.0
 _POLL_S = 0.25
 MEMORY_BYTES = 1 << 30
+MAX_ANSWER_BYTES = 1 << 20
 # A quarter of what the compilation after it gets: what passes here does not overflow there.
 STACK_BYTES = 16 << 20
 
@@ -43,9 +44,13 @@ class CompileSandbox:
 
     def __init__(self, num_tokens: int, special_tokens: Mapping[int, str], stop_token_ids: Sequence[int]) -> None:
         """The part of a vocabulary that compiling reads; special tokens are those that are no text."""
-        self._vocabulary = [num_tokens, list(special_tokens.items()), list(stop_token_ids)]
+        self._vocabulary = {
+            "num_tokens": num_tokens,
+            "special_tokens": list(special_tokens.items()),
+            "stop_token_ids": list(stop_token_ids),
+        }
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._finalizer: weakref.finalize | None = None  # ends the process, at our exit at the latest
 
     def run(self, grammar: str) -> None:
@@ -68,34 +73,26 @@ class CompileSandbox:
         if self._process is None:
             self._process = self._start()
         try:
-            answer = _ask(self._process, grammar, TIMEOUT_S)
+            answer = _ask(self._process, {"grammar": grammar}, TIMEOUT_S)
         except BaseException:
             self._end()
             raise
-        error: str | None = json.loads(answer)
+        error: str | None = answer["error"]
         return error
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        # With our own path: the package may be on it by other ways than an installation.
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+    def _start(self) -> Child:
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # a crash is seen by the missing answer
-                start_new_session=True,  # so that Ctrl-C does not reach it
-            )
+            # A crash is seen by the missing answer: nothing that the process writes is of use.
+            silent = {"output": subprocess.DEVNULL, "errors": subprocess.DEVNULL}
+            process = Child(f"{__name__}:serve", {}, max_bytes=MAX_ANSWER_BYTES, **silent)
         except OSError as error:  # too many processes or open files
             raise TransientError(f"the process that tries constraints cannot be started: {error}") from error
-        self._finalizer = weakref.finalize(self, _end, process)
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)
+        self._finalizer = weakref.finalize(self, process.end)
         try:
             _ask(process, self._vocabulary, START_TIMEOUT_S)
         except (GrammarError, TransientError):
             self._end()
-            how = how_ended(process.returncode)
+            how = how_ended(process.status)
             raise TransientError(f"the process that tries constraints did not start ({how})") from None
         return process
 
@@ -105,56 +102,42 @@ class CompileSandbox:
         self._process = None
 
 
-def _ask(process: subprocess.Popen[bytes], message: object, timeout_s: float) -> bytes:
-    """The line that the process answers to a message.
+def _ask(process: Child, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """The answer of the process to a message.
 
     GrammarLost if the process ends by its own limits, GrammarError if it computes for too long, TransientError if it
     was killed, is stopped or gets no CPU.
     """
-    assert process.stdin is not None and process.stdout is not None
-    probe, answer = ActivityProbe(process.pid), b""
-    left = memoryview(json.dumps(message).encode() + b"\n")
-    with contextlib.suppress(BrokenPipeError):
-        while True:
-            # A process that is stopped reads nothing: what does not fit into the pipe is written as it reads.
-            readable, writable, _ = select.select([process.stdout], [process.stdin] if left else [], [], _POLL_S)
-            if readable:
-                answer = process.stdout.readline()
-                break
-            if writable:
-                left = left[os.write(process.stdin.fileno(), left) :]
-            if probe.used_s >= timeout_s:
-                raise GrammarError(f"it takes more than {timeout_s:g} s to compile")
-            if probe.elapsed_s >= (1 if is_stopped(process.pid) else MAX_WAIT) * timeout_s:
-                raise TransientError(f"the process that tries constraints did not answer for {probe.elapsed_s:.0f} s")
-    if answer.endswith(b"\n"):
-        return answer
-    status = process.wait()
+    probe = ActivityProbe(process.pid)
+
+    def left_s() -> float:
+        if probe.used_s >= timeout_s:
+            raise GrammarError(f"it takes more than {timeout_s:g} s to compile")
+        if probe.elapsed_s >= (1 if is_stopped(process.pid) else MAX_WAIT) * timeout_s:
+            raise TransientError(f"the process that tries constraints did not answer for {probe.elapsed_s:.0f} s")
+        return _POLL_S
+
+    with contextlib.suppress(ConnectionError):  # it has ended
+        process.channel.send(message, left_s=left_s)
+        answer = process.channel.receive(left_s)
+        if answer is not None:
+            return answer
+    status = process.finish(START_TIMEOUT_S)
     if was_ended_from_outside(status):
         raise TransientError(f"the process that tries constraints was ended ({how_ended(status)})")
     raise GrammarLost(f"it is nested too deeply, or takes more than {MEMORY_BYTES >> 20} MiB to compile")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # of what was not written yet
-                pipe.close()
-
-
-def serve() -> None:
-    """The other side: answers the vocabulary and then each grammar, a line of JSON, with its error or null."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    vocabulary = _Bytes(*json.loads(sys.stdin.readline()))
-    tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=vocabulary.stop_token_ids)
-    print("null", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(_error_of(tokenizer, json.loads(line))), flush=True)
+def serve(channel: Channel) -> None:
+    """The process: answers the vocabulary and then each grammar, with its error or None."""
+    limit_memory(MEMORY_BYTES)
+    vocabulary = channel.receive()
+    if vocabulary is None:
+        return
+    tokenizer = llguidance.LLTokenizer(_Bytes(**vocabulary), eos_token=vocabulary["stop_token_ids"])
+    channel.send({})
+    while (message := channel.receive()) is not None:
+        channel.send({"error": _error_of(tokenizer, message["grammar"])})
 
 
 def _error_of(tokenizer: llguidance.LLTokenizer, grammar: str) -> str | None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tilewright import __version__, config
 from tilewright.host import topology
+from tilewright.host.binding import RankBinding, plan_binding
 from tilewright.host.memory import available_bytes, total_bytes
 from tilewright.host.topology import cpu_name, read_text
 from tilewright.ops import backend
 from tilewright.ops.native import kernels, read_build
-from tilewright.host.binding import RankBinding, plan_binding
 
 CPUINFO = Path("/proc/cpuinfo")
 SYSTEM = topology.SYSTEM

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import logging
 import mmap
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,16 +25,16 @@ from tilewright import config
 from tilewright.engine.handle import EngineLostError
 from tilewright.engine.run.inputs import ALIGNMENT, StepInputs, StepLayout
 from tilewright.engine.run.runner import ModelRunner, RunnerSettings
+from tilewright.host.binding import RankBinding, binding_of_ranks
 from tilewright.host.files import CheckpointError
 from tilewright.host.memory import shared_file
 from tilewright.host.topology import read_topology
 from tilewright.inputs.media_buffer import MediaBuffer
-from tilewright.parallel.auto_tp import choose_tp
-from tilewright.host.binding import RankBinding, binding_of_ranks
 from tilewright.ops.native import apply_binding, release_binding
+from tilewright.parallel.auto_tp import choose_tp
 from tilewright.parallel.group import CollectiveError, Group
-from tilewright.parallel.launch import Workers, WorkerSpec
 from tilewright.parallel.rendezvous import MAX_RANKS, open_rendezvous
+from tilewright.process.workers import Workers, WorkerSpec
 from tilewright.types import RequestError
 from tilewright.weights.checkpoint import local_path
 
@@ -78,36 +76,6 @@ class StepMemory:
     def close(self) -> None:
         """Lets go of the file; the memory lives as long as it is mapped."""
         os.close(self.fd)
-
-
-MAX_BYTES = 1 << 16
-MAX_FDS = 4
-
-
-class RankChannel:
-    """One end. A message is one packet: whole, or not there."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    @classmethod
-    def pair(cls) -> tuple[RankChannel, socket.socket]:
-        """The own end, and the socket of the other."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls(ours), theirs
-
-    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        socket.send_fds(self._connection, [json.dumps(message).encode()], fds)
-
-    def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """The next message with its descriptors. EOFError: the other end is closed."""
-        data, fds, *_ = socket.recv_fds(self._connection, MAX_BYTES, MAX_FDS)
-        if not data:
-            raise EOFError("the other end of the channel is closed")
-        return json.loads(data), fds
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 # Ranks that raise at the same place of a step do so within milliseconds; one that did not waits in a collective.
@@ -220,7 +188,6 @@ class EngineRanks:
         self._has_lost = threading.Condition()
         self._memory: StepMemory | None = None
         self._is_closed = False
-        self._channels: dict[int, RankChannel] = {}
         self._host = open_rendezvous(size)
         try:
             self._workers = self._start(load, bindings, backend, entry)
@@ -232,23 +199,12 @@ class EngineRanks:
         threading.Thread(target=self._tell_of_loss, name="ranks", daemon=True).start()
 
     def _start(self, load: Mapping[str, Any], bindings: list[RankBinding] | None, backend: str, entry: str) -> Workers:
-        pairs = {rank: RankChannel.pair() for rank in range(1, self.size)}
-        self._channels = {rank: ours for rank, (ours, _) in pairs.items()}
-        rendezvous = self._host.rendezvous.to_json()
+        payload = {"rendezvous": self._host.rendezvous.to_json(), "load": dict(load), "backend": backend}
         specs = [
-            WorkerSpec(
-                rank,
-                {"rendezvous": rendezvous, "load": dict(load), "backend": backend, "channel": theirs.fileno()},
-                (theirs.fileno(), *self._host.pass_fds),
-                None if bindings is None else bindings[rank],
-            )
-            for rank, (_, theirs) in pairs.items()
+            WorkerSpec(rank, payload, self._host.pass_fds, None if bindings is None else bindings[rank])
+            for rank in range(1, self.size)
         ]
-        try:
-            return Workers(entry, specs, self.size, on_death=self._note_death, log_level=_log_level())
-        finally:
-            for _, theirs in pairs.values():
-                theirs.close()
+        return Workers(entry, specs, self.size, on_death=self._note_death, log_level=_log_level())
 
     def wait_until_loaded(self) -> None:
         """Returns when every rank has its part of the weights; raises what kept one of them from it."""
@@ -262,7 +218,7 @@ class EngineRanks:
         if media_buffer is not None:
             fds.append(media_buffer.fd)
             message["media_buffer"] = media_buffer.shape
-        for channel in self._channels.values():
+        for channel in self._workers.channels.values():
             channel.send(message, fds)
         self._receive("ready")
         return memory
@@ -294,18 +250,15 @@ class EngineRanks:
 
     def _let_go(self) -> None:
         self._host.close()
-        for channel in self._channels.values():
-            channel.close()
         if self._memory is not None:
             self._memory.close()
 
     def _receive(self, expected: str) -> None:
-        for rank, channel in self._channels.items():
-            try:
-                message, _ = channel.receive()
-            except (EOFError, ConnectionError) as error:
+        for rank, channel in self._workers.channels.items():
+            message = channel.receive()
+            if message is None:
                 reason = self._lost or "its log says why"
-                raise CheckpointError(f"rank {rank} of {self.size} ended while it started: {reason}") from error
+                raise CheckpointError(f"rank {rank} of {self.size} ended while it started: {reason}")
             if expected not in message:
                 raise CheckpointError(f"rank {rank} of {self.size}: {message['error']}")
 

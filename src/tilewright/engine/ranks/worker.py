@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.load.loading import load_network
-from tilewright.engine.ranks.ranks import RankChannel, StepMemory, follow
+from tilewright.engine.ranks.ranks import StepMemory, follow
 from tilewright.engine.run.runner import RunnerSettings, build_runner
 from tilewright.host.files import CheckpointError
 from tilewright.inputs.media_buffer import map_rows
@@ -19,13 +18,14 @@ from tilewright.ops import backend
 from tilewright.ops.native import bind_team
 from tilewright.parallel.group import Group
 from tilewright.parallel.rendezvous import Rendezvous, make_group
+from tilewright.process.frames import Channel
 from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights.cache import EntryCheck
 
 
-def main(rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
-    """The entry point of parallel/worker.py."""
-    run_rank(rank, size, payload, _load)
+def main(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
+    """The entry of process/workers.py."""
+    run_rank(channel, rank, size, payload, _load)
 
 
 def _load(arguments: dict[str, Any], group: Group) -> tuple[Model, torch.dtype]:
@@ -36,10 +36,13 @@ def _load(arguments: dict[str, Any], group: Group) -> tuple[Model, torch.dtype]:
 
 
 def run_rank(
-    rank: int, size: int, payload: dict[str, Any], load: Callable[[dict[str, Any], Group], tuple[Model, torch.dtype]]
+    channel: Channel,
+    rank: int,
+    size: int,
+    payload: dict[str, Any],
+    load: Callable[[dict[str, Any], Group], tuple[Model, torch.dtype]],
 ) -> None:
     """A rank's whole life; `load` makes its part of the model from what the first rank has given."""
-    channel = RankChannel(socket.socket(fileno=payload["channel"]))
     group = make_group(Rendezvous.from_json(payload["rendezvous"]), rank)
     backend.activate(payload["backend"])
     bind_team()
@@ -49,7 +52,10 @@ def run_rank(
         channel.send({"error": str(error)})
         return
     channel.send({"loaded": True})
-    message, files = channel.receive()
+    files: list[int] = []
+    message = channel.receive(fds=files)
+    if message is None:
+        return
     settings = RunnerSettings.from_json(message["settings"])
     model.fit_context(settings.limits.max_context)
     memory = StepMemory(settings.layout(model), size, files[0])

@@ -1,6 +1,6 @@
 """The process that decodes untrusted media. It has the current item in memory and can reach nothing else.
 
-It is asked over a socket to open an item, whose bytes lie in shared memory (the slate), and then for its pixels or
+It is asked over its channel to open an item, whose bytes lie in shared memory (the slate), and then for its pixels or
 samples, which it puts there in turn. A `DecoderPool` starts it. It imports neither torch nor the engine.
 """
 
@@ -11,8 +11,6 @@ import mmap
 import os
 import pkgutil
 import signal
-import socket
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +18,10 @@ import numpy as np
 
 from tilewright.inputs.audio import SoundFile, read_sound
 from tilewright.inputs.image import PictureFile, read_picture
-from tilewright.inputs.isolation.confine import confine, limit_cpu
-from tilewright.inputs.isolation.pool import pack, receive
 from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.video import VideoFile, read_video
+from tilewright.process.confine import confine, limit_cpu
+from tilewright.process.frames import Channel
 from tilewright.types import RequestError
 
 # What Pillow imports when it is first needed, and all of PyAV: afterwards no file can be opened.
@@ -39,17 +37,15 @@ _KEPT_MAP_BYTES = 2**24
 _GRACE_S = 10.0
 
 
-def main() -> None:
-    """Serves requests until the socket closes. Arguments: the socket, the slate, bytes of memory."""
-    link = socket.socket(fileno=int(sys.argv[1]))
-    slate, memory_bytes = int(sys.argv[2]), int(sys.argv[3])
+def main(channel: Channel, slate: int, memory_bytes: int) -> None:
+    """Serves requests until the channel closes, with so many bytes of memory beyond what it starts with."""
     import_all()
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 2)  # until here errors are shown; what libraries say about a file is not
     os.close(nowhere)
-    missing = confine(memory_bytes)
-    link.sendall(pack({"missing": missing}))
-    _Decoder(link, slate).serve()
+    channel.send({"missing": confine(memory_bytes)})
+    _Decoder(channel, slate).serve()
+    os._exit(0)  # the usual end would need rights that are gone
 
 
 def import_all() -> None:
@@ -66,8 +62,8 @@ def import_all() -> None:
 
 
 class _Decoder:
-    def __init__(self, link: socket.socket, slate: int) -> None:
-        self._link = link
+    def __init__(self, channel: Channel, slate: int) -> None:
+        self._channel = channel
         self._slate = slate
         self._file: PictureFile | VideoFile | SoundFile | None = None
         self._frames: Iterator[np.ndarray] = iter(())
@@ -75,67 +71,57 @@ class _Decoder:
 
     def serve(self) -> None:
         allowed_s = MediaLimits.max_decode_s
-        while True:
-            header, payload = receive(self._read_exactly)
-            allowed_s = header.get("limits", {}).get("max_decode_s", allowed_s)
+        while (message := self._channel.receive()) is not None:
+            allowed_s = message.get("limits", {}).get("max_decode_s", allowed_s)
             # The engine ends this process when it takes too long. These limits are for when the engine is gone.
             signal.setitimer(signal.ITIMER_REAL, allowed_s + _GRACE_S)
             limit_cpu(allowed_s + _GRACE_S)
-            reply = self._answer(header, payload)
+            reply = self._answer(message)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            self._link.sendall(reply)
+            self._channel.send(reply)
 
-    def _read_exactly(self, num_bytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < num_bytes:
-            part = self._link.recv(num_bytes - len(data))
-            if not part:
-                os._exit(0)
-            data += part
-        return bytes(data)
-
-    def _answer(self, header: dict[str, Any], payload: bytes) -> bytes:
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
-            match header["ask"]:
+            match message["ask"]:
                 case "open":
-                    return self._open(header)
+                    return self._open(message)
                 case "decode":
                     assert isinstance(self._file, PictureFile | SoundFile)
-                    size_bytes = self._put(self._file.decode(), 0, header["size_bytes"])
+                    size_bytes = self._put(self._file.decode(), 0, message["size_bytes"])
                     self._file = None
-                    return pack({"size_bytes": size_bytes})
+                    return {"size_bytes": size_bytes}
                 case "frames":
                     assert isinstance(self._file, VideoFile)
-                    self._frames = self._file.frames(np.frombuffer(payload, dtype=np.int64).tolist())
-                    return pack({})
+                    self._frames = self._file.frames(np.frombuffer(message["indices"], dtype=np.int64).tolist())
+                    return {}
                 case "frame":
-                    size_bytes = self._put(next(self._frames), header["offset"], header["size_bytes"])
-                    return pack({"size_bytes": size_bytes})
+                    size_bytes = self._put(next(self._frames), message["offset"], message["size_bytes"])
+                    return {"size_bytes": size_bytes}
                 case ask:
                     raise ValueError(f"asked to {ask!r}")
         except RequestError as error:
-            return pack({"error": "refused", "message": str(error)[:1000]})
+            return {"error": "refused", "message": str(error)[:1000]}
         except MemoryError:
-            return pack({"error": "memory", "message": ""})
+            return {"error": "memory", "message": ""}
         except Exception as error:
-            return pack({"error": "fault", "message": f"{type(error).__name__}: {error}"[:1000]})
+            return {"error": "fault", "message": f"{type(error).__name__}: {error}"[:1000]}
 
-    def _open(self, header: dict[str, Any]) -> bytes:
+    def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         self._file, self._frames = None, iter(())
-        data = os.pread(self._slate, header["size_bytes"], 0)
-        name, limits = header["name"], MediaLimits(**header["limits"])
-        match header["kind"]:
+        data = os.pread(self._slate, message["size_bytes"], 0)
+        name, limits = message["name"], MediaLimits(**message["limits"])
+        match message["kind"]:
             case "image":
                 self._file = read_picture(data, name, limits)
-                return pack({"height": self._file.height, "width": self._file.width})
+                return {"height": self._file.height, "width": self._file.width}
             case "audio":
-                self._file = read_sound(data, name, limits, header["sample_rate"])
-                return pack({"duration_s": self._file.duration_s})
+                self._file = read_sound(data, name, limits, message["sample_rate"])
+                return {"duration_s": self._file.duration_s}
             case "video":
                 self._file = read_video(data, name, limits)
                 times = b"" if self._file.times_s is None else np.array(self._file.times_s).tobytes()
                 known = {key: getattr(self._file, key) for key in ("num_frames", "fps", "height", "width")}
-                return pack(known, times)
+                return {**known, "times": times}
             case kind:
                 raise ValueError(f"asked to open {kind!r}")
 

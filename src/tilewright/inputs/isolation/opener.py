@@ -169,22 +169,22 @@ class _Session:
 
     def picture_size(self) -> tuple[int, int]:
         """(height, width) of a picture."""
-        reply, _ = self.open()
+        reply = self.open()
         return _whole(reply, "height"), _whole(reply, "width")
 
     def duration(self) -> float:
         """Seconds of a sound."""
-        return _number(self.open()[0], "duration_s")
+        return _number(self.open(), "duration_s")
 
     def video_header(self) -> tuple[tuple[int, float, int, int], tuple[float, ...] | None]:
         """(frames, frames per second, height, width) of a video, and the times of its frames if they are uneven."""
-        reply, payload = self.open()
+        reply = self.open()
         num_frames, fps = _whole(reply, "num_frames", MAX_FILE_FRAMES), _number(reply, "fps")
-        times_s = _times(payload, num_frames) if payload else None
+        times_s = _times(reply["times"], num_frames) if reply.get("times") else None
         return (num_frames, fps, _whole(reply, "height"), _whole(reply, "width")), times_s
 
-    def open(self) -> tuple[dict[str, Any], bytes]:
-        """The header and payload of the process's reply about the item."""
+    def open(self) -> dict[str, Any]:
+        """The process's reply about the item."""
         item, process = self._item, self._process
         process.holds, process.num_items = None, process.num_items + 1
         process.write(item.data)
@@ -207,7 +207,7 @@ class _Session:
         self._open_again()
         self._process.reserve(most_bytes)
         self._process.send({"ask": "decode", "size_bytes": most_bytes})
-        size_bytes = _whole(self._receive()[0], "size_bytes", most_bytes)
+        size_bytes = _whole(self._receive(), "size_bytes", most_bytes)
         self._process.holds, self._item.spent_s = None, 0.0
         if self._item.kind == "image" and size_bytes != most_bytes:
             raise DecoderFailed(f"it gave {size_bytes} bytes of {most_bytes}")
@@ -218,7 +218,7 @@ class _Session:
         size_bytes = math.prod(shape)
         self._open_again()
         self._process.reserve(2 * size_bytes)
-        self._process.send({"ask": "frames"}, np.asarray(indices, dtype=np.int64).tobytes())
+        self._process.send({"ask": "frames", "indices": np.asarray(indices, dtype=np.int64).tobytes()})
         self._receive()
         asks: list[dict[str, Any]] = [
             {"ask": "frame", "offset": at % 2 * size_bytes, "size_bytes": size_bytes} for at in range(len(indices))
@@ -226,7 +226,7 @@ class _Session:
         for ask in asks[:1]:
             self._process.send(ask)
         for ask, next_ask in zip(asks, [*asks[1:], None], strict=True):
-            if _whole(self._receive()[0], "size_bytes", size_bytes) != size_bytes:
+            if _whole(self._receive(), "size_bytes", size_bytes) != size_bytes:
                 raise DecoderFailed(f"it gave less than the {size_bytes} bytes of a frame")
             if next_ask:
                 self._process.send(next_ask)
@@ -237,11 +237,11 @@ class _Session:
         if self._process.holds is not self._item.token:
             self.open()
 
-    def _receive(self) -> tuple[dict[str, Any], bytes]:
+    def _receive(self) -> dict[str, Any]:
         item, started_s = self._item, time.monotonic()
         left_s = max(item.limits.max_decode_s - item.spent_s, 0.0)
         try:
-            reply, payload = self._process.receive(left_s)
+            reply = self._process.receive(left_s)
         except TimeoutError:
             raise DecoderFailed(f"it took more than {item.limits.max_decode_s:g} seconds") from None
         item.spent_s += time.monotonic() - started_s
@@ -254,7 +254,7 @@ class _Session:
         if error is not None:
             _log.warning("the decoder of %s failed: %a", item.name, message)
             raise DecoderFailed("its decoder failed; the log has the reason")
-        return reply, payload
+        return reply
 
 
 def _warn_of_second_try(item: _Item, error: TransientError) -> None:
@@ -276,10 +276,10 @@ def _number(reply: Mapping[str, Any], key: str) -> float:
     return value
 
 
-def _times(payload: bytes, num_frames: int) -> tuple[float, ...]:
-    if len(payload) != 8 * num_frames:
-        raise DecoderFailed(f"it answered with {len(payload)} bytes of times for {num_frames} frames")
-    times_s = np.frombuffer(payload, dtype=np.float64)
+def _times(data: object, num_frames: int) -> tuple[float, ...]:
+    if not isinstance(data, bytes) or len(data) != 8 * num_frames:
+        raise DecoderFailed(f"it answered with times of another form than {8 * num_frames} bytes")
+    times_s = np.frombuffer(data, dtype=np.float64)
     if not np.isfinite(times_s).all() or (np.diff(times_s) < 0).any():
         raise DecoderFailed("it answered with times that do not rise")
     return tuple(times_s.tolist())

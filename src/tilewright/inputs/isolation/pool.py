@@ -1,63 +1,27 @@
-"""Decoder processes: started, used, and replaced when they fail or have decoded their number of items.
-
-Messages to and from them are a JSON header, then raw bytes. Nothing is unpickled.
-"""
+"""Decoder processes: started, used, and replaced when they fail or have decoded their number of items."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
-import socket
-import struct
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from tilewright.process.state import how_ended, is_stopped, was_ended_from_outside
+from tilewright.process.child import Child
+from tilewright.process.frames import FrameError, until
+from tilewright.process.state import cause_of_end, how_ended, is_stopped, was_ended_from_outside
 from tilewright.types import TransientError
-
-_SIZES = struct.Struct("<II")  # of the header, of the bytes after it
-_MAX_HEADER_BYTES = 2**16
-MAX_PAYLOAD_BYTES = 2**23  # the times of a million frames; pixels and samples go through shared memory
-
-
-class WireError(Exception):
-    """The bytes received are not a message."""
-
-
-def pack(header: Mapping[str, Any], payload: bytes = b"") -> bytes:
-    """The message as it is sent."""
-    text = json.dumps(header).encode()
-    return _SIZES.pack(len(text), len(payload)) + text + payload
-
-
-def receive(read_exactly: Callable[[int], bytes]) -> tuple[dict[str, Any], bytes]:
-    """The next message; its sizes are checked before any of it is read."""
-    header_bytes, payload_bytes = _SIZES.unpack(read_exactly(_SIZES.size))
-    if header_bytes > _MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise WireError(f"a message of {header_bytes} + {payload_bytes} bytes")
-    text = read_exactly(header_bytes)
-    payload = read_exactly(payload_bytes)
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WireError("a header that is not JSON") from error
-    if not isinstance(header, dict):
-        raise WireError("a header that is no object")
-    return header, payload
-
 
 _log = logging.getLogger(__name__)
 
-_START = "import sys; sys.path[:] = sys.argv[4:]; from tilewright.inputs.isolation.main import main; main()"
+MAX_MESSAGE_BYTES = 2**23  # the times of a million frames; pixels and samples go through shared memory
+_ENTRY = "tilewright.inputs.isolation.main:main"
 # Its whole environment: nothing is inherited. One thread; freed memory is kept for the next item, since fresh pages
 # cost more than decoding a JPEG.
 _ENVIRONMENT = {
@@ -69,6 +33,7 @@ _ENVIRONMENT = {
 }
 _START_TIMEOUT_S = 60.0  # it takes 0.2 when the machine is idle
 _SEND_TIMEOUT_S = 10.0  # messages are small: sending blocks only if the other side hangs
+_EXIT_TIMEOUT_S = 5.0  # from the end of its channel to the end of a process
 _KEPT_SLATE_BYTES = 16 * 2**20  # larger ones are cut back when an item is done
 
 
@@ -80,7 +45,7 @@ class DecoderKilled(DecoderFailed):
     """The process was killed by others or is stopped, for no fault of the item."""
 
 
-class DecoderProcess:
+class DecoderProcess(Child):
     """One process that decodes, and the memory shared with it, the slate.
 
     Only the other process maps the slate; here it is read and written as a file. Whatever the other does to it while
@@ -88,39 +53,24 @@ class DecoderProcess:
     """
 
     def __init__(self, memory_bytes: int) -> None:
-        self._link, theirs = socket.socketpair()
         self._slate = os.memfd_create("tilewright-media")
         self._num_awaited = 1  # messages; the first says that it is ready
         self.is_ready = False
         self.has_failed = False
         self.holds: object = None  # the token of the item that is open there
         self.num_items = 0
-        path = [entry or os.getcwd() for entry in sys.path]
-        handles = (theirs.fileno(), self._slate)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START, *map(str, handles), str(memory_bytes), *path],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_ENVIRONMENT,
-                cwd="/",
-                pass_fds=handles,
-                start_new_session=True,
+            super().__init__(
+                _ENTRY,
+                {"slate": self._slate, "memory_bytes": memory_bytes},
+                fds=(self._slate,),
+                environment=_ENVIRONMENT,
+                output=subprocess.DEVNULL,
+                max_bytes=MAX_MESSAGE_BYTES,
             )
         except OSError:
-            self._link.close()
             os.close(self._slate)
             raise
-        finally:
-            theirs.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
 
     @property
     def is_reusable(self) -> bool:
@@ -131,46 +81,32 @@ class DecoderProcess:
         if self.is_ready:
             return
         try:
-            header, _ = self.receive(_START_TIMEOUT_S)
+            message = self.receive(_START_TIMEOUT_S)
         except (DecoderFailed, TimeoutError) as error:
             self.has_failed = True
             raise TransientError(f"the process that decodes media did not start: {error or 'no answer'}") from error
-        _warn_of(tuple(header["missing"]))
+        _warn_of(tuple(message["missing"]))
         self.is_ready = True
 
-    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self._num_awaited += 1
-        self._link.settimeout(_SEND_TIMEOUT_S)
         try:
-            self._link.sendall(pack(header, payload))
+            self.channel.send(message, left_s=until(_SEND_TIMEOUT_S))
         except OSError as error:
             raise self._death() from error
 
-    def receive(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
+    def receive(self, timeout_s: float) -> dict[str, Any]:
         """The next reply; TimeoutError if it does not come whole in time, DecoderFailed if it cannot come."""
-        deadline_s = time.monotonic() + timeout_s
-
-        def read_exactly(num_bytes: int) -> bytes:
-            data = bytearray(num_bytes)
-            filled = 0
-            while filled < num_bytes:
-                self._link.settimeout(max(deadline_s - time.monotonic(), 1e-3))
-                count = self._link.recv_into(memoryview(data)[filled:])
-                if not count:
-                    raise EOFError
-                filled += count
-            return bytes(data)
-
         try:
-            reply = receive(read_exactly)
+            reply = self.channel.receive(until(timeout_s))
         except TimeoutError:
             if is_stopped(self.pid):
                 raise DecoderKilled("the process that decodes media is stopped") from None
             raise
-        except (OSError, EOFError) as error:
-            raise self._death() from error
-        except WireError as error:
+        except FrameError as error:
             raise DecoderFailed(f"it answered with {error}") from error
+        if reply is None:
+            raise self._death()
         self._num_awaited -= 1
         return reply
 
@@ -200,30 +136,26 @@ class DecoderProcess:
         if os.fstat(self._slate).st_size > _KEPT_SLATE_BYTES:
             os.ftruncate(self._slate, _KEPT_SLATE_BYTES)
 
-    def kill(self) -> None:
+    def kill(self) -> int:
         """Ends the process; a caller that waits for it gets a DecoderFailed."""
         self.has_failed = True
-        self._process.kill()
-        self._process.wait()
+        return super().kill()
 
-    def close(self) -> None:
-        self.kill()
-        self._link.close()
+    def end(self) -> None:
+        super().end()
         os.close(self._slate)
 
     def _death(self) -> DecoderFailed:
         if self.has_failed:  # `kill` has ended it
             return DecoderFailed("the process that decoded it was ended")
-        try:
-            status = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
+        status = self.wait(_EXIT_TIMEOUT_S)
+        if status is None:
             if is_stopped(self.pid):
                 return DecoderKilled("the process that decodes media is stopped")
             return DecoderFailed("the process that decoded it went silent")
         if was_ended_from_outside(status):
             return DecoderKilled(f"the process that decodes media was ended ({how_ended(status)})")
-        how = f"died of signal {-status}" if status < 0 else f"ended with status {status}"
-        return DecoderFailed(f"the process that decoded it {how}")
+        return DecoderFailed(f"the process that decoded it {cause_of_end(status)}")
 
 
 class DecoderPool:
@@ -258,7 +190,7 @@ class DecoderPool:
             idle, self._idle = self._idle, []
             at_work = self._at_work.copy()
         for process in idle:
-            process.close()
+            process.end()
         for process in at_work:
             process.kill()
 
@@ -269,9 +201,9 @@ class DecoderPool:
             self._idle.sort(key=lambda process: process.holds is token)
             while self._idle:
                 process = self._idle.pop()
-                if process.is_alive:
+                if process.status is None:
                     break
-                process.close()
+                process.end()
             else:
                 try:
                     process = DecoderProcess(self._memory_bytes)
@@ -294,7 +226,7 @@ class DecoderPool:
             if has_room and is_reusable:
                 self._idle.append(process)
                 return
-        process.close()
+        process.end()
         if has_room:
             self._start_another()
 
@@ -309,7 +241,7 @@ class DecoderPool:
             if not self._is_closed and len(self._idle) < self._num_kept:
                 self._idle.insert(0, process)
                 return
-        process.close()
+        process.end()
 
 
 @functools.cache

@@ -23,9 +23,10 @@ from tilewright.server.http.log import RequestLog
 from tilewright.server.http.metrics import Metrics
 from tilewright.server.http.respond import Answer, AnswerResponse, ShuttingDown, disconnected, shutting_down, timed_out
 from tilewright.server.http.settings import ServerSettings
-from tilewright.server.link.backend import Backend, EngineUnavailable, ModelInfo
+from tilewright.server.link.backend import Backend, ModelInfo
 from tilewright.server.link.pictures import PictureBackend
 from tilewright.server.media.gate import MediaGate
+from tilewright.types import EngineUnavailable
 
 # A step that takes this long hangs: those of the longest prompts take seconds.
 MAX_STEP_S = 300.0

@@ -19,8 +19,8 @@ from tilewright.server.http.bodies import BodyError, JsonResponse, JsonRoute
 from tilewright.server.http.errors import ApiError, as_api_error, validation_error
 from tilewright.server.http.guard import Guard
 from tilewright.server.http.page_files import page_response
-from tilewright.server.link.backend import EngineFailure, EngineUnavailable
-from tilewright.types import RequestError
+from tilewright.server.link.backend import EngineFailure
+from tilewright.types import EngineUnavailable, RequestError
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from tilewright.server.api.bodies import ChatBody, CompletionBody, ResponsesBody
-from tilewright.server.link.backend import EngineFailure, EngineUnavailable
-from tilewright.types import RequestError
+from tilewright.server.link.backend import EngineFailure
+from tilewright.types import EngineUnavailable, RequestError
 
 RETRY_AFTER_S = 5  # while an engine is being started
 # What Pydantic puts into the path of an error for the member of a union it tried.

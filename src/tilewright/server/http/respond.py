@@ -25,12 +25,12 @@ from tilewright.server.link.backend import (
     Backend,
     Ended,
     EngineRequest,
-    EngineUnavailable,
     Event,
     Failed,
     Restarted,
     Started,
 )
+from tilewright.types import EngineUnavailable
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""The interface between the server and an engine: requests, events and the model's properties."""
+"""The interface between the server and an engine: requests, events and the model's properties, also as JSON."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from tilewright.inputs.messages import TextLimits
-from tilewright.types import FinishReason, RequestError, Timings
+from tilewright.types import Constraint, EngineUnavailable, FinishReason, RequestError, Timings
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,6 @@ class EngineFailure(RuntimeError):
     """An internal error of the engine; the request is not at fault."""
 
 
-class EngineUnavailable(RuntimeError):
-    """No engine is ready: it is loading, or it ended and is being restarted."""
-
-
 @dataclass(frozen=True)
 class ModelInfo:
     """Properties of the loaded model that the server needs."""
@@ -147,3 +144,70 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """Ends the engine; requests under way are dropped."""
+
+
+_EVENTS = (Started, AnswerDelta, Ended, Failed)  # by the number that JSON has for each
+
+
+def request_to_json(request: EngineRequest) -> dict[str, Any]:
+    """Return an EngineRequest as JSON's types and bytes."""
+    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    constraint = request.sampling.get("constraint")
+    if constraint is not None:
+        fields["sampling"] = {**request.sampling, "constraint": dataclasses.asdict(constraint)}
+    return fields
+
+
+def request_from_json(fields: Mapping[str, Any]) -> EngineRequest:
+    sampling = dict(fields["sampling"])
+    if sampling.get("constraint") is not None:
+        sampling["constraint"] = Constraint(**sampling["constraint"])
+    if sampling.get("logit_bias"):
+        sampling["logit_bias"] = {int(token_id): bias for token_id, bias in sampling["logit_bias"].items()}
+    return EngineRequest(**{**fields, "sampling": sampling})
+
+
+def event_to_json(event: Event) -> list[Any]:
+    """An event as a list: its type's number, then its fields. Most are AnswerDeltas without log-probabilities."""
+    if isinstance(event, AnswerDelta):
+        logprobs = _spelled_to_json(event.logprobs)
+        fields = [1, event.index, event.text, event.num_tokens, event.finish_reason, logprobs]
+        return [*fields, event.audio] if event.audio else fields
+    if isinstance(event, Ended):
+        timings = dataclasses.astuple(event.timings)
+        counts = [event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens]
+        return [2, *counts, timings, event.prompt, _spelled_to_json(event.prompt_logprobs), event.bandwidth_share]
+    return [_EVENTS.index(type(event)), *dataclasses.astuple(event)]
+
+
+def event_from_json(fields: Sequence[Any]) -> Event:
+    kind, *values = fields
+    if _EVENTS[kind] is AnswerDelta:
+        index, text, num_tokens, finish_reason, logprobs, *audio = values
+        return AnswerDelta(index, text, num_tokens, finish_reason, _spelled_from_json(logprobs), *audio)
+    if _EVENTS[kind] is Ended:
+        num_prompt_tokens, num_cached_tokens, num_output_tokens, timings, prompt, logprobs, bandwidth_share = values
+        counts = (num_prompt_tokens, num_cached_tokens, num_output_tokens)
+        return Ended(*counts, Timings(*timings), prompt, _spelled_from_json(logprobs), bandwidth_share)
+    return _EVENTS[kind](*values)
+
+
+def _spelled_to_json(logprobs: Sequence[SpelledLogprob] | None) -> list[Any] | None:
+    # Latin-1 has a character for every byte.
+    if logprobs is None:
+        return None
+    return [
+        [item.token.decode("latin-1"), item.logprob, [[token.decode("latin-1"), value] for token, value in item.top]]
+        for item in logprobs
+    ]
+
+
+def _spelled_from_json(items: Sequence[Any] | None) -> tuple[SpelledLogprob, ...] | None:
+    if items is None:
+        return None
+    return tuple(
+        SpelledLogprob(
+            token.encode("latin-1"), logprob, tuple((other.encode("latin-1"), value) for other, value in top)
+        )
+        for token, logprob, top in items
+    )

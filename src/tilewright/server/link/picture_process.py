@@ -9,18 +9,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-import sys
 from typing import Any
 
 from tilewright import config
 from tilewright.diffusion.requests import event_to_json, request_from_json
 from tilewright.diffusion.worker import PictureMaker, Worker
+from tilewright.host.binding import claim_cpus, plan_binding
 from tilewright.host.files import CheckpointError
 from tilewright.host.memory import explained_shortage, require_start
 from tilewright.host.topology import read_topology
 from tilewright.inputs.media import MediaLimits
-from tilewright.host.binding import claim_cpus, plan_binding
-from tilewright.server.link.process import ServerChannel, run_process
+from tilewright.process.frames import Channel
 from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights import embedded
 
@@ -38,14 +37,13 @@ def open_diffusion(**options: Any) -> PictureMaker:
         raise RequestError(str(error)) from error
 
 
-def serve(channel: ServerChannel, options: dict[str, Any]) -> None:
+def serve(channel: Channel, options: dict[str, Any]) -> None:
     """Serves requests until the other end closes. `entry` names what opens the model, `model` are its arguments."""
     os.nice(options["niceness"])
     if options["num_threads"] is not None:
         config.use(dataclasses.replace(config.current(), num_threads=options["num_threads"]))
     if options["model"].get("tp", 1) == 1:  # several ranks are bound to a node each
         _take_a_node()
-    sys.path += [folder for folder in options["path"] if folder not in sys.path]
     module, _, function = options["entry"].partition(":")
     try:
         maker = getattr(importlib.import_module(module), function)(**options["model"])
@@ -88,7 +86,3 @@ def _bind_thread() -> None:
         from tilewright.ops.native import bind_team
 
         bind_team()
-
-
-if __name__ == "__main__":
-    sys.exit(run_process(int(sys.argv[1]), serve))

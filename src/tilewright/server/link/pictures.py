@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import sys
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -25,9 +23,10 @@ from tilewright.diffusion.requests import (
     event_from_json,
     request_to_json,
 )
+from tilewright.process.log import TEXT, LogSettings
+from tilewright.process.supervisor import ProcessRefused, SupervisedProcess
 from tilewright.server.http.admission import MAX_WAIT_S
 from tilewright.server.http.errors import ApiError
-from tilewright.server.link.supervisor import EngineRefused, SupervisedProcess
 
 _log = logging.getLogger(__name__)
 
@@ -66,14 +65,11 @@ class PictureBackend(SupervisedProcess):
         entry: str = ENTRY,
         niceness: int = NICENESS,
         num_threads: int | None = None,
-        log_level: int = logging.WARNING,
-        log_is_json: bool = False,
+        log: LogSettings = TEXT,
     ) -> None:
-        path = [folder or os.getcwd() for folder in sys.path]  # where `entry` is found
-        options: dict[str, Any] = {"entry": entry, "path": path, "model": dict(model)}
+        options: dict[str, Any] = {"entry": entry, "model": dict(model)}
         options |= {"media_limits": dict(media_limits), "niceness": niceness, "num_threads": num_threads}
-        module = "tilewright.server.link.picture_process"
-        super().__init__("image worker", module, options, log_level=log_level, log_is_json=log_is_json)
+        super().__init__("image worker", "tilewright.server.link.picture_process:serve", options, log)
         self.name = name
         self.limits: Limits | None = None  # known once the process has started
         self._max_queue = max_queue
@@ -203,7 +199,7 @@ class PictureBackend(SupervisedProcess):
     async def _start(self) -> None:
         try:
             await self.start()
-        except EngineRefused as error:
+        except ProcessRefused as error:
             _log.error("the image model cannot be loaded: %s", error)
             self._supervisor = self._starting = None  # the next request tries again
             self._fail_waiting()

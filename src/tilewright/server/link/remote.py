@@ -9,13 +9,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilewright.inputs.messages import TextLimits
+from tilewright.process.log import TEXT, LogSettings
 from tilewright.process.state import ActivityProbe
-from tilewright.server.link import wire
-from tilewright.server.link.backend import Abort, Ended, EngineRequest, EngineUnavailable, Failed, Listener, ModelInfo
-from tilewright.server.link.process import KNOWN_LIMITS
-from tilewright.server.link.service import EngineService, Outbox, Post
-from tilewright.server.link.supervisor import SupervisedProcess
-from tilewright.types import RequestError
+from tilewright.process.supervisor import SupervisedProcess
+from tilewright.server.link.backend import (
+    Abort,
+    Ended,
+    EngineRequest,
+    Failed,
+    Listener,
+    ModelInfo,
+    event_from_json,
+    request_to_json,
+)
+from tilewright.server.link.service import KNOWN_LIMITS, EngineService, Outbox, Post
+from tilewright.types import EngineUnavailable, RequestError
 
 if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
@@ -75,11 +83,8 @@ STATS_TIMEOUT_S = 1.5  # /health is to answer within 2 s; the thread that receiv
 class RemoteBackend(SupervisedProcess):
     """A Backend whose Engine, made with `options`, runs in a child process."""
 
-    def __init__(
-        self, options: Mapping[str, Any], *, log_level: int = logging.WARNING, log_is_json: bool = False
-    ) -> None:
-        module = "tilewright.server.link.service"
-        super().__init__("engine", module, options, log_level=log_level, log_is_json=log_is_json)
+    def __init__(self, options: Mapping[str, Any], log: LogSettings = TEXT) -> None:
+        super().__init__("engine", "tilewright.server.link.service:serve", options, log)
         self._listeners: dict[str, Listener] = {}
         self._stats: dict[str, asyncio.Future[Mapping[str, float]]] = {}
         self._model: ModelInfo | None = None
@@ -96,7 +101,7 @@ class RemoteBackend(SupervisedProcess):
         self.check_running()
         request_id = uuid.uuid4().hex
         try:
-            self.send({"submit": request_id, "request": wire.request_to_json(request)})
+            self.send({"submit": request_id, "request": request_to_json(request)})
         except RecursionError:
             raise RequestError("the request has values that are nested too deeply") from None
         self._listeners[request_id] = listener
@@ -134,7 +139,7 @@ class RemoteBackend(SupervisedProcess):
 
     def on_message(self, message: dict[str, Any]) -> None:
         if "events" in message:
-            deliver(self._listeners, [(key, wire.event_from_json(event)) for key, event in message["events"]])
+            deliver(self._listeners, [(key, event_from_json(event)) for key, event in message["events"]])
         elif (waiting := self._stats.get(message["stats"])) and not waiting.done():
             waiting.set_result(message["values"])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,8 @@ from tilewright.engine.handle import EngineLostError
 from tilewright.flags.engine import make_engine
 from tilewright.inputs.media import MediaLimits
 from tilewright.outputs.sound import to_pcm16
+from tilewright.process.frames import Channel
 from tilewright.server.http.errors import param_of
-from tilewright.server.link import wire
 from tilewright.server.link.backend import (
     AnswerDelta,
     Ended,
@@ -24,8 +23,9 @@ from tilewright.server.link.backend import (
     ModelInfo,
     SpelledLogprob,
     Started,
+    event_to_json,
+    request_from_json,
 )
-from tilewright.server.link.process import KNOWN_LIMITS, ServerChannel, run_process
 from tilewright.types import Completion, Delta, RequestError, TokenLogprob, TransientError
 
 if TYPE_CHECKING:
@@ -198,12 +198,13 @@ def failure(error: BaseException, request: EngineRequest) -> Failed:
     return Failed("engine", "the engine could not compute this request; the server's log has the reason")
 
 
-# Measures the machine's limits, which /metrics compares the engine with: 0.7 s of the start, buffers included. An
-# engine that takes the place of another gets what was measured in its options, by the name of KNOWN_LIMITS.
+# Measures the machine's limits, which /metrics compares the engine with: 0.7 s of the start, buffers included. They are
+# in the message that the engine is ready, and in the options of one that takes its place.
 MEASURE_S = 0.2
+KNOWN_LIMITS = "known_limits"
 
 
-def serve(channel: ServerChannel, options: dict[str, Any]) -> None:
+def serve(channel: Channel, options: dict[str, Any]) -> None:
     """Serves requests until the other end closes."""
     from tilewright.engine.measure import machine
 
@@ -213,7 +214,7 @@ def serve(channel: ServerChannel, options: dict[str, Any]) -> None:
     except RequestError as error:
         channel.send({"refused": str(error)})
         return
-    outbox = Outbox(lambda events: channel.send({"events": [[id, wire.event_to_json(event)] for id, event in events]}))
+    outbox = Outbox(lambda events: channel.send({"events": [[id, event_to_json(event)] for id, event in events]}))
     engine.loop.after_step = outbox.flush
     if known_limits is None:
         measured = machine.measure(MEASURE_S)
@@ -227,16 +228,12 @@ def serve(channel: ServerChannel, options: dict[str, Any]) -> None:
             outbox.flush()
 
 
-def _handle(message: dict[str, Any], service: EngineService, channel: ServerChannel) -> None:
+def _handle(message: dict[str, Any], service: EngineService, channel: Channel) -> None:
     if "submit" in message:
-        service.submit(message["submit"], wire.request_from_json(message["request"]))
+        service.submit(message["submit"], request_from_json(message["request"]))
     elif "abort" in message:
         service.abort(message["abort"])
     elif "stats" in message:
         channel.send({"stats": message["stats"], "values": service.stats()})
     else:
         raise ValueError(f"unknown message with {sorted(message)}")
-
-
-if __name__ == "__main__":
-    sys.exit(run_process(int(sys.argv[1]), serve))

@@ -18,7 +18,6 @@ from tilewright.server.link.backend import (
     AnswerDelta,
     Ended,
     EngineRequest,
-    EngineUnavailable,
     Event,
     Failed,
     Listener,
@@ -28,7 +27,7 @@ from tilewright.server.link.backend import (
 )
 from tilewright.server.link.service import failure
 from tilewright.server.replicas.routing import combined, prefix_keys
-from tilewright.types import FinishReason, RequestError
+from tilewright.types import EngineUnavailable, FinishReason, RequestError
 
 
 def with_seed(request: EngineRequest) -> EngineRequest:
@@ -156,7 +155,7 @@ class Replicas(Protocol):
         """The names of the replicas that take requests."""
 
     async def start(self) -> ModelInfo:
-        """Starts them; returns when all are ready. EngineRefused, with the reason, if they cannot start."""
+        """Starts them; returns when all are ready. ProcessRefused, with the reason, if they cannot start."""
 
     def answer(self, request: EngineRequest, route: Route) -> AsyncGenerator[tuple[str, Sequence[Event]], None]:
         """The name of the replica that computes the request, and its next events; no events if it has no engine yet.
@@ -184,7 +183,7 @@ class ReplicaBackend:
         self._lost: set[str] = set()
 
     async def start(self) -> None:
-        """Returns when the replicas are ready; EngineRefused, with the reason, if they cannot start."""
+        """Returns when the replicas are ready; ProcessRefused, with the reason, if they cannot start."""
         self._model = await self._replicas.start()
 
     @property

@@ -15,15 +15,16 @@ from ray import serve
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from tilewright.flags.replicas import local_options
+from tilewright.process.child import THREAD_LOST
+from tilewright.process.log import LogSettings
 from tilewright.server.api.handler import MAX_STEP_S
-from tilewright.server.http import log
-from tilewright.server.link.backend import Ended, EngineRequest, EngineUnavailable, Event, Failed, ModelInfo
-from tilewright.server.link.process import THREAD_LOST
+from tilewright.server.link.backend import Ended, EngineRequest, Event, Failed, ModelInfo
 from tilewright.server.link.remote import RemoteBackend
 from tilewright.server.link.service import failure
 from tilewright.server.replicas import routing
 from tilewright.server.replicas.backend import Route
 from tilewright.server.replicas.routing import PrefixRouter
+from tilewright.types import EngineUnavailable
 
 _log = logging.getLogger(__name__)
 
@@ -35,13 +36,13 @@ class EngineReplica:
     """One engine. Its methods get the Route that a request came by, which Ray Serve's router reads."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, options: Mapping[str, Any], *, num_cpus: int, num_replicas: int, log_level: int, log_is_json: bool
+        self, options: Mapping[str, Any], *, num_cpus: int, num_replicas: int, log: LogSettings
     ) -> None:
-        """EngineRefused if the engine cannot start: Ray Serve then tries again, elsewhere if it can."""
-        log.configure(log_is_json, log_level)
+        """ProcessRefused if the engine cannot start: Ray Serve then tries again, elsewhere if it can."""
+        log.configure()
         self._name: str = serve.get_replica_context().replica_id.unique_id
         options = local_options(dict(options), num_cpus, num_replicas)
-        self._backend = RemoteBackend(options, log_level=log_level, log_is_json=log_is_json)
+        self._backend = RemoteBackend(options, log)
         await self._backend.start()
         self._ready_s = time.monotonic()
         self._num_silent = 0  # health checks that the engine did not respond to

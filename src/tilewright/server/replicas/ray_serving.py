@@ -23,8 +23,9 @@ from ray.serve.schema import ApplicationStatus
 
 from tilewright import config
 from tilewright.flags.replicas import ReplicaCount, cpus_per_replica
+from tilewright.process.log import LogSettings
+from tilewright.process.supervisor import ProcessRefused
 from tilewright.server.link.backend import EngineRequest, Event, ModelInfo
-from tilewright.server.link.supervisor import EngineRefused
 from tilewright.server.replicas import routing
 from tilewright.server.replicas.backend import ReplicaLost, Route
 from tilewright.server.replicas.ray_replica import EngineReplica, PrefixRequestRouter
@@ -113,8 +114,7 @@ class ReplicaSettings:
     count: ReplicaCount
     num_cpus: int | None  # of one replica; None: as many as all can have
     drain_s: float  # for a replica to finish its answers when it is replaced
-    log_level: int
-    log_is_json: bool
+    log: LogSettings
 
 
 class RayReplicas:
@@ -138,7 +138,7 @@ class RayReplicas:
         next_log_s = time.monotonic() + WAITING_LOG_S
         while (found := await self._status()).status != ApplicationStatus.RUNNING:
             if found.status == ApplicationStatus.DEPLOY_FAILED:
-                raise EngineRefused(_reason(found))
+                raise ProcessRefused(_reason(found))
             if time.monotonic() > next_log_s:
                 states = [dict(one.replica_states) for one in found.deployments.values()]
                 _log.warning("the replicas are not ready yet, of which Ray Serve says %s", states)
@@ -195,8 +195,7 @@ class RayReplicas:
             dict(settings.engine),
             num_cpus=num_cpus,
             num_replicas=settings.count.most,
-            log_level=settings.log_level,
-            log_is_json=settings.log_is_json,
+            log=settings.log,
         )
         # Clients talk to our own server: Ray Serve's listens nowhere.
         serve.start(proxy_location="Disabled")
@@ -227,7 +226,7 @@ class RayReplicas:
 def _reason(status: Any) -> str:
     """Why the replicas cannot start, of the text that Ray Serve has about it."""
     text = "\n".join([status.message, *(one.message for one in status.deployments.values())])
-    refusals = re.findall(r"EngineRefused: (.+)", text)
+    refusals = re.findall(r"ProcessRefused: (.+)", text)
     return refusals[-1] if refusals else text.strip()
 
 

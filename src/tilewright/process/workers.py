@@ -1,25 +1,21 @@
-"""Starts the worker processes of ranks, watches them, and ends them.
+"""Starts processes that need each other, as the ranks of a group do, watches them, and ends them.
 
     workers = Workers("package.module:function", [WorkerSpec(rank=1, payload={...}, binding=...)], size=2,
                       on_death=lambda rank, reason: ...)
     ...
     workers.close()
 
-A worker ends with this process however that ends, and when another worker dies: what a group of ranks computes needs
-all of them. What they compute, and how they talk to each other, is not known here.
+A worker ends with this process however that ends, and when another worker dies. What they compute, and how they talk
+to each other, is not known here.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import os
-import selectors
-import signal
-import subprocess
-import sys
+import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +26,13 @@ from typing import Any
 
 from tilewright import config
 from tilewright.host.binding import RankBinding
-from tilewright.parallel.worker import WorkerTask
+from tilewright.process.child import Child
+from tilewright.process.frames import Channel
+from tilewright.process.log import LogSettings
+from tilewright.process.state import cause_of_end
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-_EXIT_S = 1.0  # from the end of the lifeline to the end of the process: unmapping a model's weights takes a while
+_EXIT_S = 1.0  # from the end of the channel to the end of the process: unmapping a model's weights takes a while
 _NUM_LAST_LINES = 20  # of standard error in the reason of a death: the end of a trace
 _MAX_LINE_BYTES = 8192  # longer ones are passed on in pieces
 
@@ -51,7 +50,7 @@ class WorkerSpec:
 
 
 class Workers:
-    """Worker processes, each in `entry`(rank, size, payload, fds), until `close` or until one of them dies.
+    """Processes in `entry`(channel, rank, size, payload, fds), until `close` or until one of them dies.
 
     `on_death` is called once, from another thread, with the rank and the reason, before the others are ended. A worker
     may not return before `close`, unless `may_finish`. `log_level` is that of our own log in the workers, whose
@@ -69,20 +68,21 @@ class Workers:
         log_level: int = logging.WARNING,
         grace_s: float = GRACE_S,
     ) -> None:
-        if ":" not in entry:
-            raise ValueError(f"entry is {entry!r}, expected package.module:function")
         self._on_death = on_death
         self._may_finish = may_finish
         self._grace_s = grace_s
+        self._log = LogSettings("plain", log_level)
         self._lock = threading.Lock()
         self._running: list[_Worker] = []
         self._is_closing = False
         self.pids: dict[int, int] = {}  # by rank
-        tasks = [_task(entry, spec, size, log_level) for spec in specs]
+        self.channels: dict[int, Channel] = {}  # by rank; open until `close`
         started: Future[None] = Future()
         self._wakening, closing_end = os.pipe()
         self._closing_end: int | None = closing_end  # closed, it wakes the thread
-        self._thread = threading.Thread(target=self._run, args=(tasks, started), name="workers", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(entry, specs, size, started), name="workers", daemon=True
+        )
         self._thread.start()
         try:
             started.result()
@@ -104,6 +104,8 @@ class Workers:
                 self._closing_end = None
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            for channel in self.channels.values():
+                channel.close()
 
     def __enter__(self) -> Workers:
         return self
@@ -113,47 +115,45 @@ class Workers:
     ) -> None:
         self.close()
 
-    def _run(self, tasks: Sequence[WorkerTask], started: Future[None]) -> None:
+    def _run(self, entry: str, specs: Sequence[WorkerSpec], size: int, started: Future[None]) -> None:
         """Starts the workers and watches them. It does both since a worker is killed when the thread that started it
         ends, not only with the process: PR_SET_PDEATHSIG."""
         # Of a pinned thread a worker would inherit one CPU, and take that for all there are.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, config.from_environment().available_cpus)
-        with selectors.DefaultSelector() as selector:
-            try:
-                selector.register(self._wakening, selectors.EVENT_READ)
-                for task in tasks:
-                    worker = _Worker(task)
-                    self._running.append(worker)
-                    self.pids[task.rank] = worker.process.pid
-                    selector.register(worker.lifeline, selectors.EVENT_READ, worker)
-                    selector.register(worker.errors, selectors.EVENT_READ, worker)
-                started.set_result(None)
-                self._watch(selector)
-            except BaseException as error:
-                if started.done():
-                    raise
-                started.set_exception(error)
-            finally:
-                self._end_all()
-                os.close(self._wakening)
+        try:
+            for spec in specs:
+                worker = _Worker(spec, entry, size, self._log)
+                self._running.append(worker)
+                self.pids[spec.rank], self.channels[spec.rank] = worker.pid, worker.channel
+            started.set_result(None)
+            self._watch()
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+        finally:
+            self._end_all()
+            os.close(self._wakening)
 
-    def _watch(self, selector: selectors.BaseSelector) -> None:
+    def _watch(self) -> None:
         """Returns when the workers must end, or have."""
+        poll = select.poll()
+        poll.register(self._wakening, select.POLLIN)
+        for worker in self._running:
+            poll.register(worker.channel.connection, 0)  # its end alone: messages are for others
+            poll.register(worker.errors, select.POLLIN)
         while self._running:
-            ended = []
-            for key, _ in selector.select():
-                worker = key.data
-                if worker is None:
-                    return  # close
-                if key.fd == worker.lifeline:
-                    ended.append(worker)
-                elif not worker.pass_errors_on():
-                    selector.unregister(worker.errors)
-            for worker in ended:
-                selector.unregister(worker.lifeline)
-                if worker.errors in selector.get_map():
-                    selector.unregister(worker.errors)
+            ready = {fd for fd, _ in poll.poll()}
+            if self._wakening in ready:
+                return  # close
+            for worker in self._running:
+                if worker.errors in ready and not worker.pass_errors_on():
+                    poll.unregister(worker.errors)
+            for worker in [one for one in self._running if one.channel.connection.fileno() in ready]:
+                poll.unregister(worker.channel.connection)
+                with contextlib.suppress(KeyError):
+                    poll.unregister(worker.errors)
                 if not self._note_end(worker):
                     return
 
@@ -163,7 +163,7 @@ class Workers:
         self._running.remove(worker)
         if self._is_closing or (status == 0 and self._may_finish):
             return True
-        reason = worker.reason_of_end()
+        reason = worker.reason_of_end(status)
         _log.error("rank %d %s", worker.rank, reason)
         if self._on_death is not None:
             try:
@@ -174,57 +174,38 @@ class Workers:
 
     def _end_all(self) -> None:
         for worker in self._running:
-            worker.process.terminate()
+            worker.terminate()
         deadline_s = time.monotonic() + self._grace_s
         for worker in self._running:
             worker.finish(max(deadline_s - time.monotonic(), 0))
         self._running.clear()
 
 
-def _task(entry: str, spec: WorkerSpec, size: int, log_level: int) -> WorkerTask:
-    return WorkerTask(
-        entry=entry,
-        rank=spec.rank,
-        size=size,
-        payload=dict(spec.payload),
-        fds=list(spec.fds),
-        lifeline=-1,  # each process gets its own
-        binding=None if spec.binding is None else spec.binding.to_json(),
-        log_level=log_level,
-        parent=os.getpid(),
-        path=[entry or os.getcwd() for entry in sys.path],
-    )
+class _Worker(Child):
+    """One process, and our end of its standard output and error."""
 
-
-class _Worker:
-    """One process, and our ends of its lifeline and its standard error."""
-
-    def __init__(self, task: WorkerTask) -> None:
-        self.rank = task.rank
+    def __init__(self, spec: WorkerSpec, entry: str, size: int, log: LogSettings) -> None:
+        self.rank = spec.rank
         self._last_lines: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
         self._line = b""
-        with contextlib.ExitStack() as on_error, contextlib.ExitStack() as theirs:
-            self.lifeline, lifeline_end = os.pipe()
-            on_error.callback(os.close, self.lifeline)
-            theirs.callback(os.close, lifeline_end)
-            self.errors, errors_end = os.pipe()
-            on_error.callback(os.close, self.errors)
-            theirs.callback(os.close, errors_end)
-            task_fd = os.memfd_create("tilewright_task")
-            theirs.callback(os.close, task_fd)
-            with open(task_fd, "wb", closefd=False) as file:
-                file.write(dataclasses.replace(task, lifeline=lifeline_end).to_json())
-            os.lseek(task_fd, 0, os.SEEK_SET)
-            os.set_blocking(self.errors, False)
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tilewright.parallel.worker", str(task.rank), str(task_fd)],
-                stdin=subprocess.DEVNULL,
-                stdout=errors_end,
-                stderr=errors_end,
-                pass_fds=(task_fd, lifeline_end, *task.fds),
-                start_new_session=True,  # no terminal, and no Ctrl-C from one
+        self.errors, errors_end = os.pipe()
+        os.set_blocking(self.errors, False)
+        try:
+            super().__init__(
+                entry,
+                {"rank": spec.rank, "size": size, "payload": dict(spec.payload), "fds": list(spec.fds)},
+                fds=spec.fds,
+                output=errors_end,
+                errors=errors_end,
+                ends_with_thread=True,
+                log=log,
+                binding=spec.binding,
             )
-            on_error.pop_all()
+        except BaseException:
+            os.close(self.errors)
+            raise
+        finally:
+            os.close(errors_end)
 
     def pass_errors_on(self) -> bool:
         """Passes on what the worker has written to standard error; False once there is no more to come."""
@@ -240,22 +221,16 @@ class _Worker:
         return True
 
     def finish(self, timeout_s: float) -> int:
-        """The exit status of the process, which is killed if it has none in time. All its files are closed."""
-        try:
-            status = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            status = self.process.wait()
+        """Returns the exit status as `Child.finish` does, when all that it wrote is passed on."""
+        status = super().finish(timeout_s)
         self.pass_errors_on()
         if self._line:
             self._pass_on(self._line)
         os.close(self.errors)
-        os.close(self.lifeline)
         return status
 
-    def reason_of_end(self) -> str:
-        status = self.process.returncode
-        how = f"died of {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
+    def reason_of_end(self, status: int) -> str:
+        how = cause_of_end(status)
         return "\n".join([f"{how}; the last it wrote:", *self._last_lines] if self._last_lines else [how])
 
     def _pass_on(self, line: bytes) -> None:
@@ -263,10 +238,3 @@ class _Worker:
         # Not sys.stderr: a thread that holds its lock when the interpreter ends would abort the process.
         with contextlib.suppress(OSError):
             os.write(2, f"rank {self.rank}: ".encode() + line + b"\n")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

@@ -1,4 +1,4 @@
-"""Takes all rights but computing away from this process, for good, before it decodes untrusted media.
+"""Takes rights away from this process, for good: memory, or all rights but computing, before untrusted input comes.
 
 The filter of system calls is a program that the kernel runs before each call.
 """
@@ -144,8 +144,7 @@ def confine(memory_bytes: int) -> list[str]:
     `memory_bytes` may be used beyond what is mapped now. From here on no file, socket or process can be opened.
     """
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _limit(resource.RLIMIT_AS, mapped_bytes + memory_bytes)
-    _limit(resource.RLIMIT_CORE, 0)
+    limit_memory(mapped_bytes + memory_bytes)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
     _limit(resource.RLIMIT_NPROC, 0)
@@ -158,6 +157,12 @@ def confine(memory_bytes: int) -> list[str]:
     if not _filter_calls(libc):
         missing.append("seccomp")
     return missing
+
+
+def limit_memory(memory_bytes: int) -> None:
+    """Let this process map no more than that, and leave no dump of it when it ends by that."""
+    _limit(resource.RLIMIT_AS, memory_bytes)
+    _limit(resource.RLIMIT_CORE, 0)
 
 
 def limit_cpu(seconds: float) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from tilewright.host.memory import smallest_limit
+from tilewright.process import frames
+from tilewright.process.child import Child
+from tilewright.process.log import TEXT, LogSettings
 from tilewright.process.state import ActivityProbe, how_ended, is_stopped
-from tilewright.server.link import wire
-from tilewright.server.link.backend import EngineUnavailable
+from tilewright.types import EngineUnavailable
 
 _log = logging.getLogger(__name__)
 
@@ -27,38 +26,28 @@ FIRST_PAUSE_S = 0.5
 STEADY_S = 10.0
 LONGEST_PAUSE_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 1.0  # of one that has closed its end
 # A process may be stopped for a moment, as a profiler does to look at it: what comes meanwhile waits.
 MAX_STOPPED_S = 1.0
 
 
-class EngineRefused(Exception):
+class ProcessRefused(Exception):
     """The process cannot start with these options: no such model, not enough memory."""
 
 
 class SupervisedProcess:
-    """Runs `python -m module FD`, which gets `options` in its first message and answers with "ready" or "refused".
+    """Runs `entry` with `options`, which answers with "ready" or "refused", until it is closed.
 
     What its other messages mean, and what becomes of requests when it ends, is up to the subclass.
     """
 
-    def __init__(
-        self,
-        what: str,
-        module: str,
-        options: Mapping[str, Any],
-        *,
-        log_level: int = logging.WARNING,
-        log_is_json: bool = False,
-    ) -> None:
+    def __init__(self, what: str, entry: str, options: Mapping[str, Any], log: LogSettings = TEXT) -> None:
         self._what = what  # for errors: "engine"
-        self._module = module
-        self._first_message: dict[str, Any] = {
-            "options": dict(options),
-            "log_level": log_level,
-            "log_is_json": log_is_json,
-        }
+        self._entry = entry
+        self._options = dict(options)
+        self._log = log
         self._writer: asyncio.StreamWriter | None = None  # None: the process is not ready
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._stopped: ActivityProbe | None = None  # from when it was first seen to be stopped
         self._supervisor: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -78,7 +67,7 @@ class SupervisedProcess:
         raise NotImplementedError
 
     async def start(self) -> None:
-        """Returns when the process is ready; EngineRefused, with the reason, if it cannot start."""
+        """Returns when the process is ready; ProcessRefused, with the reason, if it cannot start."""
         ready = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(ready))
         await ready
@@ -99,7 +88,7 @@ class SupervisedProcess:
             if self._is_closing:
                 raise EngineUnavailable("the server is shutting down")
             raise EngineUnavailable(f"the {self._what} is starting; try again later")
-        self._writer.writelines(wire.encode(message))
+        self._writer.writelines(frames.encode(message))
 
     def check_running(self) -> None:
         """EngineUnavailable if the process has been stopped for MAX_STOPPED_S (SIGSTOP, a debugger).
@@ -122,7 +111,7 @@ class SupervisedProcess:
             ready_s: float | None = None
             try:
                 ready_s = await self._run_one(first_ready)
-            except EngineRefused as error:
+            except ProcessRefused as error:
                 if not first_ready.done():
                     first_ready.set_exception(error)
                     return
@@ -131,7 +120,7 @@ class SupervisedProcess:
                 _log.exception("the %s could not be started", self._what)
                 if not first_ready.done():
                     reason = f"the {self._what}'s process could not be started: {error}"
-                    first_ready.set_exception(EngineRefused(reason))
+                    first_ready.set_exception(ProcessRefused(reason))
                     return
             if ready_s is None:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -141,7 +130,7 @@ class SupervisedProcess:
                 reason = f"the {self._what}'s process ended before it was ready ({how_ended(self._last_status)})"
                 if self._last_status == -signal.SIGKILL:
                     reason += f", as the system does when memory runs out: a process may have {smallest_limit()} here"
-                first_ready.set_exception(EngineRefused(reason))
+                first_ready.set_exception(ProcessRefused(reason))
                 return
             self.num_restarts += 1
             await asyncio.sleep(pause_s)
@@ -150,62 +139,46 @@ class SupervisedProcess:
     async def _run_one(self, first_ready: asyncio.Future[None]) -> float | None:
         """Runs one process until it ends; returns for how many seconds it was ready, None if it never was."""
         self._is_refused = False
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                command = [sys.executable, "-m", self._module, str(theirs.fileno())]
-                files = [theirs.fileno()]
-                process = self._process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL)
-        except OSError:
-            ours.close()
-            raise
-        reader, writer = await asyncio.open_connection(sock=ours)
+        arguments = {"options": self._options}
+        process = self._process = Child(self._entry, arguments, has_own_session=False, log=self._log)
+        reader, writer = await asyncio.open_connection(sock=process.channel.connection)
         loop, began_s = asyncio.get_running_loop(), None
         try:
-            writer.writelines(wire.encode(self._first_message))
-            async for message in _messages(reader):
+            while (message := await _read_message(reader)) is not None:
                 if "ready" in message:
                     self._writer, began_s = writer, loop.time()
-                    self._first_message["options"].update(self.on_ready(message))
+                    self._options.update(self.on_ready(message))
                     if not first_ready.done():
                         first_ready.set_result(None)
                 elif "refused" in message:
                     self._is_refused = True
-                    raise EngineRefused(message["refused"])
+                    raise ProcessRefused(message["refused"])
                 else:
                     self.on_message(message)
         finally:
             self._writer = None
             writer.close()
+            is_asked = self._is_closing and not is_stopped(process.pid)
             try:
-                await _end(process, at_once=not self._is_closing or is_stopped(process.pid))
+                await loop.run_in_executor(None, process.finish, CLOSE_TIMEOUT_S if is_asked else EXIT_TIMEOUT_S)
+            except asyncio.CancelledError:  # `close` while an ended process is waited for
+                process.kill()
+                raise
             finally:
-                self._process, self._last_status = None, process.returncode
-                self.on_end(how_ended(process.returncode))
+                self._process, self._last_status = None, process.status
+                self.on_end(how_ended(self._last_status))
         return None if began_s is None else loop.time() - began_s
 
 
-async def _messages(reader: asyncio.StreamReader) -> Any:
-    """The messages of the process until it closes the socket."""
-    while True:
-        try:
-            (text_bytes,) = wire.HEAD.unpack(await reader.readexactly(wire.HEAD.size))
-            envelope = wire.decode(await reader.readexactly(text_bytes))
-            blobs = [await reader.readexactly(size) for size in envelope.sizes]
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        yield envelope.fill(blobs)
-
-
-async def _end(process: subprocess.Popen[bytes], *, at_once: bool) -> None:
-    """Waits until a process whose socket was closed has ended, and kills one that does not."""
-    loop = asyncio.get_running_loop()
+async def _read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next message of the process; None when it has closed its end."""
+    reading = frames.decode()
+    wanted = next(reading)
     try:
-        await loop.run_in_executor(None, process.wait, 1.0 if at_once else CLOSE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        await loop.run_in_executor(None, process.wait)
-    except asyncio.CancelledError:  # `close` while an ended process is waited for
-        process.kill()
-        process.wait()
-        raise
+        while True:
+            wanted = reading.send(await reader.readexactly(wanted))
+    except StopIteration as end:
+        message: dict[str, Any] = end.value
+        return message
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
