@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def in_place(model, monkeypatch):
     """The model of random weights in place of the embedded one."""
-    monkeypatch.setitem(embedded._FOLDERS, "tiny_vl", model)
+    monkeypatch.setitem(embedded._folders(), "tiny_vl", model)
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +59,16 @@ def answered(engine, picture, question):
 
 def test_three_questions_about_the_bundled_picture(engine, tmp_path, monkeypatch, capsys):
     for other in ("tiny_draw", "tiny_omni"):
-        monkeypatch.setitem(embedded._FOLDERS, other, tmp_path)  # as in a package without it
+        monkeypatch.setitem(embedded._folders(), other, tmp_path)  # as in a package without it
     assert cli.main(["demo", *FLAGS]) == 0
     captured = capsys.readouterr()
     head, *blocks = captured.out.split("\n\n")
     name, path = head.split("\n")
     assert name.startswith(f"{embedded.MODEL_NAME} ready in ")
-    assert path == f"{embedded.DEMO_PICTURE} 512x512"
+    assert path == f"{embedded.demo_file('demo.png')} 512x512"
     assert len(blocks) == 3
     for block, question in zip(blocks, demo.QUESTIONS, strict=True):
-        text = answered(engine, embedded.DEMO_PICTURE, question)
+        text = answered(engine, embedded.demo_file("demo.png"), question)
         assert block.startswith(f"{question}\n{text}\n")
         assert re.fullmatch(
             r"6 tokens, TTFT [\d.]+ m?s, [\d.]+ tokens/s\n?", block.removeprefix(f"{question}\n{text}\n")
@@ -81,7 +81,7 @@ def test_then_a_picture_is_made_and_looked_at_and_a_spoken_question_answered(eng
     monkeypatch.chdir(tmp_path)  # where the spoken answer goes
     assert cli.main(["demo", *FLAGS]) == 0
     made, asked, sound, heard, told = capsys.readouterr().out.split("\n\n")[4:]
-    assert sound == f"{embedded.DEMO_SOUND}\n{embedded.OMNI_NAME}"
+    assert sound == f"{embedded.demo_file('demo.wav')}\n{embedded.OMNI_NAME}"
     assert heard.startswith("What is said?\nWhat colour is\n6 tokens")
     assert told.startswith("Answer the question.\nThe colour of the\n6 tokens")
     assert demo.SPOKEN_FILE.stat().st_size > 40_000 and str(demo.SPOKEN_FILE) in told

@@ -14,9 +14,10 @@ from sources import CSRC, PACKAGE, ROOT
 
 from tilewright import cli
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TRAINING = sorted((ROOT / "training").rglob("README.md"))
-BASES = (ROOT, PACKAGE, CSRC)  # where a path in a page may start
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TINY = ROOT / "packages" / "tilewright-tiny"
+TRAINING = sorted(TINY.rglob("README.md"))
+BASES = (ROOT, PACKAGE, CSRC, TINY, TINY / "src")  # where a path in a page may start
 MAX_README_LINES = 150
 MAX_PAGES = 26
 CURL_FLAGS = {"--fail-with-body", "--retry"}

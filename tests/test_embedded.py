@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from embedded_stand_in import environment, write_distribution
 from oracle import require
-from package_copy import copy_package, environment
 from PIL import Image
 from serve_process import ServerProcess
 from sources import ROOT
@@ -38,14 +38,14 @@ def stand_in(tmp_path_factory):
 @pytest.fixture
 def in_place(stand_in, monkeypatch):
     """The stand-in in place of the embedded model, within this process."""
-    monkeypatch.setitem(embedded._FOLDERS, "tiny_vl", stand_in)
+    monkeypatch.setitem(embedded._folders(), "tiny_vl", stand_in)
     return stand_in
 
 
 @pytest.fixture
 def left_out(tmp_path, monkeypatch):
-    """A package that was built without the embedded model."""
-    monkeypatch.setitem(embedded._FOLDERS, "tiny_vl", tmp_path / "tiny_vl")
+    """An environment without the embedded model."""
+    monkeypatch.setitem(embedded._folders(), "tiny_vl", tmp_path / "tiny_vl")
 
 
 def answer_of(model):
@@ -140,7 +140,7 @@ def test_batch(in_place, tmp_path, capsys):
 
 
 def test_a_package_without_it_says_so(left_out, tmp_path, capsys):
-    with pytest.raises(RequestError, match="built without the embedded one"):
+    with pytest.raises(RequestError, match="tilewright-tiny-vl is not installed: install the package tilewright-tiny"):
         Engine()
     (tmp_path / "in.jsonl").write_text(
         json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}})
@@ -168,9 +168,9 @@ def test_help_says_that_none_need_be_named(command, capsys):
 
 
 def test_serve_as_users_start_it(stand_in, tmp_path):
-    """Two processes, of a package that has the stand-in: the name is known to both."""
-    path = copy_package(tmp_path, stand_in)
-    server = ServerProcess(None, "--max-context", "512", PYTHONPATH=str(path))
+    """Two processes, where the stand-in is installed: the name is known to both."""
+    path = environment(write_distribution(tmp_path, stand_in))["PYTHONPATH"]
+    server = ServerProcess(None, "--max-context", "512", PYTHONPATH=path)
     try:
         with server.client() as client:
             model, drawing = client.models.list().data
@@ -186,33 +186,44 @@ def test_serve_as_users_start_it(stand_in, tmp_path):
     assert notice.endswith("Another: tilewright serve ./Qwen3-VL-2B-Instruct")
 
 
-def test_wheel_and_sdist_carry_it(stand_in, tmp_path):
-    """Built from a copy of the tree by the project's own build, without the kernels, which take minutes."""
+def copy_start(source, target):
+    """All of a source file; of weights, whose compression takes long, only the first bytes."""
+    with open(source, "rb") as file:
+        Path(target).write_bytes(file.read(1 << 20))
+
+
+@pytest.mark.parametrize("name", ["tilewright", "tilewright-tiny"])
+def test_what_wheels_and_sdists_carry(name, tmp_path):
+    """Built from a copy by the project's own build, without the kernels, which take minutes."""
     require("scikit_build_core")
+    source = ROOT if name == "tilewright" else ROOT / "packages" / name
     project = tmp_path / "project"
-    names = ["pyproject.toml", "README.md", "LICENSE", "CMakeLists.txt", ".gitignore"]
     project.mkdir()
-    for name in names:
-        shutil.copy(ROOT / name, project)
-    (project / "src").mkdir()
-    copy_package(project / "src", stand_in)
+    for file in ("pyproject.toml", "README.md", "LICENSE", "CMakeLists.txt"):
+        if (source / file).exists():
+            shutil.copy(source / file, project)
+    shutil.copy(ROOT / ".gitignore", project)
+    ignore = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(source / "src", project / "src", ignore=ignore, copy_function=copy_start)
     script = "from scikit_build_core.build import build_sdist, build_wheel\nbuild_sdist('dist')\n"
     script += "build_wheel('dist', {'wheel.cmake': 'false'})"
     subprocess.run([sys.executable, "-c", script], cwd=project, check=True, capture_output=True, timeout=120)
     (wheel,), (sdist,) = (list((project / "dist").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
-    files = {path.relative_to(stand_in) for path in stand_in.rglob("*") if path.is_file()}
-    expected = {Path("embedded", "tiny_vl", file) for file in files} | {Path("embedded", "tiny_vl_demo.png")}
-    drawing = embedded.path("tiny_draw")
-    expected |= {Path("embedded", "tiny_draw", path.relative_to(drawing)) for path in drawing.rglob("*.*")}
-    packed = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
-    assert {Path("tilewright", file) for file in expected} <= packed
+    expected = {path.relative_to(project / "src") for path in (project / "src").rglob("*") if path.is_file()}
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {Path(name) for name in archive.namelist() if ".dist-info/" not in name}
+    assert packed == expected
+    has_weights = any(path.suffix == ".safetensors" for path in packed)
+    assert has_weights == (name == "tilewright-tiny")
+    # With its kernels the package stays far below what an index takes: the library of all x86 levels has some 5 MB.
+    assert has_weights or wheel.stat().st_size < 4e6
     with tarfile.open(sdist) as archive:
         packed = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
-    assert {Path("src", "tilewright", file) for file in expected} <= packed
+    assert {Path("src", file) for file in expected} <= packed
 
 
 def test_the_demo_picture_is_a_picture():
-    with Image.open(embedded.DEMO_PICTURE) as picture:
+    with Image.open(embedded.demo_file("demo.png")) as picture:
         assert picture.size == (512, 512) and picture.mode == "RGB"
 
 
@@ -221,7 +232,7 @@ def test_a_process_that_names_none(stand_in, tmp_path):
     script = "import tilewright\nwith tilewright.Engine(max_context=512, max_sequences=1) as e:\n"
     script += " print(e.chat([{'role': 'user', 'content': 'Hello'}], max_tokens=3, temperature=0.0).text)"
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(copy_package(tmp_path, stand_in)),
+        [sys.executable, "-c", script], env=environment(write_distribution(tmp_path, stand_in)),
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert NOTICE not in done.stdout and done.stderr.count(NOTICE) == 1 and done.stderr.count("\n") == 1

@@ -54,8 +54,8 @@ RUN = {source: lines for source, text in SOURCES.items() if (lines := list(filte
 def folder(tmp_path, monkeypatch):
     """A folder with files that readers have of their own."""
     monkeypatch.chdir(tmp_path)
-    Image.open(embedded.DEMO_PICTURE).convert("RGB").save("photo.jpg")
-    (tmp_path / "speech.wav").write_bytes(embedded.DEMO_SOUND.read_bytes())
+    Image.open(embedded.demo_file("demo.png")).convert("RGB").save("photo.jpg")
+    (tmp_path / "speech.wav").write_bytes(embedded.demo_file("demo.wav").read_bytes())
     body = {"messages": [{"role": "user", "content": "What is a tile?"}], "max_tokens": 4}
     request = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "questions.jsonl").write_text(json.dumps(request) + "\n")

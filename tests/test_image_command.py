@@ -92,7 +92,7 @@ def test_sizes_that_are_none(capsys):
 
 
 def test_without_a_model_the_embedded_one_draws(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(embedded._FOLDERS, "tiny_draw", embedded.Path(model))
+    monkeypatch.setitem(embedded._folders(), "tiny_draw", embedded.Path(model))
     path = tmp_path / "cat.jpg"
     assert cli.main(["image", "a cat", "-o", str(path), *FLAGS]) == 0
     assert "no model named: using the embedded tilewright-tiny-draw" in capsys.readouterr().err
@@ -100,7 +100,7 @@ def test_without_a_model_the_embedded_one_draws(model, tmp_path, monkeypatch, ca
 
 
 def test_without_a_model_and_without_an_embedded_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(embedded._FOLDERS, "tiny_draw", tmp_path)
+    monkeypatch.setitem(embedded._folders(), "tiny_draw", tmp_path)
     assert cli.main(["image", "a cat"]) == 2
     told = capsys.readouterr().err
     assert "name a folder in diffusers' layout" in told and "using the embedded" not in told

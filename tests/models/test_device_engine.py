@@ -16,7 +16,7 @@ OPTIONS = {"max_context": 1024, "kv_memory": 64 << 20, "pack_cache": False, "spe
 
 
 def answers(engine):
-    picture = Image.open(embedded.path().with_name("tiny_vl_demo.png")).convert("RGB")
+    picture = Image.open(embedded.demo_file("demo.png")).convert("RGB")
     turns = [picture.rotate(angle) for angle in (0, 90, 180)]
     conversations = [
         [{"role": "user", "content": [{"type": "image", "image": turn}, {"type": "text", "text": question}]}]

@@ -23,7 +23,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def picture():
-    return Image.open(embedded.path().with_name("tiny_vl_demo.png")).convert("RGB")
+    return Image.open(embedded.demo_file("demo.png")).convert("RGB")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def engine():
 @pytest.mark.parametrize("question", ["How many shapes are there?", "What does it say?"])
 @pytest.mark.parametrize("size", [None, (300, 190)], ids=["its own size", "resized"])
 def test_the_engine_computes_what_the_page_says(reference, engine, question, size, tmp_path):
-    picture = embedded.path("tiny_vl").parent / "tiny_vl_demo.png"
+    picture = embedded.demo_file("demo.png")
     if size is not None:
         Image.open(picture).resize(size).save(picture := tmp_path / "resized.png")
     model = reference["Checkpoint"].open(embedded.path("tiny_vl"))

@@ -128,7 +128,7 @@ def test_the_embedded_model_has_its_own_examples(scripted, visits):
     wait_until_done(page)
     counted, question = (request.messages[0]["content"] for request in backend.requests)
     assert [part["type"] for part in counted] == ["image", "text"]
-    assert counted[0]["image"] == embedded.DEMO_PICTURE.read_bytes()
+    assert counted[0]["image"] == embedded.demo_file("demo.png").read_bytes()
     assert question == "What can you do?" or question == [{"type": "text", "text": "What can you do?"}]
 
 

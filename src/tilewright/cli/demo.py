@@ -66,7 +66,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
-    picture = embedded.DEMO_PICTURE if options.image is None else Path(options.image).expanduser()
+    picture = embedded.demo_file("demo.png") if options.image is None else Path(options.image).expanduser()
     image = read_picture(picture, f"image {picture}")  # before the model is loaded
     style = Style.of_terminal()
     started_s = time.perf_counter()
@@ -120,8 +120,9 @@ def _listen(max_tokens: int, style: Style) -> None:
     """A spoken question: what it is in writing, and the answer, by the embedded model that hears."""
     from tilewright.engine.engine import Engine
 
-    sound = {"type": "audio", "audio": str(embedded.DEMO_SOUND)}
-    print(f"\n{embedded.DEMO_SOUND}", flush=True)
+    file = embedded.demo_file("demo.wav")
+    sound = {"type": "audio", "audio": str(file)}
+    print(f"\n{file}", flush=True)
     with Engine(embedded.path("tiny_omni"), max_sequences=1) as engine:
         print(style.dim(engine.loaded.name))
         for question in QUESTIONS_OF_SOUND:

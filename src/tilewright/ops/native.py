@@ -61,7 +61,7 @@ class Build:
     """The ISA levels that kernels were compiled for, best first, and those that this CPU has.
 
     What is shipped has every level of the architecture. `make demo` and `make dev` compile, for the CPU they run on,
-    the best kernel of each op and the scalar one (TILEWRIGHT_LEVELS=host in CMakeLists.txt).
+    the best kernel of each op and the scalar one, `make test` all that it runs (TILEWRIGHT_LEVELS in CMakeLists.txt).
     """
 
     compiled: tuple[str, ...]

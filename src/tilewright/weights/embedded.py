@@ -1,4 +1,4 @@
-"""The models that come with the package, for whoever names none. Imports no torch.
+"""The models of the distribution tilewright-tiny, for users who name none. Imports no torch.
 
 `tiny_vl/` looks at pictures and answers, `tiny_omni/` hears and speaks, `tiny_draw/` makes pictures. Each is a
 checkpoint folder as any other and is loaded by the same code; docs/embedded.md tells what they can do.
@@ -7,13 +7,14 @@ checkpoint folder as any other and is loaded by the same code; docs/embedded.md 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 from tilewright.types import RequestError
 
-_HERE = Path(__file__).parents[1] / "embedded"
-DEMO_PICTURE = _HERE / "tiny_vl_demo.png"
-DEMO_SOUND = _HERE / "tiny_omni_demo.wav"
+# The distribution announces its folder under this name, so that it can be installed anywhere or left out.
+_ENTRY_POINTS = "tilewright.embedded"
 
 
 @dataclass(frozen=True)
@@ -46,28 +47,49 @@ MODELS = {
         "tilewright-tiny-draw", "15M parameters; it draws coloured shapes", "model_index.json", _PIPELINES
     ),
 }
-_FOLDERS = {key: _HERE / key for key in MODELS}
 MODEL_NAME, OMNI_NAME, DRAWING_NAME = (MODELS[key].name for key in ("tiny_vl", "tiny_omni", "tiny_draw"))
 
 
+@cache
+def _home() -> Path | None:
+    """The folder that tilewright-tiny announces, or None where it is not installed."""
+    found = next(iter(metadata.entry_points(group=_ENTRY_POINTS)), None)
+    return None if found is None else Path(found.load())
+
+
+@cache
+def _folders() -> dict[str, Path]:
+    """The folder of each embedded model, by its key."""
+    home = _home()
+    return {} if home is None else {key: home / key for key in MODELS}
+
+
 def path(key: str = "tiny_vl") -> Path:
-    """The folder of an embedded model; RequestError where the package was built without it."""
-    folder, model = _FOLDERS[key], MODELS[key]
+    """The folder of an embedded model; RequestError where it is not installed."""
     if not has(key):
         raise RequestError(
-            f"no model is named, and this package was built without the embedded one ({folder} has no {model.file}): "
-            f"name {model.others}"
+            f"no model is named, and {MODELS[key].name} is not installed: install the package tilewright-tiny, or name "
+            f"{MODELS[key].others}"
         )
-    return folder
+    return _folders()[key]
 
 
 def has(key: str) -> bool:
-    """Whether this package was built with it."""
-    return (_FOLDERS[key] / MODELS[key].file).is_file()
+    """Whether the model is installed."""
+    folder = _folders().get(key)
+    return folder is not None and (folder / MODELS[key].file).is_file()
+
+
+def demo_file(name: str) -> Path:
+    """The file that `tilewright demo` shows a model: `demo.png` or `demo.wav`."""
+    home = _home()
+    if home is None:
+        raise RequestError(f"{name} is not installed: install the package tilewright-tiny, or name a file of yours")
+    return home / name
 
 
 def names() -> list[str]:
-    """Return the names of the models that this package was built with."""
+    """The names of the models that are installed."""
     return [model.name for key, model in MODELS.items() if has(key)]
 
 
@@ -89,7 +111,7 @@ def resolve(model: str) -> str:
 
 def _key_of(model: str | Path) -> str | None:
     folder = Path(resolve(str(model))).expanduser().resolve()
-    return next((key for key, own in _FOLDERS.items() if own.resolve() == folder), None)
+    return next((key for key, own in _folders().items() if own.resolve() == folder), None)
 
 
 def notice(how_to_name_another: str, key: str = "tiny_vl") -> str:

@@ -29,6 +29,8 @@ from training.tiny_vl.batches import NO_TARGET, Encoder, attention_mask
 from training.tiny_vl.lesson import listed
 from training.tiny_vl.optimiser import make_optimisers
 
+pytestmark = pytest.mark.long
+
 speaking = pytest.mark.skipif(
     not speech.is_there() and os.environ.get("CI", "").lower() in ("", "0", "false"),
     reason="espeak-ng and flite are not installed; in CI they must be",

@@ -43,6 +43,8 @@ from training.tiny_omni.train_talker import (
 from training.tiny_omni.utterances import TRANSCRIBE
 from training.tiny_vl.batches import Encoder
 
+pytestmark = pytest.mark.long
+
 MAX_FRAMES = 24  # an untrained talker seldom ends
 
 

@@ -28,6 +28,8 @@ from training.tiny_vl.validation import score, validation_batches
 DIGEST_OF_ITEMS = """
 import hashlib
 from training.tiny_vl import items
+
+pytestmark = pytest.mark.long
 digest = hashlib.sha256()
 for item in [*items.validation(40), *items.test(40)]:
     digest.update(f"{item.kind} {item.question} {item.answer}".encode())

@@ -31,15 +31,16 @@ def asked(engine, *parts):
 
 
 def test_a_spoken_question(engine):
-    sound = {"type": "audio", "audio": str(embedded.DEMO_SOUND)}
+    sound = {"type": "audio", "audio": str(embedded.demo_file("demo.wav"))}
     assert asked(engine, sound, {"type": "text", "text": "Transcribe the audio."}) == SAID
     assert asked(engine, sound) == ANSWER
-    data = base64.b64encode(embedded.DEMO_SOUND.read_bytes()).decode()
+    data = base64.b64encode(embedded.demo_file("demo.wav").read_bytes()).decode()
     assert asked(engine, {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}) == ANSWER
 
 
 def test_it_is_used_where_a_sound_is_given_and_no_model(capsys):
-    assert cli.main(["chat", "What is said?", "--audio", str(embedded.DEMO_SOUND), "--temperature", "0"]) == 0
+    sound = str(embedded.demo_file("demo.wav"))
+    assert cli.main(["chat", "What is said?", "--audio", sound, "--temperature", "0"]) == 0
     captured = capsys.readouterr()
     assert captured.out.strip() == SAID
     assert captured.err.startswith(f"tilewright: {embedded.MODELS['tiny_omni'].notice}")
@@ -79,7 +80,7 @@ def test_it_understands_what_it_says(engine):
 
 def test_it_speaks_where_that_is_asked_and_no_model(tmp_path, capsys):
     file = tmp_path / "answer.wav"
-    command = ["chat", "What is the answer?", "--audio", str(embedded.DEMO_SOUND), "--speak", str(file)]
+    command = ["chat", "What is the answer?", "--audio", str(embedded.demo_file("demo.wav")), "--speak", str(file)]
     assert cli.main([*command, "--temperature", "0"]) == 0
     assert capsys.readouterr().out.strip() == ANSWER
     with wave.open(str(file)) as sound:
@@ -98,7 +99,7 @@ def test_transformers_hears_the_same():
 
 
 def as_samples():
-    with wave.open(str(embedded.DEMO_SOUND)) as file:
+    with wave.open(str(embedded.demo_file("demo.wav"))) as file:
         return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
 
 

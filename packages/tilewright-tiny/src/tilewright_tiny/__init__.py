@@ -1,0 +1,5 @@
+"""The checkpoint folders of Tilewright's embedded models, and the picture and sound of its demo."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
