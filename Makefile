@@ -147,7 +147,8 @@ BUILD_OPTIONS := --no-deps --no-build-isolation
 
 .venv/.native-$(MODE): $(SOURCES) | .venv/.tools
 	@rm -rf build/package
-	$(PIP) wheel $(BUILD_OPTIONS) --config-settings=build-dir=build/release \
+	@echo "Compiling kernels for this CPU, which takes some minutes the first time."
+	@$(PIP) wheel $(BUILD_OPTIONS) --config-settings=build-dir=build/release \
 	  --config-settings=cmake.define.TILEWRIGHT_LEVELS=$(LEVELS) --wheel-dir build/package .
 	@touch $@
 
