@@ -59,7 +59,7 @@ def test_pages_are_few():
 
 def repository_files():
     """Text that may name pages, without those of checkpoints; CHANGELOG.md tells of pages as they were."""
-    rooms = ("src", "csrc", "tests", "benchmarks", "training", "deploy", "docs")
+    rooms = ("src", "csrc", "tests", "benchmarks", "packages", "tools", "deploy", "docs")
     kinds = {".py", ".h", ".cc", ".cu", ".inc", ".md", ".js", ".html", ".json", ".conf", ".service", ""}
     found = (path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in kinds)
     return [*filter(Path.is_file, found), ROOT / "README.md", ROOT / "pyproject.toml", ROOT / "CMakeLists.txt"]
@@ -146,7 +146,7 @@ def flags_of(parser):
 @functools.cache
 def text_of_scripts():
     """Return what has flags and variables of its own: scripts, tests, the build, and what reads the environment."""
-    scripts = [path for room in ("benchmarks", "training", "tests") for path in (ROOT / room).rglob("*.py")]
+    scripts = [path for room in ("benchmarks", "packages", "tests") for path in (ROOT / room).rglob("*.py")]
     build = [ROOT / "CMakeLists.txt", *CSRC.rglob("*.h")]
     return "\n".join(path.read_text() for path in (*scripts, *build, PACKAGE / "config.py"))
 
