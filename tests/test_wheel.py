@@ -1,4 +1,4 @@
-"""The wheels that `make wheel` leaves in dist/, installed where there is no compiler and no package it does not ask for.
+"""The wheels that `make wheel` leaves in dist/, installed where no compiler is and no package they do not ask for.
 
 The bare environment is a fresh venv without pip. pip puts the wheel into it from outside, without an index. What the
 wheel depends on, directly or not, is linked there from the environment that runs this test rather than downloaded:

@@ -14,8 +14,5 @@ except ModuleNotFoundError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-for requirement in [
-    *project["dependencies"],
-    *sum((project["optional-dependencies"][name] for name in sys.argv[1:]), []),
-]:
-    print(requirement)
+extras = [requirement for name in sys.argv[1:] for requirement in project["optional-dependencies"][name]]
+print("\n".join([*project["dependencies"], *extras]))
