@@ -1,6 +1,6 @@
-"""Small checkpoints in the formats in which people publish quantised models, and what their numbers stand for.
+"""Small checkpoints in the formats in which people publish quantised models, and what their quants stand for.
 
-Everything here is written from the formats' descriptions, apart from the package: each writer makes random numbers for
+Everything here is written from the formats' descriptions, apart from the package: each writer makes random quants for
 a module, gives the tensors that a checkpoint has for them, and the weight [n, k] that they mean, in fp64.
 """
 
@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-def to_ints(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """[..., m] whole numbers from 0 on as int32 [..., m * bits / 32], the first in the lowest bits."""
+def to_ints(quants: torch.Tensor, bits: int) -> torch.Tensor:
+    """[..., m] integers from 0 on as int32 [..., m * bits / 32], the first in the lowest bits."""
     per_int = 32 // bits
-    words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // per_int, dtype=torch.int64)
+    words = torch.zeros(*quants.shape[:-1], quants.shape[-1] // per_int, dtype=torch.int64)
     for place in range(per_int):
-        words |= numbers[..., place::per_int].long() << (bits * place)
+        words |= quants[..., place::per_int].long() << (bits * place)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
@@ -28,7 +28,7 @@ class Writer:
         self.std, self.random = std, torch.Generator().manual_seed(5)
 
     def whole(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        """Whole numbers from low to high, the middle ones most often."""
+        """Integers from low to high, the middle ones most often."""
         middle, spread = (low + high) / 2, (high - low) / 5
         found = torch.randn(*shape, generator=self.random) * spread + middle
         return found.round().clamp(low, high)
@@ -46,10 +46,10 @@ class CompressedInt8(Writer):
         self.config = compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": strategy}, rounds_x)
 
     def module(self, n: int, k: int) -> tuple[dict, torch.Tensor]:
-        numbers = self.whole(-127, 127, n, k)
+        quants = self.whole(-127, 127, n, k)
         scales = self.scales(*((n, 1) if self.strategy == "channel" else (1,)), steps=50, dtype=torch.bfloat16)
-        tensors = {"weight": numbers.to(torch.int8), "weight_scale": scales, "input_scale": torch.ones(1)}
-        return tensors, numbers.double() * scales.double()
+        tensors = {"weight": quants.to(torch.int8), "weight_scale": scales, "input_scale": torch.ones(1)}
+        return tensors, quants.double() * scales.double()
 
 
 class CompressedPacked(Writer):
@@ -67,10 +67,10 @@ class CompressedPacked(Writer):
     def module(self, n: int, k: int) -> tuple[dict, torch.Tensor]:
         half = 1 << (self.bits - 1)
         group = k if self.group == -1 else self.group
-        numbers = self.whole(-half, half - 1, n, k)
+        quants = self.whole(-half, half - 1, n, k)
         scales = self.scales(n, k // group, steps=half / 2.5, dtype=torch.bfloat16)
         tensors = {
-            "weight_packed": to_ints(numbers + half, self.bits),
+            "weight_packed": to_ints(quants + half, self.bits),
             "weight_scale": scales,
             "weight_shape": torch.tensor([n, k]),
         }
@@ -83,7 +83,7 @@ class CompressedPacked(Writer):
             # Of one order for all modules of an input, as one calibration gives it.
             groups = groups[self.orders.setdefault(k, torch.randperm(k, generator=self.random))]
             tensors["weight_g_idx"] = groups.int()
-        return tensors, (numbers - zeros[:, groups]).double() * scales.double()[:, groups]
+        return tensors, (quants - zeros[:, groups]).double() * scales.double()[:, groups]
 
 
 class Fp8(Writer):
@@ -102,15 +102,15 @@ class Fp8(Writer):
             self.config |= {"weight_block_size": [block, block]} if block else {}
 
     def module(self, n: int, k: int) -> tuple[dict, torch.Tensor]:
-        numbers = (torch.randn(n, k, generator=self.random) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        quants = (torch.randn(n, k, generator=self.random) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
         if self.block is None:
             scales = self.scales(*((n, 1) if self.is_compressed else (1,)), steps=100, dtype=torch.float32)
-            return {"weight": numbers, "weight_scale": scales}, numbers.double() * scales.double()
+            return {"weight": quants, "weight_scale": scales}, quants.double() * scales.double()
         blocks = (-(-n // self.block), -(-k // self.block))
         scales = self.scales(*blocks, steps=100, dtype=torch.float32)
         wide = scales.double().repeat_interleave(self.block, 0)[:n].repeat_interleave(self.block, 1)[:, :k]
         name = "weight_scale" if self.is_compressed else "weight_scale_inv"
-        return {"weight": numbers, name: scales}, numbers.double() * wide
+        return {"weight": quants, name: scales}, quants.double() * wide
 
 
 class CompressedMxfp4(Writer):
@@ -146,19 +146,19 @@ class Gptq(Writer):
     def module(self, n: int, k: int) -> tuple[dict, torch.Tensor]:
         most, half = (1 << self.bits) - 1, 1 << (self.bits - 1)
         group = k if self.group == -1 else self.group
-        numbers = self.whole(0, most, n, k)
+        quants = self.whole(0, most, n, k)
         scales = self.scales(k // group, n, steps=half / 2.5, dtype=torch.float16)
         zeros = torch.full((k // group, n), float(half)) if self.sym else self.whole(half - 3, half + 3, k // group, n)
         groups = torch.arange(k) // group
         if self.act_order:
             groups = groups[self.orders.setdefault(k, torch.randperm(k, generator=self.random))]
         tensors = {
-            "qweight": to_ints(numbers, self.bits).view(n, -1).t().contiguous(),
+            "qweight": to_ints(quants, self.bits).view(n, -1).t().contiguous(),
             "qzeros": to_ints(zeros - (1 if self.version == 1 else 0), self.bits),
             "scales": scales,
             "g_idx": groups.int(),
         }
-        return tensors, (numbers - zeros.t()[:, groups]).double() * scales.double().t()[:, groups]
+        return tensors, (quants - zeros.t()[:, groups]).double() * scales.double().t()[:, groups]
 
 
 class Awq(Writer):
@@ -170,16 +170,16 @@ class Awq(Writer):
         self.config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
 
     def module(self, n: int, k: int) -> tuple[dict, torch.Tensor]:
-        numbers = self.whole(0, 15, k, n)
+        quants = self.whole(0, 15, k, n)
         zeros = self.whole(5, 11, k // self.group, n)
         scales = self.scales(k // self.group, n, steps=3, dtype=torch.float16)
 
         def packed(values: torch.Tensor) -> torch.Tensor:
             return to_ints(values.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1), 4)
 
-        tensors = {"qweight": packed(numbers), "qzeros": packed(zeros), "scales": scales}
+        tensors = {"qweight": packed(quants), "qzeros": packed(zeros), "scales": scales}
         wide = zeros.repeat_interleave(self.group, 0), scales.double().repeat_interleave(self.group, 0)
-        return tensors, ((numbers - wide[0]).double() * wide[1]).t()
+        return tensors, ((quants - wide[0]).double() * wide[1]).t()
 
 
 def compressed(format: str, weights: dict, rounds_x: bool) -> dict:

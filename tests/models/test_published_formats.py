@@ -139,7 +139,7 @@ def test_an_order_of_columns_is_not_split(folders):
 
 
 @pytest.mark.parametrize("case", ["gptq, act order", "awq", "compressed fp8 in blocks"])
-def test_what_numbers_stand_for_can_be_read_instead(case, folders):
+def test_what_quants_stand_for_can_be_read_instead(case, folders):
     stored, plain = folders(case)
     assert distance(logits(stored, quantize="none"), logits(plain)) < EXACT
 

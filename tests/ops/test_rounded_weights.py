@@ -60,7 +60,7 @@ def test_scales_are_the_nearest_halves(name):
         rounded(torch.full((2, 32), 1e9), weight_format(name, 16))
 
 
-def test_both_backends_have_the_same_numbers():
+def test_both_backends_have_the_same_quants():
     weight = weights(8, 64, torch.float32)
     own = rounded(weight, weight_format("uint4", 32))
     with backend.use("torch"):

@@ -215,7 +215,7 @@ def test_scaled_positions(tmp_path):
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_numbers(tmp_path, architecture, kind):
+def test_quants(tmp_path, architecture, kind):
     """What they stand for is what the tensors are."""
     tensors = {name: tensor for name, tensor in model_tensors(architecture).items() if tensor.ndim == 2}
     expected = write(tmp_path / "m.gguf", architecture, tensors, kind)
@@ -223,24 +223,24 @@ def test_numbers(tmp_path, architecture, kind):
     for name, values in expected.items():
         rows = values.shape[0]
         for begin, end in ((0, 1), (rows // 3, rows // 3 + 5), (0, rows)):
-            numbers = checkpoint.quantized_rows(name, begin, end)
-            assert (numbers.name, numbers.group_size) == checkpoint.quantized_as(name)
-            assert torch.allclose(dequantize(numbers), values[begin:end], rtol=1e-6, atol=1e-6), name
+            taken = checkpoint.quantized_rows(name, begin, end)
+            assert (taken.name, taken.group_size) == checkpoint.quantized_as(name)
+            assert torch.allclose(dequantize(taken), values[begin:end], rtol=1e-6, atol=1e-6), name
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K], ids=lambda kind: kind.name)
-def test_numbers_of_superblocks(kind):
+def test_quants_of_superblocks(kind):
     """The library writes none of these: any bytes are blocks, once their scales are small. Rounded to fp16 here."""
     format = next(format for format in FORMATS.values() if format.name == kind.name)
     data = np.random.default_rng(1).integers(0, 256, (6, format.block_bytes), dtype=np.uint8)
     for offset in (208,) if kind == Type.Q6_K else (0, 2):
         data[:, offset : offset + 2] = np.array([0.01], dtype=np.float16).view(np.uint8)
     expected = torch.from_numpy(quants.dequantize(data, kind)).view(3, 512)
-    numbers = SPLITS[kind.name].rows(torch.from_numpy(data).flatten(), 3)
-    assert (dequantize(numbers) - expected).abs().max() <= 2**-10 * expected.abs().max()
+    taken = SPLITS[kind.name].rows(torch.from_numpy(data).flatten(), 3)
+    assert (dequantize(taken) - expected).abs().max() <= 2**-10 * expected.abs().max()
 
 
-def test_loading_keeps_numbers(tmp_path):
+def test_loading_keeps_quants(tmp_path):
     expected = write(tmp_path / "m.gguf", "llama", model_tensors("llama"), Type.Q4_1)
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     attention = "model.layers.0.self_attn."
@@ -262,7 +262,7 @@ def test_loading_keeps_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_1], ids=lambda kind: kind.name)
-def test_logits_of_numbers_are_those_of_what_they_stand_for(tmp_path, kind):
+def test_logits_of_quants_are_those_of_what_they_stand_for(tmp_path, kind):
     """Up to the rounding of activations to 8 bits, through q and k rows in the file's order and a tied head."""
     tensors = {name: tensor for name, tensor in model_tensors("llama").items() if not name.endswith(".bias")}
     scaled = {name: tensor / 16 if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
@@ -289,7 +289,7 @@ def test_parts_of_several_formats_are_kept_in_bytes():
     assert torch.equal(dequantize(together), torch.cat([dequantize(part) for part in parts]))
 
 
-def test_numbers_are_widened_on_demand(tmp_path):
+def test_quants_are_widened_on_demand(tmp_path):
     expected = write(tmp_path / "m.gguf", "llama", model_tensors("llama"), Type.Q4_1)
     attention = "model.layers.0.self_attn."
     parts = [(f"{attention}{name}_proj", rows * HEAD_WIDTH) for name, rows in (("q", 4), ("k", 2), ("v", 2))]
@@ -297,7 +297,7 @@ def test_numbers_are_widened_on_demand(tmp_path):
     used = {source.name for weight in (qkv, norm) for source in weight.sources}
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     rename = {name: name for name in used}.get
-    load([qkv, norm], checkpoint, dtype=torch.float32, rename=rename, keep_numbers=False)
+    load([qkv, norm], checkpoint, dtype=torch.float32, rename=rename, keep_quants=False)
     assert str(qkv.value.form.format) == "float32"
     assert torch.equal(qkv.value.unpack(), torch.cat([expected[f"{name}.weight"] for name, _ in parts]))
     assert torch.equal(norm.value, expected["model.norm.weight"])

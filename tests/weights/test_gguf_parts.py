@@ -34,8 +34,8 @@ def test_blocks_of_codes(kind):
     expected = torch.from_numpy(quants.dequantize(data, kind)).view(3, 128)
     stored = torch.from_numpy(data).flatten()
     assert torch.equal(decoded(stored, format, 128), expected)
-    numbers = SPLITS[kind.name].rows(stored, 3)
-    assert torch.equal(dequantize(numbers), expected)
+    taken = SPLITS[kind.name].rows(stored, 3)
+    assert torch.equal(dequantize(taken), expected)
 
 
 @pytest.mark.parametrize("kind", [Type.IQ4_NL, Type.MXFP4], ids=lambda kind: kind.name)

@@ -466,7 +466,7 @@ def _require_supported(own: Platform, *, tp: int | str, quantize: str | None, kv
 
 
 def _require_room(own: Platform, name: str | Path, dtype: str, quantize: str | None, mmproj: str | None) -> None:
-    """RequestError where a GPU has no room for the weights, or no products with numbers as the checkpoint has them."""
+    """RequestError where a GPU has no room for the weights, or no products with quants as the checkpoint has them."""
     if own.place.is_host:
         return
     checkpoint = open_checkpoint(name, mmproj)

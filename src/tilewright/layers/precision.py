@@ -29,7 +29,7 @@ class Precision:
     products: Format | None = None
     head: Format | None = None
     careful: Format | None = None
-    keeps_numbers: bool = True  # those of quantised tensors of a checkpoint, where `products` says nothing else
+    keeps_quants: bool = True  # those of quantised tensors of a checkpoint, where `products` says nothing else
 
     @property
     def block(self) -> int:
@@ -51,7 +51,7 @@ _NAMED = {
     # and of the divergence more than half.
     "int4": Precision(("int4_rotated", 32), ("int8_rotated", 0), careful=("int8_rotated", 0)),
     "fp8": Precision(("fp8", 128), ("fp8", 128)),
-    "none": Precision(keeps_numbers=False),
+    "none": Precision(keeps_quants=False),
 }
 
 

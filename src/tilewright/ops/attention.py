@@ -16,10 +16,10 @@ from tilewright.ops.plan import empty, empty_in_huge_pages
 
 TILE_DEPTH = 32  # tokens in a tile of values: pages are whole ones
 
-# Types in 8 bits, as the kernels number them: every row of a token and head has an fp32 scale, and a number stands for
-# the bf16 nearest to scale * number (csrc/base/kv_bytes.h). Others are kept as they are.
+# Types in 8 bits, as the kernels number them: every row of a token and head has an fp32 scale, and a quant stands for
+# the bf16 nearest to scale * quant (csrc/base/kv_bytes.h). Others are kept as they are.
 BYTE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # numbers: what the largest value of a row becomes
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # quants: what the largest value of a row becomes
 SCALE_BYTES = 8  # of a key's and a value's scale
 
 
@@ -66,7 +66,7 @@ def bytes_per_token(head_width: int, dtype: torch.dtype) -> int:
 
 @op
 def elements_per_token(head_width: int) -> int:
-    """Numbers of the key and the value of one token in one head; in tiles, padded to whole ones."""
+    """Quants of the key and the value of one token in one head; in tiles, padded to whole ones."""
     return kernels.kv_head_elements(TILE_DEPTH, head_width, 0) // TILE_DEPTH
 
 
@@ -103,9 +103,9 @@ def read_pages(cache: KvCache) -> tuple[Tensor, Tensor]:
     return dequantized(keys.view(cache.dtype), key_scales), dequantized(values.view(cache.dtype), value_scales)
 
 
-def dequantized(numbers: Tensor, scales: Tensor) -> Tensor:
-    """The bf16 that numbers in 8 bits stand for."""
-    return (numbers.float() * scales).bfloat16()
+def dequantized(quants: Tensor, scales: Tensor) -> Tensor:
+    """Return the bf16 values that quants of 8 bits stand for."""
+    return (quants.float() * scales).bfloat16()
 
 
 @op

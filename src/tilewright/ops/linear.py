@@ -106,8 +106,8 @@ def stacked(parts: Sequence[Tensor | Quantized]) -> Tensor | Quantized:
     """Rows one after the other, all tensors or all of one quantised format."""
     if len(parts) == 1:
         return parts[0]
-    numbers = [part for part in parts if isinstance(part, Quantized)]
-    return concatenate(numbers) if numbers else torch.cat([part for part in parts if isinstance(part, Tensor)])
+    quants = [part for part in parts if isinstance(part, Quantized)]
+    return concatenate(quants) if quants else torch.cat([part for part in parts if isinstance(part, Tensor)])
 
 
 def empty_weight(

@@ -93,7 +93,7 @@ class PackedForm:
     gated: bool = False  # the rows are gate then up, as many of each: a product gives act(gate) * up, n / 2 columns
 
     @property
-    def num_numbers(self) -> int:
+    def num_quants(self) -> int:
         """Those of a row, as it is before it is packed."""
         return rotated_length(self.k) if self.format.is_rotated else self.k
 
@@ -107,11 +107,11 @@ class PackedForm:
 
     @property
     def num_groups(self) -> int:
-        return -(-self.num_numbers // (self.format.group_size or self.num_numbers))
+        return -(-self.num_quants // (self.format.group_size or self.num_quants))
 
     @property
     def _scale_dtype(self) -> torch.dtype:
-        """Of what is kept beside the numbers: bytes of scales and of steps, where there are some."""
+        """Bytes of scales and of steps, where the format has them, that are kept beside the quants."""
         return torch.uint8 if self.format.has_steps else scale_dtype(self.format.name, self.format.group_size)
 
     def room(self, *leading: int) -> tuple[Tensor, Tensor | None]:
@@ -190,7 +190,7 @@ def pack_into(weight: Tensor | Quantized, packed: Packed) -> None:
 
 
 def rounded(weight: Tensor, format: WeightFormat) -> Quantized:
-    """`weight` [n, k], fp32 or bf16, as numbers of a quantised format: the same ones for both backends."""
+    """`weight` [n, k], fp32 or bf16, as quants of a quantised format: the same ones for both backends."""
     if format.name not in ROUNDED_NATIVELY or weight.device.type != "cpu":
         return quantize(weight, format.name, format.group_size)
     return _rounded_natively(weight, format)
@@ -199,7 +199,7 @@ def rounded(weight: Tensor, format: WeightFormat) -> Quantized:
 def _rounded_natively(weight: Tensor, format: WeightFormat) -> Quantized:
     n, k = weight.shape
     form = PackedForm(replace(format, layout=kernels.packed_layout(format.name)), n, k)
-    values = torch.empty(n, form.num_numbers, dtype=values_dtype(format.name))
+    values = torch.empty(n, form.num_quants, dtype=values_dtype(format.name))
     num_scales = 1 if format.has_steps else form.num_groups
     scales = torch.empty(n, num_scales, dtype=scale_dtype(format.name, format.group_size))
     mins = torch.empty_like(scales) if format.has_mins else None

@@ -1,12 +1,12 @@
-"""Weights as numbers of 4 or 8 bits, in plain torch: how they are rounded, and what they stand for.
+"""Weights as quants (integers of 4 or 8 bits, or fp8) in plain torch: rounding, and what quants stand for.
 
-A number q of a group of a row stands for scale * q, in formats with mins for scale * q - min, in those with zeros for
-scale * (q - zero). Scales and mins of groups are fp16, those of whole rows and of fp8 and int8_exact fp32: numbers are
+A quant q of a group of a row stands for scale * q, in formats with mins for scale * q - min, in those with zeros for
+scale * (q - zero). Scales and mins of groups are fp16, those of whole rows and of fp8 and int8_exact fp32: quants are
 chosen for the scale as it is stored. csrc/base/packed_weight.h has the same formats. Products round x by
 `quantize_rows` (csrc/kernels/linear/quantized.h), but not those of `WIDENED` formats (widened.h beside it).
 
 Of formats with steps q stands for scale * (base + step * q), with one fp32 scale for a row, and step and base of a
-group whole numbers, so that what is multiplied is a byte. Rows of `ROTATED` formats are rotated before they are
+group integers, so that what is multiplied is a byte. Rows of `ROTATED` formats are rotated before they are
 rounded, and x is for the product: a value that stands out, for which a whole row would get coarse steps, is spread over
 up to 256 (csrc/base/rotate.h).
 """
@@ -54,7 +54,7 @@ LEAST_MAX = 1e-30
 # the others nearer. Of five such places the error of the best is 9 % below that of the first alone, on normal values.
 _INT4_PLACES = (8.0, 7.6, 7.2, 6.8, 9.0)
 # Of the range from the least to the largest value of a group of uint4, the parts that are tried. Each is then fitted to
-# its numbers so often; together that takes 15 % off the squared error, on values of normal and of Laplace shape.
+# its quants so often; together that takes 15 % off the squared error, on values of normal and of Laplace shape.
 _UINT4_PARTS, _NUM_FITS = (1.0, 0.9, 0.82), 2
 # How many whole steps are tried, from that on which takes in all of a group.
 _NUM_STEPS = 4
@@ -62,20 +62,20 @@ _NUM_STEPS = 4
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight [n, k] as numbers. `group_size`: values of a row that share a scale; 0: all of them."""
+    """A weight [n, k] as quants and scales. `group_size`: values of a row that share a scale; 0: all of them."""
 
     name: str
-    values: Tensor  # [n, k], int8; uint8 of numbers without a sign, codes of tables and bits of fp8; if rotated, wider
+    values: Tensor  # [n, k], int8; uint8 of quants without a sign, codes of tables and bits of fp8; if rotated, wider
     scales: Tensor  # [n, groups]
     mins: Tensor | None = None  # or zeros
     group_size: int = 0
     columns: Tensor | None = None  # int32 [k]: which column of the weight each is, where they are not in order
-    k: int | None = None  # where there are more numbers than that: of a row that is rotated
+    k: int | None = None  # where a row, being rotated, has more quants than values
     steps: Tensor | None = None  # int8 [n, 2 * groups]: steps and then bases. With them scales are [n, 1]
 
     @property
     def scale_group(self) -> int:
-        """Numbers (`numbers_of`) of a row that share a scale, and values of x; 0: all of them."""
+        """Quants (`quants_of`) of a row that share a scale, and values of x; 0: all of them."""
         return 0 if self.steps is not None else self.group_size
 
     @property
@@ -89,7 +89,7 @@ def quantize(weight: Tensor, name: str, group_size: int = 0) -> Quantized:
     k = weight.shape[1]
     if name in WITH_STEPS:
         return _in_steps(_turned(weight), name, group_size, k)
-    num_numbers = rotated_length(k) if name in ROTATED else k
+    num_quants = rotated_length(k) if name in ROTATED else k
     grouped = in_groups(_turned(weight) if name in ROTATED else weight.float(), group_size)
     mins: Tensor | None = None
 
@@ -98,30 +98,30 @@ def quantize(weight: Tensor, name: str, group_size: int = 0) -> Quantized:
 
     if name in ("int8", "int8_exact", "int8_rotated"):
         scales = stored(grouped.abs().amax(-1) / 127)
-        numbers = (grouped * _inverse(scales)).round().clamp(-127, 127)
+        quants = (grouped * _inverse(scales)).round().clamp(-127, 127)
     elif name == "fp8":
         scales = stored(grouped.abs().amax(-1) / _FP8_MAX)
-        numbers = (grouped * _inverse(scales)).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        quants = (grouped * _inverse(scales)).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     elif name == "int4":
-        scales, numbers = _int4(grouped, group_size)
+        scales, quants = _int4(grouped, group_size)
     elif name in TABLES:
         scales = stored(_table_scales(grouped, name))
-        numbers = _nearest(grouped * _inverse(scales), name)
+        quants = _nearest(grouped * _inverse(scales), name)
     elif name in WITH_ZEROS:
         least, most = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
         scales = stored((most - least) / 15)
         mins = stored((-least[..., None] * _inverse(scales)).round()[..., 0])
-        numbers = ((grouped * _inverse(scales)).round() + mins.float()[..., None]).clamp(0, 15)
+        quants = ((grouped * _inverse(scales)).round() + mins.float()[..., None]).clamp(0, 15)
     elif name == "uint4":
-        scales, mins, numbers = _uint4(grouped, group_size)
+        scales, mins, quants = _uint4(grouped, group_size)
     elif name == "int8_min":
         least, most = grouped.amin(-1), grouped.amax(-1)
         scales = stored((most - least) / 254)
         mins = stored(-127 * scales.float() - least)
-        numbers = ((grouped + mins.float()[..., None]) * _inverse(scales)).round().clamp(-127, 127)
+        quants = ((grouped + mins.float()[..., None]) * _inverse(scales)).round().clamp(-127, 127)
     else:
         raise ValueError(f"the format is {name!r}, expected one of {', '.join(NAMES)}")
-    values = numbers.to(values_dtype(name)).flatten(1)[:, :num_numbers].contiguous()
+    values = quants.to(values_dtype(name)).flatten(1)[:, :num_quants].contiguous()
     return Quantized(name, values, scales, mins, group_size, k=k if name in ROTATED else None)
 
 
@@ -168,11 +168,11 @@ def _table_scales(grouped: Tensor, name: str) -> Tensor:
 
 
 def _nearest(values: Tensor, name: str) -> Tensor:
-    """The codes of the numbers of a table that are nearest to values."""
-    ordered = sorted((number, code) for code, number in enumerate(TABLES[name]))
-    numbers = torch.tensor([number for number, _ in ordered], dtype=torch.float32, device=values.device)
+    """Return the codes of the entries of a table that are nearest to the values."""
+    ordered = sorted((entry, code) for code, entry in enumerate(TABLES[name]))
+    entries = torch.tensor([entry for entry, _ in ordered], dtype=torch.float32, device=values.device)
     codes = torch.tensor([code for _, code in ordered], dtype=torch.uint8, device=values.device)
-    return codes[torch.bucketize(values, (numbers[1:] + numbers[:-1]) / 2)]
+    return codes[torch.bucketize(values, (entries[1:] + entries[:-1]) / 2)]
 
 
 def _farthest(grouped: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _farthest(grouped: Tensor) -> Tensor:
 
 
 class _Best:
-    """Of several ways to round each group, the one with the least squared error: scales, mins if any, numbers."""
+    """Of several ways to round each group, the one with the least squared error: scales, mins if any, quants."""
 
     def __init__(self) -> None:
         self.error: Tensor | None = None
@@ -200,20 +200,20 @@ class _Best:
 
 
 def _int4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Scales and numbers of the least squared error among some places for the value farthest from zero."""
+    """Scales and quants of the least squared error among some places for the value farthest from zero."""
     farthest = _farthest(grouped)
     best = _Best()
     for place in _INT4_PLACES:
         scales = stored_scale(farthest / -place, "int4", group_size)
-        numbers = (grouped * _inverse(scales)).round_().clamp_(-8, 7)
-        error = torch.addcmul(grouped, numbers, scales.float()[..., None], value=-1).square_().sum(-1)
-        best.offer(error, scales, numbers)
-    scales, numbers = best.parts
-    return scales, numbers
+        quants = (grouped * _inverse(scales)).round_().clamp_(-8, 7)
+        error = torch.addcmul(grouped, quants, scales.float()[..., None], value=-1).square_().sum(-1)
+        best.offer(error, scales, quants)
+    scales, quants = best.parts
+    return scales, quants
 
 
 def _uint4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales, mins and numbers of the least squared error among parts of the range, each fitted to its numbers."""
+    """Scales, mins and quants of the least squared error among parts of the range, each fitted to its quants."""
     least, most = grouped.amin(-1), grouped.amax(-1)
     mean = grouped.mean(-1)
     best = _Best()
@@ -222,17 +222,17 @@ def _uint4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
         scale, low = (most - least) * (part / 15), least + cut
         for _ in range(1 + _NUM_FITS):
             scales, mins = stored_scale(scale, "uint4", group_size), stored_scale(-low, "uint4", group_size)
-            numbers = ((grouped + mins.float()[..., None]) * _inverse(scales)).round_().clamp_(0, 15)
-            error = torch.addcmul(grouped + mins.float()[..., None], numbers, scales.float()[..., None], value=-1)
-            best.offer(error.square_().sum(-1), scales, mins, numbers)
-            # The line through the numbers with the least squared error; a group of one number keeps its own.
-            centre = numbers.mean(-1)
-            apart = numbers - centre[..., None]
+            quants = ((grouped + mins.float()[..., None]) * _inverse(scales)).round_().clamp_(0, 15)
+            error = torch.addcmul(grouped + mins.float()[..., None], quants, scales.float()[..., None], value=-1)
+            best.offer(error.square_().sum(-1), scales, mins, quants)
+            # The line through the quants with the least squared error; a group of one quant keeps its own.
+            centre = quants.mean(-1)
+            apart = quants - centre[..., None]
             spread = apart.square().sum(-1)
             scale = torch.where(spread > 0, (apart * grouped).sum(-1) / spread.clamp(min=1e-20), scale)
             low = mean - scale * centre
-    scales, mins, numbers = best.parts
-    return scales, mins, numbers
+    scales, mins, quants = best.parts
+    return scales, mins, quants
 
 
 def _in_steps(rotated: Tensor, name: str, group_size: int, k: int) -> Quantized:
@@ -247,31 +247,31 @@ def _in_steps(rotated: Tensor, name: str, group_size: int, k: int) -> Quantized:
         base = (least + most) * 0.5 - 7.5 * step
         for _ in range(1 + _NUM_FITS):
             base = base.round().clamp(-127, 127)
-            last = ((127 - base) / step).floor().clamp(max=15)  # the number whose byte is the last
-            numbers = (grouped - base[..., None]) * (1 / step)[..., None]
-            numbers = torch.minimum(numbers.clamp(min=0), last[..., None]).round()
-            error = grouped - (numbers * step[..., None] + base[..., None])
-            best.offer(error.square().sum(-1), step, base, numbers)
-            base = mean - step * numbers.mean(-1)
-    step, base, numbers = best.parts
+            last = ((127 - base) / step).floor().clamp(max=15)  # the quant whose byte is the last
+            quants = (grouped - base[..., None]) * (1 / step)[..., None]
+            quants = torch.minimum(quants.clamp(min=0), last[..., None]).round()
+            error = grouped - (quants * step[..., None] + base[..., None])
+            best.offer(error.square().sum(-1), step, base, quants)
+            base = mean - step * quants.mean(-1)
+    step, base, quants = best.parts
     steps = torch.cat([step, base], -1).to(torch.int8)
-    return Quantized(name, numbers.to(torch.uint8).flatten(1), scales, None, group_size, k=k, steps=steps)
+    return Quantized(name, quants.to(torch.uint8).flatten(1), scales, None, group_size, k=k, steps=steps)
 
 
 def dequantize(weight: Quantized) -> Tensor:
-    """What the numbers stand for, fp32 [n, k], columns in order."""
-    num_numbers = weight.values.shape[1]
-    grouped = in_groups(numbers_of(weight), weight.scale_group) * weight.scales.float()[..., None]
+    """Return the values that the quants stand for, fp32 [n, k], columns in order."""
+    num_quants = weight.values.shape[1]
+    grouped = in_groups(quants_of(weight), weight.scale_group) * weight.scales.float()[..., None]
     if (mins := mins_of(weight)) is not None:
         grouped = grouped - mins[..., None]
-    found = grouped.flatten(1)[:, :num_numbers]
+    found = grouped.flatten(1)[:, :num_quants]
     if weight.name in ROTATED:
         return rotate(found)[:, : weight.k]
     return found if weight.columns is None else torch.empty_like(found).index_copy_(1, weight.columns.long(), found)
 
 
-def numbers_of(weight: Quantized) -> Tensor:
-    """The numbers, fp32 [n, k]: what values are, or the codes of a table, the bits of fp8 or steps stand for."""
+def quants_of(weight: Quantized) -> Tensor:
+    """Return the quants, fp32 [n, k]: `values`, decoded where they are codes of a table, bits of fp8 or have steps."""
     if weight.name == "fp8":
         return weight.values.view(torch.float8_e4m3fn).float()
     if weight.name in TABLES:
@@ -350,7 +350,7 @@ def columns_of(weight: Quantized, runs: Sequence[tuple[int, int]]) -> Quantized:
 
 
 def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """x [..., k] as products with quantised weights take it: whole numbers [..., groups, size] in fp32, and scales.
+    """x [..., k] as products with quantised weights take it: integers [..., groups, size] in fp32, and scales.
 
     A NaN or an infinity makes the scale of its group a NaN.
     """
@@ -359,9 +359,9 @@ def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     is_zero = ~(most > LEAST_MAX)
     # Not 127.0 / most, which torch computes as a reciprocal and a product: two roundings.
     inverse = torch.full_like(most, 127.0) / most
-    numbers = torch.where(is_zero, 0.0, (grouped * inverse).round())
+    quants = torch.where(is_zero, 0.0, (grouped * inverse).round())
     scales = torch.where(is_zero, 0.0, most / 127.0) + (grouped * 0).sum(-1, keepdim=True)
-    return numbers.nan_to_num(0, 0, 0), scales[..., 0]
+    return quants.nan_to_num(0, 0, 0), scales[..., 0]
 
 
 def in_groups(x: Tensor, group_size: int) -> Tensor:

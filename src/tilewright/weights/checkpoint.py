@@ -45,10 +45,10 @@ class Checkpoint(Protocol):
         """Rows [begin, end) of its first axis, in place where the format allows."""
 
     def quantized_as(self, name: str) -> tuple[str, int] | None:
-        """The format that has a tensor's own numbers (`ops.packed.weight_format`); None: `rows` has all there is."""
+        """The format that has a tensor's own quants (`ops.packed.weight_format`); None: `rows` has all there is."""
 
     def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
-        """Rows [begin, end) as those numbers."""
+        """Return rows [begin, end) as those quants."""
 
     def release(self, name: str) -> None:
         """Gives back the memory of what was read of it; what `read` and `rows` gave stays valid."""

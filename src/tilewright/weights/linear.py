@@ -75,7 +75,7 @@ class LinearWeight(Weight[PackedWeight]):
         self.is_scaled = bool(scales)
         self.has_row_scale = row_scale is not None
         self.quantized_as = quantized_as
-        self.keeps_numbers = False  # those of the file, instead of rounding what they stand for
+        self.keeps_quants = False  # those of the file, instead of rounding what they stand for
         self.pieces: tuple[tuple[int, tuple[str, int] | None], ...] = ()  # runs of parts that differ in format
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
@@ -104,8 +104,8 @@ class LinearWeight(Weight[PackedWeight]):
         bias = torch.cat([item.read().float() for item in biases]) if biases else None
 
         def rows(begin: int, end: int) -> Tensor | Quantized:
-            if self.keeps_numbers and quantized_as is not None:
-                return _stacked_numbers(weights, begin, end, quantized_as)
+            if self.keeps_quants and quantized_as is not None:
+                return _stacked_quants(weights, begin, end, quantized_as)
             scales = scale[begin:end, None] if scale is not None and self.has_row_scale else scale
             return _scaled(_stacked_rows(weights, begin, end), scales)
 
@@ -119,22 +119,22 @@ class LinearWeight(Weight[PackedWeight]):
             row_dtype=dtype,
         )
 
-    def keep_numbers(self, formats: Sequence[tuple[str, int] | None]) -> None:
+    def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
         own = list(formats[: self.num_parts])
         if self.quantized_as is not None or self.is_scaled or not any(own):
             return
         pieces = _runs(own)
         if len(pieces) == 1:
-            self.quantized_as, self.keeps_numbers = pieces[0][1], True
+            self.quantized_as, self.keeps_quants = pieces[0][1], True
         elif self.gated:
             names = ", ".join(source.name for source in self.sources[: self.num_parts])
             _log.warning("%s are one product but not in one format: widened", names)
         else:
-            self.pieces, self.keeps_numbers = pieces, True
+            self.pieces, self.keeps_quants = pieces, True
 
 
 def _runs(formats: Sequence[tuple[str, int] | None]) -> tuple[tuple[int, tuple[str, int] | None], ...]:
-    """How many neighbours are one product, and in which format: as many as one has the numbers of."""
+    """How many neighbours are one product, and in which format: as many as one format holds the quants of."""
     runs: list[tuple[int, tuple[str, int] | None]] = []
     for format in formats:
         if runs:
@@ -157,8 +157,8 @@ def _stacked_rows(parts: Sequence[Reader], begin: int, end: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _stacked_numbers(parts: Sequence[Reader], begin: int, end: int, format: tuple[str, int]) -> Quantized:
-    """The same as numbers, in a format that has those of all parts."""
+def _stacked_quants(parts: Sequence[Reader], begin: int, end: int, format: tuple[str, int]) -> Quantized:
+    """Return rows [begin, end) of the parts stacked, as quants in a format that holds those of all parts."""
     pieces = [
         cast(QuantizedReader, part).quantized_rows(first, last) for part, first, last in _pieces(parts, begin, end)
     ]
@@ -253,7 +253,7 @@ class ExpertsWeight(Weight[PackedExperts]):
         self.columns = columns if column_shard is None else column_shard.length
         self.num_parts, self.stored = len(parts), stored
         self.quantized_as = quantized_as
-        self.keeps_numbers = False  # as of a LinearWeight
+        self.keeps_quants = False  # as of a LinearWeight
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         packed = PackedExperts.empty(
@@ -264,23 +264,23 @@ class ExpertsWeight(Weight[PackedExperts]):
             dtype if self.quantized_as is None else weight_format(*self.quantized_as),
         )
         for expert in range(self.num_experts):
-            packed.pack(expert, self._numbers_of(expert, readers) or self._weight_of(expert, readers))
+            packed.pack(expert, self._quants_of(expert, readers) or self._weight_of(expert, readers))
         self._value = packed
 
-    def keep_numbers(self, formats: Sequence[tuple[str, int] | None]) -> None:
+    def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
         own = {format for format in formats if format is not None}
         if self.quantized_as is None and self.stored is ExpertFormat.separate and own and None not in formats:
             self.quantized_as = common_format(list(own))
-            self.keeps_numbers = self.quantized_as is not None
+            self.keeps_quants = self.quantized_as is not None
 
-    def _numbers_of(self, expert: int, readers: Sequence[Reader]) -> Quantized | None:
-        """An expert's weight as the checkpoint's own numbers, where those are kept."""
-        if not self.keeps_numbers or self.quantized_as is None:
+    def _quants_of(self, expert: int, readers: Sequence[Reader]) -> Quantized | None:
+        """An expert's weight as the checkpoint's own quants, where those are kept."""
+        if not self.keeps_quants or self.quantized_as is None:
             return None
         first, parts = expert * self.num_parts, []
         for reader in readers[first : first + self.num_parts]:
-            numbers = cast(QuantizedReader, reader).quantized_rows(0, reader.shape[0])
-            parts.append(in_format(numbers, self.quantized_as))
+            quants = cast(QuantizedReader, reader).quantized_rows(0, reader.shape[0])
+            parts.append(in_format(quants, self.quantized_as))
         return concatenate(parts)
 
     def _weight_of(self, expert: int, readers: Sequence[Reader]) -> Tensor:

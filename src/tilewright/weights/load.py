@@ -63,7 +63,7 @@ def load(
     rename: Callable[[str], str | None] = _same_name,
     cache_dir: Path | None = None,
     progress: bool = False,
-    keep_numbers: bool = True,
+    keep_quants: bool = True,
     is_streamed: bool = False,
 ) -> LoadReport:
     """Every weight of `model` filled from the checkpoint, in `dtype`, and a report.
@@ -71,7 +71,7 @@ def load(
     `rename` gives the model's name for a tensor of the checkpoint, None for one that is left out. All tensors that are
     missing, that nothing asks for, or that have another shape or type than asked for are one CheckpointError.
     `cache_dir`: where packed weights are looked for and kept (`weights.cache`); None for neither. `progress` shows a
-    bar on a terminal. `keep_numbers`: products are with the numbers of quantised tensors, if kernels have their format;
+    bar on a terminal. `keep_quants`: products are with the quants of quantised tensors, if kernels have their format;
     else with what they stand for, in `dtype`. `is_streamed`: packed weights of the cache are mapped and not read.
     """
     if dtype not in DTYPES.values():
@@ -80,9 +80,9 @@ def load(
     weights = list(iter_weights(model))
     stored_names, ignored = _stored_names(checkpoint, rename)
     _check(weights, checkpoint, stored_names)
-    if keep_numbers:
+    if keep_quants:
         for weight in weights:
-            weight.keep_numbers([checkpoint.quantized_as(stored_names[source.name]) for source in weight.sources])
+            weight.keep_quants([checkpoint.quantized_as(stored_names[source.name]) for source in weight.sources])
     names = {stored_names[source.name] for weight in weights for source in weight.sources}
     source_bytes = sum(checkpoint.size_bytes(name) for name in names)
     cache, from_cache = None, False

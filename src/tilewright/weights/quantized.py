@@ -124,7 +124,7 @@ class QuantizedCheckpoint:
         return sum(self._plain.size_bytes(own) for own in self._names(name))
 
     def read(self, name: str) -> Tensor:
-        """The tensor: in place, or what its numbers stand for in fp32."""
+        """The tensor: in place, or what its quants stand for in fp32."""
         return self.rows(name, 0, self.shapes[name][0]) if name in self._linears else self._plain.read(name)
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
@@ -134,11 +134,11 @@ class QuantizedCheckpoint:
         return self._plain.rows(name, begin, end)
 
     def quantized_as(self, name: str) -> tuple[str, int] | None:
-        """The format that has the numbers of a tensor; None: it has none."""
+        """The format that has the quants of a tensor; None: it has none."""
         return self._linears[name].format if name in self._linears else None
 
     def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
-        """Rows [begin, end) as those numbers."""
+        """Return rows [begin, end) as those quants."""
         return self._linears[name].rows(begin, end)
 
     def release(self, name: str) -> None:
@@ -183,7 +183,7 @@ def _setting(stated: _Config, key: str, allowed: tuple[object, ...], default: ob
 def _whole(stated: _Config, key: str, default: int | None = None) -> int:
     value = stated.get(key, default)
     if type(value) is not int or not -1 <= value < 1 << 31:
-        raise CheckpointError(f"{key} is {value!r}, expected a whole number")
+        raise CheckpointError(f"{key} is {value!r}, expected an integer")
     return value
 
 

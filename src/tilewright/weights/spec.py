@@ -198,7 +198,7 @@ class Reader(Protocol):
 
 
 class QuantizedReader(Reader, Protocol):
-    """A source of which the file has whole numbers with scales."""
+    """A source of which the file has quants with scales."""
 
     def quantized_rows(self, begin: int, end: int) -> Quantized:
         """Rows [begin, end) as those."""
@@ -232,8 +232,8 @@ class Weight(ABC, Generic[Value]):
         """The same from tensors in memory."""
         self.fill([_InMemory(tensor) for tensor in tensors], dtype)
 
-    def keep_numbers(self, formats: Sequence[tuple[str, int] | None]) -> None:
-        """Told before it is made in which formats the sources have numbers, in their order: it may keep those."""
+    def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
+        """Told before it is made in which formats the sources have quants, in their order: it may keep those."""
 
     def restore(self, value: Value) -> None:
         """Takes a value that a weight of the same recipe had."""

@@ -1,6 +1,6 @@
-"""Quantised linears as checkpoints of safetensors keep them, as the numbers, scales and zeros that kernels multiply.
+"""Quantised linears as checkpoints of safetensors keep them, as the quants, scales and zeros that kernels multiply.
 
-Each is a weight [n, k] of which some rows at a time are read. Numbers are the checkpoint's own. Scales of groups are
+Each is a weight [n, k] of which some rows at a time are read. Quants are the checkpoint's own. Scales of groups are
 kept in fp16: those the checkpoint has in fp16 as they are, others to a relative error of 2^-11 at most, and bf16 ones
 exactly from 2^-17 on.
 """
@@ -92,7 +92,7 @@ def grouped_format(module: str, name: str, k: int, group_size: int) -> Format:
 
 
 def unpacked_ints(packed: Tensor, bits: int) -> Tensor:
-    """The numbers of int32s [..., m], from the lowest bits on: uint8 [..., m * 32 / bits]."""
+    """The quants of int32s [..., m], from the lowest bits on: uint8 [..., m * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (packed[..., None] >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
 
@@ -123,9 +123,9 @@ def _scale_rows(tensors: Tensors, n: int, begin: int, end: int) -> Tensor:
 
 
 class PackedInts(StoredLinear):
-    """compressed-tensors, pack-quantized: int32 [n, k bits / 32] of 4 or 8 bits, a row's numbers in order.
+    """compressed-tensors, pack-quantized: int32 [n, k bits / 32] of 4 or 8 bits, a row's quants in order.
 
-    Numbers have half their range added; so have zeros, eight rows of which share an int32 [n / 8, groups]. Groups may
+    Quants have half their range added; so have zeros, eight rows of which share an int32 [n / 8, groups]. Groups may
     be of any columns: weight_g_idx [k] has the group of each.
     """
 
@@ -178,7 +178,7 @@ class Mxfp4(StoredLinear):
         if bool((exponents == 255).any()):
             raise CheckpointError(f"{self.tensors.module}.weight_scale has an exponent of 255, which is no number")
         codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
-        # Our numbers are twice e2m1.
+        # Our quants are twice e2m1.
         return self._quantized(codes, torch.exp2(exponents.float() - 128))
 
 
@@ -263,13 +263,13 @@ class Awq(StoredLinear):
     def rows(self, begin: int, end: int) -> Quantized:
         first, last = begin // 8, -(-end // 8)
 
-        def numbers(end_of_name: str) -> Tensor:
+        def quants(end_of_name: str) -> Tensor:
             packed = self.tensors[end_of_name][:, first:last].contiguous()
             nibbles = unpacked_ints(packed, 4).unflatten(1, (-1, 8))
             places = torch.tensor(_AWQ_ORDER).argsort()
             return nibbles[..., places].flatten(1).t()[begin - 8 * first : end - 8 * first].contiguous()
 
-        return self._quantized(numbers("qweight"), self.tensors["scales"][:, begin:end].t(), numbers("qzeros"))
+        return self._quantized(quants("qweight"), self.tensors["scales"][:, begin:end].t(), quants("qzeros"))
 
 
 def column_order(tensors: Tensors, end: str, group_size: int) -> Tensor | None:

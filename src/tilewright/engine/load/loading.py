@@ -86,7 +86,7 @@ def load_network(
     shapes = checkpoint.shapes
     if not drafting and (prefix := family.predictor_prefix) is not None:
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefix)}
-    if formats.keeps_numbers:
+    if formats.keeps_quants:
         stored = [format for name in shapes if (format := checkpoint.quantized_as(name)) is not None]
         block = max([block, *(group_size for _, group_size in stored)])
     with partition.use(Partition(group or SingleGroup(), max(block, formats.block))) as parts, precision.use(formats):
@@ -102,7 +102,7 @@ def load_network(
         rename=model.checkpoint_name,
         cache_dir=settings.current().cache_dir if is_cached else None,
         progress=progress,
-        keep_numbers=formats.keeps_numbers,
+        keep_quants=formats.keeps_quants,
     )
     if len(report.bytes_by_format) > 1:
         _log.info("%s: %s", checkpoint.path, report.packed_as)
@@ -178,7 +178,7 @@ def load_speech(
             dtype=network.dtype,
             rename=speech.checkpoint_name,
             cache_dir=settings.current().cache_dir if pack_cache else None,
-            keep_numbers=formats.keeps_numbers,
+            keep_quants=formats.keeps_quants,
         )
     return speech
 

@@ -110,7 +110,7 @@ class MapProjectorWeight(LinearWeight):
         super().__init__([LinearPart(name, rows, shard)], width * (1 + num_inner), bias=bias)
         self.width, self.num_inner = width, num_inner
 
-    def keep_numbers(self, formats: Sequence[tuple[str, int] | None]) -> None:
+    def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
         """None are kept: columns that share a scale do not stay together."""
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:

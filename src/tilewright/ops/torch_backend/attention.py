@@ -56,10 +56,10 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     # A number divided by a tensor would be its reciprocal times the number, rounded twice.
     inverse = torch.where(highest < LEAST_SCALED, 0.0, torch.full_like(highest, largest) / highest)
     scaled = (x.float() * inverse).clamp(-largest, largest)
-    numbers = (scaled.round() if dtype == torch.int8 else scaled).nan_to_num(0.0).to(dtype)
+    quants = (scaled.round() if dtype == torch.int8 else scaled).nan_to_num(0.0).to(dtype)
     is_number = highest.isfinite()
     scale = torch.where(is_number, torch.where(highest < LEAST_SCALED, 0.0, highest / largest), torch.nan)
-    return dequantized(numbers, scale)
+    return dequantized(quants, scale)
 
 
 def pages_of(cache: KvCache) -> Tensor:

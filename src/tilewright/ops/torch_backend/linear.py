@@ -12,7 +12,7 @@ from torch.nn import functional
 from tilewright.ops import backend
 from tilewright.ops.linear import PACK_BLOCK_BYTES, PackedWeight, empty_weight, with_columns
 from tilewright.ops.packed import WeightFormat, pack_into
-from tilewright.ops.quantized import ROTATED, WIDENED, Quantized, in_groups, mins_of, numbers_of, quantize_rows, rotate
+from tilewright.ops.quantized import ROTATED, WIDENED, Quantized, in_groups, mins_of, quantize_rows, quants_of, rotate
 from tilewright.ops.torch_backend import gpu_kernels, on_gpu
 from tilewright.ops.torch_backend.activation import ACTIVATIONS
 from tilewright.ops.torch_backend.common import into
@@ -88,7 +88,7 @@ def plain_linear(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same of a weight [N, K] that is no more than a tensor, or numbers and scales."""
+    """The same of a weight [N, K] that is no more than a tensor, or quants and scales."""
     if isinstance(weight, Tensor) and on_gpu.is_half(x, weight):
         return _half_linear(x, weight, bias, gated, activation, residual, out_dtype or x.dtype, None)
     y = product(x, weight)
@@ -132,17 +132,17 @@ def product(x: Tensor, weight: Tensor | Quantized) -> Tensor:
     if weight.name in ROTATED:
         x = rotate(x)
     if weight.name in WIDENED:
-        numbers, x_scales = in_groups(x.float(), weight.group_size), None
+        quants, x_scales = in_groups(x.float(), weight.group_size), None
     else:
-        numbers, x_scales = quantize_rows(x, weight.scale_group)
-    values, mins = in_groups(numbers_of(weight), weight.scale_group), mins_of(weight)
+        quants, x_scales = quantize_rows(x, weight.scale_group)
+    values, mins = in_groups(quants_of(weight), weight.scale_group), mins_of(weight)
     y = torch.zeros(*x.shape[:-1], len(values), device=x.device)
     for group in range(values.shape[1]):
-        sums = functional.linear(numbers[..., group, :], values[:, group])
+        sums = functional.linear(quants[..., group, :], values[:, group])
         x_scale = 1.0 if x_scales is None else x_scales[..., group, None]
         y = y + sums * x_scale * weight.scales[:, group].float()
         if mins is not None:
-            y = y - numbers[..., group, :].sum(-1, keepdim=True) * x_scale * mins[:, group]
+            y = y - quants[..., group, :].sum(-1, keepdim=True) * x_scale * mins[:, group]
     return y
 
 

@@ -14,7 +14,7 @@ def packed_layout(name: str) -> str:
 
 
 def packed_elements(form: PackedForm) -> int:
-    return form.n * form.num_numbers
+    return form.n * form.num_quants
 
 
 def packed_scales(form: PackedForm) -> int:
@@ -46,7 +46,7 @@ def unpacked(packed: Packed) -> Tensor:
 
 
 def quantized_of(packed: Packed) -> Quantized:
-    """The numbers, scales and mins of a quantised weight as they lie, without a copy."""
+    """The quants, scales and mins of a quantised weight as they lie, without a copy."""
     own = packed.form.format
     assert packed.scales is not None
     values = rows_of(packed).view(values_dtype(own.name))
@@ -63,8 +63,8 @@ def quantized_of(packed: Packed) -> Quantized:
 
 
 def rows_of(packed: Packed) -> Tensor:
-    """[n, k], or [E, n, k] of experts, as they lie, without a copy; numbers of rotated rows may be more."""
+    """[n, k], or [E, n, k] of experts, as they lie, without a copy; quants of rotated rows may be more."""
     layout = packed.form.format.layout
     if layout != LAYOUT:
         raise ValueError(f"the weight has layout {layout!r}, expected {LAYOUT!r}: it was packed for the native backend")
-    return packed.data.unflatten(-1, (packed.n, packed.form.num_numbers))
+    return packed.data.unflatten(-1, (packed.n, packed.form.num_quants))

@@ -2,7 +2,7 @@
 
 A model that sees comes as two files: the language model, and a projector beside it (`gguf_projector`).
 
-Quantised tensors are decoded as they are read, or taken apart into the numbers they have (`gguf_numbers`). The q and k
+Quantised tensors are decoded as they are read, or taken apart into the quants they have (`gguf/quants.py`). The q and k
 rows of the llama architecture are stored in the order of the older rotary embedding, which turns neighbours instead of
 halves: reading puts them back.
 """
@@ -127,7 +127,7 @@ class GgufCheckpoint:
         return _in_order(heads, head_rows)[begin - first * head_rows : end - first * head_rows]
 
     def quantized_as(self, name: str) -> tuple[str, int] | None:
-        """The format that has the numbers of a matrix; None: it has none, or none that kernels multiply."""
+        """The format that has the quants of a matrix; None: it has none, or none that kernels multiply."""
         tensor = self._tensors[name]
         split = SPLITS.get(tensor.format.name) if isinstance(tensor, PlacedTensor) else None
         return None if split is None or len(tensor.shape) != 2 else split.format

@@ -1,9 +1,9 @@
-"""GGUF's blocks of quantised weights as the numbers, scales and mins that kernels multiply: nothing is widened.
+"""GGUF's blocks of quantised weights as the quants, scales and mins that kernels multiply: nothing is widened.
 
-Numbers are the file's own. Scales and mins are fp16: of Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL the file's own too;
+Quants are the file's own. Scales and mins are fp16: of Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL the file's own too;
 those of MXFP4 are powers of two, of which the ones below 2^-24 count as nothing; those of
-Q4_K, Q5_K and Q6_K are the product of an fp16 and a small whole number, rounded to fp16 (a relative error of 2^-11 at
-most, where the numbers' own is 2^-6 and more).
+Q4_K, Q5_K and Q6_K are the product of an fp16 and a small integer, rounded to fp16 (a relative error of 2^-11 at
+most, where the quants' own is 2^-6 and more).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.ops.quantized import WIDENED, WITH_MINS, WITH_ZEROS, Quantized, numbers_of, stored_scale, values_dtype
+from tilewright.ops.quantized import WIDENED, WITH_MINS, WITH_ZEROS, Quantized, quants_of, stored_scale, values_dtype
 from tilewright.weights.dequantize import half, power_of_two, scales_and_minima
 
 Format = tuple[str, int]  # as ops.packed.weight_format takes it
 
-# Numbers [B, block elements], scales and mins [B, groups] of blocks of bytes [B, block bytes].
+# Quants [B, block elements], scales and mins [B, groups] of blocks of bytes [B, block bytes].
 _Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the blocks of a tensor type are taken apart, and the format that has the same numbers."""
+    """How the blocks of a tensor type are taken apart, and the format that has the same quants."""
 
     format: Format
     block_bytes: int
@@ -119,7 +119,7 @@ SPLITS = {
 
 
 def common_format(formats: Sequence[Format]) -> Format | None:
-    """A format that has the numbers of all: their own, or bytes in the smallest of their groups; None: there is none.
+    """A format that has the quants of all: their own, or bytes in the smallest of their groups; None: there is none.
 
     Those whose products do not round x are not mixed, nor are zeros or whole rows with groups of another kind.
     """
@@ -132,7 +132,7 @@ def common_format(formats: Sequence[Format]) -> Format | None:
 
 
 def in_format(weight: Quantized, format: Format) -> Quantized:
-    """The same numbers in a format that `common_format` gave for theirs."""
+    """The same quants in a format that `common_format` gave for theirs."""
     name, group_size = format
     if (weight.name, weight.group_size) == format:
         return weight
@@ -141,4 +141,4 @@ def in_format(weight: Quantized, format: Format) -> Quantized:
     mins = None
     if name in WITH_MINS:
         mins = torch.zeros_like(scales) if weight.mins is None else weight.mins.repeat_interleave(times, 1)
-    return Quantized(name, numbers_of(weight).to(torch.int8), scales, mins, group_size, weight.columns)
+    return Quantized(name, quants_of(weight).to(torch.int8), scales, mins, group_size, weight.columns)
