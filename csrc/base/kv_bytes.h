@@ -1,10 +1,10 @@
-// Keys and values in 8 bits: a row of a token's head shares one fp32 scale, and a byte stands for scale * number.
+// Keys and values in 8 bits: a row of a token's head shares one fp32 scale, and a byte stands for scale * quant.
 //
-//   int8  a number from -127 to 127; scale = max |x| / 127
+//   int8  an integer from -127 to 127; scale = max |x| / 127
 //   fp8   e4m3: a sign, four bits of exponent, three of mantissa, up to 448; scale = max |x| / 448
 //
 // A row with a NaN or an infinity has the scale NaN: it is not rounded away. One of zeros has the scale 0.
-// Read, a byte is the bf16 nearest to scale * number: attention multiplies that, as if the cache were of bf16.
+// Read, a byte is the bf16 nearest to scale * quant: attention multiplies that, as if the cache were of bf16.
 #pragma once
 
 #include <cstdint>
@@ -33,14 +33,14 @@ inline uint8_t to_fp8(float value) {
   return static_cast<uint8_t>((small & is_small) | (normal & ~is_small) | sign);
 }
 
-// The nearest whole number, ties to even, of a value from -127 to 127.
+// The nearest integer, ties to even, of a value from -127 to 127.
 inline uint8_t to_int8(float value) {
   return static_cast<uint8_t>(__builtin_bit_cast(uint32_t, value + 12582912.0f));  // 1.5 * 2^23: the last bits are it
 }
 
-// Numbers of a row of `width` values, and its scale.
+// Quants of a row of `width` values, and its scale.
 template <KvFormat kFormat, class T>
-inline float encode_row(const T* __restrict row, int64_t width, KvByte* __restrict numbers) {
+inline float encode_row(const T* __restrict row, int64_t width, KvByte* __restrict quants) {
   constexpr float kLargest = kFormat == KvFormat::int8 ? kLargestInt8 : kLargestFp8;
   int32_t most = 0;  // as bits: those of positive floats are in order, what is no number above them
   for (int64_t d = 0; d < width; ++d) {
@@ -50,21 +50,21 @@ inline float encode_row(const T* __restrict row, int64_t width, KvByte* __restri
   const float highest = __builtin_bit_cast(float, most);
   const bool is_finite = most < 0x7f800000, is_scaled = is_finite && highest >= kLeastScaled;
   if (!is_scaled) {  // NaN times 0 is NaN
-    __builtin_memset(numbers, 0, width);
+    __builtin_memset(quants, 0, width);
     return is_finite ? 0.0f : __builtin_nanf("");
   }
-  // The largest product may be an ulp too large, which rounds to the largest number all the same.
+  // The largest product may be an ulp too large, which rounds to the largest quant all the same.
   const float inverse = kLargest / highest;
   for (int64_t d = 0; d < width; ++d) {
     const float scaled = to_float(row[d]) * inverse;
-    numbers[d].bits = kFormat == KvFormat::int8 ? to_int8(scaled) : to_fp8(scaled);
+    quants[d].bits = kFormat == KvFormat::int8 ? to_int8(scaled) : to_fp8(scaled);
   }
   return highest / kLargest;
 }
 
 // What a byte stands for before it is scaled; written so that loops over it become vectors.
 template <KvFormat kFormat>
-inline float number_of(KvByte byte) {
+inline float quant_of(KvByte byte) {
   if constexpr (kFormat == KvFormat::int8) {
     return static_cast<float>(static_cast<int8_t>(byte.bits));
   } else {
@@ -81,7 +81,7 @@ template <KvFormat kFormat>
 inline void decode_row(const KvByte* __restrict bytes, const float* __restrict scales, bf16* __restrict out) {
 #pragma GCC ivdep
   for (int i = 0; i < 32; ++i) {
-    const uint32_t bits = __builtin_bit_cast(uint32_t, number_of<kFormat>(bytes[i]) * scales[i]);
+    const uint32_t bits = __builtin_bit_cast(uint32_t, quant_of<kFormat>(bytes[i]) * scales[i]);
     out[i].bits = static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
   }
 }

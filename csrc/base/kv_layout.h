@@ -7,7 +7,7 @@
 // Padding of the head width is zero in keys (the kernels multiply it) and undefined in values (they do not store it).
 //
 // In 8 bits an element is a byte, in the order of a bf16 tile, and behind the values of a head come fp32 scales, one
-// for each token: [page_size] of keys, [page_size] of values. A byte stands for scale * number (base/kv_bytes.h).
+// for each token: [page_size] of keys, [page_size] of values. A byte stands for scale * quant (base/kv_bytes.h).
 #pragma once
 
 #include <cstdint>

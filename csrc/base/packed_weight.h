@@ -10,8 +10,7 @@
 
 namespace tilewright {
 
-// How a value is stored. Quantised ones are numbers q, which stand for scale * q, scale * q - min or scale * (q -
-// zero).
+// How a value is stored. A quant q stands for scale * q, scale * q - min or scale * (q - zero).
 //   fp8           e4m3, a byte; x is not rounded
 //   int8_exact    -127 to 127, a byte; x is not rounded
 //   int8          -127 to 127, a byte
@@ -23,7 +22,7 @@ namespace tilewright {
 //   mxfp4         one of kMxfp4Values, half a byte
 //   iq4_nl        one of kIq4NlValues, half a byte
 //   int4_rotated  0 to 15, half a byte, of rotated rows. Stands for scale * (base + step * q), with one scale for a
-//                 row; step and base of a group are whole numbers, so that base + step * q is a byte
+//                 row; step and base of a group are integers, so that base + step * q is a byte
 enum class WeightFormat : int {
   f32,
   bf16,
@@ -68,7 +67,7 @@ inline constexpr bool is_rotated(WeightFormat format) {
 namespace {  // no symbols of files that have an ISA level's instructions
 constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 constexpr int8_t kIq4NlValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr const int8_t* table_of(WeightFormat format) {  // null: a code is the number itself
+constexpr const int8_t* table_of(WeightFormat format) {  // null: a code is the quant itself
   return format == WeightFormat::mxfp4 ? kMxfp4Values : format == WeightFormat::iq4_nl ? kIq4NlValues : nullptr;
 }
 }  // namespace
@@ -119,7 +118,7 @@ inline constexpr bool has_whole_rows(WeightFormat format) {
 inline constexpr bool has_groups_of(WeightFormat format, int64_t size) {
   for (const int64_t known : kGroupSizes)
     if (size == known) {
-      if (has_steps(format)) return size <= 32;  // their sums, of numbers from -8 to 7, fit 16 bits
+      if (has_steps(format)) return size <= 32;  // their sums, of quants from -8 to 7, fit 16 bits
       return is_widened(format) ? size % kTileDepth == 0 : !is_rotated(format);
     }
   return size == 0 && has_whole_rows(format);
@@ -147,8 +146,8 @@ struct PackedWeight {
   TILEWRIGHT_INLINE int64_t tile_depth() const { return rounds_x(format) ? kQuadTileDepth : kTileDepth; }
   TILEWRIGHT_INLINE int64_t num_depth_tiles() const { return ceil_div(k, tile_depth()); }
   TILEWRIGHT_INLINE int64_t depth() const { return num_depth_tiles() * tile_depth(); }  // k, padded to whole tiles
-  // Numbers of a row: one for each value, but a rotation takes in what fills up the tiles.
-  TILEWRIGHT_INLINE int64_t num_numbers() const { return is_rotated(format) ? depth() : k; }
+  // Quants of a row: one for each value, but a rotation takes in what fills up the tiles.
+  TILEWRIGHT_INLINE int64_t num_quants() const { return is_rotated(format) ? depth() : k; }
   // Of a strip, what comes before its values: of halves the scales of its columns, in fp32.
   TILEWRIGHT_INLINE int64_t head_elements() const { return layout == WeightLayout::halves ? 2 * kStripColumns : 0; }
   TILEWRIGHT_INLINE int64_t strip_elements() const {
@@ -170,7 +169,7 @@ struct PackedWeight {
     return reinterpret_cast<float*>(static_cast<uint16_t*>(data) + strip * strip_elements());
   }
 
-  TILEWRIGHT_INLINE int64_t num_groups() const { return group_size ? ceil_div(num_numbers(), group_size) : 1; }
+  TILEWRIGHT_INLINE int64_t num_groups() const { return group_size ? ceil_div(num_quants(), group_size) : 1; }
   TILEWRIGHT_INLINE int64_t group_begin(int64_t group) const { return group * group_size; }
   TILEWRIGHT_INLINE int64_t group_end(int64_t group) const {  // in the padded depth
     const int64_t end = group_begin(group + 1);

@@ -44,8 +44,8 @@ void pack_quantized(nb::handle values_arg, nb::handle scales_arg, nb::handle min
   const PackedWeight packed = packed_of(op, packed_arg, "weight", {"_"});
   OP_REQUIRE(op, is_quantized(packed.format), std::string(name_of(packed.format)) + " is not quantised");
   op.bind("N", packed.n);
-  op.bind("numbers", packed.num_numbers());
-  PackArgs args = {op.rows(op.tensor(values_arg, "values", {"N", "numbers"}, one_of({DType::u8}))), packed};
+  op.bind("quants", packed.num_quants());
+  PackArgs args = {op.rows(op.tensor(values_arg, "values", {"N", "quants"}, one_of({DType::u8}))), packed};
   take_scales(op, scales_arg, mins_arg, steps_arg, packed, args);
   launch(pack_weight, args);
 }
@@ -60,8 +60,8 @@ void quantize(nb::handle weight_arg, nb::handle form_arg, nb::handle values_arg,
   op.bind("N", args.form.n);
   op.bind("K", args.form.k);
   args.weight = op.rows(op.tensor(weight_arg, "weight", {"N", "K"}, kFloats));
-  op.bind("numbers", args.form.num_numbers());
-  args.values = op.rows(op.tensor(values_arg, "values", {"N", "numbers"}, one_of({DType::u8})));
+  op.bind("quants", args.form.num_quants());
+  args.values = op.rows(op.tensor(values_arg, "values", {"N", "quants"}, one_of({DType::u8})));
   take_scales(op, scales_arg, mins_arg, steps_arg, args.form, args);
   launch(round_weight, args);
 }

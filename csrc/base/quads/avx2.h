@@ -67,8 +67,8 @@ struct SignedQuads {
   __m256i v;
   static SignedQuads load(const uint8_t* p) { return {load_bytes(p)}; }
   static SignedQuads look_up(const int8_t* table, const NibbleQuads& codes) {
-    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-    return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), codes.v)};
+    const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), codes.v)};
   }
 };
 

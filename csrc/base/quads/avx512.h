@@ -28,7 +28,7 @@ struct IntVec {
   Vec to_float() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 
-// Step and base + 8 step of each column, as halves of a word: a group's sums, of numbers less 8, and the sum of x fit
+// Step and base + 8 step of each column, as halves of a word: a group's sums, of quants less 8, and the sum of x fit
 // 16 bits, so that both products and their sum are one instruction.
 struct Steps {
   __m512i v;
@@ -61,11 +61,11 @@ struct NibbleQuads {
   }
 };
 
-// The numbers that codes stand for: a table's, each with some of its bits turned around.
+// The values that codes stand for: a table's, each with some of its bits turned around.
 inline __m512i look_up(const int8_t* table, uint8_t turned, const NibbleQuads& codes) {
-  const __m128i numbers =
+  const __m128i values =
       _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)), _mm_set1_epi8(static_cast<char>(turned)));
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), codes.v);
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), codes.v);
 }
 
 #ifdef __AVX512VNNI__
@@ -108,7 +108,7 @@ inline IntVec dot(IntVec sum, const SignedQuads& weights, const RowQuad& x) {
 }
 #endif
 
-// 32 bytes as bf16. Of fp8 the exponent gets bf16's bias; those of zero are looked up, as they are no normal numbers.
+// 32 bytes as bf16. Of fp8 the exponent gets bf16's bias; those of zero are looked up, as they are subnormal.
 inline __m512i fp8_as_bf16(const uint8_t* bytes) {
   alignas(64) static constexpr uint16_t kSmall[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
   const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)));

@@ -26,7 +26,7 @@ namespace {
 #define TW_TILE_CONFIGURE(config) __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory")
 #define TW_TILE_RELEASE() __asm__ volatile("tilerelease")
 #endif
-// Of pairs of bf16 into fp32, or of quads of signed bytes into 32-bit whole numbers.
+// Of pairs of bf16 into fp32, or of quads of signed bytes into 32-bit integers.
 #define TW_TILE_DOT_OF(Element, c, a, b)         \
   do {                                           \
     if constexpr (std::is_same_v<Element, bf16>) \

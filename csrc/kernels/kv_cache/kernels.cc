@@ -95,20 +95,20 @@ void store_tokens(const KvStoreArgs& args, int64_t begin, int64_t end) {
 template <KvFormat kFormat, class T>
 void store_head_bytes(const KvLayout& layout, const T* k, const T* v, KvByte* base, int64_t place) {
   const int64_t width = layout.head_width;
-  KvByte numbers[kMaxHeadWidth + kTileDepth];
+  KvByte quants[kMaxHeadWidth + kTileDepth];
 
-  const float key_scale = encode_row<kFormat>(k, width, numbers);
-  for (int64_t d = width; d < layout.key_depth_tiles() * kTileDepth; ++d) numbers[d] = {};
+  const float key_scale = encode_row<kFormat>(k, width, quants);
+  for (int64_t d = width; d < layout.key_depth_tiles() * kTileDepth; ++d) quants[d] = {};
   KvByte* key = base + layout.key_tile(place) + tile_offset<bf16>(0, static_cast<int>(place % kTileColumns));
-  for (int64_t d = 0; d < width; d += 2, key += 32) __builtin_memcpy(key, numbers + d, 2);
+  for (int64_t d = 0; d < width; d += 2, key += 32) __builtin_memcpy(key, quants + d, 2);
   for (int64_t d = round_up(width, 2); d < layout.key_depth_tiles() * kTileDepth; d += 2, key += 32)
     __builtin_memset(key, 0, 2);
 
-  const float value_scale = encode_row<kFormat>(v, width, numbers);
+  const float value_scale = encode_row<kFormat>(v, width, quants);
   KvByte* value = base + layout.value_tile(place) + tile_offset<bf16>(static_cast<int>(place % kTileDepth), 0);
   for (int64_t d = 0; d < width; d += kTileColumns, value += kTileElements) {
     const int columns = width - d < kTileColumns ? static_cast<int>(width - d) : kTileColumns;
-    for (int c = 0; c < columns; ++c) value[2 * c] = numbers[d + c];
+    for (int c = 0; c < columns; ++c) value[2 * c] = quants[d + c];
   }
   __builtin_memcpy(base + layout.key_scale(place), &key_scale, sizeof(float));
   __builtin_memcpy(base + layout.value_scale(place), &value_scale, sizeof(float));

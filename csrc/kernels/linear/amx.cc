@@ -101,14 +101,14 @@ bool by_byte_tiles(const LinearArgs& args) {
 // The nibbles of a strip as tiles of bytes: the codes, or what a table has for them.
 void widen_nibbles(const uint8_t* strip, int64_t num_tiles, const int8_t* table, int8_t* wide) {
   const __m512i low_half = _mm512_set1_epi8(15);
-  const __m512i numbers =
+  const __m512i quants =
       _mm512_broadcast_i32x4(table ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(table))
                                    : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
   for (int64_t line = 0; line < num_tiles * 8; ++line) {
     const __m512i bytes = _mm512_loadu_si512(strip + line * 64);
     const __m512i upper = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_half);
-    _mm512_storeu_si512(wide + line * 128, _mm512_shuffle_epi8(numbers, _mm512_and_si512(bytes, low_half)));
-    _mm512_storeu_si512(wide + line * 128 + 64, _mm512_shuffle_epi8(numbers, upper));
+    _mm512_storeu_si512(wide + line * 128, _mm512_shuffle_epi8(quants, _mm512_and_si512(bytes, low_half)));
+    _mm512_storeu_si512(wide + line * 128 + 64, _mm512_shuffle_epi8(quants, upper));
   }
 }
 

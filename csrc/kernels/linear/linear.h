@@ -57,7 +57,7 @@ const LinearKernels& linear_kernels();
 int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks);
 
 struct PackArgs {
-  Rows weight;  // [N, K]; of a quantised format its whole numbers, a byte each
+  Rows weight;  // [N, K]; of a quantised format its quants, a byte each
   PackedWeight packed;
   Rows scales = {}, mins = {};  // [N, groups] of scale_dtype(), of a quantised format and of one with mins
   Rows steps = {};              // [N, 2 groups] bytes: steps, then bases. With them scales are [N, 1] in fp32
@@ -67,7 +67,7 @@ struct PackArgs {
 WeightLayout layout_of(WeightFormat format);
 
 void pack_weight(const PackArgs& args);
-// The way back: reads `packed`, writes `weight`. Of a quantised format what its numbers stand for, in fp32 or bf16.
+// The way back: reads `packed`, writes `weight`. Of a quantised format what its quants stand for, in fp32 or bf16.
 void unpack_weight(const PackArgs& args);
 
 }  // namespace tilewright

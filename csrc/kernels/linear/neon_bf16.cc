@@ -112,16 +112,16 @@ void make_byte_slabs(const PackedWeight& weight, int64_t strip, uint8_t* slabs) 
   const int64_t slab_bytes = weight.depth() * kSlabColumns;
   const uint8_t* data = weight.strip<uint8_t>(strip);
   const int8_t* table = table_of(weight.format);
-  const uint8x16_t numbers = vreinterpretq_u8_s8(vld1q_s8(table ? table : kMxfp4Values));
-  const auto number_of = [&](uint8x16_t codes) { return table ? vqtbl1q_u8(numbers, codes) : codes; };
+  const uint8x16_t values = vreinterpretq_u8_s8(vld1q_s8(table ? table : kMxfp4Values));
+  const auto quant_of = [&](uint8x16_t codes) { return table ? vqtbl1q_u8(values, codes) : codes; };
   for (int64_t d = 0; d < weight.depth(); d += 8)
     for (int column = 0; column < kStripColumns; column += 4) {
       const int64_t tile = d / kQuadTileDepth * 2 + column / kTileColumns;
       const int within = quad_offset<kNibbles>(static_cast<int>(d % kQuadTileDepth), column % kTileColumns);
       const uint8_t* from = data + tile * (kNibbles ? 512 : 1024) + within;
       const uint8x16_t bytes = vld1q_u8(from);
-      const uint32x4_t first = vreinterpretq_u32_u8(kNibbles ? number_of(vandq_u8(bytes, vdupq_n_u8(15))) : bytes);
-      const uint32x4_t second = vreinterpretq_u32_u8(kNibbles ? number_of(vshrq_n_u8(bytes, 4)) : vld1q_u8(from + 64));
+      const uint32x4_t first = vreinterpretq_u32_u8(kNibbles ? quant_of(vandq_u8(bytes, vdupq_n_u8(15))) : bytes);
+      const uint32x4_t second = vreinterpretq_u32_u8(kNibbles ? quant_of(vshrq_n_u8(bytes, 4)) : vld1q_u8(from + 64));
       uint8_t* to = slabs + column / kSlabColumns * slab_bytes + (d + column % kSlabColumns) * kSlabColumns;
       vst1q_u8(to, vreinterpretq_u8_u32(vzip1q_u32(first, second)));
       vst1q_u8(to + 16, vreinterpretq_u8_u32(vzip2q_u32(first, second)));

@@ -110,7 +110,7 @@ void pack_quantized_strip(const PackArgs& args, int64_t strip) {
   for (int column = 0; column < kStripColumns; ++column) {
     const int64_t row = source_row(packed, strip, column);
     const uint8_t* source = row < 0 ? nullptr : args.weight.row<uint8_t>(row);
-    for (int64_t k = 0; source && k < packed.num_numbers(); ++k) {
+    for (int64_t k = 0; source && k < packed.num_quants(); ++k) {
       const PackedPlace place(packed, column, k);
       uint8_t& byte = data[place.offset];
       if (!has_nibbles(packed.format)) {

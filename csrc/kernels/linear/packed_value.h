@@ -11,7 +11,7 @@
 namespace tilewright {
 namespace {
 
-// Where the number of a column of a strip at depth k is, in bytes from the strip's begin.
+// Where the quant of a column of a strip at depth k is, in bytes from the strip's begin.
 struct PackedPlace {
   int64_t offset;
   bool is_upper;  // of a nibble: in the upper half of the byte
@@ -38,7 +38,7 @@ inline float scale_of(const PackedWeight& weight, int64_t strip, int64_t group, 
                                             : reinterpret_cast<const float*>(scales)[index];
 }
 
-// What the number at depth k of a column of a strip stands for.
+// What the quant at depth k of a column of a strip stands for.
 inline float packed_value(const PackedWeight& weight, int64_t strip, int column, int64_t k) {
   const PackedPlace place(weight, column, k);
   const uint8_t byte = weight.strip<uint8_t>(strip)[place.offset];
@@ -46,16 +46,16 @@ inline float packed_value(const PackedWeight& weight, int64_t strip, int column,
   if (has_steps(weight.format)) {
     const uint8_t* steps = weight.steps_at(strip, group);
     const int base = static_cast<int8_t>(steps[kStripColumns + column]);
-    const int number = base + steps[column] * (place.is_upper ? byte >> 4 : byte & 15);
-    return weight.row_scales(strip)[column] * static_cast<float>(number);
+    const int quant = base + steps[column] * (place.is_upper ? byte >> 4 : byte & 15);
+    return weight.row_scales(strip)[column] * static_cast<float>(quant);
   }
   const float scale = scale_of(weight, strip, group, column);
   if (weight.format == WeightFormat::fp8) return scale * to_float(fp8_to_bf16(byte));
-  int number = static_cast<int8_t>(byte);
+  int quant = static_cast<int8_t>(byte);
   if (has_nibbles(weight.format))
-    number = (place.is_upper ? byte >> 4 : byte & 15) - (weight.format == WeightFormat::int4 ? 8 : 0);
-  if (const int8_t* table = table_of(weight.format)) number = table[number];
-  const float value = scale * static_cast<float>(number);
+    quant = (place.is_upper ? byte >> 4 : byte & 15) - (weight.format == WeightFormat::int4 ? 8 : 0);
+  if (const int8_t* table = table_of(weight.format)) quant = table[quant];
+  const float value = scale * static_cast<float>(quant);
   if (!has_mins(weight.format)) return value;
   const float min = scale_of(weight, strip, group, kStripColumns + column);
   return value - (has_zeros(weight.format) ? scale * min : min);

@@ -99,7 +99,7 @@ template <class TX>
 void quantize_rows(const LinearArgs& args, int64_t block, char* packed) {
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = quantized_row_bytes(weight), num_groups = num_x_groups(weight);
-  const int64_t count = weight.num_numbers();
+  const int64_t count = weight.num_quants();
   for (int r = 0; r < rows_in_block(args, block); ++r, packed += row_bytes) {
     int8_t* values = reinterpret_cast<int8_t*>(packed);
     float* scales = reinterpret_cast<float*>(values + weight.depth());
@@ -145,7 +145,7 @@ struct NibbleWeights {
     return NibbleQuads::load<kPart == 1>(p);
   }
 };
-// Nibbles that say which of 16 numbers is meant.
+// Nibbles that are indices into a table of 16 quants.
 struct TableWeights {
   static constexpr int kDepths = 8, kParts = 2, kTileBytes = 512;
   const int8_t* table;

@@ -1,4 +1,4 @@
-// Weights as numbers of 8 or 4 bits: done once per load, so plain code for all levels, some rows per task.
+// Weights as quants of 8 or 4 bits: done once per load, so plain code for all levels, some rows per task.
 //
 // The rules, and the places and parts that are tried, are those of ops/quantized.py. Sums are added in another order,
 // so that of two nearly equal ways to round a group another one may be taken.
@@ -31,7 +31,7 @@ Lanes clamp(Lanes v, float least, float most) {
   for (int i = 0; i < kLanes; ++i) v[i] = std::min(std::max(v[i], least), most);
   return v;
 }
-// To the nearest whole number, ties to even: of values below 2^22, as clamped ones are.
+// To the nearest integer, ties to even: of values below 2^22, as clamped ones are.
 Lanes round(Lanes v) { return (v + all(12582912.0f)) - all(12582912.0f); }
 
 uint32_t bits_of(float value) {
@@ -100,18 +100,18 @@ void try_uint4(Group& group) {
     for (int fit = 0; fit < 3; ++fit) {
       const f16 scale = half_of(step), min = half_of(-low);
       const Lanes wide = all(to_float(scale)), inverted = all(inverse(to_float(scale))), shift = all(to_float(min));
-      Lanes error = all(0), numbers = all(0), squares = all(0), products = all(0);
+      Lanes error = all(0), quants = all(0), squares = all(0), products = all(0);
       for (int i = 0; i < group.size; i += kLanes) {
         const Lanes v = load(group.values + i), n = round(clamp((v + shift) * inverted, 0, 15));
         const Lanes apart = (v + shift) - n * wide;
         error += apart * apart;
-        numbers += n;
+        quants += n;
         squares += n * n;
         products += n * (v - all(mean));
       }
       group.offer(sum_of(error), scale, min);
-      // The line through the numbers with the least squared error; a group of one number keeps its own.
-      const float centre = sum_of(numbers) / count, spread = sum_of(squares) - sum_of(numbers) * centre;
+      // The line through the quants with the least squared error; a group of one quant keeps its own.
+      const float centre = sum_of(quants) / count, spread = sum_of(squares) - sum_of(quants) * centre;
       if (spread > 0) step = sum_of(products) / spread;
       low = mean - step * centre;
     }
@@ -137,27 +137,27 @@ void round_group(const RoundArgs& args, const T* x, int64_t row, int64_t g, Grou
     const Lanes n = round(clamp((load(group.values + i) + shift) * inverted, least, most));
     std::memcpy(group.values + i, &n, sizeof(n));
   }
-  uint8_t* numbers = args.values.row<uint8_t>(row) + begin;
-  for (int64_t i = 0; i < count; ++i) numbers[i] = static_cast<uint8_t>(static_cast<int8_t>(group.values[i]));
+  uint8_t* quants = args.values.row<uint8_t>(row) + begin;
+  for (int64_t i = 0; i < count; ++i) quants[i] = static_cast<uint8_t>(static_cast<int8_t>(group.values[i]));
 }
 
 template <class T>
 void round_whole_row(const RoundArgs& args, const T* x, int64_t row) {
-  const int64_t count = args.form.num_numbers();
+  const int64_t count = args.form.num_quants();
   float most = 0;
   for (int64_t i = 0; i < count; ++i) most = std::max(most, std::fabs(to_float(x[i])));
   const float scale = most / 127.0f, inverted = inverse(scale);
   *args.scales.row<float>(row) = scale;
-  uint8_t* numbers = args.values.row<uint8_t>(row);
+  uint8_t* quants = args.values.row<uint8_t>(row);
   for (int64_t i = 0; i < count; ++i) {
     const Lanes n = round(clamp(all(to_float(x[i]) * inverted), -127, 127));
-    numbers[i] = static_cast<uint8_t>(static_cast<int8_t>(n[0]));
+    quants[i] = static_cast<uint8_t>(static_cast<int8_t>(n[0]));
   }
 }
 
 struct Steps {
   float step = 1, base = 0, inverted = 1;
-  float last = 15;  // the number whose byte is the last
+  float last = 15;  // the quant whose byte is the last
 
   Steps() = default;
   Steps(float own_step, float own_base)
@@ -166,10 +166,10 @@ struct Steps {
         inverted(1.0f / own_step),
         last(std::min(std::floor((127.0f - own_base) / own_step), 15.0f)) {}
 
-  Lanes numbers(const float* values) const { return round(clamp((load(values) - all(base)) * all(inverted), 0, last)); }
+  Lanes quants(const float* values) const { return round(clamp((load(values) - all(base)) * all(inverted), 0, last)); }
 };
 
-// Those of the least squared error among some steps, each with a base that is fitted to its numbers.
+// Those of the least squared error among some steps, each with a base that is fitted to its quants.
 Steps best_steps(const float* values, int size) {
   const auto [least, most] = std::minmax_element(values, values + size);
   Lanes total = all(0);
@@ -183,17 +183,17 @@ Steps best_steps(const float* values, int size) {
     float base = (*least + *most) * 0.5f - 7.5f * step;
     for (int fit = 0; fit < 3; ++fit) {
       const Steps own(step, std::min(std::max(std::nearbyint(base), -127.0f), 127.0f));
-      Lanes error = all(0), numbers = all(0);
+      Lanes error = all(0), quants = all(0);
       for (int i = 0; i < size; i += kLanes) {
-        const Lanes n = own.numbers(values + i), apart = load(values + i) - (n * all(own.step) + all(own.base));
+        const Lanes n = own.quants(values + i), apart = load(values + i) - (n * all(own.step) + all(own.base));
         error += apart * apart;
-        numbers += n;
+        quants += n;
       }
       if (sum_of(error) < least_error) {
         least_error = sum_of(error);
         best = own;
       }
-      base = mean - step * sum_of(numbers) / static_cast<float>(size);
+      base = mean - step * sum_of(quants) / static_cast<float>(size);
     }
   }
   return best;
@@ -208,14 +208,14 @@ void round_in_steps(const RoundArgs& args, float* rotated, int64_t row) {
   const float scale = most / 127.0f, inverted = inverse(scale);
   for (int64_t i = 0; i < depth; ++i) rotated[i] *= inverted;
   *args.scales.row<float>(row) = scale;
-  uint8_t *numbers = args.values.row<uint8_t>(row), *steps = args.steps.row<uint8_t>(row);
+  uint8_t *quants = args.values.row<uint8_t>(row), *steps = args.steps.row<uint8_t>(row);
   for (int64_t g = 0; g < num_groups; ++g) {
     const Steps best = best_steps(rotated + g * size, size);
     steps[g] = static_cast<uint8_t>(best.step);
     steps[num_groups + g] = static_cast<uint8_t>(static_cast<int8_t>(best.base));
     for (int i = 0; i < size; i += kLanes) {
-      const Lanes n = best.numbers(rotated + g * size + i);
-      for (int lane = 0; lane < kLanes; ++lane) numbers[g * size + i + lane] = static_cast<uint8_t>(n[lane]);
+      const Lanes n = best.quants(rotated + g * size + i);
+      for (int lane = 0; lane < kLanes; ++lane) quants[g * size + i + lane] = static_cast<uint8_t>(n[lane]);
     }
   }
 }

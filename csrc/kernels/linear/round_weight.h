@@ -10,7 +10,7 @@ namespace tilewright {
 struct RoundArgs {
   Rows weight;
   PackedWeight form;            // without data: format, group size, n and k
-  Rows values;                  // [N, num_numbers()], a byte each
+  Rows values;                  // [N, num_quants()], a byte each
   Rows scales = {}, mins = {};  // [N, groups] of scale_dtype(); mins of uint4
   Rows steps = {};              // as in PackArgs
 };

@@ -215,7 +215,7 @@ TEST(unpack_gives_back_the_weight) {
 struct Quantized {
   Quantized(WeightFormat format, int64_t group_size, int64_t n, int64_t k, bool gated, Edge edge, Random& random)
       : form{.group_size = group_size, .format = format, .n = n, .k = k, .gated = gated},
-        values(n * form.num_numbers(), edge),
+        values(n * form.num_quants(), edge),
         data(form.elements(), edge),
         scales(n * form.num_groups() * 4, edge),
         mins(n * form.num_groups() * 4, edge),
@@ -223,7 +223,7 @@ struct Quantized {
         packed_scales(form.num_scales() * static_cast<int64_t>(size_of(form.scale_dtype())), edge) {
     const int least = !has_nibbles(format) ? -127 : format == WeightFormat::int4 ? -8 : 0;
     const int count = has_nibbles(format) ? 16 : 255;
-    for (int64_t i = 0; i < n * form.num_numbers(); ++i) {
+    for (int64_t i = 0; i < n * form.num_quants(); ++i) {
       values[i] = static_cast<uint8_t>(least + static_cast<int>(random.bits() % static_cast<uint64_t>(count)));
       if (format == WeightFormat::fp8 && (values[i] & 0x7f) == 0x7f) values[i] = 3;  // NaN
     }
@@ -237,7 +237,7 @@ struct Quantized {
     form.data = data.data();
     form.scales = packed_scales.data();
     const int64_t groups = form.num_groups();
-    pack_weight({{values.data(), form.num_numbers(), DType::u8},
+    pack_weight({{values.data(), form.num_quants(), DType::u8},
                  form,
                  {scales.data(), has_steps(format) ? 1 : groups, scale_dtype()},
                  {has_mins(format) ? mins.data() : nullptr, groups, scale_dtype()},
@@ -270,9 +270,9 @@ struct Quantized {
     return wide;
   }
   int64_t group_of(int64_t i) const { return form.group_size ? i / form.group_size : 0; }
-  // What a number stands for; of rotated rows, in the rotated one.
+  // What a quant stands for; of rotated rows, in the rotated one.
   double value(int64_t row, int64_t i) const {
-    const uint8_t code = values[row * form.num_numbers() + i];
+    const uint8_t code = values[row * form.num_quants() + i];
     if (has_steps(form.format)) {
       const int64_t step = row * 2 * form.num_groups() + group_of(i);
       float own;
@@ -307,10 +307,10 @@ struct Quantized {
   GuardedBuffer<uint8_t> values, data, scales, mins, steps, packed_scales;
 };
 
-// x as quantised products round it: [m, num_numbers()].
+// x as quantised products round it: [m, num_quants()].
 template <class T>
 std::vector<double> rounded(const GuardedBuffer<T>& x, int64_t m, const PackedWeight& form) {
-  const int64_t count = form.num_numbers();
+  const int64_t count = form.num_quants();
   const int64_t group = form.group_size && !has_steps(form.format) ? form.group_size : count;
   std::vector<double> result;
   for (int64_t row = 0; row < m; ++row) {
@@ -377,7 +377,7 @@ void check_quantized(QuantizedCase which, Size size, Edge edge, bool gated) {
   const std::vector<double> left = rounded(x, m, weight.form);
   const auto sum = [&](int64_t row, int64_t out) {
     double total = 0;
-    const int64_t count = weight.form.num_numbers();
+    const int64_t count = weight.form.num_quants();
     for (int64_t i = 0; i < count; ++i) total += left[static_cast<size_t>(row * count + i)] * weight.value(out, i);
     return total;
   };
@@ -488,7 +488,7 @@ TEST(a_quantized_product_of_nan_is_nan) {
   });
 }
 
-TEST(unpack_gives_what_quantized_numbers_stand_for) {
+TEST(unpack_gives_what_quants_stand_for) {
   for (const QuantizedCase& which : kQuantizedCases)
     for (bool gated : {false, true}) {
       Random random(7);

@@ -1,6 +1,6 @@
 // Products with weights of a byte and x as it is. Include after base/quads of the level.
 //
-// A byte, fp8 or a whole number, becomes the bf16 that has its value, in the cache, a few tiles before it is
+// A byte, fp8 or an integer, becomes the bf16 that has its value, in the cache, a few tiles before it is
 // multiplied: memory is read at 8 bits. The sum of a group, in fp32, enters the output as fma(sum, scale, output), in
 // order of groups: nothing is rounded but x, and that only to the model's type.
 #pragma once
