@@ -87,7 +87,7 @@ class Components:
         return str(self.index.get("_class_name"))
 
     def has(self, name: str) -> bool:
-        """Whether the pipeline has this component: entries may be null."""
+        """Return whether the pipeline has this component: entries may be null."""
         entry = self.index.get(name)
         return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
 

@@ -59,7 +59,7 @@ class GenerationParams:
         return tuple((self.seed + i) & MAX_SEED for i in range(self.n))
 
     def is_guided(self, sigma: float) -> bool:
-        """Whether the step at this noise level is within the interval that is guided."""
+        """Return whether the step at this noise level is within the interval that is guided."""
         begin, end = self.guidance_interval
         return begin <= 1.0 - sigma <= end
 

@@ -122,7 +122,7 @@ class Pipeline(ABC):
         """What the transformer reads of the prompts: a frozen dataclass of the pipeline's own."""
 
     def is_guided(self, params: GenerationParams) -> bool:
-        """Whether the transformer reads a second prompt: its steps take twice the operations then."""
+        """Return whether the transformer reads a second prompt: its steps take twice the operations then."""
         return params.guidance > 1
 
     def work(self) -> Work:

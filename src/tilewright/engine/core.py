@@ -1,4 +1,4 @@
-"""A step of all requests: schedule, run, sample, update; and draft, where the model can."""
+"""Run one step over all requests: schedule, compute, sample and update, then draft if the model can."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _log = logging.getLogger(__name__)
 
 
 class StepRunner(Protocol):
-    """Computes a step.
+    """Compute a step.
 
-    Encodes step.encode into the encoder cache, fills the pages of step.cross_groups from it, writes keys and values of
-    the chunks' tokens, drafts included, into the pages of their sequences, the states that are kept into their slots,
-    and returns the logits rows they ask for, in order: fp32 [step.num_logits, V]. A step without chunks is only
-    encoded.
+    Encodes the media of `step.encode` into the encoder cache, fills the pages of `step.cross_groups` from it, writes
+    the keys and values of the chunks' tokens, drafts included, into the pages of their sequences and recurrent states
+    into their slots, and returns the requested rows of logits in order, fp32 [step.num_logits, V]. A step without
+    chunks only encodes.
     """
 
     def run(self, step: Step) -> Tensor: ...
@@ -48,7 +48,7 @@ class StepRunner(Protocol):
 
 
 class EngineCore:
-    """Takes requests, and gives what each step adds to their sequences. For one thread."""
+    """Accept requests and return what each step adds to their sequences. Not thread-safe: one thread uses it."""
 
     def __init__(
         self,
@@ -66,16 +66,16 @@ class EngineCore:
         sends_ahead: bool = False,
     ) -> None:
         self.runner = runner
-        self._sends_ahead = sends_ahead  # media of later steps to a device, while it computes
+        self._sends_ahead = sends_ahead  # whether media of later steps are copied to the device while it computes
         self.scheduler = scheduler
         self.sampler = sampler
         self.make_token_decoder = make_token_decoder
         self.vocabulary_size = vocabulary_size
-        self.num_embeddings = num_embeddings or vocabulary_size  # tokens that may be read; some are never generated
+        self.num_embeddings = num_embeddings or vocabulary_size  # tokens the model can read; some are never generated
         self.eos_token_ids = frozenset(eos_token_ids)
         self.constraints = constraints
-        self.drafter = drafter  # of a model with a multi-token predictor
-        self.speech = speech  # of a model with a voice
+        self.drafter = drafter  # None: the model has no multi-token predictor
+        self.speech = speech  # None: the model does not speak
         self._finish_reasons: WeakKeyDictionary[Sequence, FinishReason] = WeakKeyDictionary()  # of text still spoken
         self.step_under_way: Step | None = None
         self._detokenizers: WeakKeyDictionary[Sequence, Detokenizer] = WeakKeyDictionary()
@@ -86,21 +86,21 @@ class EngineCore:
 
     @property
     def resources(self) -> SequenceResources:
-        """The memory that sequences share."""
+        """Memory that sequences share."""
         return self.scheduler.resources
 
     @property
     def failures(self) -> dict[str, Exception]:
-        """The requests that the last step had to drop, and why."""
+        """Requests that the last step dropped, with the error of each."""
         return self.scheduler.failures
 
     def must_compile(self, params: SamplingParams) -> bool:
-        """Whether a request brings a constraint that is not compiled yet, which may take seconds; for any thread."""
+        """Return whether the request's constraint still has to be compiled, which may take seconds. Thread-safe."""
         constraint = params.constraint
         return constraint is not None and self.constraints is not None and not self.constraints.knows(constraint)
 
     def compile(self, inputs: ModelInputs, params: SamplingParams) -> Grammar | None:
-        """The grammar of a request's constraint, if it has one; for any thread. RequestError if it cannot be used."""
+        """Return the grammar of a request's constraint, or None; RequestError if it is invalid. Thread-safe."""
         if params.constraint is None:
             return None
         if self.constraints is None:
@@ -115,7 +115,7 @@ class EngineCore:
         submitted_s: float | None = None,
         grammar: Grammar | None = None,
     ) -> list[Sequence]:
-        """The sequences of a new request, queued; RequestError if it cannot be answered."""
+        """Queue a new request and return its sequences; RequestError if it can never be answered."""
         for name, ids, count in (
             ("the prompt", inputs.token_ids, self.num_embeddings),
             ("logit_bias", params.logit_bias, self.vocabulary_size),
@@ -127,7 +127,7 @@ class EngineCore:
         self.scheduler.check(len(inputs.token_ids))
         voices = [self._make_voice(inputs, params) for _ in range(params.n)] if params.voice is not None else []
         sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s, grammar)
-        stop = params.stop if grammar is None else ()  # a grammar says where the answer ends
+        stop = params.stop if grammar is None else ()  # a grammar decides where the answer ends
         for sequence in sequences:
             self._detokenizers[sequence] = Detokenizer(self.make_token_decoder(), stop, params.min_tokens)
         self.scheduler.add(sequences)
@@ -142,10 +142,10 @@ class EngineCore:
         return self.speech.make_voice(inputs, params)
 
     def step(self) -> list[tuple[Sequence, Delta]]:
-        """What one step adds to which sequences; nothing while it only computes prompts.
+        """Run one step and return what it adds to each sequence; empty while it only computes prompts.
 
-        An error with one sequence ends its request alone; `failures` has the reason. After the text come voices: what
-        they add to a step is bounded (engine/speech/speech.py).
+        An error in one sequence ends only its request; `failures` has the reason. Voices run after the text, with a
+        bounded amount of work per step (engine/speech/speech.py).
         """
         self.step_under_way = None
         self.failures.clear()
@@ -175,16 +175,16 @@ class EngineCore:
         return results
 
     def _step_speech(self, speech: Speech, results: list[tuple[Sequence, Delta]]) -> list[tuple[Sequence, Delta]]:
-        """The text's results with those of voices. An answer that is spoken ends when all has been said.
+        """Return the results of the text with those of the voices. A spoken answer ends when its sound is complete.
 
-        A voice that fails ends its request alone.
+        A voice that fails ends only its request.
         """
         for request_id in self.failures:
             speech.forget(request_id)
         heard = [self._hear(speech, sequence, delta) for sequence, delta in results]
         try:
             parts = speech.step()
-        except Exception as error:  # with no voice by itself
+        except Exception as error:  # not caused by a single voice
             self.failures.update({sequence.request_id: error for sequence in speech.sequences})
             parts = []
         for part in parts:
@@ -199,7 +199,7 @@ class EngineCore:
         return [item for item in heard if item[0].request_id not in self.failures]
 
     def _hear(self, speech: Speech, sequence: Sequence, delta: Delta) -> tuple[Sequence, Delta]:
-        """A Delta of text, which its voice hears first; where it is the last, the answer goes on until that is done."""
+        """Pass a Delta's text to its voice; if it is the last, hold back finish_reason until the sound is complete."""
         if not speech.is_speaking(sequence):
             return sequence, delta
         speech.hear(sequence, is_complete=delta.finish_reason is not None)
@@ -208,11 +208,11 @@ class EngineCore:
         return sequence, replace(delta, finish_reason=None)
 
     def abort(self, request_id: str) -> list[tuple[Sequence, Delta]]:
-        """Ends a request: the last Delta of each unfinished sequence. Not while a step is under way."""
+        """End a request and return the last Delta of each unfinished sequence. Not while a step is under way."""
         ended = self.scheduler.abort(request_id)
         if self.speech is not None:
             for sequence in self.speech.drop(request_id):
-                if sequence not in ended:  # written, but not all of it said
+                if sequence not in ended:  # its text is complete, its sound is not
                     sequence.finish_reason = "abort"
                     ended.append(sequence)
         return [
@@ -221,7 +221,10 @@ class EngineCore:
         ]
 
     def abandon_step(self) -> set[str]:
-        """The requests dropped because their step raised as a whole: all there are if it could not be scheduled."""
+        """Drop the requests of a step that raised as a whole, and return their ids.
+
+        All requests are dropped if the step could not even be scheduled.
+        """
         step, self.step_under_way = self.step_under_way, None
         scheduler = self.scheduler
         sequences = scheduler.running + scheduler.waiting
@@ -247,7 +250,7 @@ class EngineCore:
         return self._sample(logits, step)
 
     def _sample(self, logits: Tensor, step: Step) -> list[Sampled]:
-        """What was sampled; while a device still computes it, media of the next step are on their way."""
+        """Sample the step's tokens; meanwhile, the media of the next step are copied to the device."""
         if not self._sends_ahead:
             return self.sampler.sample(logits, step)
         self.runner.send_ahead(self.scheduler.media_ahead(step))
@@ -263,7 +266,7 @@ class EngineCore:
             _log.exception("nothing could be drafted after a step")
 
     def completion(self, sequence: Sequence) -> Completion:
-        """The answer of a finished sequence."""
+        """Return the answer of a finished sequence."""
         assert sequence.finish_reason is not None, f"sequence {sequence.id} is {sequence.status.value}"
         params = sequence.params
         sound = None if self.speech is None else self.speech.sound(sequence)
@@ -290,7 +293,7 @@ class EngineCore:
         return results
 
     def _delta(self, event: Event) -> Delta:
-        """An event with its text; ends the sequence at a stop string."""
+        """Add the text to an event; end the sequence at a stop string."""
         sequence, reason = event.sequence, event.finish_reason
         detokenizer = self._detokenizers[sequence]
         text, num_tokens = "", 0
@@ -305,13 +308,13 @@ class EngineCore:
                 break
         if reason is not None:
             text += detokenizer.flush()
-            if detokenizer.is_stopped:  # perhaps only by what the decoder had kept back
+            if detokenizer.is_stopped:  # perhaps only in the text that the decoder had held back
                 reason = sequence.finish_reason = "stop"
         logprobs = None if sequence.params.logprobs is None else tuple(event.logprobs[:num_tokens])
         return Delta(sequence.index, text, tuple(event.token_ids[:num_tokens]), logprobs, reason)
 
     def _stop_at(self, sequence: Sequence, num_surplus: int) -> None:
-        """Ends a sequence by its text; a step with drafts may have gone a few tokens past it."""
+        """End a sequence at a stop string; with accepted drafts it may be a few tokens past it."""
         if sequence.is_finished:
             sequence.finish_reason = "stop"
         else:

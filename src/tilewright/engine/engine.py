@@ -1,4 +1,4 @@
-"""`tilewright.Engine`: a model that answers from Python."""
+"""`tilewright.Engine`: the Python API of a model."""
 
 from __future__ import annotations
 
@@ -50,43 +50,43 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A model, ready to answer many requests at once.
+    """A loaded model that answers many requests at once.
 
         with Engine("path/to/Qwen3-VL-2B-Instruct") as engine:
             print(engine.chat([{"role": "user", "content": "What is a tile?"}], max_tokens=100).text)
 
-    `model` is a folder, a GGUF file or a hub id; None: the small one that comes with the package, with a warning.
-    Requests may come from any thread; they are computed together.
+    `model` is a folder, a GGUF file or a hub id; None: the small model of the package, with a warning.
+    Thread-safe; concurrent requests are computed together.
 
     dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
-    quantize        "int8", "int4" or "fp8": what weights are rounded to while loading (docs/quantisation.md); "auto":
+    quantize        "int8", "int4" or "fp8": quantises the weights while loading (docs/quantisation.md); "auto":
                     one of them, by memory and measured speed; "none": those of a quantised checkpoint are widened to
                     `dtype`; None: all stay as the checkpoint has them
-    mmproj          the projector file of a GGUF model, which pictures go through; None: the one in its folder that
+    mmproj          the projector file of a GGUF model, for pictures; None: the one in its folder that
                     fits; "none": text alone
-    tp              ranks that the model is split over, each a process with cores and memory of its own
+    tp              ranks that the model is split over, each a process with its own cores and memory
                     (docs/parallel.md); "auto": one for each NUMA node, if that is measured to be faster
     cpu_binding     the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
     kv_memory       bytes for keys and values, cross-attention and recurrent states included, "4GB", or "25%" of what is
                     free; None: half of that
     kv_cache_dtype  "auto": keys and values are kept in `dtype`; "int8" or "fp8": in 8 bits, with a scale for each token
                     and head, which doubles the tokens that fit (docs/quantisation.md)
-    max_context     tokens a prompt and its answer may have; None: as many as the model allows
+    max_context     most tokens of a prompt with its answer; None: as many as the model allows
     device          "cpu", or a GPU: "cuda", "cuda:1" (docs/devices.md)
     backend         "native": the kernels; "torch": the same ops in plain torch, many times slower on a CPU, to compare
                     with (docs/devices.md); None: the kernels on a CPU, torch on a GPU
     max_sequences   answers computed together
     max_tokens_per_step  tokens of prompts and answers computed in one step
-    speculate       tokens drafted ahead, at most: by the checkpoint's multi-token predictor, if it has one and while
+    speculate       most tokens drafted ahead: by the checkpoint's multi-token predictor, if it has one and while
                     that saves time, else by prompt look-up; 0: none, and no predictor is loaded. Answers do not
                     depend on it
-    prefix_cache    whether known prefixes of prompts are reused instead of computed again
+    prefix_cache    whether cached prefixes of prompts are reused instead of computed again
     replay          whether small steps are recorded and replayed, natively or as CUDA graphs; False runs them op by op,
                     with equal results, as the torch backend always does on a CPU
-    pack_cache      whether packed weights are kept on disk for the next start
-    progress        whether loading shows a bar
-    media_limits    what pictures, videos and sounds may measure; None: `tilewright.inputs.media.MediaLimits()`
-    isolate_media   whether they are decoded by processes of their own: for untrusted media
+    pack_cache      whether packed weights are cached on disk for the next start
+    progress        whether loading shows a progress bar
+    media_limits    the largest pictures, videos and sounds; None: `tilewright.inputs.media.MediaLimits()`
+    isolate_media   whether separate processes decode them: for untrusted media
     allow_special_tokens  whether special tokens spelled out in messages are such; else they are plain text, and no
                     message can end its turn or begin another's. Prompts of `generate` are raw and may always have them
     """
@@ -117,20 +117,20 @@ class Engine:
         allow_special_tokens: bool = False,
     ) -> None:
         name = _embedded_path() if model is None else model
-        hub.find(name)  # a path that is not there is known before any process is started
+        hub.find(name)  # a missing path fails before any process is started
         self.platform = platform.resolve(device, backend)
         backend = self.platform.backend
         _require_supported(self.platform, tp=tp, quantize=quantize, kv_cache_dtype=kv_cache_dtype)
         self._kv_byte_dtype = kv_byte_dtype(kv_cache_dtype)
         self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
-        self._cleanup = contextlib.ExitStack()  # when it is closed, or cannot be started
+        self._cleanup = contextlib.ExitStack()  # run by `close`, or if starting fails
         self._cleanup.callback(self._opener.close)
         with self._cleaned_up_on_error(), ops_backend.use(backend, self.platform.place):
-            # Packed weights are mapped from disk as the host reads them: a GPU has its own copy of the checkpoint's.
+            # The pack cache is for the host, which maps packed weights from disk; a GPU has its own copy.
             pack_cache = pack_cache and self.platform.place.is_host
             loading: dict[str, Any] = {"dtype": dtype, "drafting": speculate > 0, "pack_cache": pack_cache}
             loading["mmproj"] = projector = None if mmproj is None else str(mmproj)
-            # Chosen once: all ranks pack alike.
+            # Chosen once, so that all ranks pack alike.
             loading["quantize"] = choose_format(name, projector) if quantize == AUTO else quantize
             _require_room(self.platform, name, dtype, quantize, projector)
             ranks = self._cleanup.enter_context(start_ranks(tp, cpu_binding, name, backend=backend, **loading))
@@ -175,7 +175,7 @@ class Engine:
     ) -> EngineCore:
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         num_ranks = 1
-        if ranks is not None:  # what is free is known when all have loaded
+        if ranks is not None:  # free memory is known only when all have loaded
             ranks.wait_until_loaded()
             num_ranks = ranks.size
         own_bytes = kv_bytes(kv_memory, self.platform.available_bytes()) // num_ranks
@@ -209,16 +209,15 @@ class Engine:
         )
 
     def chat(self, messages: Any, **options: Any) -> Any:
-        """The answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.
+        """Return the answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.
 
         Messages are OpenAI's, with parts such as {"type": "image", "image": path, bytes, PIL picture or array}, or
-        {"type": "audio", "audio": path, bytes, array at 16 kHz or (array, rate)}.
-        Options are SamplingParams' names, `tools`, `use_audio_in_video` (the sound of videos is heard too), and
-        whatever the chat template takes (`enable_thinking`, ...).
-        `constraint=Constraint("json_schema", schema)` (or "regex", "lark"; `tilewright.types`) holds the answer to it.
-        With `modalities=("text", "audio")` it is spoken too, by `voice` or the first of `voices`: `audio` is fp32
-        samples, `audio_rate` of them a second; the deltas of `stream` have them as they come. OpenAI's names of voices
-        mean those that `voice_aliases` has.
+        {"type": "audio", "audio": path, bytes, array at 16 kHz or (array, rate)}. Options are the names of
+        SamplingParams, `tools`, `use_audio_in_video` (read the sound of videos too), and the variables of the chat
+        template (`enable_thinking`, ...). `constraint=Constraint("json_schema", schema)` (or "regex", "lark";
+        `tilewright.types`) constrains the answer to a grammar. With `modalities=("text", "audio")` the answer is also
+        spoken by `voice`, or the first of `voices`: `audio` is fp32 samples at `audio_rate` per second; the deltas of
+        `stream` have them as they are generated. OpenAI's voice names stand for those in `voice_aliases`.
         """
         if messages and not isinstance(messages[0], Mapping):
             handles = [self.submit_chat(conversation, **options) for conversation in messages]
@@ -235,10 +234,11 @@ class Engine:
         audios: Sequence[Any] = (),
         **sampling: Any,
     ) -> Any:
-        """What follows a prompt, a text or token ids: a Completion; a list of them for a list of prompts, or for n > 1.
+        """Return the continuation of a prompt as a Completion; a list for a list of prompts, or for n > 1.
 
-        `images`, `videos` and `audios` belong to the placeholders of the prompt in order; for a list of prompts they
-        are lists, one per prompt. Other options are SamplingParams' names, `constraint` among them.
+        A prompt is a text or token ids. `images`, `videos` and `audios` belong to its placeholders in order; for a list
+        of prompts they are lists, one per prompt. Other options are the names of SamplingParams, `constraint` among
+        them.
         """
         prompts: Any = prompt if prompt_token_ids is None else prompt_token_ids
         if prompts is None or (prompt is not None and prompt_token_ids is not None):
@@ -257,7 +257,10 @@ class Engine:
         return [_result(handle) for handle in handles]
 
     def stream(self, messages: Messages | None = None, **options: Any) -> Iterator[Delta]:
-        """What `chat` or, without messages, `generate` would answer, as it comes. Leaving the loop aborts the rest."""
+        """Yield the answer of `chat` or, without messages, of `generate`, as it is generated.
+
+        Leaving the loop aborts the rest.
+        """
         if messages is not None:
             handle = self.submit_chat(messages, **options)
         else:
@@ -270,7 +273,7 @@ class Engine:
                 handle.abort()
 
     def submit_chat(self, messages: Messages, **options: Any) -> Handle:
-        """The Handle of a conversation's answer. What is no sampling parameter goes to the template."""
+        """Submit a conversation and return its Handle. Options that do not control sampling go to the chat template."""
         options["voice"] = self._voice(options.pop("modalities", None), options.get("voice"))
         sampling = {name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}
         processor, is_known = self.loaded.processor, self.loop.core.resources.media.is_known
@@ -292,7 +295,7 @@ class Engine:
         audios: Sequence[Any] = (),
         **sampling: Any,
     ) -> Handle:
-        """The Handle of what follows a prompt."""
+        """Submit a prompt and return the Handle of its continuation."""
         media = [
             *(_media_part("image", item) for item in images),
             *(_media_part("video", item) for item in videos),
@@ -307,10 +310,10 @@ class Engine:
         )
 
     def read_logits(self, token_ids: Sequence[int], read: PromptReader) -> None:
-        """Computes a prompt from its first token on, and has `read` see the logits of every token but the first.
+        """Compute a prompt, and call `read` with the logits for every token but the first.
 
-        read(i, logits) is given fp32 [R, V]: what the model expects of tokens i, i + 1, ... of the prompt. It is called
-        on the engine's thread, for parts of the prompt in order; the logits are overwritten after it returns.
+        read(i, logits) gets fp32 [R, V]: the logits from which tokens i, i + 1, ... of the prompt are predicted. It is
+        called on the engine's thread, for parts of the prompt in order; the logits are overwritten after it returns.
         """
         inputs = self.loaded.processor.prompt(None, token_ids)
         readers = self.loop.core.sampler.prompt_readers
@@ -322,10 +325,10 @@ class Engine:
             del readers[id(inputs)]
 
     def features(self, medium: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of a message that brings the features of a picture, video or sound in its place (docs/inputs.md).
+        """Return a message part with the encoded features of a picture, video or sound (docs/inputs.md).
 
-        `medium` is a part too, such as {"type": "image", "image": source}. Any engine of the same model takes the
-        result, and answers as to the medium, without its encoder.
+        `medium` is a message part too, such as {"type": "image", "image": source}. Any engine of the same model accepts
+        the result in its place and answers alike, without running its encoder.
         """
         processor, executor, own = self.loaded.processor, self.loop.core.runner, self.platform
         if not isinstance(processor, MediaProcessor) or not isinstance(executor, Executor):
@@ -334,7 +337,7 @@ class Engine:
             return features_part(processor, medium, lambda media: self.loop.call(lambda: encode_now(executor, media)))
 
     def _voice(self, modalities: Sequence[str] | None, voice: str | None) -> str | None:
-        """The voice that speaks an answer: the one asked for, or the model's first; None: it is text alone."""
+        """Return the voice that speaks an answer: the requested one, or the model's first; None for text only."""
         unknown = set(modalities or ()) - {"text", "audio"}
         if unknown or "text" not in (modalities or ("text",)):
             raise RequestError(f"modalities is {list(modalities or ())!r:.100}, expected text, or text and audio")
@@ -346,34 +349,34 @@ class Engine:
 
     @property
     def voices(self) -> tuple[str, ...]:
-        """Names of the voices that can speak answers, the default first; none where the model does not speak."""
+        """Names of the voices that can speak answers, the default first; empty if the model does not speak."""
         return () if self.loaded.speech is None else self.loaded.speech.voices
 
     @property
     def voice_aliases(self) -> Mapping[str, str]:
-        """OpenAI's names of voices (alloy, ...), each with the one of `voices` that it means here."""
+        """OpenAI's voice names (alloy, ...), each with the one of `voices` it stands for."""
         return voice_aliases(self.voices)
 
     @cached_property
     def text_limits(self) -> TextLimits:
-        """How much text a request may bring."""
-        # The scheduler's: there may be less memory for keys and values than the context needs.
+        """Limits on the text of one request."""
+        # The scheduler's max_context: the memory for keys and values may hold less than the model's context.
         return TextLimits(self.loop.core.scheduler.max_context, self.loaded.tokenizer.max_token_bytes)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What the keys and values of one token take, over all layers, on each rank."""
+        """Bytes of the keys and values of one token, over all layers, on each rank."""
         return self._bytes_per_token(self.loaded.model.kv_spec)
 
     def _bytes_per_token(self, spec: KvSpec) -> int:
         return spec.bytes_per_token(self.loaded.dtype.itemsize, self._kv_byte_dtype)
 
     def costs(self) -> Costs:
-        """What the model reads and computes, with its keys and values as they are kept here."""
+        """Return the bytes and operations of the model's steps, with its keys and values as they are stored here."""
         return costs_of(self.loaded.model, self.loaded.dtype.itemsize, self._kv_byte_dtype)
 
     def memory(self) -> MemoryUse:
-        """What the engine's memory goes to, now."""
+        """Return the engine's current memory use by purpose."""
         runner, resources = self.loop.core.runner, self.loop.core.resources
         spec, windows = self.loaded.model.kv_spec, resources.windows
         pools = [(spec.outside(tuple(windows)), resources.kv.pool)]
@@ -398,10 +401,10 @@ class Engine:
         return dataclasses.replace(self.loop.stats(), **vars(memory), other_bytes=memory.other_bytes)
 
     def close(self) -> None:
-        """Aborts what is under way and ends the engine's threads."""
+        """Abort all requests and end the engine's threads."""
         if self._entry_check:
             self._entry_check.close()
-        self._opener.close()  # first: a prompt that waits for a decoder would keep the loop waiting
+        self._opener.close()  # first: the loop would wait for a prompt that waits for a decoder
         self.loop.close(drain=False)
         self._cleanup.close()
 
@@ -414,7 +417,7 @@ class Engine:
         self.close()
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """SamplingParams by name, the checkpoint's recommendations where nothing is given."""
+        """Return SamplingParams from names, with the checkpoint's recommendations as defaults."""
         unknown = sorted(set(given) - set(SamplingParams.__dataclass_fields__))
         if unknown:
             raise RequestError(f"unknown sampling parameter {unknown[0]!r}")
@@ -443,7 +446,7 @@ class Engine:
 
 
 def _on_backend(backend: str, device: Device, start: Callable[[], None]) -> Callable[[], None]:
-    """What a thread of the engine begins with: each has a backend of its own."""
+    """Return the start function of a thread: it selects the thread's own backend, then calls `start`."""
 
     def begin() -> None:
         ops_backend.activate(backend, device)
@@ -453,7 +456,7 @@ def _on_backend(backend: str, device: Device, start: Callable[[], None]) -> Call
 
 
 def _require_supported(own: Platform, *, tp: int | str, quantize: str | None, kv_cache_dtype: str) -> None:
-    """RequestError for what runs on a CPU alone."""
+    """Raise RequestError for options that only run on a CPU."""
     if own.place.is_host:
         return
     own.require_one_rank(tp)
@@ -466,7 +469,7 @@ def _require_supported(own: Platform, *, tp: int | str, quantize: str | None, kv
 
 
 def _require_room(own: Platform, name: str | Path, dtype: str, quantize: str | None, mmproj: str | None) -> None:
-    """RequestError where a GPU has no room for the weights, or no products with quants as the checkpoint has them."""
+    """Raise RequestError if a GPU lacks memory for the weights, or kernels for the checkpoint's quantised format."""
     if own.place.is_host:
         return
     checkpoint = open_checkpoint(name, mmproj)
@@ -496,13 +499,13 @@ def _embedded_path() -> Path:
 
 
 def _start_check(loaded: LoadedModel, loop: EngineLoop) -> EntryCheck | None:
-    """What reads mapped weights through behind the answers; None where they were packed now, or are all compared."""
+    """Start checking mapped weights in the background; None if they were packed just now, or are checked already."""
     unchecked = loaded.report.unchecked
     return None if unchecked is None else EntryCheck(unchecked, loop.fail)
 
 
 def _fit_context(loaded: LoadedModel, max_context: int | None) -> int:
-    """Tokens of a prompt and its answer, as many as asked for and as the model allows; its rope is fitted to them."""
+    """Return the usable context length in tokens, and fit the model's rope to it."""
     longest = loaded.model.max_context
     if max_context is not None and max_context > longest:
         _log.warning(
@@ -527,7 +530,7 @@ def _per_prompt(name: str, items: Sequence[Any], num_prompts: int) -> Sequence[A
 
 
 def _media_part(kind: MediaKind, item: Any) -> dict[str, Any]:
-    """A medium as a part of a message; a video may come as {"video": frames, "fps": of the frames}."""
+    """Return a medium as a message part; a video may be given as {"video": frames, "fps": of the frames}."""
     return {"type": kind, **item} if isinstance(item, Mapping) else {"type": kind, kind: item}
 
 

@@ -1,4 +1,4 @@
-"""A request as its caller sees it, and the errors of the engine itself, which no request has caused."""
+"""The caller's side of a request, and the errors of the engine itself, which no request causes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tilewright.types import Completion, Delta, SamplingParams, Timings
 
 
 class EngineError(RuntimeError):
-    """A step failed, and with it the requests that were part of it."""
+    """A step failed, and the requests in it with it."""
 
 
 class EngineLostError(EngineError):
-    """The engine cannot go on, with any request. One that is started anew can."""
+    """The engine cannot continue with any request; a restarted one can."""
 
 
 _log = logging.getLogger(__name__)
 
 
 class Handle:
-    """The answers to a request as they come, from any thread; a slow reader holds nobody up."""
+    """The answers to one request as they are generated, readable from any thread; a slow reader delays nobody."""
 
     def __init__(
         self,
@@ -34,14 +34,15 @@ class Handle:
         self.request_id = request_id
         self.params = params
         self._aborted = aborted or threading.Event()
-        self.prompt_token_ids: tuple[int, ...] = ()  # once the prompt is prepared; its media are not held here
+        self.prompt_token_ids: tuple[int, ...] = ()  # set once the prompt is prepared; its media are not kept here
         self.opens_reasoning = False
         self._abort = abort
         self.submitted_s = time.perf_counter()
         self._changed = threading.Condition()
         self._deltas: list[Delta] = []
         self._completions: list[Completion | None] = [None] * params.n
-        # Apart from `_changed`: whoever waits for the end is not woken by every token, on a core that computes.
+        # Separate from `_changed`, so that a thread waiting for the end is not woken by every token, on a core that
+        # computes.
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._subscribers: list[tuple[Callable[[Delta], None], Callable[[BaseException | None], None]]] = []
@@ -55,7 +56,7 @@ class Handle:
         return self._done.is_set()
 
     def __iter__(self) -> Iterator[Delta]:
-        """Every Delta from the first on, as they come; then raises what went wrong, if something did."""
+        """Yield every Delta from the first one, as it arrives; then raise the request's error, if there is one."""
         index = 0
         while True:
             with self._changed:
@@ -70,9 +71,9 @@ class Handle:
                 return
 
     def subscribe(self, on_delta: Callable[[Delta], None], on_end: Callable[[BaseException | None], None]) -> None:
-        """Calls on_delta with every Delta from the first on, then on_end with the error or None.
+        """Call on_delta with every Delta from the first one, then on_end with the error or None.
 
-        They are called from the engine's thread, which waits for them: hand over and return.
+        Both are called on the engine's thread, which waits for them: hand over and return.
         """
         with self._changed:
             for delta in self._deltas:
@@ -83,7 +84,7 @@ class Handle:
                 self._subscribers.append((on_delta, on_end))
 
     def result(self, timeout_s: float | None = None) -> list[Completion]:
-        """The n answers, when all are finished; raises what went wrong, or TimeoutError."""
+        """Return the n answers once all are finished; raise the request's error, or TimeoutError."""
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"request {self.request_id} is not finished after {timeout_s} s")
         if self._error is not None:
@@ -91,12 +92,12 @@ class Handle:
         return [completion for completion in self._completions if completion is not None]
 
     def abort(self) -> None:
-        """Ends the request as soon as the step under way is done; its answers end as "abort"."""
+        """End the request as soon as the step under way is done; its answers get finish_reason "abort"."""
         self._aborted.set()
         self._abort(self)
 
     def push(self, delta: Delta, completion: Completion | None = None) -> None:
-        """Adds a Delta, and the answer it completes. The engine's side, as are `end` and `end_unstarted`."""
+        """Append a Delta, and the answer it completes. Called by the engine, as are `end` and `end_unstarted`."""
         with self._changed:
             self._deltas.append(delta)
             if completion is not None:
@@ -119,7 +120,7 @@ class Handle:
             self._changed.notify_all()
 
     def end_unstarted(self) -> None:
-        """Ends a request that was aborted before it reached the engine: nothing of it is known but that."""
+        """End a request that was aborted before it reached the engine: its answers are empty."""
         waited_s = time.perf_counter() - self.submitted_s
         for index in range(self.params.n):
             completion = Completion("", (), "abort", 0, 0, Timings(waited_s, waited_s, waited_s))

@@ -1,4 +1,4 @@
-"""The thread that runs steps while there is work. Other threads prepare requests, and answers return to them."""
+"""The thread that runs steps while there is work; other threads prepare requests and read the answers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Result = TypeVar("Result")
 
 
 class PreparationThreads:
-    """Threads by what takes long about a request: text does not wait behind videos or a book, nor videos behind a
-    constraint that takes seconds to compile.
+    """Thread pools that prepare requests, one pool per kind of slow work.
 
-    `num_threads` are those for media, and for constraints; each calls `start` first. They start when they are needed.
+    Text does not wait behind videos or a book, nor videos behind a constraint that takes seconds to compile. The pools
+    for media and for constraints have `num_threads` each. A thread starts when first needed and calls `start`.
     """
 
     def __init__(self, num_threads: int, start: Callable[[], None] | None = None) -> None:
@@ -42,7 +42,7 @@ class PreparationThreads:
         return self._pools[kind].submit(task)
 
     def close(self) -> None:
-        """Waits for the tasks that were submitted."""
+        """Wait for the submitted tasks."""
         for pool in self._pools.values():
             pool.shutdown()
 
@@ -51,11 +51,12 @@ _log = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Takes requests from any thread, and answers them through their Handles.
+    """Accept requests from any thread, and answer them through their Handles.
 
-    Prompts are prepared by threads of its own, num_prepare_threads for those with media, so that reading pictures
-    overlaps with computing; each calls start_preparing first, as the thread that steps calls start_stepping. With
-    threaded=False nothing runs by itself: `submit` prepares, and the caller calls `step` until it returns False.
+    Threads of the loop prepare prompts, num_prepare_threads of them for those with media, so that decoding pictures
+    overlaps with computing. Each calls start_preparing first; the thread that runs steps calls start_stepping. With
+    threaded=False nothing runs in the background: `submit` prepares, and the caller calls `step` until it returns
+    False.
     """
 
     def __init__(
@@ -69,15 +70,15 @@ class EngineLoop:
         threaded: bool = True,
     ) -> None:
         self.core = core
-        self._handles: dict[str, Handle] = {}  # of all requests that are not done
-        self._inbox: deque[Callable[[], None]] = deque()  # what other threads ask for, done between steps
+        self._handles: dict[str, Handle] = {}  # of all unfinished requests
+        self._inbox: deque[Callable[[], None]] = deque()  # tasks of other threads, run between steps
         self._changed = threading.Condition()  # guards what is above and below
         self._num_preparing = 0
         self._is_closing = False
-        self._has_read_media = False  # since the heap was trimmed
-        self._failure: Exception | None = None  # why no request is taken any more
+        self._has_read_media = False  # since the heap was last trimmed
+        self._failure: Exception | None = None  # why new requests are refused
         self._counter = StepCounter()
-        self._costs = costs  # None: what steps read and compute is not counted
+        self._costs = costs  # None: bytes read and operations are not counted
         self._step_began_s: float | None = None
         self.after_step: Callable[[], None] = lambda: None  # on the engine's thread, when all Handles have the results
         self._start_stepping = start_stepping
@@ -95,12 +96,12 @@ class EngineLoop:
         is_long: bool = False,
         aborted: threading.Event | None = None,
     ) -> Handle:
-        """The Handle of a request whose prompt `prepare` makes. What it raises, the Handle's readers get.
+        """Return the Handle of a request whose prompt `prepare` makes; the Handle raises what `prepare` raises.
 
-        `aborted` is set when the request is, for a `prepare` that can end early.
+        `aborted` is set when the request is aborted, so that `prepare` can end early.
         """
         handle = Handle(uuid.uuid4().hex, params, self._abort, aborted)
-        # Before the lock, which the engine's thread needs too: looking up a constraint of megabytes takes a while.
+        # Outside the lock, which the engine's thread needs too: looking up a constraint of megabytes takes a while.
         kind: PromptKind = "media" if has_media else "long text" if is_long else "text"
         if self.core.must_compile(params):
             kind = "constraint"
@@ -109,7 +110,7 @@ class EngineLoop:
                 raise EngineError("the engine is closed")
             if self._failure:
                 raise self._failure
-            if self._preparers:  # first: where no thread can be started, nothing is left behind
+            if self._preparers:  # first: if no thread can be started, nothing is left behind
                 self._preparers.submit(kind, partial(self._prepare, handle, prepare))
             self._handles[handle.request_id] = handle
             self._num_preparing += 1
@@ -118,7 +119,7 @@ class EngineLoop:
         return handle
 
     def step(self) -> bool:
-        """Does what came in, then one step; False when there was no work."""
+        """Run the tasks of other threads, then one step; return False if there was no work."""
         while self._inbox:
             self._inbox.popleft()()
         if not self.core.has_work:
@@ -139,7 +140,7 @@ class EngineLoop:
         return True
 
     def call(self, task: Callable[[], Result]) -> Result:
-        """What `task` returns, which runs on the engine's thread between two steps."""
+        """Run `task` on the engine's thread between two steps, and return its result."""
         done: Future[Result] = Future()
 
         def run() -> None:
@@ -159,7 +160,7 @@ class EngineLoop:
         return done.result()
 
     def stats(self) -> Stats:
-        """Counters and speeds as of now."""
+        """Return the counters and speeds as of now."""
         scheduler = self.core.scheduler
         drafter = scheduler.drafter
         counter, began_s = self._counter, self._step_began_s
@@ -180,7 +181,7 @@ class EngineLoop:
         )
 
     def fail(self, error: Exception) -> None:
-        """Ends every request with `error` and refuses later ones: for what makes all answers wrong, from any thread."""
+        """End every request with `error` and refuse later ones: for faults that make all answers wrong. Thread-safe."""
         with self._changed:
             self._failure = error
             handles = list(self._handles.values())
@@ -189,7 +190,7 @@ class EngineLoop:
             handle.abort()
 
     def close(self, *, drain: bool = True) -> None:
-        """Ends when all requests are answered, or, without drain, aborted. Later submissions are refused."""
+        """Return when all requests are answered, or aborted without `drain`. Later submissions are refused."""
         with self._changed:
             self._is_closing = True
             handles = list(self._handles.values())
@@ -239,7 +240,7 @@ class EngineLoop:
     def _add(
         self, handle: Handle, prepared: ModelInputs | BaseException | None, grammar: Grammar | None = None
     ) -> None:
-        """Hands a prepared request to the core, or ends it if preparing failed or it was aborted."""
+        """Pass a prepared request to the core, or end it if preparing failed or it was aborted."""
         with self._changed:
             self._num_preparing -= 1
         if prepared is None or handle.is_aborted:
@@ -272,17 +273,17 @@ class EngineLoop:
                 self._forget(handle)
 
     def _completion(self, sequence: Sequence) -> Completion:
-        """The answer of a finished sequence, with the speed at which the steps that decoded it read."""
+        """Return the answer of a finished sequence, with the read speed of the steps that decoded it."""
         completion, earlier = self.core.completion(sequence), sequence.reads_at_first_token
         speed = None if earlier is None else self._counter.reads.speed_since(earlier)
         return replace(completion, timings=replace(completion.timings, decode_bytes_per_s=speed))
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        """Ends a request that failed in a step: with its own RequestError, or else with an EngineError."""
+        """End a request that failed in a step: with its own RequestError, or else with an EngineError."""
         is_told = isinstance(error, RequestError | EngineLostError)  # the loss was logged when it was seen
         if not is_told:
-            # As text, and only then without frames: those hold the sequences of the step, and with them pictures, as
-            # long as someone holds the error or what was logged.
+            # Logged as text, since the error's frames would keep the sequences of the step, and their pictures, alive
+            # as long as someone holds the error or the log record; they are removed below.
             _log.error("request %s failed in a step\n%s", request_id, "".join(traceback.format_exception(error)))
         forget_frames(error)
         if not is_told:
@@ -325,14 +326,14 @@ class EngineLoop:
         for sequence, _ in results:
             if sequence.reads_at_first_token is None:
                 sequence.reads_at_first_token = self._counter.reads
-        # These have sequences with their media, which nobody else may need any more.
+        # These refer to sequences and their media, which may otherwise be unused by now.
         self.core.step_under_way = None
         if drafter:
             drafter.draft_inputs = []
 
 
 def forget_frames(error: BaseException) -> None:
-    """Takes the tracebacks off an error and those it came from."""
+    """Remove the tracebacks from an error and from its causes and contexts."""
     chain = [error]
     for link in chain:
         link.__traceback__ = None

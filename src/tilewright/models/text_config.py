@@ -75,7 +75,7 @@ _PARTS = ("embed_tokens", "layers", "norm", "language_model", "visual")
 
 
 def has_separate_experts(names: Iterable[str]) -> bool:
-    """Whether a checkpoint has a tensor per expert and projection."""
+    """Return whether a checkpoint has a tensor per expert and projection."""
     return any(".mlp.experts." in name and name.endswith(".gate_proj.weight") for name in names)
 
 
@@ -186,7 +186,7 @@ def _num_experts(config: Config) -> int:
 
 
 def _is_dense(config: Config, layer: int) -> bool:
-    """Whether a layer of a Qwen3-MoE config has no experts."""
+    """Return whether a layer of a Qwen3-MoE config has no experts."""
     listed = config.get("mlp_only_layers") or ()
     if not isinstance(listed, (list, tuple)):
         raise UnsupportedConfig(f"config has mlp_only_layers {listed!r}, expected a list")

@@ -63,7 +63,7 @@ class Device:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def can_read(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in such memory."""
+        """Return whether a tensor lies in such memory."""
         return True
 
     def upload(self, source: Tensor, target: Tensor | None = None, *, beside: bool = False) -> tuple[Tensor, Copy]:

@@ -305,7 +305,7 @@ def concatenate(parts: Sequence[Quantized]) -> Quantized:
 
 
 def same_columns(one: Quantized, other: Quantized) -> bool:
-    """Whether two weights have their columns in the same order."""
+    """Return whether two weights have their columns in the same order."""
     if one.columns is None or other.columns is None:
         return one.columns is other.columns
     return torch.equal(one.columns, other.columns)

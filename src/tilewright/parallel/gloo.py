@@ -205,7 +205,7 @@ class GlooGroup(Group):
             tell_broken(self._store, self._failure)
 
     def _appears(self, key: str) -> bool:
-        """Whether the store has the key, now or within 100 ms."""
+        """Return whether the store has the key, now or within 100 ms."""
         try:
             self._store.wait([key], _SIGNAL_CHECK)
         except dist.DistStoreError:  # not yet

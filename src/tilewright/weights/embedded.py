@@ -75,7 +75,7 @@ def path(key: str = "tiny_vl") -> Path:
 
 
 def has(key: str) -> bool:
-    """Whether the model is installed."""
+    """Return whether the model is installed."""
     folder = _folders().get(key)
     return folder is not None and (folder / MODELS[key].file).is_file()
 
@@ -94,7 +94,7 @@ def names() -> list[str]:
 
 
 def is_embedded(model: str | Path) -> bool:
-    """Whether `model` is the folder of an embedded model, however it is written."""
+    """Return whether `model` is the folder of an embedded model, however it is written."""
     return _key_of(model) is not None
 
 

@@ -197,7 +197,7 @@ def _check(weights: Iterable[Weight], checkpoint: Checkpoint, stored_names: dict
 
 
 def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor is a bias of zeros beside a quantised weight: some tools give one to every module."""
+    """Return whether a tensor is a bias of zeros beside a quantised weight: some tools give one to every module."""
     module, _, end = name.rpartition(".")
     weight = f"{module}.weight"
     if end != "bias" or weight not in checkpoint.shapes or checkpoint.quantized_as(weight) is None:
@@ -251,7 +251,7 @@ class _TensorReader:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether bf16 or fp32 values are all numbers.
+    """Return whether bf16 or fp32 values are all numbers.
 
     By their bits: an exponent of ones makes a value the largest there is of its sign, read as a signed integer where it
     is positive and as an unsigned one where it is negative. Two maxima of integers take 0.1 s per GB, 3 % of packing.

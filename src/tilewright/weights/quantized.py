@@ -279,7 +279,7 @@ def _group_of(module: str, stated: _Config) -> _Config:
 
 
 def _names(target: str, module: str) -> bool:
-    """Whether a target, a name or an expression for names, is of a module."""
+    """Return whether a target, a name or an expression for names, is of a module."""
     if target.startswith("re:"):
         try:
             return re.match(target[3:], module) is not None

@@ -1,6 +1,6 @@
-"""Compiles the constraint of a request to a grammar once, and keeps it for the next request.
+"""Compiles the constraint of a request to a grammar, and caches it for the next request.
 
-A constraint is written as llguidance reads it, with the reasoning that may come before the answer.
+The grammar is in the form llguidance reads, with the reasoning that may come before the answer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MAX_SOURCE_BYTES = 1 << 20
 _NAME_BY_KIND = {"json_schema": "the JSON schema", "regex": "the regular expression", "lark": "the grammar"}
 
-# One space at most between two signs, as json.dumps writes. A weak model falls into line breaks where more are allowed:
-# 200 tokens of the embedded model's answer were nothing else where 64 were. A schema may bring options of its own.
+# One space at most between two signs, as json.dumps writes. Where more are allowed, a weak model falls into line
+# breaks: in one answer of the embedded model they were 200 tokens, the answer itself 64. A schema may override this.
 _JSON_OPTIONS = {"whitespace_pattern": r"\x20"}
 
 # Reasoning ends at the first closing tag, as text: a vocabulary may have it as one token, as several, or as both.
@@ -42,12 +42,12 @@ SPACE: /[ \\t\\r\\n]{{1,64}}/
 
 
 def name_of(constraint: Constraint) -> str:
-    """What errors call it."""
+    """Return the constraint's name in error messages."""
     return constraint.subject or _NAME_BY_KIND[constraint.kind]
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """The grammar of a constraint, without reasoning; RequestError for what is obviously none."""
+    """Return the grammar of a constraint, without reasoning; RequestError for obvious errors."""
     if constraint.kind not in _NAME_BY_KIND:
         raise RequestError(f"constraint kind is {constraint.kind!r}, expected {', '.join(_NAME_BY_KIND)}")
     name = name_of(constraint)
@@ -64,7 +64,7 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def with_reasoning(grammar: str, *, opens_reasoning: bool) -> str:
-    """The grammar after reasoning: the rest of it where the prompt ends within it, else any or none."""
+    """Return the grammar preceded by reasoning: the rest of it if the prompt ends within it, else optional."""
     (answer,) = json.loads(grammar)["grammars"]
     reasoning = _REASONING.format(
         start="reasoning SPACE? @answer" if opens_reasoning else "(reasoning SPACE?)? @answer",
@@ -85,7 +85,7 @@ def _answer(constraint: Constraint) -> dict[str, Any]:
 def _schema(source: str) -> dict[str, Any]:
     schema = parse_json(source, "the JSON schema")
     if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}  # everything, or nothing
+        schema = {} if schema else {"enum": []}  # true allows everything, false nothing
     if not isinstance(schema, dict):
         raise RequestError(f"the JSON schema is {source.strip()[:80]!r}, expected an object")
     return {"x-guidance": _JSON_OPTIONS, **schema}
@@ -96,14 +96,14 @@ def _regex(source: str) -> str:
         raise RequestError(f"the regular expression ends with a single backslash: {source[-80:]!r}")
     import llguidance
 
-    # Digits and letters of ASCII, as in JSON Schema's patterns: \d is no Arabic digit.
+    # Only ASCII digits and letters, as in JSON Schema's patterns: \d matches no Arabic digit.
     return llguidance.regex_to_lark(source, "dw")
 
 
 MAX_GRAMMARS = 32
 MAX_REFUSALS = 1024
-REFUSAL_S = 60.0  # the same constraint is refused at once for so long; later the machine may be less busy
-# Of a schema within a grammar, as one of tools is: its position in there means nothing to its author.
+REFUSAL_S = 60.0  # the same constraint is refused at once for this long; later the machine may be less busy
+# Error of a schema within a grammar, as for tools: its position in the grammar means nothing to its author.
 _SCHEMA_ERROR = re.compile(r"failed to compile JSON schema: (.*)")
 
 
@@ -117,7 +117,7 @@ class Grammar:
         self._constraint = constraint
 
     def start(self) -> Matcher:
-        """A matcher for one answer, at its start."""
+        """Return a matcher for one answer, at its start."""
         names_token_ids = self._constraint.kind == "lark"
         return Matcher(self._matcher.deep_copy(), self._vocabulary, self._break, names_token_ids=names_token_ids)
 
@@ -128,7 +128,7 @@ class Grammar:
 
 
 class ConstraintCompiler:
-    """Compiles constraints, for any thread. The vocabulary is laid out for it when the first one comes."""
+    """Compile and cache constraints. Thread-safe. The first one also builds the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
         self._tokenizer = tokenizer
@@ -136,19 +136,19 @@ class ConstraintCompiler:
         self._vocabulary: tuple[Vocabulary, CompileSandbox] | None = None
         self._vocabulary_lock = threading.Lock()
         self._grammars: OrderedDict[tuple[Constraint, bool], Grammar] = OrderedDict()
-        # When and why, by digest: a source may have a megabyte.
+        # Time and reason by digest: a source may have a megabyte.
         self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._grammars_lock = threading.Lock()
 
     def knows(self, constraint: Constraint) -> bool:
-        """Whether `compile` answers at once."""
+        """Return whether `compile` answers at once."""
         with self._grammars_lock:
             known = [self._grammars.get((constraint, opens)) for opens in {False, constraint.allows_reasoning}]
             is_compiled = all(grammar is not None and not grammar.is_broken for grammar in known)
             return is_compiled or self._refusal(constraint) is not None
 
     def compile(self, constraint: Constraint, *, opens_reasoning: bool = False) -> Grammar:
-        """The grammar of a constraint; RequestError that says what is wrong with it."""
+        """Return the grammar of a constraint; RequestError with the reason if it cannot be compiled."""
         key = constraint, opens_reasoning and constraint.allows_reasoning
         with self._grammars_lock:
             known = self._grammars.get(key)
@@ -175,7 +175,7 @@ class ConstraintCompiler:
         return grammar
 
     def _refusal(self, constraint: Constraint) -> str | None:
-        """Why it was refused a moment ago."""
+        """Return why the constraint was refused within the last REFUSAL_S seconds, or None."""
         refused_s, reason = self._refusals.get(_digest(constraint), (0.0, None))
         return reason if time.monotonic() - refused_s < REFUSAL_S else None
 

@@ -1,6 +1,6 @@
-"""From a grammar as text to a matcher of llguidance, or an error that says what is wrong with it.
+"""Turns a grammar as text into a matcher of llguidance, or into an error that says what is wrong with it.
 
-Free of torch and numpy: `constraint_trial` runs the same in a process of its own, which has to start quickly.
+Imports neither torch nor numpy, so that the sandbox (engine/constraint/sandbox.py) starts quickly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 # The library follows references and rules by recursion, without a limit of its own: a schema of 60 KB, a chain of 1,000
-# objects, overflowed a stack of 8 MB. Memory is taken only as far as it is used.
+# objects, overflowed a stack of 8 MB. Untouched stack takes no memory.
 COMPILE_STACK_BYTES = 64 << 20
 MAX_ERROR_LENGTH = 500
 
@@ -25,7 +25,7 @@ class GrammarError(ValueError):
 
 
 def limits() -> llguidance.LLParserLimits:
-    """What a grammar may cost.
+    """Return the limits on what a grammar may cost.
 
     A quarter of the library's defaults for a mask: some 5 ms of derivatives and 1 ms of parsing at its speeds, while
     masks of the schemas in benchmarks/constraints.py take less than 1 ms. Lexer states are some 1 KB each.
@@ -38,14 +38,14 @@ def limits() -> llguidance.LLParserLimits:
 
 
 def build(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the start of the grammar that has computed its first mask: later masks cost less."""
+    """Return a matcher at the start of the grammar. Its first mask is computed here; later masks cost less."""
     import llguidance
 
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
     _check(matcher)
     mask = matcher.compute_bitmask()
     _check(matcher)
-    # Drafts are taken back, which is impossible after lexemes with max_tokens= or stop=.
+    # Drafts are rolled back, which is impossible after lexemes with max_tokens= or stop=.
     probe = matcher.deep_copy()
     byte = next(index for index, bits in enumerate(mask) if bits)
     probe.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
@@ -55,7 +55,7 @@ def build(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatch
 
 
 def on_deep_stack(function: Callable[[], Result], stack_bytes: int) -> Result:
-    """What the function returns or raises, computed by a thread with a stack of that size."""
+    """Run the function on a thread with a stack of this size; return or raise what it does."""
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -82,10 +82,10 @@ _stack_size_lock = threading.Lock()
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str | None:
-    """What went wrong in a matcher, in a few lines; None if nothing did."""
+    """Return the error of a matcher in a few lines, or None."""
     if not matcher.is_error():
         return None
-    message = matcher.get_error().split("\n<")[0].strip()  # past it: a backtrace, or the state of the parser
+    message = matcher.get_error().split("\n<")[0].strip()  # cut before a backtrace, or the state of the parser
     if message == "NoExtensionBias":
         return "no text of this vocabulary fits it"
     return message if len(message) <= MAX_ERROR_LENGTH else message[:MAX_ERROR_LENGTH] + " ..."

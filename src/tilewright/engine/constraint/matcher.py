@@ -1,4 +1,4 @@
-"""How far one answer has come in its grammar, and which tokens may come next."""
+"""The position of one answer in its grammar, and the tokens that may come next."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Matcher:
-    """Holds one answer to its grammar. For one thread at a time.
+    """Holds one answer to its grammar. Not thread-safe.
 
-    Where a text may be cut into tokens in several ways and the grammar forces it, only the tokenizer's own way is
-    allowed: the model reads what it was trained on.
+    Where the grammar forces a text that has several tokenizations, only the tokenizer's own is allowed: the model reads
+    what it was trained on.
     """
 
     def __init__(
@@ -33,36 +33,36 @@ class Matcher:
         names_token_ids: bool,
     ) -> None:
         self.num_words = vocabulary.num_words
-        self.error: RequestError | None = None  # a limit was hit, and nothing below is valid any more
+        self.error: RequestError | None = None  # set when a limit was hit; masks are invalid from then on
         self._matcher = matcher
-        # A grammar that names tokens by their ids may name some that the vocabulary has only rows for.
+        # A grammar that names tokens by id may name rows of the head that have no token.
         self._known = vocabulary.known if names_token_ids else None
         self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
         self._fail = fail
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can be added any more."""
+        """Return whether no token can be added any more."""
         return self._matcher.is_stopped()
 
     @property
     def is_accepting(self) -> bool:
-        """Whether what there is fits as a whole: the answer may end here."""
+        """Return whether the answer may end here."""
         return self._matcher.is_accepting()
 
     def advance(self, token_id: int) -> None:
-        """Takes the token that was drawn: one that the mask allowed, and none that ends the answer."""
+        """Accept a drawn token: one that the mask allowed and that does not end the answer."""
         self._matcher.consume_token(token_id)
         self._check()
 
     def forced_token_ids(self) -> list[int]:
-        """The tokens that come next in any case, none if there is a choice."""
+        """Return the tokens that the grammar forces next; empty if there is a choice."""
         forced = self._matcher.compute_ff_tokens()
         self._check()
         return forced
 
     def num_fitting(self, token_ids: Sequence[int]) -> int:
-        """How many of the first of these tokens may come next."""
+        """Return how many of these tokens, from the first on, the grammar allows next."""
         inner = [] if self.is_complete else list(token_ids)
         for index, token_id in enumerate(inner):
             if token_id in self._stop_token_ids:
@@ -73,10 +73,10 @@ class Matcher:
         return count
 
     def fill(self, words: Tensor, first: int, drafts: Sequence[int], unwanted: Sequence[Collection[int]]) -> None:
-        """Writes the mask of the next token, then of the one after each draft, into rows of words from `first` on.
+        """Write the mask of the next token, then of the one after each draft, into rows of words from `first` on.
 
-        words are int32 [N, num_words], as `ops.sample.mask` reads them. Tokens in unwanted[i] are left out of mask i
-        where that leaves any.
+        words are int32 [N, num_words], as `ops.sample.mask` reads them. Tokens in unwanted[i] are removed from mask i
+        unless that would leave none.
         """
         row_bytes = 4 * self.num_words
         address = words.data_ptr() + first * row_bytes
@@ -93,7 +93,7 @@ class Matcher:
         self._check()
 
     def raise_error(self) -> None:
-        """Raises `error`, if there is one: the grammar has become too costly to follow."""
+        """Raise `error`, if there is one: the grammar has become too costly to follow."""
         if self.error is not None:
             raise self.error
 

@@ -1,7 +1,7 @@
-"""Compiles grammars in a process of its own before they are compiled in ours.
+"""Compiles grammars in a separate process before they are compiled in the engine's.
 
-What hangs, crashes or takes all memory there harms nobody. No size is harmless: six multipleOf in a schema of 100 bytes
-compiled for more than a minute.
+A grammar that hangs, crashes or exhausts memory there harms nobody. No size is harmless: a schema of 100 bytes with six
+multipleOf compiled for more than a minute.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tilewright.types import TransientError
 
 _log = logging.getLogger(__name__)
 
-TIMEOUT_S = 5.0  # of CPU, so that a busy machine refuses nothing that an idle one takes
-MAX_WAIT = 3  # times TIMEOUT_S for a process that gets little of a CPU
+TIMEOUT_S = 5.0  # of CPU time, so that a busy machine accepts what an idle one does
+MAX_WAIT = 3  # times TIMEOUT_S of wall time, for a process that gets little CPU
 START_TIMEOUT_S = 60.0
 _POLL_S = 0.25
 MEMORY_BYTES = 1 << 30
 MAX_ANSWER_BYTES = 1 << 20
-# A quarter of what the compilation after it gets: what passes here does not overflow there.
+# A quarter of the stack of the later compilation: what passes here does not overflow there.
 STACK_BYTES = 16 << 20
 
 
 class GrammarLost(GrammarError):
-    """The process ended by its limits while it compiled the grammar."""
+    """The process exceeded its own limits while it compiled the grammar."""
 
 
 class CompileSandbox:
-    """Tries grammars, for any thread, one after the other. Its process starts with the first, and again if it died."""
+    """Try grammars, one at a time. Thread-safe. The process starts with the first one, and again after it died."""
 
     def __init__(self, num_tokens: int, special_tokens: Mapping[int, str], stop_token_ids: Sequence[int]) -> None:
-        """The part of a vocabulary that compiling reads; special tokens are those that are no text."""
+        """Take the part of a vocabulary that compiling reads; special tokens are those without text."""
         self._vocabulary = {
             "num_tokens": num_tokens,
             "special_tokens": list(special_tokens.items()),
@@ -51,13 +51,13 @@ class CompileSandbox:
         }
         self._lock = threading.Lock()
         self._process: Child | None = None
-        self._finalizer: weakref.finalize | None = None  # ends the process, at our exit at the latest
+        self._finalizer: weakref.finalize | None = None  # ends the process, at exit at the latest
 
     def run(self, grammar: str) -> None:
-        """GrammarError if the grammar cannot be compiled, or not within TIMEOUT_S and MEMORY_BYTES.
+        """Raise GrammarError if the grammar cannot be compiled, or not within TIMEOUT_S and MEMORY_BYTES.
 
-        A process that was lost is replaced once: it may have been killed, or ended by memory that earlier grammars
-        left. TransientError if the grammar cannot be tried for a reason that is not in it.
+        A lost process is replaced once: it may have been killed, or ended by memory that earlier grammars used.
+        TransientError if the grammar cannot be tried for a reason outside it.
         """
         with self._lock:
             try:
@@ -69,7 +69,7 @@ class CompileSandbox:
             raise GrammarError(error)
 
     def _try(self, grammar: str) -> str | None:
-        """What is wrong with the grammar, if anything. GrammarLost if the process ends by its own limits."""
+        """Return the error of the grammar, or None. GrammarLost if the process exceeds its own limits."""
         if self._process is None:
             self._process = self._start()
         try:
@@ -82,7 +82,7 @@ class CompileSandbox:
 
     def _start(self) -> Child:
         try:
-            # A crash is seen by the missing answer: nothing that the process writes is of use.
+            # A crash shows as the missing answer: nothing that the process prints is of use.
             silent = {"output": subprocess.DEVNULL, "errors": subprocess.DEVNULL}
             process = Child(f"{__name__}:serve", {}, max_bytes=MAX_ANSWER_BYTES, **silent)
         except OSError as error:  # too many processes or open files
@@ -103,9 +103,9 @@ class CompileSandbox:
 
 
 def _ask(process: Child, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """The answer of the process to a message.
+    """Send a message to the process and return its answer.
 
-    GrammarLost if the process ends by its own limits, GrammarError if it computes for too long, TransientError if it
+    GrammarLost if the process exceeds its own limits, GrammarError if it computes for too long, TransientError if it
     was killed, is stopped or gets no CPU.
     """
     probe = ActivityProbe(process.pid)
@@ -129,7 +129,7 @@ def _ask(process: Child, message: Mapping[str, Any], timeout_s: float) -> dict[s
 
 
 def serve(channel: Channel) -> None:
-    """The process: answers the vocabulary and then each grammar, with its error or None."""
+    """Run the process: receive the vocabulary, then answer each grammar with its error or None."""
     limit_memory(MEMORY_BYTES)
     vocabulary = channel.receive()
     if vocabulary is None:
@@ -149,7 +149,7 @@ def _error_of(tokenizer: llguidance.LLTokenizer, grammar: str) -> str | None:
 
 
 class _Bytes(llguidance.TokenizerWrapper):
-    """A vocabulary of single bytes and the special tokens, as llguidance reads one."""
+    """A vocabulary of single bytes and the special tokens, in llguidance's interface."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

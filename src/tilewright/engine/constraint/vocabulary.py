@@ -1,4 +1,4 @@
-"""Our tokenizer as llguidance reads one: the bytes of every token, and how forced text is cut into tokens."""
+"""The tokenizer in llguidance's interface: the bytes of every token, and the tokens of a forced text."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tilewright.types import REASONING_TAGS
 
 
 class Vocabulary:
-    """The tokens that a model's head has a row for. Takes about a second to make, for 150,000 tokens.
+    """The tokens that the model's head has a row for. Takes about a second to build for 150,000 tokens.
 
-    A token is the bytes that it adds to an answer, so that what fits a grammar is what the reader gets: added tokens
-    that are shown, such as </think> of Qwen's, are text like any other. Special tokens and those that end an answer are
-    not, and ids without a token are never allowed.
+    A token is the bytes that it adds to an answer, so that the text that fits a grammar is the text that the reader
+    gets: added tokens that are shown, such as Qwen's </think>, are text like any other. Special tokens and those that
+    end an answer are not, and ids without a token are never allowed.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         tokens = [tokenizer.find_bytes(token_id) for token_id in range(size)]
         self.stop_token_ids = [token_id for token_id in tokenizer.stop_token_ids if token_id < size]
         if not self.stop_token_ids:
-            # The library wants one: a token that the head has no row for, so that it is never drawn.
+            # The library requires one: an id past the head's rows is never drawn.
             self.stop_token_ids = [size]
             tokens.append(b"")
-        # Where a tag around reasoning is a special token, the model has no other way to write it.
+        # A tag around reasoning that is a special token counts as text: the model has no other way to write it.
         tags = {tokenizer.token_id(tag) for tag in REASONING_TAGS}
         special = {*tokenizer.special_token_ids, *self.stop_token_ids} - tags
         self.special_tokens = {
@@ -39,7 +39,7 @@ class Vocabulary:
 
 
 class _Source(llguidance.TokenizerWrapper):
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer in llguidance's interface."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -54,10 +54,11 @@ class _Source(llguidance.TokenizerWrapper):
         self._id_by_bytes: dict[bytes, int] = {}
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text, whose bytes are exactly the text's.
+        """Return tokens whose bytes are exactly the text's.
 
-        Tokenizers may change a text: they put a space in front, or normalise it. For the former it is tokenized again
-        after a line break, which no token joins with what follows; for the latter its bytes are taken as they are.
+        Tokenizers may change a text: they put a space in front, or normalise it. Against the former the text is
+        tokenized again after a line break, which no token joins with what follows; against the latter the longest
+        tokens with its bytes are taken.
         """
         wanted = text.encode()
         ids = self._tokenizer.encode(text)
@@ -88,7 +89,7 @@ class _Source(llguidance.TokenizerWrapper):
 
 
 def _bits_of(flags: list[bool]) -> np.ndarray:
-    """Flags as int32 words, flag i as bit i % 32 of word i // 32; the rest of the last word is 0."""
+    """Return flags as int32 words, flag i as bit i % 32 of word i // 32; the rest of the last word is 0."""
     padded = np.zeros(-(-len(flags) // 32) * 32, bool)
     padded[: len(flags)] = flags
     return np.packbits(padded, bitorder="little").view(np.int32)

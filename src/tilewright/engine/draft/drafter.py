@@ -1,4 +1,4 @@
-"""Drafts tokens for the scheduler by prompt look-up: the tokens that followed an earlier occurrence of the last few."""
+"""Drafts tokens by prompt look-up: the tokens that followed an earlier occurrence of the last few."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilewright.engine.schedule.sequence import Sequence
 
 
 class Drafter(Protocol):
-    """Drafts tokens that may follow sequences, and counts how many of them are accepted."""
+    """Drafts tokens that may follow sequences, and counts the accepted ones."""
 
     @property
     def num_proposed(self) -> int: ...
@@ -21,14 +21,14 @@ class Drafter(Protocol):
     def num_accepted(self) -> int: ...
 
     def propose(self, sequence: Sequence, max_drafts: int) -> list[int]:
-        """Up to max_drafts tokens that may follow the sequence, each one that the model can generate."""
+        """Return up to max_drafts tokens that may follow the sequence, each of which the model can generate."""
 
     def record(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Learns how many drafts of a step were accepted, before the sequence gets its new tokens."""
+        """Record how many drafts of a step were accepted, before the sequence gets its new tokens."""
 
 
 def num_accepted_drafts(drafts: Items[int], drawn: Items[int]) -> int:
-    """How many drafts equal what was drawn in their place.
+    """Return how many drafts, from the first on, equal the tokens drawn in their places.
 
     Row i of a step was computed after drafts 0 .. i - 1 and drawn with the random number of its own position, so the
     drawn tokens up to and including the first rejected draft's are exactly those that single steps would have drawn.
@@ -42,30 +42,31 @@ def num_accepted_drafts(drafts: Items[int], drawn: Items[int]) -> int:
 LONGEST_NGRAM = 4
 SHORTEST_NGRAM = 2
 
-# Of every 16 drafts a quarter must be accepted: a row more costs a few per cent of a step that reads all weights, an
-# accepted draft saves a step. Else the sequence drafts nothing for 32 tokens, and after each further failure for twice
-# as many.
+# A quarter of every 16 drafts must be accepted: a further row costs a few per cent of a step that reads all weights, an
+# accepted draft saves a step. Otherwise the sequence drafts nothing for 32 tokens, and for twice as many after each
+# further failure.
 TRIAL_DRAFTS = 16
 MIN_ACCEPTANCE = 0.25
 FIRST_PAUSE_TOKENS = 32
 
 
 class _History:
-    """The n-grams of one sequence, and how well its drafts do."""
+    """The n-grams of one sequence, and the acceptance of its drafts."""
 
     def __init__(self) -> None:
-        self.next_by_ngram: dict[tuple[int, ...], int] = {}  # where the token after its latest occurrence is
-        self.num_indexed = 0  # tokens before this one are the end of an indexed n-gram
+        self.next_by_ngram: dict[tuple[int, ...], int] = {}  # index of the token after its latest occurrence
+        self.num_indexed = 0  # tokens before this index end an indexed n-gram
         self.num_proposed = 0  # in the current trial
         self.num_accepted = 0
         self.pause_tokens = FIRST_PAUSE_TOKENS
-        self.resume_at = 0  # number of tokens of the sequence from which on it drafts
+        self.resume_at = 0  # number of tokens of the sequence at which it drafts again
 
 
 class PromptLookupDrafter:
-    """Proposes up to num_drafts tokens for a sequence, and counts how many of them are accepted.
+    """Proposes up to num_drafts tokens for a sequence, and counts the accepted ones.
 
-    Tokens from vocabulary_size on are read and never generated (Llama-3.2-Vision's image token): no draft has one.
+    Drafts end before tokens from vocabulary_size on, which are read but never generated (Llama-3.2-Vision's image
+    token).
     """
 
     def __init__(self, num_drafts: int = 4, vocabulary_size: int = sys.maxsize) -> None:
@@ -78,7 +79,7 @@ class PromptLookupDrafter:
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
 
     def propose(self, sequence: Sequence, max_drafts: int) -> list[int]:
-        """What followed the longest n-gram that ends the sequence and occurred before; empty if none did."""
+        """Return the tokens after the latest occurrence of the longest n-gram that ends the sequence, or none."""
         history = self._histories.setdefault(sequence, _History())
         if sequence.num_tokens < history.resume_at:
             return []
@@ -96,7 +97,7 @@ class PromptLookupDrafter:
         return []
 
     def record(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Counts the drafts of a step; pauses a sequence whose drafts are mostly rejected."""
+        """Count the drafts of a step; pause a sequence whose drafts are mostly rejected."""
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted
         history = self._histories[sequence]
@@ -113,7 +114,7 @@ class PromptLookupDrafter:
 
 
 def _index(history: _History, token_ids: list[int]) -> None:
-    """Adds the n-grams that end before the last token: the one that ends with it has nothing after it yet."""
+    """Index the n-grams that end before the last token: nothing follows the last one yet."""
     for end in range(max(history.num_indexed, SHORTEST_NGRAM), len(token_ids)):
         for length in range(SHORTEST_NGRAM, min(LONGEST_NGRAM, end) + 1):
             history.next_by_ngram[tuple(token_ids[end - length : end])] = end

@@ -1,6 +1,6 @@
-"""Drafts by the checkpoint's multi-token predictor, which reads what each step computed.
+"""Drafts by the checkpoint's multi-token predictor, which reads the hidden states of each step.
 
-The pages that hold its keys tell which tokens of a sequence it has read.
+A sequence's pages record which of its tokens it has read.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from tilewright.engine.draft.drafter import Drafter
 from tilewright.engine.schedule.sequence import Sequence, Status
 from tilewright.engine.schedule.step import Chunk, DraftInput, Step
 
-# One token in 16 may have been missed, and 32 in all: the last step of the answer before in a conversation, or a few
-# steps that had too many sequences for drafts. The shortest pause is twice as long: after it no sequence is read any
-# further.
+# The predictor may have missed one token in 16, at most 32: the last step of the previous answer in a conversation, or
+# a few steps with too many sequences for drafts. The shortest pause is longer than that: after it no sequence is read
+# any further.
 MAX_MISSED_SHARE = 1 / 16
 MAX_MISSED_TOKENS = 32
 
 
 @dataclass
 class _Count:
-    start: int  # of the sequence's latest chunk
-    num_read: int  # of the tokens before it, and of its own once they are read
+    start: int  # start of the sequence's latest chunk
+    num_read: int  # how many tokens before it were read, and of its own once they are read
 
 
 class PredictorCoverage:
-    """Remembers which tokens of each page the predictor has read, so that it is known for pages of the prefix cache.
+    """Records which tokens of each page the predictor has read, so that it is known for cached pages too.
 
-    A sequence of which too much was not read is not read any further until it is admitted again: missing keys make
-    drafts poor, and further passes would be wasted.
+    A sequence with too many unread tokens is not read any further until it is admitted again: missing keys make drafts
+    poor, and further passes would be wasted.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self._read_by_page: defaultdict[int, int] = defaultdict(int)  # a bit for each of its tokens
+        self._read_by_page: defaultdict[int, int] = defaultdict(int)  # bit i: token i of the page was read
         self._counts: WeakKeyDictionary[Sequence, _Count] = WeakKeyDictionary()
 
     def begin(self, chunk: Chunk) -> bool:
-        """Whether enough was read of what is before a chunk that is about to be computed.
+        """Return whether enough tokens before a chunk that is about to be computed were read.
 
-        The pages that it begins have nothing of their last use any more.
+        The pages that the chunk begins lose the bits of their earlier use.
         """
         sequence, start, size = chunk.sequence, chunk.start, self.page_size
         for page in sequence.pages[-(-start // size) : -(-chunk.stop // size)]:
@@ -58,16 +58,16 @@ class PredictorCoverage:
         return self._is_enough(sequence)
 
     def end(self, sequence: Sequence, start: int, stop: int) -> bool:
-        """The same when tokens start .. stop of the chunk were computed, and are about to be read.
+        """Return whether enough was read, once tokens start .. stop of the chunk are computed and about to be read.
 
-        Of a page that they filled, the prefix cache may have given the sequence another's.
+        A page that they filled may have been replaced by an equal page of the prefix cache.
         """
         if start // self.page_size != stop // self.page_size:
             self._count(sequence, start)
         return self._is_enough(sequence)
 
     def add(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Counts tokens start .. stop of the chunk that was begun as read."""
+        """Record that tokens start .. stop of the chunk passed to `begin` were read."""
         size = self.page_size
         for index in range(start // size, -(-stop // size)):
             first, last = max(start - index * size, 0), min(stop - index * size, size)
@@ -87,7 +87,7 @@ class PredictorCoverage:
 
 
 class Policy(Protocol):
-    """How many drafts to make, learnt from what they gave and what they took (engine/draft/policy.py)."""
+    """Chooses the number of drafts from their acceptance and their time (engine/draft/policy.py)."""
 
     def choose(self, num_sequences: int, num_read: int) -> int | None: ...
 
@@ -99,7 +99,7 @@ class Policy(Protocol):
 
 
 class DraftingRunner(Protocol):
-    """What computes drafts from the hidden states of the step it ran last (engine/run/runner.py)."""
+    """Computes drafts from the hidden states of the last step (engine/run/runner.py)."""
 
     keeps_hidden: bool
 
@@ -108,25 +108,24 @@ class DraftingRunner(Protocol):
 
 @dataclass(frozen=True)
 class _Draft:
-    """Tokens that may follow a sequence of so many tokens."""
+    """Tokens drafted for a sequence when it had `num_tokens` tokens."""
 
     num_tokens: int
     token_ids: list[int]
 
 
 class PredictorDrafter:
-    """Proposes what the predictor drafted after the last step; where it drafts nothing, what `lookup` finds.
+    """Proposes the predictor's drafts after the last step; without any, those of `lookup`.
 
     One source at a time: the predictor has read the text too and drafts repetitions, so that a look-up adds little
     where the predictor saves time. Where it does not, because its drafts are rejected or because passes over many
     sequences take long, a look-up still costs nothing.
 
-    The predictor's keys and values lie in the pages beside the model's, and are found again with them. They decide how
-    good drafts are, never what is answered, so two inaccuracies are accepted: the key of a page's last token depends on
-    the token after the page, which the page's digest does not cover; and tokens that the predictor did not read, while
-    drafting paused or in the last step of an answer, have the key of an earlier use of the page, or zeros. For a
-    sequence with more than a few of those it drafts nothing (`PredictorCoverage`): such drafts would be worse than
-    the predictor is, and drafting would pause because of them.
+    The predictor's keys and values lie in the pages beside the model's and are cached with them. They decide how good
+    drafts are, never what is answered, so two inaccuracies are accepted: the key of a page's last token depends on the
+    token after the page, which the page's digest does not cover; and tokens that the predictor did not read, while
+    drafting paused or in the last step of an answer, have the key of an earlier use of the page, or zeros. A sequence
+    with more than a few of those gets no drafts (`PredictorCoverage`): bad drafts would make drafting pause.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class PredictorDrafter:
         self._drafted: WeakKeyDictionary[Sequence, _Draft] = WeakKeyDictionary()
         self._num_proposed = 0
         self._num_accepted = 0
-        self._num_drafts: int | None = None  # after the step under way
+        self._num_drafts: int | None = None  # number of drafts after the step under way; None: drafting pauses
         self._only_decodes = False
         self._began_s = 0.0
 
@@ -173,25 +172,25 @@ class PredictorDrafter:
         self.policy.record(num_proposed, num_accepted)
 
     def begin(self, step: Step) -> None:
-        """Before a step is run: decides whether it is read, and how much is drafted after it."""
+        """Decide, before a step runs, which chunks the predictor reads and how many tokens it drafts after them."""
         self._is_read = [self._coverage.begin(chunk) for chunk in step.chunks]
         num_sequences = sum(chunk.num_sampled > 0 for chunk in step.chunks)
         num_read = sum(chunk.num_sampled > 0 for chunk in compress(step.chunks, self._is_read))
         self._num_drafts = self.policy.choose(max(1, num_sequences), num_read)
         if self._num_drafts is None:
-            # Prompts are read all the same, which costs little: only their keys are computed. Else prompts that share a
-            # prefix, such as a long system prompt, would have no drafts as long as it is cached.
+            # Prompts are read all the same, which costs little: only their keys are computed. Otherwise prompts that
+            # share a cached prefix, such as a long system prompt, would never have drafts.
             for index, chunk in enumerate(step.chunks):
                 self._is_read[index] &= chunk.start < chunk.sequence.num_prompt_tokens
         self.runner.keeps_hidden = any(self._is_read)
-        # The time of others depends on their prompts and pictures.
+        # The time of other steps depends on their prompts and pictures.
         self._only_decodes = all(chunk.num_sampled == chunk.num_tokens for chunk in step.chunks)
         self._began_s = self.clock()
 
     def draft(self, step: Step, find_room: Callable[[Sequence, int], int]) -> None:
-        """After a step was updated: the predictor reads its tokens, and drafts for the sequences that continue.
+        """Let the predictor read an updated step's tokens, and draft for the sequences that continue.
 
-        `find_room` gives how many drafts a sequence has room for, of the number wanted.
+        `find_room(sequence, wanted)` returns how many drafts the sequence has room for.
         """
         now_s = self.clock()
         if self._only_decodes:
@@ -210,7 +209,7 @@ class PredictorDrafter:
         for item, token_ids in zip(self.draft_inputs, self.runner.draft(self.draft_inputs), strict=True):
             self._coverage.add(item.sequence, item.start, item.stop)
             unused = self._drafted.pop(item.sequence, None)
-            if unused is not None:  # a grammar did not allow them, or forced others: as good as rejected
+            if unused is not None:  # a grammar rejected them or forced other tokens
                 self.policy.record(len(unused.token_ids), 0)
             if token_ids:
                 self._drafted[item.sequence] = _Draft(item.sequence.num_tokens, token_ids)
@@ -219,6 +218,6 @@ class PredictorDrafter:
             self.policy.time_pass(len(self.draft_inputs), (self.clock() - now_s) / num_passes)
 
     def _draft_of(self, sequence: Sequence) -> _Draft | None:
-        """What was drafted for a sequence as it is now."""
+        """Return the draft for a sequence, None if it has changed since."""
         draft = self._drafted.get(sequence)
         return draft if draft is not None and draft.num_tokens == sequence.num_tokens else None

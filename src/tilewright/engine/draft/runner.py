@@ -23,10 +23,10 @@ from tilewright.ops.sample import greedy, sample
 
 
 class DraftRunner:
-    """The predictor with the inputs of its passes, at fixed places: small ones are recorded once per shape.
+    """The predictor with the inputs of its passes in fixed memory: small passes are recorded once per shape.
 
-    The first pass reads `inputs`, which the scheduler's side has written. Each further one is over the drafts of the
-    one before, and its inputs follow from those.
+    The first pass reads `inputs`, which the scheduler's side has written. Each further pass reads the drafts of the
+    previous one, and derives its inputs from it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class DraftRunner:
         self.replay = replay
         self._device = backend.place()
         self._further = StepInputs(inputs.layout)
-        self._further_passes = [self._further]  # on a device: of every pass, as none waits for the one before
+        self._further_passes = [self._further]  # on a device one per pass, as no pass waits for the previous one
         self._hidden = torch.zeros(
             limits.max_tokens_per_step, predictor.width, dtype=dtype, device=self._device.torch_device
         )
@@ -56,12 +56,11 @@ class DraftRunner:
 
     @torch.inference_mode()
     def draft(self, hidden_TD: Tensor, next_media: Items[MediaRun]) -> list[list[int]]:
-        """The drafts that each sequence of `inputs` asks for, the likeliest token after the other.
+        """Return the drafts that each sequence of `inputs` asks for, each the likeliest token after the previous one.
 
-        `hidden_TD` are the hidden states of a step. The first pass reads those of the tokens that were kept and leaves
-        their keys and values, with `next_media` among the tokens that follow them. Each further pass takes the output
-        of the one before for the hidden state of its draft. What that leaves in the pages is written again once the
-        token is known.
+        `hidden_TD` are the hidden states of a step. The first pass reads those of the kept tokens and writes their keys
+        and values, with `next_media` among the tokens that follow them. Each further pass takes the output of the
+        previous one as the hidden state of its draft; its keys and values are written again once the token is known.
         """
         header, arrays = self.inputs.header, self.inputs.arrays
         wanted: list[int] = arrays["draft_counts"][: header.num_sequences].tolist()
@@ -75,7 +74,7 @@ class DraftRunner:
             greedy = (parameter[: len(asking)] for parameter in self._greedy)
             for index, token_id in zip(asking, sample(logits, *greedy).tolist(), strict=True):
                 drafts[index].append(token_id)
-            # The states are those of the rows that asked, in their order.
+            # The states are those of the rows in `asking`, in order.
             rows = [row for row, index in enumerate(asking) if len(drafts[index]) < wanted[index]]
             asking = [asking[row] for row in rows]
             if asking:
@@ -88,9 +87,9 @@ class DraftRunner:
     def _draft_there(
         self, hidden_TD: Tensor, next_media: Items[MediaRun], header: StepHeader, wanted: list[int]
     ) -> list[list[int]]:
-        """The same on a device: a draft goes from pass to pass there, and all come back in one copy.
+        """Return the drafts like `draft`, on a device: they stay there between passes and come back in one copy.
 
-        Who drafts how many tokens is known before any of them is.
+        The number of drafts per sequence is known beforehand, so no pass waits for a result.
         """
         inputs, sources = self.inputs, self._first_rows(header)
         inputs.arrays["hidden_rows"][: len(sources)] = sources
@@ -130,7 +129,7 @@ class DraftRunner:
         torch.index_select(hidden, 0, inputs.tensors["hidden_rows"][:count], out=self._hidden[:count])
 
     def _first_rows(self, header: StepHeader) -> list[int]:
-        """The rows of the step whose hidden states the first pass reads."""
+        """Return the rows of the step whose hidden states the first pass reads."""
         starts = self.inputs.arrays["query_starts"][: header.num_sequences + 1].tolist()
         first_rows = self.inputs.arrays["draft_first_rows"][: header.num_sequences].tolist()
         lengths = (end - begin for begin, end in pairwise(starts))
@@ -140,7 +139,7 @@ class DraftRunner:
         torch.index_select(hidden, 0, torch.tensor(rows), out=self._hidden[: len(rows)])
 
     def _write_further(self, inputs: StepInputs, asking: np.ndarray, num_before: int) -> None:
-        """Where the latest draft of each sequence stands, at the place after the one before."""
+        """Write the place, page and position of each sequence's latest draft, `num_before` places after the first."""
         count = len(asking)
         first, further, page_size = self.inputs.arrays, inputs.arrays, self.inputs.layout.page_size
         places = first["kv_lengths"][asking].astype(np.int64) + num_before
@@ -153,11 +152,11 @@ class DraftRunner:
         further["kv_lengths"][:count] = places + 1
 
     def _run(self, inputs: StepInputs, header: StepHeader, media: Items[MediaRun] = ()) -> tuple[Tensor, Tensor]:
-        """Logits and states of the logit rows."""
+        """Return logits and hidden states of the logit rows."""
         if not self.replay or media or header.num_tokens > MAX_RECORDED_TOKENS:
             with self._arena.use():
                 return self._pass(inputs, header, media)
-        # A recorded pass reads the buffer it was recorded over.
+        # A recorded pass reads the buffers it was recorded with, so each has its own shape.
         shape = int(inputs is self.inputs), header.num_tokens, header.num_sequences, header.num_logit_rows
         return self._recorded.run(shape, lambda: self._pass(inputs, header, ()))
 

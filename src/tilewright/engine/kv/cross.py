@@ -1,4 +1,4 @@
-"""Keys and values of cross-attention: groups of adjacent pictures, and the pages that keep them by content."""
+"""Keys and values of cross-attention: groups of adjacent pictures, and the cache of their pages, by content."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 from tilewright.types import Medium
 
 
-@dataclass(frozen=True, eq=False)  # the same pictures may come again in a prompt, as another group of the same key
+@dataclass(frozen=True, eq=False)  # eq=False: the same pictures may come twice in a prompt, as two groups with one key
 class CrossGroup:
-    """Media whose placeholders stand side by side. Tokens `start` .. `stop` see them, or those of them up to itself.
+    """Media with adjacent placeholders. Tokens `start` .. `stop` see those of them up to their own position.
 
-    Their states lie one after the other, so that the token of the second sees the states of the first two, and the
-    third's those of all three.
+    Their states are concatenated: the token of the second medium sees the states of the first two, that of the third
+    the states of all three.
     """
 
     media: tuple[Medium, ...]
@@ -28,7 +28,7 @@ class CrossGroup:
 
     @cached_property
     def key(self) -> bytes:
-        """16 bytes that stand for the contents, in order."""
+        """16 bytes that identify the contents, in order."""
         return group_key(medium.key for medium in self.media)
 
     @property
@@ -36,7 +36,7 @@ class CrossGroup:
         return sum(medium.num_states for medium in self.media)
 
     def cross_spans(self, start: int, stop: int) -> Iterator[CrossSpan]:
-        """What tokens start .. stop see, cut to those that see the group."""
+        """Yield the spans of tokens start .. stop that see the group, with the number of states each sees."""
         num_states = 0
         for index, medium in enumerate(self.media):
             num_states += medium.num_states
@@ -48,7 +48,7 @@ class CrossGroup:
 
 @dataclass(frozen=True)
 class CrossSpan:
-    """Tokens start .. stop of a sequence see the first num_states states of a group."""
+    """Tokens start .. stop of a sequence, which see the first num_states states of a group."""
 
     group: CrossGroup
     start: int
@@ -57,12 +57,12 @@ class CrossSpan:
 
 
 def group_key(media_keys: Iterable[bytes]) -> bytes:
-    """16 bytes that stand for media side by side, by their own keys."""
+    """Return 16 bytes that identify adjacent media, from their own keys."""
     return blake2b(b"".join(media_keys), digest_size=16).digest()
 
 
 def cross_groups_of(media: Iterable[Medium]) -> list[CrossGroup]:
-    """The groups of a prompt, in order; media whose features take the place of tokens are in none."""
+    """Return the groups of a prompt in order, without media whose features replace tokens."""
     groups: list[list[Medium]] = []
     for medium in sorted((item for item in media if item.num_states), key=_place):
         if groups and _place(groups[-1][-1]) + 1 == _place(medium):
@@ -87,16 +87,15 @@ class _Entry:
 
 
 class CrossCache:
-    """num_pages pages of page_size states, handed out a group at a time, least recently used evicted first.
+    """num_pages pages of page_size states, allocated per group, the least recently used group evicted first.
 
-    A group that a running sequence sees is pinned and keeps its pages. One that was never filled gives them back with
-    its last pin.
+    A group that a running sequence sees is pinned and keeps its pages. An unfilled group frees them with its last pin.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_pages_used = 0  # of pinned groups: those nobody else can have now
+        self.num_pages_used = 0  # of pinned groups, which cannot be evicted
         self.num_lookups = 0
         self.num_hits = 0
         self._free = list(range(num_pages - 1, -1, -1))
@@ -105,7 +104,7 @@ class CrossCache:
 
     @property
     def num_states(self) -> int:
-        """As many as the largest group may have."""
+        """States that the largest group may have."""
         return self.num_pages * self.page_size
 
     @property
@@ -117,17 +116,17 @@ class CrossCache:
         return entry is not None and entry.is_filled
 
     def pages(self, key: bytes) -> np.ndarray:
-        """The pages of a group, int32; KeyError if it has none."""
+        """Return the pages of a group, int32; KeyError if it has none."""
         self._entries.move_to_end(key)
         return self._entries[key].pages
 
     def slots(self, key: bytes, num_states: int) -> np.ndarray:
-        """Where each of its states goes, int64: page * page_size + place."""
+        """Return where each state of the group is stored, int64: page * page_size + offset."""
         place = np.arange(num_states)
         return self.pages(key)[place // self.page_size].astype(np.int64) * self.page_size + place % self.page_size
 
     def pin(self, group: CrossGroup) -> bool:
-        """Whether the group has pages, from now until `unpin`. Not if too many others are pinned."""
+        """Give the group pages until `unpin`; return False if too many others are pinned."""
         key, needed = group.key, -(-group.num_states // self.page_size)
         is_known = key in self._entries
         if not is_known:
@@ -142,7 +141,7 @@ class CrossCache:
         return True
 
     def fill(self, key: bytes) -> None:
-        """Notes that the keys and values are written."""
+        """Record that the group's keys and values are written."""
         self._entries[key].is_filled = True
 
     def unpin(self, key: bytes) -> None:
@@ -154,7 +153,7 @@ class CrossCache:
                 self._drop(key)
 
     def clear(self) -> None:
-        """Drops everything that is not pinned."""
+        """Drop every group that is not pinned."""
         for key in [key for key in self._entries if key not in self._pins]:
             self._drop(key)
 

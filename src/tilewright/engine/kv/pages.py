@@ -1,4 +1,4 @@
-"""The pages of the KV cache and the types of their values: which are free, in use, or hold a cached prefix."""
+"""Pages of the KV cache, which are free, in use or hold a cached prefix, and the types of their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BYTE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def kv_byte_dtype(name: str) -> torch.dtype | None:
-    """The type of 8 bits that a name stands for; None for "auto": keys and values are in the model's own type."""
+    """Return the 8-bit type named by kv_cache_dtype; None for "auto", the model's own type."""
     if name not in _BYTE_DTYPES:
         raise RequestError(f"kv_cache_dtype is {name!r}, expected {', '.join(_BYTE_DTYPES)}")
     return _BYTE_DTYPES[name]
@@ -23,10 +23,10 @@ PAGE_SIZE = 64  # tokens
 
 
 class PagePool:
-    """num_pages pages of page_size tokens, counted by reference.
+    """num_pages reference-counted pages of page_size tokens.
 
-    A page may have a digest that names its content (see `prefix_cache`). When nobody refers to it any more, it stays
-    findable until it is the least recently used one and a page is needed.
+    A page may have a digest that names its content (see `prefix_cache`). Without references it can still be found,
+    until it is the least recently used one and a page is needed.
     """
 
     def __init__(self, num_pages: int, page_size: int = PAGE_SIZE) -> None:
@@ -39,8 +39,8 @@ class PagePool:
         self._digests: list[bytes | None] = [None] * num_pages
         self._page_by_digest: dict[bytes, int] = {}
         self._empty = list(range(num_pages - 1, -1, -1))
-        self._reusable: OrderedDict[int, None] = OrderedDict()  # named, unreferenced; least recently used first
-        self.num_touched = 0  # pages that were handed out so far: the others take no memory yet
+        self._reusable: OrderedDict[int, None] = OrderedDict()  # named and unreferenced, least recently used first
+        self.num_touched = 0  # pages allocated at least once: the others take no memory yet
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +48,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can give."""
+        """Pages that can be allocated."""
         return len(self._empty) + len(self._reusable)
 
     @property
@@ -63,7 +63,7 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self) -> int:
-        """A page that only the caller refers to. Empty ones go first, then the least recently used."""
+        """Return a page with one reference, the caller's. Empty pages are used first, then the least recently used."""
         if not self._empty:
             if not self._reusable:
                 raise RuntimeError(f"all {self.num_pages} pages are in use")
@@ -71,22 +71,22 @@ class PagePool:
             assert digest is not None
             self.forget(digest)
         page = self._empty.pop()
-        self.num_touched = max(self.num_touched, page + 1)  # untouched ones are handed out in order
+        self.num_touched = max(self.num_touched, page + 1)  # untouched pages are allocated in order
         self._references[page] = 1
         return page
 
     def find(self, digest: bytes) -> int | None:
-        """The page with that content, if it is still there."""
+        """Return the page with that content, or None."""
         return self._page_by_digest.get(digest)
 
     def retain(self, page: int) -> None:
-        """Adds a reference."""
+        """Add a reference to a page."""
         if self._references[page] == 0:
             del self._reusable[page]
         self._references[page] += 1
 
     def release(self, pages: list[int]) -> None:
-        """Takes a reference off each. The last is evicted first: without those before it, it is never found."""
+        """Remove a reference from each page. The last one is evicted first: it is useless without those before it."""
         for page in reversed(pages):
             if self._references[page] == 0:
                 raise RuntimeError(f"page {page} is released, but nobody refers to it")
@@ -98,13 +98,13 @@ class PagePool:
                     self._reusable[page] = None
 
     def name(self, page: int, digest: bytes) -> None:
-        """Makes the page findable by its content, unless another page already is."""
+        """Make the page findable by its content, unless another page already is."""
         if digest not in self._page_by_digest and self._digests[page] is None:
             self._page_by_digest[digest] = page
             self._digests[page] = digest
 
     def forget(self, digest: bytes) -> None:
-        """Takes the digest off its page, if there is one; references to the page stay."""
+        """Remove the digest from its page, if there is one; references to the page stay."""
         page = self._page_by_digest.pop(digest, None)
         if page is None:
             return
@@ -115,6 +115,6 @@ class PagePool:
         self.on_forget(digest)
 
     def clear(self) -> None:
-        """Forgets the content of all pages, also of those in use."""
+        """Forget the content of all pages, also of those in use."""
         for digest in list(self._page_by_digest):
             self.forget(digest)

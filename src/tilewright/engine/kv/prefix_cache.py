@@ -1,7 +1,7 @@
-"""The KV pages of sequences: found in the prefix cache, taken as tokens come, given back.
+"""KV pages of sequences: found in the prefix cache, allocated as tokens come, and released.
 
-A full page is found again by everything that its keys and values depend on. Of layers with a sliding window a sequence
-holds only the pages that its next tokens see.
+A full page is found by everything its keys and values depend on. In layers with a sliding window a sequence holds only
+the pages that its next tokens see.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ DIGEST_BYTES = 16
 
 
 class PrefixCache:
-    """Finds the pages of a sequence's prefix that another one has computed, and counts how often.
+    """Finds the pages of a sequence's prefix that another sequence has computed, and counts how often.
 
-    A full page is keyed by a digest over the digest of the page before it, its token ids, their rope positions, the
-    features among them and what they see by cross-attention, so equal digests mean equal keys and values. Generated
-    tokens are stored too: the next turn of a conversation finds the answer. With `one_of_each`, a page that another
-    sequence has computed as well is released, and the cached one used.
+    The key of a full page is a digest of the previous page's digest, its token ids, their rope positions, the features
+    among them and what they see by cross-attention, so equal digests mean equal keys and values. Generated tokens are
+    stored too: the next turn of a conversation finds the answer. With `one_of_each`, a page that another sequence has
+    computed as well is released, and the cached one used.
     """
 
     def __init__(self, pool: PagePool, *, enabled: bool = True, one_of_each: bool = False) -> None:
@@ -40,7 +40,7 @@ class PrefixCache:
         return self.num_tokens_hit / max(1, self.num_tokens_looked_up)
 
     def match(self, sequence: Sequence) -> list[int]:
-        """The pages of the longest cached prefix, retained; at least one token is left to compute, for its logits."""
+        """Return the pages of the longest cached prefix, retained; at least one token is left to compute its logits."""
         pages: list[int] = []
         if not self.enabled or sequence.wants_prompt_logprobs:
             return pages
@@ -53,13 +53,13 @@ class PrefixCache:
         return pages
 
     def count(self, sequence: Sequence, num_tokens_hit: int) -> None:
-        """Counts one look-up of a sequence that was admitted."""
+        """Count one look-up of an admitted sequence."""
         if self.enabled:
             self.num_tokens_looked_up += sequence.num_tokens
             self.num_tokens_hit += num_tokens_hit
 
     def store(self, sequence: Sequence) -> None:
-        """Makes the full pages findable that the sequence has computed since the last call."""
+        """Make the full pages findable that the sequence has computed since the last call."""
         if not self.enabled:
             return
         num_full = sequence.num_computed_tokens // self.pool.page_size
@@ -78,7 +78,7 @@ class PrefixCache:
             sequence.pages[index] = found
 
     def digest(self, sequence: Sequence, index: int) -> bytes:
-        """The digest of everything up to the end of a sequence's page."""
+        """Return the digest of everything up to the end of a sequence's page."""
         digests = sequence.page_digests
         while len(digests) <= index:
             parent = digests[-1] if digests else bytes(DIGEST_BYTES)
@@ -100,7 +100,7 @@ class PrefixCache:
 
 
 class KvCacheManager(SequenceResource):
-    """Hands the pages of a pool out to sequences, those of known prefixes first."""
+    """Allocates the pages of a pool to sequences; cached prefixes are reused."""
 
     def __init__(self, pool: PagePool, prefix_cache: PrefixCache) -> None:
         self.pool = pool
@@ -116,7 +116,7 @@ class KvCacheManager(SequenceResource):
         return num_cached
 
     def has_room(self, sequence: Sequence, num_cached: int) -> bool:
-        """Whether there are pages for all tokens of the sequence beside what the admitted ones need."""
+        """Return whether there are pages for all tokens of the sequence beside those the admitted ones need."""
         num_pages, pool = num_cached // self.pool.page_size, self.pool
         pool.release(sequence.pages[num_pages:])
         del sequence.pages[num_pages:]
@@ -134,7 +134,7 @@ class KvCacheManager(SequenceResource):
         return min(stop, (len(sequence.pages) + self.pool.num_free) * self.pool.page_size)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether the sequence has, or now got, pages for num_tokens."""
+        """Allocate pages up to num_tokens tokens; return False if there are too few."""
         missing = self.pool.pages_for(num_tokens) - len(sequence.pages)
         if missing <= 0:
             return True
@@ -160,17 +160,16 @@ class KvCacheManager(SequenceResource):
 
 
 def pages_in_window(window: int, page_size: int) -> int:
-    """Return how many pages the tokens that one query sees lie in at most: it and the window - 1 before it."""
+    """Return the most pages that the tokens seen by one query lie in: itself and the window - 1 before it."""
     return (window - 2) // page_size + 2
 
 
 class WindowCache(SequenceResource):
-    """Hands out the pages of the layers whose queries see `window` tokens.
+    """Allocates the pages of layers whose queries see `window` tokens.
 
-    They are computed beside those of layers that see all tokens, and found by the same digests, but pages that no later
-    query sees are given back while the sequence goes on. Given back is not forgotten: a page stays findable until it is
-    the least recently used one and a page is needed. A prompt continues from the end of a cached page if all pages that
-    its next token sees are still there.
+    They are found by the same digests as those of layers that see all tokens, but pages that no later query sees are
+    released while the sequence goes on; they can be found until they are evicted. A prompt continues from the end of a
+    cached page if all pages that its next token sees are still cached.
     """
 
     def __init__(self, window: int, pool: PagePool, prefix_cache: PrefixCache) -> None:
@@ -186,7 +185,7 @@ class WindowCache(SequenceResource):
 
     def match(self, sequence: Sequence, num_tokens: int) -> int:
         """Hold the pages before the last page end, up to num_tokens, whose window is cached; return that end."""
-        self._give_back(sequence)  # what an earlier look held
+        self._give_back(sequence)  # pages held by an earlier match
         end = index = num_tokens // self.pool.page_size
         while index > self._first_seen(end * self.pool.page_size):
             index -= 1
@@ -200,7 +199,7 @@ class WindowCache(SequenceResource):
         return end * self.pool.page_size
 
     def has_room(self, sequence: Sequence, num_cached: int) -> bool:
-        """Whether there are pages for the sequence's window beside those that admitted ones need."""
+        """Return whether there are pages for the sequence's window beside those the admitted ones need."""
         needed = self._num_missing(sequence)
         promised = sum(1 + self._num_missing(item) for item in self._admitted)
         return not self._admitted or needed + promised <= self.pool.num_free
@@ -212,7 +211,7 @@ class WindowCache(SequenceResource):
         return min(stop, (sequence.window_pages[self.window].stop + self.pool.num_free) * self.pool.page_size)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether the sequence has, or now got, pages for tokens up to num_tokens."""
+        """Allocate pages up to num_tokens tokens; return False if there are too few."""
         held = sequence.window_pages[self.window]
         missing = self.pool.pages_for(num_tokens) - held.stop
         if missing <= 0:
@@ -223,7 +222,7 @@ class WindowCache(SequenceResource):
         return True
 
     def commit(self, sequence: Sequence) -> None:
-        """Make full pages findable, and give back those that neither the next token sees nor any after it."""
+        """Make full pages findable, and release those that no token from the next one on sees."""
         held, num_tokens = sequence.window_pages[self.window], sequence.num_computed_tokens
         if self._prefix_cache.enabled:
             num_full = num_tokens // self.pool.page_size
@@ -246,18 +245,18 @@ class WindowCache(SequenceResource):
             self.pool.release(held.pages)
 
     def _first_seen(self, place: int) -> int:
-        """The first page that the token at `place` sees."""
+        """Return the first page that the token at `place` sees."""
         return max(0, place - self.window + 1) // self.pool.page_size
 
     def _num_missing(self, sequence: Sequence) -> int:
-        """Pages that a sequence will hold one day and does not yet. Those of a large chunk are its step's alone."""
+        """Return how many more pages a sequence will hold at most, apart from those that only a large chunk needs."""
         held = sequence.window_pages[self.window]
         wanted = min(self.pool.pages_for(sequence.num_tokens) - held.first, self._num_in_window)
         return max(0, wanted - len(held.pages))
 
 
 def window_stats(windows: Mapping[int, WindowCache]) -> dict[str, Any]:
-    """The fields of `Stats` about the pages of all windows."""
+    """Return the fields of `Stats` about the pages of all windows."""
     pools = [cache.pool for cache in windows.values()]
     return {
         "num_window_pages": sum(pool.num_pages for pool in pools),

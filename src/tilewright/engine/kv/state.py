@@ -1,4 +1,4 @@
-"""Slots of recurrent states: of running sequences, of drafts, and snapshots that are found by content."""
+"""Slots of recurrent states: of running sequences, of drafts, and snapshots found by content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StateMemory:
         self.delta_states = [_empty((num_slots, *spec.delta_shape), torch.float32) for _ in range(spec.num_layers)]
 
     def batch(self, inputs: StepInputs, header: StepHeader) -> StateBatch:
-        """The states with the slots that a step reads and writes, as views."""
+        """Return views of the states, with the slots that a step reads and writes."""
         return StateBatch(
             inputs.tensors["read_slots"][: header.num_sequences],
             inputs.tensors["write_slots"][: header.num_tokens],
@@ -40,28 +40,28 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return empty_in_huge_pages(math.prod(shape), dtype).view(shape)
 
 
-# The end of a prompt opens the answer, and is written otherwise once the answer is part of the next turn's prompt:
-# Qwen3.5's templates differ from there in the last 2 to 4 tokens. A snapshot among them would never be found.
+# The end of a prompt opens the answer, and differs once the answer is part of the next turn's prompt: Qwen3.5's
+# templates change the last 2 to 4 tokens. A snapshot among them would never be found.
 OPENING_TOKENS = 8
 
 
 class StateCache(SequenceResource):
     """num_slots slots, each with the state of all recurrent layers after some tokens of a sequence.
 
-    A running sequence has a slot that its steps write, and each draft of a step one more. The others are for snapshots:
-    states at the end of pages, named by the page's digest and never written again. When a slot is needed, the least
-    recently used snapshot that nobody reads is evicted; a snapshot is evicted with its page. docs/models/qwen3_5.md
-    explains how slots are shared out, and where snapshots are taken.
+    A running sequence has a slot that its steps write, and one more for each draft of a step. The others hold
+    snapshots: states at the end of pages, named by the page's digest and never overwritten. When a slot is needed, the
+    least recently used snapshot without readers is evicted; a snapshot is also evicted with its page.
+    docs/models/qwen3_5.md explains how slots are shared out, and where snapshots are taken.
     """
 
-    can_repeat_steps = False  # it may have overwritten half of the states that it read
+    can_repeat_steps = False  # a failed step may have overwritten half of the states that it read
 
     def __init__(self, num_slots: int, prefix_cache: PrefixCache) -> None:
         self._slots = PagePool(num_slots, 1)  # counted, named and evicted as pages are
         self._prefix_cache = prefix_cache
         self._page_size = prefix_cache.pool.page_size
         prefix_cache.pool.on_forget = self._slots.forget
-        # Half of the slots for sequences and a quarter for drafts at most: the rest is always there for snapshots.
+        # At most half of the slots are for sequences and a quarter for drafts: the rest is always left for snapshots.
         self.max_running = max(1, num_slots // 2)
         self.max_drafts_per_step = (num_slots - self.max_running) // 2
         self.num_running = 0
@@ -74,7 +74,7 @@ class StateCache(SequenceResource):
 
     @property
     def num_used(self) -> int:
-        """Slots that sequences hold, snapshots they are about to read included."""
+        """Slots that sequences hold, including snapshots they are about to read."""
         return self._slots.num_used
 
     @property
@@ -90,9 +90,9 @@ class StateCache(SequenceResource):
         return self.num_hits / max(1, self.num_lookups)
 
     def match(self, sequence: Sequence, num_tokens: int) -> int:
-        """Of the tokens whose pages match, those up to the last snapshot.
+        """Return how many of the tokens with matching pages the last snapshot covers.
 
-        Where the match of pages ended other prompts branch off (`Sequence.branch_border`): a snapshot is taken when the
+        Other prompts branch off where the match of pages ended (`Sequence.branch_border`): a snapshot is taken when the
         sequence reaches that token.
         """
         count = num_tokens // self._page_size
@@ -101,11 +101,11 @@ class StateCache(SequenceResource):
         return count * self._page_size
 
     def has_room(self, sequence: Sequence, num_cached: int) -> bool:
-        """Whether there is a slot for the sequence to write to. There always is while no other sequence runs."""
+        """Return whether there is a slot for the sequence to write to; always true while no other sequence runs."""
         return self.num_running < self.max_running and self._slots.num_free > 0
 
     def admit(self, sequence: Sequence, num_cached: int) -> None:
-        """Gives the sequence a slot of its own; it starts from the snapshot after its cached tokens."""
+        """Allocate a slot for the sequence, which starts from the snapshot after its cached tokens."""
         read = self._slots.find(self._digest(sequence, num_cached)) if num_cached else None
         if read is not None:
             self._slots.retain(read)
@@ -119,20 +119,21 @@ class StateCache(SequenceResource):
             self.num_hits += read is not None
 
     def release(self, sequence: Sequence) -> None:
-        """Takes back all slots of a sequence, if it has any. A state at the end of a page becomes a snapshot."""
+        """Release all slots of a sequence, if it has any. A state at the end of a page becomes a snapshot."""
         slots, sequence.state_slots = sequence.state_slots, None
         if slots is None:
             return
-        if slots.read == slots.own and not slots.kept:  # else a step under way may have written half of it
+        if slots.read == slots.own and not slots.kept:  # else a step under way may have overwritten half of it
             self._name(sequence, sequence.num_computed_tokens, slots.own)
         self._slots.release(list({slots.own, slots.read, *slots.kept.values()} - {NO_SLOT}))
         self.num_running -= 1
 
     def chunk_end(self, sequence: Sequence, start: int, stop: int, budget: int) -> int:
-        """Where a chunk of a prompt ends that may go up to `stop`: with a page, so that `release` leaves a snapshot.
+        """Return where a prompt's chunk of at most `stop` ends: at a page end, so that `release` leaves a snapshot.
 
-        Less than a page waits for the next step, if that will have room for more: kernels work in chunks as long as a
-        page, and where these begin, bf16 rounds. Of four pages each prompt gets one, when it is its turn.
+        Less than a page waits for the next step, if that will have more budget: kernels compute chunks as long as a
+        page, and bf16 rounds where chunks begin. With four pages of budget, each prompt gets at least one page when it
+        is its turn.
         """
         if stop >= sequence.num_tokens:
             return stop
@@ -142,7 +143,7 @@ class StateCache(SequenceResource):
         return border
 
     def plan(self, chunk: Chunk) -> None:
-        """Gives a chunk the slots for the states that it leaves: its last, those of drafts, and snapshots."""
+        """Allocate the slots for the states that a chunk leaves: its last one, those of drafts, and snapshots."""
         slots = _slots_of(chunk.sequence)
         num_known = chunk.stop - chunk.num_drafts
         slots.kept = {count: self._slots.allocate() for count in range(num_known + 1, chunk.stop + 1)}
@@ -155,10 +156,10 @@ class StateCache(SequenceResource):
         return self._slots.num_free  # each draft leaves the state after it
 
     def commit(self, sequence: Sequence) -> None:
-        """After a step: the next one reads the state after the computed tokens; states at page ends become snapshots.
+        """Set the state that the next step reads, and turn states at page ends into snapshots.
 
         If the state to read is a snapshot, the next step writes the sequence's own slot; else its slot becomes the
-        sequence's own. The slots of rejected drafts are given back.
+        sequence's own. The slots of rejected drafts are released.
         """
         slots = _slots_of(sequence)
         kept, slots.kept = slots.kept, {}
@@ -184,7 +185,7 @@ class StateCache(SequenceResource):
         }
 
     def _borders(self, sequence: Sequence, start: int, stop: int) -> list[int]:
-        """The page ends after `start`, up to `stop`, at which a state is worth keeping and is not kept yet."""
+        """Return the page ends in (start, stop] at which a state is worth keeping and not kept yet."""
         if not self._prefix_cache.enabled:
             return []
         last = sequence.num_tokens // self._page_size * self._page_size
@@ -196,11 +197,14 @@ class StateCache(SequenceResource):
         ]
 
     def _prompt_border(self, sequence: Sequence) -> int:
-        """The page end up to which the next turn, and the same prompt again, will have what this prompt has."""
+        """Return the last page end at which the next turn, and the same prompt again, still agree with this prompt."""
         return max(0, sequence.num_prompt_tokens - OPENING_TOKENS) // self._page_size * self._page_size
 
     def _name(self, sequence: Sequence, count: int, slot: int) -> bool:
-        """Whether the state after `count` tokens is a snapshot now; of those after the prompt the last one stays."""
+        """Make the state after `count` tokens a snapshot, if possible, and return whether it is one.
+
+        Of the snapshots after the prompt only the latest is kept.
+        """
         if not self._prefix_cache.enabled or count % self._page_size:
             return False
         digest = self._digest(sequence, count)

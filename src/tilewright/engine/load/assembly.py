@@ -1,4 +1,4 @@
-"""The engine put together around a model: pages, caches, scheduler, runner and sampler."""
+"""Assembles the engine around a model: pages, caches, scheduler, runner and sampler."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tilewright.models.protocol import Model
 from tilewright.models.speaking import Speaker
 
 ENCODER_CACHE_BYTES = 512 << 20
-# Keys and values of the talker: eight voices with prompts of 2,000 tokens that speak for as long as they may. Memory is
-# taken as it is used; 1 GB for all rows of Qwen3-Omni-30B-A3B.
+# Pages of the talker: eight voices with prompts of 2,000 tokens that speak as long as allowed. Memory is taken only as
+# it is used; 1 GB for all rows of Qwen3-Omni-30B-A3B.
 NUM_VOICE_ROWS = 8 * 6144
 
 
@@ -60,13 +60,13 @@ def build_core(
     ranks: EngineRanks | None = None,
     speech: Speaker | None = None,
 ) -> EngineCore:
-    """An EngineCore for a model whose weights are loaded, with `num_pages` pages of keys and values in `dtype`,
-    or in what `kv_cache_dtype` names.
+    """Return the EngineCore of a loaded model, with `num_pages` pages of keys and values.
 
-    A model with cross-attention has `num_cross_pages` more, for those of encoder states, one with sliding windows
-    `num_window_pages` for each of them, one with recurrent layers `num_state_slots` states, one that takes media the
-    `media_buffer` of its processor. `speculate` tokens at most are drafted ahead, by its predictor if it has one.
-    `ranks` are the others that compute the model, each with its part. `speech` are the networks that speak its answers.
+    They are in `dtype`, or in the type that `kv_cache_dtype` names. A model with cross-attention has `num_cross_pages`
+    more for encoder states, one with sliding windows `num_window_pages` for each window, one with recurrent layers
+    `num_state_slots` states, one with media the `media_buffer` of its processor. At most `speculate` tokens are drafted
+    ahead, by the model's predictor if it has one. `ranks` are the other ranks, each with its part of the model.
+    `speech` are the networks that speak the answers.
     """
     settings = RunnerSettings(
         limits,
@@ -111,7 +111,7 @@ def build_core(
 
 
 def _make_speech(networks: Speaker, model: Model, dtype: torch.dtype, replay: bool) -> Speech:
-    """Voices with pages of their own."""
+    """Return the voices of the engine, with pages of their own."""
     num_pages = -(-NUM_VOICE_ROWS // PAGE_SIZE)
     runner = SpeechRunner(
         networks.talker,
@@ -132,7 +132,7 @@ def _first_runner(
     media_buffer: MediaBuffer | None,
     ranks: EngineRanks | None,
 ) -> ModelRunner:
-    """The runner of this process. If there are other ranks, they make theirs, over the same inputs."""
+    """Return the runner of this process. Other ranks make their own over the same inputs."""
     layout = settings.layout(model)
     if ranks is None:
         inputs, draft_inputs = StepInputs(layout), StepInputs(layout)
@@ -154,13 +154,13 @@ def build_resources(
     prefix_cache: bool = True,
     encoder_cache_bytes: int = ENCODER_CACHE_BYTES,
 ) -> SequenceResources:
-    """The memory that sequences share.
+    """Return the memory that sequences share.
 
     `num_state_slots` is None for models without recurrent layers; `window_pages` are those of layers with a sliding
     window, by window.
     """
     pool = PagePool(num_pages, page_size)
-    # A sequence that starts from a snapshot computes pages again that other sequences have: one of each is kept.
+    # A sequence that starts from a snapshot may compute pages that other sequences have too: one of each is kept.
     prefixes = PrefixCache(pool, enabled=prefix_cache, one_of_each=num_state_slots is not None)
     media = MediaScheduler(EncoderCache(encoder_cache_bytes), CrossCache(num_cross_pages, page_size), limits)
     states = None if num_state_slots is None else StateCache(num_state_slots, prefixes)
@@ -171,7 +171,7 @@ def build_resources(
 
 
 def step_layout(resources: SequenceResources, limits: StepLimits, num_axes: int) -> StepLayout:
-    """How steps over these resources lie in a buffer."""
+    """Return the layout of steps over these resources in a buffer."""
     pool, cross_cache = resources.kv.pool, resources.media.cross_cache
     return StepLayout(
         limits,
@@ -189,7 +189,7 @@ def make_executor(
     media_buffer: MediaBuffer | None = None,
     ranks: EngineRanks | None = None,
 ) -> Executor:
-    """What runs steps over these resources, in this process and on the other ranks."""
+    """Return the executor that runs steps over these resources, in this process and on the other ranks."""
     media = resources.media
     writer = StepWriter(runner.inputs, media.features, media.cross_cache, has_states=resources.states is not None)
     return Executor(runner, writer, media_buffer, ranks)

@@ -1,4 +1,4 @@
-"""Loads a model, and all that is needed to run it, by its name; chooses a weight format if the user does not."""
+"""Loads a model with its processor and tokenizer by name; chooses a weight format if the user does not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Network:
-    """A rank's part of a model, its weights packed, and the checkpoint they are from."""
+    """A rank's part of a model with packed weights, and the checkpoint they come from."""
 
     model: Model
     dtype: torch.dtype
@@ -56,9 +56,9 @@ class LoadedModel:
     processor: Processor
     tokenizer: Tokenizer
     dtype: torch.dtype
-    sampling_defaults: Mapping[str, Any]  # what the checkpoint's authors recommend
+    sampling_defaults: Mapping[str, Any]  # recommended by the checkpoint's authors
     report: LoadReport
-    speech: Speaker | None = None  # what speaks its answers, on this rank alone
+    speech: Speaker | None = None  # the networks that speak its answers, on this rank only
 
 
 def load_network(
@@ -73,11 +73,11 @@ def load_network(
     quantize: str | None = None,
     mmproj: str | None = None,
 ) -> Network:
-    """The part that this rank of the group has of the model in a folder, a GGUF file or behind a hub id.
+    """Load this rank's part of the model in a folder, a GGUF file or behind a hub id.
 
-    Without `drafting`, a multi-token predictor is left in the checkpoint. `block`: entries that are not to be split,
-    because they share a scale. `quantize` names what products are packed in (`layers.precision`); None: what the
-    checkpoint has. `mmproj`: the projector of a GGUF file, as `open_checkpoint` takes it.
+    Without `drafting`, a multi-token predictor is not loaded. `block`: entries that must not be split because they
+    share a scale. `quantize`: format of the products (`layers.precision`); None: the checkpoint's. `mmproj`: the
+    projector of a GGUF file, as in `open_checkpoint`.
     """
     formats = precision.named(quantize)
     checkpoint = open_checkpoint(name, mmproj)
@@ -93,7 +93,7 @@ def load_network(
         model = family.build(config, shapes)
     parts.warn()
     weight_dtype = _dtype(dtype, config)
-    # The embedded model packs in 80 ms (10 from a cache): no large one's entry gives way to it.
+    # The embedded model packs in 80 ms (10 from a cache), not worth evicting a large model's entry.
     is_cached = pack_cache and not embedded.is_embedded(name)
     report = load(
         model,
@@ -123,7 +123,7 @@ def load_model(
     quantize: str | None = None,
     mmproj: str | None = None,
 ) -> LoadedModel:
-    """The model as `load_network` has it, with its processor and tokenizer."""
+    """Load a model as `load_network` does, with its processor and tokenizer."""
     network = load_network(
         name,
         dtype=dtype,
@@ -162,9 +162,9 @@ def load_model(
 def load_speech(
     network: Network, *, quantize: str | None = None, pack_cache: bool = True, is_split: bool = False
 ) -> Speaker | None:
-    """What speaks a model's answers, whole on this rank; None where its checkpoint has no voice.
+    """Load the networks that speak a model's answers, whole on this rank; None if its checkpoint has no voice.
 
-    `is_split`: the model is split over ranks, its table of token embeddings too.
+    `is_split`: the model is split over ranks, and its table of token embeddings with it.
     """
     if network.family.build_speech is None:
         return None
@@ -184,7 +184,7 @@ def load_speech(
 
 
 def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
-    """The type weights and keys and values are kept in; "auto": fp32 where the checkpoint is, else bf16."""
+    """Return the type of weights, keys and values; "auto": fp32 if the checkpoint's is, else bf16."""
     if name == "auto":
         text = config.get("text_config") or {}
         stored = next(
@@ -206,16 +206,16 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def sampling_defaults(folder: Path | None) -> dict[str, Any]:
-    """The sampling of generation_config.json: greedy where it says not to sample; empty where there is none.
+    """Return the sampling of generation_config.json: greedy if do_sample is false, empty if there is no file.
 
-    What no request could ask for is left out with a warning: it would refuse every one.
+    Invalid values are left out with a warning, since every request with them would be refused.
     """
     stored = read_optional_json(folder / "generation_config.json") if folder else {}
     if stored.get("do_sample") is False:
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     given = {name: stored[name] for name in names if stored.get(name) is not None}
-    if given.get("top_k") == -1:  # another way to say: all tokens
+    if given.get("top_k") == -1:  # -1 means all tokens, as 0 does here
         given["top_k"] = 0
     for name, value in list(given.items()):
         try:
@@ -228,20 +228,20 @@ def sampling_defaults(folder: Path | None) -> dict[str, Any]:
 
 AUTO = "auto"
 
-# Of the memory that is free: the rest is for keys and values, and for what a step computes.
+# Share of the free memory for weights: the rest is for keys and values, and for the results of a step.
 _SHARE = 0.7
-# So much faster must a format be than one that rounds less: below, its rounding buys nothing.
+# Gain in speed that a format must have over one that rounds less.
 _LEAST_GAIN = 1.2
-# What is timed: the product of one token, as decoding is made of. Several weights in turn, so that none stays in the
-# caches: 8 of bf16 take 64 MiB.
+# The product that is timed: of one token, as in decoding. Several weights in turn, so that none stays in the caches: 8
+# in bf16 take 64 MiB.
 _ROWS, _COLUMNS, _NUM_WEIGHTS, _ROUNDS = 2048, 2048, 8, 3
 
 
 def choose_format(model: str | Path, mmproj: str | None = None) -> str | None:
-    """What `quantize` should be for a model, for `layers.precision.named`; the log says why in one line."""
+    """Choose `quantize` for a model, a name for `layers.precision.named`; the reason is logged in one line."""
     checkpoint = open_checkpoint(model, mmproj)
     chosen, reason = _choice(checkpoint, memory.available_bytes())
-    # A warning, since commands show those: who leaves a choice to us is told it.
+    # A warning, since commands show those: users who leave the choice to us should see it.
     _log.warning("quantize auto: %s, because %s", chosen or "as the checkpoint is", reason)
     return chosen
 
@@ -257,7 +257,7 @@ def _choice(checkpoint: Checkpoint, available_bytes: int) -> tuple[str | None, s
     if sizes["int8"] > limit:
         return "int4", f"int8 would take {sizes['int8'] / 1e9:.1f} GB {room}"
     seconds = {name: _seconds(name) for name in (None, "fp8", "int8")}
-    # fp8 rounds weights alone: int8 must be faster to be worth more.
+    # fp8 quantises weights alone: int8 must be clearly faster to be preferred.
     best = "int8" if seconds["fp8"] > _LEAST_GAIN * seconds["int8"] or sizes["fp8"] > limit else "fp8"
     gain = seconds[None] / seconds[best]
     if plain <= limit and gain < _LEAST_GAIN:
@@ -266,7 +266,7 @@ def _choice(checkpoint: Checkpoint, available_bytes: int) -> tuple[str | None, s
 
 
 def _seconds(name: str | None) -> float:
-    """The time of a product of one token with a weight of this size, in a format that `quantize` names or in bf16."""
+    """Return the time of a product of one token with weights in the named format, or in bf16 for None."""
     products = precision.named(name).products
     format = torch.bfloat16 if products is None else weight_format(*products)
     weight = torch.zeros(_ROWS, _COLUMNS, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The least a model must read and compute, by its sizes: the roofline that its steps are compared with."""
+"""The least that a model's steps must read and compute, by its sizes: the roofline they are compared with."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from tilewright.models.protocol import KvSpec, Model
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Of a multi-token predictor. The head is the model's: it counts in a pass that drafts, once for each draft."""
+    """Costs of a multi-token predictor. The head is the model's: it counts once for each draft."""
 
-    weight_bytes: int  # in a pass, experts apart
+    weight_bytes: int  # per pass, without experts
     head_bytes: int
     expert_bytes_per_draft: int
     kv_bytes_per_token: int
-    flops_per_token: int  # that is read: its key and value, and what is computed on the way to them
+    flops_per_token: int  # per token read: its key and value, and the projections before them
     flops_per_draft: int
-    flops_per_pair: int  # of one query and one key
+    flops_per_pair: int  # per query and key
 
     def read(self, num_passes: int, num_drafting_passes: int, num_drafts: int, num_keys: int) -> int:
-        """Bytes that passes read at least, with `num_keys` keys in them all."""
+        """Return the bytes that passes read at least, with `num_keys` keys in all of them."""
         weights = num_passes * self.weight_bytes + num_drafting_passes * self.head_bytes
         return weights + num_drafts * self.expert_bytes_per_draft + num_keys * self.kv_bytes_per_token
 
     def computed(self, num_tokens: int, num_drafts: int, num_pairs: int) -> int:
-        """What they multiply and add."""
+        """Return the operations of passes, a multiply-add counted as two."""
         return num_tokens * self.flops_per_token + num_drafts * self.flops_per_draft + num_pairs * self.flops_per_pair
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of the text side of a model: a vision tower is no part of it.
+    """Costs of the text model, without a vision tower.
 
-    Cross-attention layers, which only tokens that see encoder states go through, are counted apart (`cross_...`). What
-    is computed once per picture, by the tower and for keys and values, is not counted.
+    Cross-attention layers, which only tokens that see encoder states go through, are counted separately (`cross_...`).
+    The tower's work and the keys and values of pictures, computed once per picture, are not counted.
     """
 
-    weight_bytes_per_step: int  # of one token: each packed weight once, of experts only those a token is sent to
-    expert_bytes_per_token: int  # the part of these that another token, sent elsewhere, reads anew
+    weight_bytes_per_step: int  # of a step with one token: each packed weight once, only the selected experts
+    expert_bytes_per_token: int  # the part that a further token, with other experts, reads in addition
     expert_bytes: int  # of all experts of all layers
     kv_bytes_per_token: int
-    linear_flops_per_token: int  # without the head, which only the tokens that are sampled from need
+    linear_flops_per_token: int  # without the head, which only sampled tokens need
     head_flops: int
     attention_flops_per_pair: int  # of one query and one key, over all layers
     state_bytes_per_sequence: int = 0  # in recurrent layers
@@ -53,44 +53,44 @@ class Costs:
     cross_bytes_per_state: int = 0  # keys and values there of one encoder state
     cross_linear_flops_per_token: int = 0
     cross_flops_per_pair: int = 0  # of one query and one encoder state
-    draft: DraftCosts | None = None  # of a predictor, which is no part of the rest
+    draft: DraftCosts | None = None  # of a predictor, not included in the rest
 
     def decode_bytes(self, context: int, num_states: int = 0) -> int:
-        """What a step reads of one sequence with `context` tokens that sees `num_states` encoder states."""
+        """Return the bytes a step reads for one sequence of `context` tokens that sees `num_states` encoder states."""
         own = context * self.kv_bytes_per_token + self.state_bytes_per_sequence
         return self.weight_bytes_per_step + own + self.cross_attention_bytes(num_states)
 
     def cross_attention_bytes(self, num_states: int) -> int:
-        """What cross-attention layers read in a step whose sequences see `num_states` encoder states in all."""
+        """Return the bytes that cross-attention layers read in a step that sees `num_states` encoder states in all."""
         return self.cross_bytes_per_step + num_states * self.cross_bytes_per_state if num_states else 0
 
     def step_bytes(self, num_tokens: int, num_keys: int, num_sequences: int, num_states: int = 0) -> int:
-        """What a step of many tokens reads at least, with `num_keys` tokens in the pages of its sequences."""
+        """Return the bytes a step of many tokens reads at least, with `num_keys` tokens in its sequences' pages."""
         experts = min(self.expert_bytes, num_tokens * self.expert_bytes_per_token)
         dense = self.weight_bytes_per_step - self.expert_bytes_per_token
         own = num_keys * self.kv_bytes_per_token + num_sequences * self.state_bytes_per_sequence
         return dense + experts + own + self.cross_attention_bytes(num_states)
 
     def step_flops(self, num_tokens: int, num_logits: int, num_pairs: int) -> int:
-        """What a step multiplies and adds, with `num_pairs` of a query and a key; without cross-attention."""
+        """Return the operations of a step with `num_pairs` pairs of a query and a key, without cross-attention."""
         linears = num_tokens * self.linear_flops_per_token + num_logits * self.head_flops
         return linears + num_pairs * self.attention_flops_per_pair
 
     def cross_attention_flops(self, num_tokens: int, num_pairs: int) -> int:
-        """What cross-attention layers multiply and add, with `num_pairs` of a query and a state."""
+        """Return the operations of cross-attention layers with `num_pairs` pairs of a query and a state."""
         return num_tokens * self.cross_linear_flops_per_token + num_pairs * self.cross_flops_per_pair
 
     def prefill_flops(self, num_tokens: int) -> int:
-        """Of all linears over a prompt, and the head once. Attention comes on top: see `attention_flops`."""
+        """Return the operations of all linears over a prompt, and of the head once; `attention_flops` come on top."""
         return num_tokens * self.linear_flops_per_token + self.head_flops
 
     def attention_flops(self, num_tokens: int) -> int:
-        """Of a prompt's causal attention."""
+        """Return the operations of a prompt's causal attention."""
         return self.attention_flops_per_pair * num_tokens * (num_tokens + 1) // 2
 
 
 def costs_of(model: Model, kv_itemsize: int, byte_dtype: torch.dtype | None = None) -> Costs:
-    """The costs of a model that is loaded, with keys and values in a type of 8 bits if one is given."""
+    """Return the costs of a loaded model; `byte_dtype` is the 8-bit type of keys and values, if they have one."""
     cost, cross_spec, state_spec = model.cost(), model.cross_spec, model.state_spec
     draft = _draft_costs(model, kv_itemsize, byte_dtype)
     kv_bytes = model.kv_spec.bytes_per_token(kv_itemsize, byte_dtype)
@@ -129,14 +129,14 @@ def _draft_costs(model: Model, kv_itemsize: int, byte_dtype: torch.dtype | None)
 
 
 def step_cost(costs: Costs, chunks: Items[Chunk], num_logits: int) -> tuple[int, int]:
-    """Bytes that a step of these chunks read at least, and the operations it did."""
-    if not chunks:  # a step that only encodes
+    """Return the bytes that a step of these chunks reads at least, and its operations."""
+    if not chunks:  # a step that only encodes media
         return 0, 0
     num_tokens = num_keys = num_pairs = 0
     for chunk in chunks:
         num_tokens += chunk.num_tokens
         num_keys += chunk.stop
-        # A query sees the keys before it and its own; the queries of a chunk are the last tokens so far.
+        # A query sees the keys up to its own; the queries of a chunk are the last tokens so far.
         num_pairs += chunk.num_tokens * (chunk.start + chunk.stop + 1) // 2
     spans = [
         span
@@ -153,7 +153,10 @@ def step_cost(costs: Costs, chunks: Items[Chunk], num_logits: int) -> tuple[int,
 
 
 def draft_cost(costs: DraftCosts, draft_inputs: Items[DraftInput]) -> tuple[int, int]:
-    """The same of the predictor's passes after a step: one over all its tokens, then one for each further draft."""
+    """Return the bytes and operations of the predictor's passes after a step.
+
+    The first pass covers all its tokens, each further one a draft per sequence.
+    """
     if not draft_inputs:
         return 0, 0
     most_drafts = max(item.num_drafts for item in draft_inputs)

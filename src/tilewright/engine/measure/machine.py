@@ -1,4 +1,4 @@
-"""What this machine is, which kernels it gets, and how fast it can be: `tilewright info`."""
+"""Describes and measures this machine: CPU, memory, kernels, bandwidth and peaks, for `tilewright info`."""
 
 import os
 import platform
@@ -42,7 +42,7 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel an op runs now, and all it has, best first."""
+    """The kernel that an op uses, and all it has, best first."""
 
     name: str
     isa: str
@@ -51,7 +51,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Machine:
-    """What `tilewright info` says. Sizes in bytes; 0 or empty where the system does not tell."""
+    """The output of `tilewright info`. Sizes in bytes; 0 or empty if the system does not report it."""
 
     version: str
     cpu_model: str
@@ -66,7 +66,7 @@ class Machine:
     num_threads: int
     bind_cpus: str
     numa_nodes: list[NumaNode]
-    node_binding: list[RankBinding]  # of a rank per node that the process may use; empty for one node
+    node_binding: list[RankBinding]  # binding of one rank per node that the process may use; empty with one node
     memory_bytes: int
     memory_available_bytes: int
     transparent_huge_pages: str
@@ -77,9 +77,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """How fast this machine is at its best: the highest of many short passes, and the median read for how steady it is.
+    """Speed of this machine: the maximum of many short passes, and the median of reads to show how steady it is.
 
-    GB/s and TFLOP/s are powers of ten; a multiply-add is two operations. All threads of the config, unless it says one.
+    GB/s and TFLOP/s are powers of ten; a multiply-add is two operations. All threads of the config, except
+    `..._one_thread`.
     """
 
     read_gb_s: float
@@ -91,7 +92,7 @@ class MeasuredMachine:
 
 
 def describe() -> Machine:
-    """The Machine this process runs on, with the settings it was started with."""
+    """Return the Machine this process runs on, with the settings it was started with."""
     settings = config.current()
     cpus = topology.read_cpus(SYSTEM).values()
     return Machine(
@@ -119,7 +120,7 @@ def describe() -> Machine:
 
 
 def chosen_kernels() -> dict[str, Kernel]:
-    """For each op, the first kernel of its manifest whose level may be used."""
+    """Return for each op the first kernel of its manifest whose ISA level may be used."""
     chosen = {}
     for op, entries in kernels.manifest().items():
         isa, name = next(entry for entry in entries if kernels.may_use_isa(entry[0]))
@@ -128,13 +129,13 @@ def chosen_kernels() -> dict[str, Kernel]:
 
 
 def measure(seconds: float = 2.0) -> MeasuredMachine:
-    """Read bandwidth and multiply peaks, measured for about `seconds` after the buffer is filled."""
+    """Return read bandwidth and multiply peaks, measured for about `seconds` after the buffer is filled."""
     num_threads = kernels.num_threads()
-    # Far over the caches where memory allows; a quarter of what is free leaves room for whoever else runs.
+    # Far larger than the caches if memory allows; a quarter of the free memory leaves room for other programs.
     size_bytes = min(1 << 30, available_bytes() // 4)
     reads, reads_one_thread = kernels.read_bandwidth(size_bytes, [num_threads, 1], seconds * 0.4)
 
-    # Types take turns, so that a busy neighbour's burst falls on all of them and not on one alone.
+    # Types take turns, so that a burst of another program's load does not fall on one type alone.
     peaks = dict.fromkeys(("bf16", "int8", "fp32"), 0.0)
     for type in list(peaks) * NUM_TURNS:
         rates = kernels.multiply_peak(type, num_threads, seconds * 0.2 / NUM_TURNS)
@@ -150,12 +151,12 @@ def measure(seconds: float = 2.0) -> MeasuredMachine:
 
 
 def as_dict(machine: Machine, measured: MeasuredMachine | None = None) -> dict[str, object]:
-    """The machine as plain JSON types, with what was measured under "measured"."""
+    """Return the machine as plain JSON types, with the measurement under "measured"."""
     return asdict(machine) | ({"measured": asdict(measured)} if measured else {})
 
 
 def as_text(machine: Machine, measured: MeasuredMachine | None = None) -> str:
-    """The machine for people to read."""
+    """Return the machine as text for people."""
     cap = f", capped at {machine.isa_cap} by TILEWRIGHT_MAX_ISA" if machine.isa_cap else ""
     pinned = f", pinned to CPUs {machine.bind_cpus}" if machine.bind_cpus else ""
     caches = [f"L{c.level} {c.kind.lower()} {_size(c.size_bytes)} (CPUs {c.shared_by_cpus})" for c in machine.caches]
@@ -218,7 +219,7 @@ def _caches() -> list[Cache]:
 
 
 def _size(size_bytes: int) -> str:
-    """The size in the largest binary unit that leaves a whole part: "48 KiB", "23.5 GiB"."""
+    """Return the size in the largest binary unit of which it has at least one: "48 KiB", "23.5 GiB"."""
     for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size_bytes >= 1 << shift:
             return f"{size_bytes / (1 << shift):.4g} {unit}"

@@ -1,4 +1,4 @@
-"""How memory is shared between keys, values and recurrent states, and what an engine and its process hold."""
+"""Shares memory between keys, values and recurrent states, and reports the use of an engine and its process."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tilewright.host.memory import available_bytes, parse_bytes
 from tilewright.models.protocol import Model
 from tilewright.types import RequestError
 
-# Of what is free once the weights are loaded; the rest is for activations, pictures and other programs.
+# Of the memory that is free after loading; the rest is for activations, pictures and other programs.
 KV_SHARE = 0.5
 # Of that, for encoder states: a picture of Llama-3.2-Vision takes as much as 1,600 tokens of text.
 CROSS_SHARE = 0.25
 # Of that, for states of recurrent layers. One of Qwen3.5 takes as much as 1,500 to 2,300 tokens of text, and an answer
-# needs three or so, two of them snapshots: with some 6,000 tokens each, pages and slots run out together.
+# needs about three, two of them snapshots: with some 6,000 tokens each, pages and slots run out together.
 STATE_SHARE = 0.5
-# Its own state and seven snapshots are as many as an answer can make use of.
+# Its own state and seven snapshots: an answer has no use for more.
 SLOTS_PER_SEQUENCE = 8
-# Answers with so many tokens each use up the pages of layers with a sliding window when they use up the others. Shorter
-# ones run out of the former first, longer ones of the latter.
+# At this length of answers the pages of layers with a sliding window run out together with the others. Shorter answers
+# run out of the former first, longer ones of the latter.
 BALANCED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """How much there is of each kind of memory that sequences share."""
+    """Numbers of pages and slots of each kind of memory that sequences share."""
 
     num_pages: int
     num_cross_pages: int  # for encoder states; 0 in models without cross-attention
@@ -49,15 +49,15 @@ def share_out(
     size_bytes: int,
     byte_dtype: torch.dtype | None = None,
 ) -> MemorySizes:
-    """`size_bytes` as pages for keys and values, of tokens and of encoder states, and slots for recurrent states.
+    """Split `size_bytes` into pages for keys and values, pages for encoder states, and slots for recurrent states.
 
-    A request has `max_media` media at most. Keys and values are in a type of 8 bits if one is given.
+    A request has at most `max_media` media. `byte_dtype` is the 8-bit type of keys and values, if they have one.
     """
     cross, for_cross = model.cross_spec, 0
     if cross is not None:
         cross_page_bytes = cross.bytes_per_token(itemsize, byte_dtype) * PAGE_SIZE
         pages_per_medium = -(-cross.max_states // PAGE_SIZE)
-        # Those that running sequences see, or one request has side by side: more need not be kept at once.
+        # Those that running sequences see, or one request has side by side: more are not needed at once.
         most_media = max(limits.max_sequences, max_media)
         for_cross = num_cross_pages(cross_page_bytes, pages_per_medium, most_media, size_bytes)
         size_bytes -= for_cross * cross_page_bytes
@@ -78,9 +78,9 @@ def share_out(
 
 
 def kv_bytes(kv_memory: int | str | None, free_bytes: int | None = None) -> int:
-    """What `kv_memory` says in bytes or as a percentage of the free memory; half of that if it says nothing.
+    """Return `kv_memory` in bytes: a size, a percentage of the free memory, or half of it for None.
 
-    `free_bytes`: that of the device; None: the host's.
+    `free_bytes`: the device's free memory; None: the host's.
     """
     if free_bytes is None:
         free_bytes = available_bytes()
@@ -91,7 +91,7 @@ def kv_bytes(kv_memory: int | str | None, free_bytes: int | None = None) -> int:
 
 
 def num_cross_pages(page_bytes: int, pages_per_medium: int, max_media: int, size_bytes: int) -> int:
-    """Pages for encoder states: a share of `size_bytes`, at least one medium's, no more than could be seen at once."""
+    """Return the pages for encoder states: a share of `size_bytes`, between one medium's and `max_media` media's."""
     if page_bytes * pages_per_medium >= size_bytes:
         raise RequestError(
             f"kv_memory is {size_bytes} bytes, expected more than the {page_bytes * pages_per_medium} that the encoder "
@@ -102,7 +102,7 @@ def num_cross_pages(page_bytes: int, pages_per_medium: int, max_media: int, size
 
 
 def num_state_slots(slot_bytes: int, page_bytes: int, max_slots: int, size_bytes: int) -> int:
-    """Slots for states of recurrent layers: a share of `size_bytes`, at least one, no more than are of use."""
+    """Return the slots for recurrent states: a share of `size_bytes`, at least one, at most `max_slots`."""
     if slot_bytes + page_bytes > size_bytes:
         raise RequestError(
             f"kv_memory is {size_bytes} bytes, expected at least {slot_bytes + page_bytes}: the recurrent state of one "
@@ -114,11 +114,11 @@ def num_state_slots(slot_bytes: int, page_bytes: int, max_slots: int, size_bytes
 def num_window_pages(
     windows: Sequence[int], window_bytes: Sequence[int], page_bytes: int, max_pages: int, size_bytes: int
 ) -> tuple[int, ...]:
-    """Return how many pages each window gets of `size_bytes`, of which pages for all tokens take a part.
+    """Return how many pages each window gets of `size_bytes`, beside the pages for all tokens.
 
-    `window_bytes` are those of a page of each window, `page_bytes` those of a page for all tokens; 0: all layers have a
-    window. An answer has the pages of its window, and its prompt those of the window at its end, from which the same
-    prompt continues, and the next turn.
+    `window_bytes` are the bytes of a page of each window, `page_bytes` those of a page for all tokens; 0: all layers
+    have a window. An answer needs the pages of its window, and those of the window at its prompt's end, from which the
+    same prompt and the next turn continue.
     """
     if not windows:
         return ()
@@ -140,7 +140,7 @@ def num_window_pages(
 
 
 def num_kv_pages(page_bytes: int, max_pages: int, size_bytes: int) -> int:
-    """Pages that fit `size_bytes`; no more than could ever be used. Pages of no bytes: as many as that."""
+    """Return how many pages fit `size_bytes`, at most `max_pages`; `max_pages` if pages have no bytes."""
     if not page_bytes:
         return max_pages
     pages = size_bytes // page_bytes
@@ -154,26 +154,26 @@ _ROLLUP = Path("/proc/self/smaps_rollup")
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes; with several ranks, those of the first."""
+    """Memory use of an engine in bytes; with several ranks, of the first."""
 
-    weight_bytes: int  # as they are packed
-    mapped_weight_bytes: int  # of these, pages of the pack cache's file, which all processes that map it share
-    kv_bytes: int  # of all pages of keys and values, of which untouched ones take no memory
+    weight_bytes: int  # as packed
+    mapped_weight_bytes: int  # of these, mapped from the pack cache's file, and shared by all processes that map it
+    kv_bytes: int  # of all pages of keys and values; untouched ones take no memory
     kv_bytes_used: int  # of pages that running answers hold
-    kv_bytes_touched: int  # of pages that were written so far: those, and what the prefix cache keeps
+    kv_bytes_touched: int  # of pages written at least once: held now, or by the prefix cache
     scratch_bytes: int  # for results of ops
     feature_bytes: int  # cached features of media
-    resident_bytes: int  # of the process; 0 where the system does not tell
+    resident_bytes: int  # of the process; 0 if the system does not report it
     resident_file_bytes: int  # of these, pages of files: libraries and mapped weights
 
     @property
     def other_bytes(self) -> int:
-        """Resident, and none of the above: Python, torch and its libraries, the tokenizer, buffers of steps."""
+        """Resident bytes that are none of the above: Python, libraries such as torch, the tokenizer, step buffers."""
         known = self.weight_bytes + self.kv_bytes_touched + self.scratch_bytes + self.feature_bytes
         return max(0, self.resident_bytes - known)
 
     def as_text(self) -> str:
-        """A line for each part, for people to read."""
+        """Return one line per part, for people."""
         rows = [
             ("weights, packed", self.weight_bytes),
             ("  of these mapped from the pack cache", self.mapped_weight_bytes),
@@ -190,14 +190,14 @@ class MemoryUse:
 
 
 class Resident(NamedTuple):
-    """What a process has in memory, in bytes."""
+    """Resident memory of a process in bytes."""
 
     total: int = 0
-    file: int = 0  # pages of files, shared with others or not
+    file: int = 0  # pages of files, shared with other processes or not
 
 
 def resident() -> Resident:
-    """Of this process; nothing where the system does not tell."""
+    """Return the resident memory of this process; zeros if the system does not report it."""
     try:
         text = _ROLLUP.read_text()
     except OSError:

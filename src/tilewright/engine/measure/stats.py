@@ -12,7 +12,7 @@ WINDOW_S = 10.0
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot. Rates are shares from 0 to 1, of all since the start; speeds are those of the last 10 seconds."""
+    """A snapshot. Rates are shares from 0 to 1 since the start; speeds are those of the last 10 seconds."""
 
     num_running: int
     num_waiting: int
@@ -28,22 +28,22 @@ class Stats:
     num_preemptions: int
     num_drafts_proposed: int
     num_drafts_accepted: int
-    num_prompt_tokens: int  # computed, those found in the prefix cache not counted
+    num_prompt_tokens: int  # without those found in the prefix cache
     num_output_tokens: int
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     num_steps: int
-    busy_s: float  # spent in steps
-    step_age_s: float  # how long the step under way has been; 0 between steps
-    read_bytes_per_s: float  # weights, keys and values that the steps of the last 10 seconds read, per second in them
-    flops_per_s: float  # and what they multiplied and added
+    busy_s: float  # time spent in steps
+    step_age_s: float  # duration of the step under way so far; 0 between steps
+    read_bytes_per_s: float  # weights, keys and values read by steps of the last 10 seconds, per second spent in them
+    flops_per_s: float  # and their operations
     num_window_pages: int = 0  # of layers with sliding windows; 0 in models without them
     num_window_pages_used: int = 0
     num_state_slots: int = 0  # for states of recurrent layers; 0 in models without them
     num_state_slots_used: int = 0
     num_state_snapshots: int = 0  # states that later prompts may start from
     state_hit_rate: float = 0.0
-    # As `engine.memory_use.MemoryUse` has them.
+    # The fields of `engine.measure.memory.MemoryUse`.
     weight_bytes: int = 0
     mapped_weight_bytes: int = 0
     kv_bytes: int = 0
@@ -61,7 +61,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class StepCount:
-    """What one step did."""
+    """Counts of one step."""
 
     ended_s: float
     took_s: float
@@ -73,20 +73,20 @@ class StepCount:
 
 @dataclass(frozen=True)
 class StepReads:
-    """What steps read in all since the start, and the seconds they took."""
+    """Bytes that steps read since the start, and the seconds they took."""
 
     num_bytes: int = 0
     busy_s: float = 0.0
 
     def speed_since(self, earlier: StepReads) -> float | None:
-        """Bytes per second of the steps since then; None if there was none, or nobody counts what steps read."""
+        """Return the bytes per second of the steps since then; None without such steps, or if reads are not counted."""
         num_bytes, busy_s = self.num_bytes - earlier.num_bytes, self.busy_s - earlier.busy_s
         return num_bytes / busy_s if num_bytes and busy_s > 0 else None
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Over the window; tokens per second of it, bytes and operations per second spent in steps."""
+    """Speeds over the window: tokens per second of it, bytes and operations per second spent in steps."""
 
     prompt_tokens_per_s: float
     output_tokens_per_s: float
@@ -95,7 +95,7 @@ class Speeds:
 
 
 class StepCounter:
-    """What steps did, in all and in the last seconds. One thread counts, any thread reads."""
+    """Counts of steps, in all and in the last seconds. One thread counts, any thread reads."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0

@@ -1,4 +1,4 @@
-"""Which outputs of the vision encoder are kept, by content; the features themselves are the runners'."""
+"""Keeps track of the cached outputs of the encoder, by content; runners hold the features themselves."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import Counter, OrderedDict
 
 
 class EncoderCache:
-    """Sizes of features by Medium.key, at most max_bytes of them, least recently used evicted first.
+    """Sizes of features by Medium.key, at most max_bytes in all, the least recently used evicted first.
 
-    Runners keep the features under a small integer id. What a running sequence still reads is pinned and never evicted;
-    if that alone exceeds max_bytes, the cache is over its bound until it has been read.
+    Runners keep the features under a small integer id. Features that a running sequence still reads are pinned and
+    never evicted; if these alone exceed max_bytes, the cache is over its bound until they are read.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -29,14 +29,14 @@ class EncoderCache:
 
     @property
     def num_dropped(self) -> int:
-        """Evicted features that runners still have."""
+        """Number of evicted features that runners still hold."""
         return len(self._dropped_ids)
 
     def has(self, key: bytes) -> bool:
         return key in self._entries
 
     def id_of(self, key: bytes) -> int:
-        """What runners know the features by, from now until they are evicted."""
+        """Return the id by which runners know the features, valid until they are evicted."""
         if key in self._entries:
             self._entries.move_to_end(key)
         if key not in self._ids:
@@ -45,20 +45,20 @@ class EncoderCache:
         return self._ids[key]
 
     def put(self, key: bytes, size_bytes: int) -> None:
-        """Notes that runners have the features, and evicts others to make room."""
+        """Record that runners hold the features, and evict others to make room."""
         self.id_of(key)
         self.size_bytes += size_bytes - self._entries.pop(key, 0)
         self._entries[key] = size_bytes
         self._shrink()
 
     def take_dropped(self, max_ids: int) -> list[int]:
-        """Ids of evicted features, which the next step reports to runners; the ids may be used again."""
+        """Return up to max_ids ids of evicted features for the next step to report; they may be assigned again."""
         taken, self._dropped_ids = self._dropped_ids[:max_ids], self._dropped_ids[max_ids:]
         self._free_ids += taken
         return taken
 
     def pin(self, key: bytes) -> None:
-        """Keeps an entry until `unpin`, also one that is only about to be put. Counts a hit if it need not be made."""
+        """Keep an entry until `unpin`, even before it is put. Counts a hit if it is there or about to be put."""
         self.num_lookups += 1
         self.num_hits += key in self._entries or key in self._pins
         self._pins[key] += 1
@@ -72,7 +72,7 @@ class EncoderCache:
             self._shrink()
 
     def clear(self) -> None:
-        """Evicts everything that is not pinned."""
+        """Evict everything that is not pinned."""
         for key in [key for key in self._entries if key not in self._pins]:
             self._evict(key)
 

@@ -1,4 +1,4 @@
-"""The features of a medium as a part of a message, which another engine of the model takes in the medium's place."""
+"""Encoded features of a medium as a message part, for another engine of the same model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Encode = Callable[[Sequence[Medium]], list[Tensor]]
 
 
 def features_part(processor: MediaProcessor, medium: Mapping[str, Any], encode: Encode) -> dict[str, Any]:
-    """The part that brings what `encode` makes of a medium, itself a part of a message."""
+    """Return the message part with the features that `encode` makes of a medium, itself a message part."""
     described = processor.describe(medium)
     if described.feature_width:
         raise RequestError(f"{described.name}: it is {medium['type']} already, expected a medium to encode")
@@ -32,7 +32,7 @@ def features_part(processor: MediaProcessor, medium: Mapping[str, Any], encode: 
 
 
 def part_of(value_type: str, values: Tensor, described: PreparedMedium) -> dict[str, Any]:
-    """Values of a medium with all that they are to be told with."""
+    """Return values of a medium as a message part, with the description needed to use them."""
     grid = described.grid
     if TYPES[value_type].kind == "audio":
         grid = 1, sum(piece.grid[1] for piece in described.sound), grid[2]
@@ -46,7 +46,7 @@ def part_of(value_type: str, values: Tensor, described: PreparedMedium) -> dict[
 
 
 def encode_now(executor: Executor, media: Sequence[Medium]) -> list[Tensor]:
-    """Copies of the features of media, one after the other; on the engine's thread, between two steps."""
+    """Return copies of the features of media, encoded one by one. Runs on the engine's thread between two steps."""
     cache, found = executor.features, []
     for medium in media:
         cache.pin(medium.key)

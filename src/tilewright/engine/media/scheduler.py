@@ -1,4 +1,4 @@
-"""Schedules the encoding of media, and the pages of cross-attention groups, before the chunks that read them."""
+"""Schedules the encoding of media and the filling of cross-attention groups before the chunks that read them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tilewright.types import Medium, RequestError
 
 
 class MediaScheduler(SequenceResource):
-    """Puts media to encode and groups to fill into the step that reads them, and pins both until they were read."""
+    """Adds media to encode and groups to fill to the step that reads them, and pins both until they are read."""
 
     def __init__(self, features: EncoderCache, cross_cache: CrossCache, limits: StepLimits) -> None:
         self.features = features
         self.cross_cache = cross_cache
         self.limits = limits
-        self._blocked: Sequence | None = None  # the earliest of this step whose group got no pages
+        self._blocked: Sequence | None = None  # the earliest sequence of this step whose group got no pages
 
     def is_known(self, media_key: bytes) -> bool:
-        """Whether a medium need not be decoded: its features are cached, or its keys and values where it is alone."""
+        """Return whether a medium need not be decoded: its features, or its own keys and values, are cached."""
         return self.features.has(media_key) or self.cross_cache.is_filled(group_key([media_key]))
 
     def ahead(self, step: Step, sequences: Iterable[Sequence]) -> list[Medium]:
-        """What a step after this one is likely to encode: of sequences in their order, within its limit."""
+        """Return media that the next step is likely to encode, in the order of the sequences, within a step's limit."""
         seen = {medium.key for medium in step.encode}
         found: list[Medium] = []
         num_patches = 0
@@ -40,7 +40,7 @@ class MediaScheduler(SequenceResource):
         return found
 
     def readers(self, media: Iterable[Medium], sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Those of the sequences that media are encoded for, even if they have no chunk yet."""
+        """Return the sequences that media are encoded for, even if they have no chunk yet."""
         keys = {medium.key for medium in media}
         return [sequence for sequence in sequences if keys.intersection(sequence.pinned_keys)]
 
@@ -57,14 +57,14 @@ class MediaScheduler(SequenceResource):
         self._blocked = None
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether the group that the next token sees is in its pages: not so at once after a sequence was preempted."""
+        """Return whether the pages of the next token's group are filled; they may not be after a preemption."""
         if not sequence.cross_groups:
             return True
         last = sequence.cross_groups[-1]
         return last in sequence.pinned_groups and self.cross_cache.is_filled(last.key)
 
     def prepare(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
-        """Where the chunk ends: at `stop`, or before the first medium or group that this step cannot have ready."""
+        """Return where the chunk ends: at `stop`, or before the first medium or group that this step cannot prepare."""
         needs: list[FeatureRun | CrossGroup] = [
             *sequence.features_in(start, stop),
             *sequence.cross_groups_in(start, stop),
@@ -79,7 +79,7 @@ class MediaScheduler(SequenceResource):
         return stop
 
     def commit(self, sequence: Sequence) -> None:
-        """Unpins what no token that is left to compute reads."""
+        """Unpin media and groups that no uncomputed token reads."""
         if sequence.pinned_keys:
             self._unpin_features(sequence)
         if sequence.pinned_groups:
@@ -102,7 +102,7 @@ class MediaScheduler(SequenceResource):
                 sequence.pinned_groups.remove(group)
 
     def release(self, sequence: Sequence) -> None:
-        """Unpins all that the sequence reads."""
+        """Unpin all that the sequence reads."""
         for key in sequence.pinned_keys:
             self.features.unpin(key)
         for group in sequence.pinned_groups:
@@ -120,7 +120,7 @@ class MediaScheduler(SequenceResource):
         }
 
     def _encode(self, step: Step, sequence: Sequence, medium: Medium) -> bool:
-        """Whether the medium has features, or gets them in this step. Not if the encoder has no budget left for it."""
+        """Return whether the medium has features or gets them in this step, if the encoder's budget allows it."""
         if not self.features.has(medium.key) and all(other.key != medium.key for other in step.encode):
             num_patches = sum(other.encoder_rows for other in (*step.encode, medium))
             if step.encode and num_patches > self.limits.max_patches(step.has_decodes):
@@ -132,9 +132,9 @@ class MediaScheduler(SequenceResource):
         return True
 
     def _prepare_group(self, step: Step, sequence: Sequence, group: CrossGroup) -> bool:
-        """Whether a group is ready in this step: it has pages, which are filled or get filled in it.
+        """Return whether a group is ready in this step: it has pages, filled before or during it.
 
-        Pictures side by side that are too many for one step are encoded over several.
+        Adjacent pictures that are too many for one step are encoded over several.
         """
         if not self._has_pages(sequence, group):
             return False
@@ -146,9 +146,9 @@ class MediaScheduler(SequenceResource):
         return True
 
     def _has_pages(self, sequence: Sequence, group: CrossGroup) -> bool:
-        """Whether the group has pages, from now on until the sequence unpins it.
+        """Return whether the group has pages, pinned until the sequence unpins it.
 
-        When one gets none, sequences that came after it get none either, not even shared ones: else a stream of small
+        When a group gets none, later sequences get none either, not even shared ones: otherwise a stream of small
         groups would starve a large one.
         """
         if group in sequence.pinned_groups:

@@ -1,4 +1,4 @@
-"""Copies a step's inputs to its device: its media in one copy that nobody waits for, small tensors in another."""
+"""Copies a step's inputs to its device without waiting: its media in one copy, small tensors in another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOM_BYTES = 1 << 20
 
 
 class Uploads:
-    """Copies of one step at a time: what it sent has arrived before the next one `begin`s, since tokens came back."""
+    """Copies of one step at a time. They have arrived when the next step calls `begin`, since its tokens came back."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class Uploads:
         self._used_bytes = 0
 
     def send(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors on the device, after one copy that nobody waits for; themselves where that is the host."""
+        """Return the tensors on the device, after one asynchronous copy; on the host, the tensors themselves."""
         if self._device.is_host:
             return list(tensors)
         places = []
@@ -44,7 +44,7 @@ class Uploads:
 
     def _take(self, num_bytes: int) -> Tensor:
         if self._room is None or self._used_bytes + num_bytes > len(self._room):
-            # What was sent from the room before keeps it until it has arrived.
+            # Copies under way keep the previous buffer alive until they have arrived.
             self._room, self._used_bytes = self._device.host_bytes(max(ROOM_BYTES, 2 * num_bytes)), 0
         begin = self._used_bytes
         self._used_bytes += num_bytes
@@ -55,16 +55,16 @@ def _part(room: Tensor, place: int, like: Tensor) -> Tensor:
     return room[place : place + like.nbytes].view(like.dtype).view(like.shape)
 
 
-# Rows that lie between media and are copied with them cost less than gathering the media, while they are fewer than so
-# many in a hundred: the host copies some 10 GB/s, the bus 25 to 50.
+# Rows between media are copied with them while they are at most a quarter of the media's rows. That costs less than
+# gathering: the host copies some 10 GB/s, the bus 25 to 50.
 MAX_SHARE_BETWEEN = 0.25
 
 
 class MediaTransfer:
-    """Copies media out of the media buffer `rows`. Whatever an encoder is, it reads a MediaBatch, and no rows but that.
+    """Copies media from the media buffer `rows`. Encoders read only the rows in a MediaBatch.
 
-    The buffer lies in memory that the device reads by itself, so a step's media are copied from where they were
-    written, with the rows between them. Where those would be many, media are gathered first.
+    The buffer lies in memory that the device reads directly, so a step's media are copied from where they were written,
+    with the rows between them. If those are too many, media are gathered first.
     """
 
     def __init__(self, rows: Tensor, device: Device) -> None:
@@ -72,14 +72,14 @@ class MediaTransfer:
         self._device = device
         self._gathered: Tensor | None = None  # [rows, width], for media that lie far apart
         self._copy: Copy = NoCopy()
-        self._kept: Tensor | None = None  # [rows, width] on the device, for passes that are recorded
-        self._ahead: tuple[int, Tensor, Copy] | None = None  # the first row of what was sent ahead
+        self._kept: Tensor | None = None  # [rows, width] on the device, for recorded passes
+        self._ahead: tuple[int, Tensor, Copy] | None = None  # the first row of the media sent ahead
 
     def send(self, items: Items[MediaItem], *, ahead: bool = False, max_kept_rows: int = 0) -> MediaBatch:
-        """The media as their encoder reads them, on the device; what is computed from now on comes after the copy.
+        """Return the media as their encoder reads them, on the device; later computations wait for the copy.
 
-        `ahead`: they were sent by `send_ahead`. Media of `max_kept_rows` at most are in memory that is the same in
-        every step.
+        `ahead`: they were sent by `send_ahead`. Media of at most `max_kept_rows` rows lie at the same address in every
+        step.
         """
         if self._device.is_host:
             return MediaBatch(self._rows, tuple(items))
@@ -101,7 +101,7 @@ class MediaTransfer:
         return MediaBatch(there, tuple(items))
 
     def is_kept(self, batch: MediaBatch) -> bool:
-        """Whether a batch is in the memory that is the same in every step."""
+        """Return whether a batch lies at the address that is the same in every step."""
         return self._kept is not None and batch.buffer.data_ptr() == self._kept.data_ptr()
 
     def _kept_rows(self, num_rows: int, max_rows: int) -> Tensor | None:
@@ -113,7 +113,7 @@ class MediaTransfer:
         return self._kept[:num_rows]
 
     def send_ahead(self, items: Items[MediaItem]) -> bool:
-        """Starts to copy media of a later step, beside the one that is computed; False where they lie far apart."""
+        """Start copying media of a later step during the current one; return False if they lie far apart."""
         if not self._are_neighbours(items):
             return False
         begin, end = _reach(items)
@@ -122,14 +122,14 @@ class MediaTransfer:
         return True
 
     def recycle(self) -> None:
-        """Returns when the rows that were copied may be written again."""
+        """Return when the copied rows may be overwritten."""
         self._copy.recycle()
         self._copy = NoCopy()
         if self._ahead is not None:
             self._ahead[2].recycle()
 
     def _are_neighbours(self, items: Items[MediaItem]) -> bool:
-        """Whether media are copied from where they lie."""
+        """Return whether media are copied from where they lie."""
         begin, end = _reach(items)
         num_rows = sum(item.num_rows for item in items)
         return self._device.can_read(self._rows) and end - begin <= num_rows * (1 + MAX_SHARE_BETWEEN)
@@ -149,10 +149,10 @@ class MediaTransfer:
 
 
 def _reach(items: Items[MediaItem]) -> tuple[int, int]:
-    """The first row of some items, and the one after their last."""
+    """Return the first row of some items, and the row after their last."""
     return min(item.first_row for item in items), max(item.first_row + item.num_rows for item in items)
 
 
 def _moved(items: Items[MediaItem], begin: int) -> tuple[MediaItem, ...]:
-    """Items of which the row `begin` is the first."""
+    """Return items with row numbers relative to row `begin`."""
     return tuple(replace(item, first_row=item.first_row - begin) for item in items)

@@ -1,8 +1,8 @@
-"""The other ranks of an engine as the first one sees them: their start, each command, and their end.
+"""The other ranks of an engine, as the first rank sees them: their start, their commands, and their end.
 
-The first rank is the process of the engine: it schedules, samples, and computes its own part of the model. The others
-are processes that it starts (parallel/launch.py). Steps and media lie in memory that all of them map. A command is a
-number in that memory; `group.post` wakes the ranks that wait for it.
+The first rank is the engine's process: it schedules, samples, and computes its own part of the model. It starts the
+others as processes (parallel/launch.py). Steps and media lie in memory that all of them map. A command is a number in
+that memory; `group.post` wakes the ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tilewright.weights.checkpoint import local_path
 
 
 class RankCommand(enum.IntEnum):
-    """What the ranks do next."""
+    """The next command for all ranks."""
 
     run = 1  # the step
     draft = 2
@@ -48,10 +48,10 @@ class RankCommand(enum.IntEnum):
 
 
 class StepMemory:
-    """The memory of one engine's steps. The first rank makes it, the others map its file."""
+    """Shared memory of one engine's steps. The first rank creates it, the others map its file."""
 
     def __init__(self, layout: StepLayout, size: int, fd: int | None = None) -> None:
-        """For `size` ranks. `fd` is the file of the rank that made it, which this takes over."""
+        """Create the memory for `size` ranks, or map `fd`, the first rank's file, which this takes over."""
         first = -(-(1 + size) * 8 // ALIGNMENT) * ALIGNMENT
         total = first + 2 * layout.size_bytes
         self.fd = shared_file("steps") if fd is None else fd
@@ -60,7 +60,7 @@ class StepMemory:
         memory = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
         numbers = memory[: (1 + size) * 8].view(torch.int64).numpy()
         self._command = numbers[:1]
-        # How many commands each rank could not do: those of a step that raised on all of them are the same.
+        # Failed commands of each rank. When a step raises on all ranks, these are equal.
         self.num_failures: np.ndarray = numbers[1:]
         self.inputs = StepInputs(layout, memory[first : first + layout.size_bytes])
         self.draft_inputs = StepInputs(layout, memory[first + layout.size_bytes :])
@@ -74,7 +74,7 @@ class StepMemory:
         self._command[0] = command
 
     def close(self) -> None:
-        """Lets go of the file; the memory lives as long as it is mapped."""
+        """Close the file; the memory lives as long as it is mapped."""
         os.close(self.fd)
 
 
@@ -86,13 +86,13 @@ Result = TypeVar("Result")
 
 
 class RankLostError(EngineLostError):
-    """A rank ended, hangs or failed alone: the others cannot go on without it."""
+    """A rank ended, hangs or failed alone, and the others cannot go on without it."""
 
 
 def lead(group: Group, memory: StepMemory, command: RankCommand, compute: Callable[[], Result]) -> Result:
-    """What `compute` gives, the first rank's part of a command that all ranks do.
+    """Send a command to all ranks, and return the result of `compute`, the first rank's part of it.
 
-    An error that all of them raise at the same place is one of the step; otherwise they no longer agree.
+    An error that all ranks raise at the same place is the step's; after any other they no longer agree.
     """
     memory.command = command
     group.post()
@@ -107,7 +107,7 @@ def lead(group: Group, memory: StepMemory, command: RankCommand, compute: Callab
 
 
 def follow(rank: int, group: Group, memory: StepMemory, runner: ModelRunner) -> None:
-    """Does the commands of the first rank until it says stop."""
+    """Execute the first rank's commands until it sends stop."""
     while True:
         group.wait_for_post()
         command = memory.command
@@ -124,7 +124,7 @@ def follow(rank: int, group: Group, memory: StepMemory, runner: ModelRunner) -> 
 
 
 def _all_failed(memory: StepMemory, rank: int) -> bool:
-    """Whether all ranks fail as often as this one, which has failed now: soon, or not at all."""
+    """Count a failure of this rank, and return whether all ranks fail as often within FAILURE_WAIT_S."""
     memory.num_failures[rank] += 1
     deadline_s = time.monotonic() + FAILURE_WAIT_S
     while time.monotonic() < deadline_s:
@@ -141,16 +141,16 @@ ENTRY = "tilewright.engine.ranks.worker:main"
 def start_ranks(
     tp: int | str, cpu_binding: str | None, model: str | Path, *, backend: str, **loading: Any
 ) -> Iterator[EngineRanks | None]:
-    """The other ranks of an engine, until the context is left; None where it has one rank alone.
+    """Start the other ranks of an engine until the context is left; None if it has a single rank.
 
-    `tp` is their number with the first, or "auto"; this process is bound as the first of them.
+    `tp` is the number of ranks including the first, or "auto"; this process is bound as the first of them.
     """
     size = num_ranks(tp)
     with contextlib.ExitStack() as cleanup:
         try:
             bindings = binding_of_ranks(size, cpu_binding)
             ranks = None
-            if size > 1:  # before this process is bound: children inherit where memory comes from
+            if size > 1:  # before this process is bound: children inherit its memory policy
                 ranks = EngineRanks(size, {"name": str(local_path(model)), **loading}, bindings, backend=backend)
                 cleanup.callback(ranks.close)
             if bindings is not None:
@@ -170,7 +170,7 @@ def num_ranks(tp: int | str) -> int:
 
 
 class EngineRanks:
-    """Starts the ranks 1 to size - 1, which load their parts of the model at once."""
+    """Start the ranks 1 to size - 1, which load their parts of the model at once."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class EngineRanks:
         backend: str = "native",
         entry: str = ENTRY,
     ) -> None:
-        """`load` are the arguments of `loading.load_network`, as JSON; with another `entry`, those of its loader."""
+        """Take `load`, the arguments of `loading.load_network` as JSON, or those of the loader of another `entry`."""
         self.size = size
         self._on_loss: Callable[[RankLostError], object] | None = None
         self._lost: RankLostError | None = None
@@ -195,7 +195,7 @@ class EngineRanks:
         except BaseException:
             self._let_go()
             raise
-        # A thread of its own, whose error ends a process that ends with its threads: the server's engine.
+        # A thread of its own: its error ends the server's engine process, which ends with any of its threads.
         threading.Thread(target=self._tell_of_loss, name="ranks", daemon=True).start()
 
     def _start(self, load: Mapping[str, Any], bindings: list[RankBinding] | None, backend: str, entry: str) -> Workers:
@@ -207,11 +207,11 @@ class EngineRanks:
         return Workers(entry, specs, self.size, on_death=self._note_death, log_level=_log_level())
 
     def wait_until_loaded(self) -> None:
-        """Returns when every rank has its part of the weights; raises what kept one of them from it."""
+        """Return when every rank has its part of the weights; raise the error of the first that failed."""
         self._receive("loaded")
 
     def start_steps(self, settings: RunnerSettings, layout: StepLayout, media_buffer: MediaBuffer | None) -> StepMemory:
-        """Where steps are written from now on, for all ranks."""
+        """Create the memory of the steps, and wait until all ranks read from it."""
         self._memory = memory = StepMemory(layout, self.size)
         fds = [memory.fd]
         message: dict[str, Any] = {"settings": settings.to_json()}
@@ -224,13 +224,13 @@ class EngineRanks:
         return memory
 
     def watch(self, on_loss: Callable[[RankLostError], object]) -> None:
-        """Calls `on_loss`, from another thread, when a rank is lost."""
+        """Call `on_loss`, from another thread, when a rank is lost."""
         with self._has_lost:
             self._on_loss = on_loss
             self._has_lost.notify_all()
 
     def do(self, command: RankCommand, compute: Callable[[], Result]) -> Result:
-        """What `compute` gives, the first rank's part of a command that all ranks do."""
+        """Send a command to all ranks, and return the result of `compute`, the first rank's part of it."""
         assert self._memory is not None, "ranks do nothing before start_steps"
         if self._lost:
             raise self._lost
@@ -240,7 +240,7 @@ class EngineRanks:
             raise self._lose(str(error)) from error
 
     def close(self) -> None:
-        """Ends the other ranks."""
+        """End the other ranks."""
         with self._has_lost:
             self._is_closed = True
             self._has_lost.notify_all()
@@ -263,11 +263,11 @@ class EngineRanks:
                 raise CheckpointError(f"rank {rank} of {self.size}: {message['error']}")
 
     def _note_death(self, rank: int, reason: str) -> None:
-        self._host.abort(rank)  # whoever waits for it fails at once
+        self._host.abort(rank)  # so that ranks waiting for it fail at once
         self._lose(f"rank {rank} {reason}")
 
     def _lose(self, reason: str) -> RankLostError:
-        """The error of the first loss: later ones follow from it."""
+        """Record a loss and return the error of the first one: later ones follow from it."""
         with self._has_lost:
             if self._lost is None:
                 self._lost = RankLostError(f"a rank of the engine is lost, which needs all {self.size}: {reason}")
@@ -284,6 +284,6 @@ class EngineRanks:
 
 
 def _log_level() -> int:
-    """Of the other ranks, which say what the first one says too: only on request."""
+    """Return the log level of the other ranks, which repeat the first one's messages: only errors unless debugging."""
     level = logging.getLogger("tilewright").getEffectiveLevel()
     return level if level <= logging.DEBUG else logging.WARNING

@@ -1,4 +1,4 @@
-"""A rank other than the first: loads its part of the model, then does what the first rank writes, step by step."""
+"""A rank other than the first: loads its part of the model, then executes the first rank's commands step by step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tilewright.weights.cache import EntryCheck
 
 
 def main(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
-    """The entry of process/workers.py."""
+    """Run the worker; the entry point for process/workers.py."""
     run_rank(channel, rank, size, payload, _load)
 
 
 def _load(arguments: dict[str, Any], group: Group) -> tuple[Model, torch.dtype]:
     network = load_network(**arguments, group=group)
     if network.report.unchecked is not None:
-        EntryCheck(network.report.unchecked)  # damage ends this process, and with it the engine, which packs anew
+        EntryCheck(network.report.unchecked)  # damage ends this process and with it the engine; the next start repacks
     return network.model, network.dtype
 
 
@@ -42,7 +42,7 @@ def run_rank(
     payload: dict[str, Any],
     load: Callable[[dict[str, Any], Group], tuple[Model, torch.dtype]],
 ) -> None:
-    """A rank's whole life; `load` makes its part of the model from what the first rank has given."""
+    """Run a rank until it is stopped; `load` makes its part of the model from the first rank's arguments."""
     group = make_group(Rendezvous.from_json(payload["rendezvous"]), rank)
     backend.activate(payload["backend"])
     bind_team()

@@ -1,6 +1,6 @@
-"""Runs the scheduler's steps as plain data on every rank; a step that raises is computed again in parts.
+"""Runs the scheduler's steps as plain data on every rank; computes a step that raised again in parts.
 
-A sequence that raises alone has failed, the others continue.
+A sequence that raises alone fails, the others continue.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Result = TypeVar("Result")
 
 
 class Executor:
-    """Writes each step where runners read it, and notes in the caches what they have computed.
+    """Writes each step where runners read it, and records in the caches what they have computed.
 
-    Every rank's runner computes its part of the model; the logits of this one are of all of it.
+    Every rank's runner computes its part of the model; the logits on this rank are complete.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Executor:
         self.features, self.cross_cache = writer.features, writer.cross_cache
         draft_inputs = model_runner.draft_inputs
         self._draft_writer = None if draft_inputs is None else DraftWriter(draft_inputs, self.features)
-        self._is_copied = not model_runner.device.is_host  # what a step reads, to another device
-        self._ahead: dict[bytes, Region] = {}  # media that were sent ahead of the step that encodes them
+        self._is_copied = not model_runner.device.is_host  # whether a step's inputs are copied to another device
+        self._ahead: dict[bytes, Region] = {}  # media sent ahead of the step that encodes them
         self.keeps_hidden = False  # whether steps keep all hidden states for `draft`
 
     def run_and_keep(self, step: Step, kept: KeptStates) -> Tensor:
-        """The same, and the hidden states of some of the step's tokens."""
+        """Run a step like `run`, and write the hidden states of some of its tokens into `kept`."""
         self.model_runner.kept = kept
         try:
             return self.run(step)
@@ -58,7 +58,7 @@ class Executor:
             self.model_runner.kept = None
 
     def run(self, step: Step) -> Tensor:
-        """fp32 logits [R, V]: the rows the chunks ask for, in order. They are overwritten by the next step."""
+        """Run a step and return its logits in order, fp32 [R, V]. The next step overwrites them."""
         if self._is_copied:
             self.model_runner.recycle()
         if step.encode:
@@ -71,7 +71,7 @@ class Executor:
             if step.encode:
                 self._note_encoded(step.encode)
             if self._is_copied and not step.num_logits:
-                # Nobody waits for tokens, which come after all copies: a request that ends now may give up its media.
+                # Nobody waits for tokens, which arrive after all copies: an ending request may free its media.
                 self.model_runner.recycle()
         for group in step.cross_groups:
             self.cross_cache.fill(group.key)
@@ -79,11 +79,11 @@ class Executor:
 
     @property
     def sends_ahead(self) -> bool:
-        """Whether media of later steps may be sent while a step is computed."""
+        """Return whether media of later steps may be copied while a step is computed."""
         return self._is_copied and self.media_buffer is not None
 
     def send_ahead(self, media: Items[Medium]) -> None:
-        """Starts the copy of media that a later step encodes, unless it was, or some of them are not written yet."""
+        """Start copying media of a later step, unless they were sent already; those not written yet are left out."""
         assert self.media_buffer is not None
         wanted = {medium.key: medium.region for medium in media if self.media_buffer.is_written(medium.region)}
         if wanted and not wanted.items() <= self._ahead.items():
@@ -91,24 +91,24 @@ class Executor:
             self._ahead = wanted if self.model_runner.send_ahead(items) else {}
 
     def end_ahead(self) -> None:
-        """Returns when what was sent ahead has arrived: with the tokens of a step that computes, as a rule.
+        """Return when the media sent ahead have arrived, usually before the tokens of the current step.
 
-        A request that ends now may give up its media.
+        After that a request that ends may free its media.
         """
         if self._ahead:
             self.model_runner.recycle()
 
     def _take_ahead(self, media: Items[Medium]) -> bool:
-        """Whether all of the media were sent ahead. What was is no longer then, nor where others are encoded."""
+        """Return whether all of the media were sent ahead, and forget what was."""
         sent, self._ahead = self._ahead, {}
         return all(sent.get(medium.key) == medium.region for medium in media)
 
     def encode(self, media: Items[Medium]) -> None:
-        """Encodes media without computing anything else."""
+        """Encode media without computing anything else."""
         self.run(Step(encode=list(media)))
 
     def draft(self, draft_inputs: Items[DraftInput]) -> list[list[int]]:
-        """What the predictor drafts after the step that was run last, as many tokens as each of the inputs asks for."""
+        """Return the predictor's drafts after the last step, as many tokens as each input asks for."""
         assert self._draft_writer is not None, "the model has no predictor"
         self._draft_writer.write(draft_inputs)
         return self._do(RankCommand.draft, self.model_runner.draft)
@@ -117,13 +117,13 @@ class Executor:
         return compute() if self._ranks is None else self._ranks.do(command, compute)
 
     def _load(self, media: Items[Medium]) -> None:
-        """Writes patches that were left out because the encoder's output was cached, which it no longer is."""
+        """Write patches that were left out while the encoder's output was cached, which is evicted now."""
         for medium in media:
             assert self.media_buffer is not None, "a model that takes media has a buffer for them"
             self.media_buffer.load(medium.region)
 
     def _note_encoded(self, media: Items[Medium]) -> None:
-        """Also after a step that failed later: what it has encoded need not be encoded again."""
+        """Record encoded features, even of a step that failed later: they need not be encoded again."""
         for medium in media:
             features = self.model_runner.features.get(self.features.id_of(medium.key))
             if features is not None:
@@ -135,11 +135,11 @@ Failure = tuple[Chunk, Exception]
 
 @dataclass(frozen=True)
 class StepBisector:
-    """Finds the sequences because of which a step cannot be computed.
+    """Finds the sequences that make a step fail.
 
-    Keys and values are written again as they were. Recurrent states are not: a step that raised may have written half
-    of them over those that it read. There the parts only show which sequences fail, and the others are preempted and
-    computed again from what is cached of them; where no sequence fails alone, all fail.
+    Computing a part again writes the same keys and values. Recurrent states differ: a step that raised may have
+    overwritten half of the states it read. There the parts only show which sequences fail, and the others are preempted
+    and computed again from what is cached; if no sequence fails alone, all fail.
     """
 
     compute: Callable[[Step], list[Sampled]]
@@ -147,8 +147,8 @@ class StepBisector:
     scheduler: Scheduler
 
     def rescue(self, step: Step, error: Exception) -> tuple[Step, list[Sampled]]:
-        """What is left of a step after it raised an error, and its results; the scheduler has the failures."""
-        if self._drop_unencodable(step.encode):  # nothing was written before that
+        """Return the computable part of a step that raised, and its results; the scheduler gets the failures."""
+        if self._drop_unencodable(step.encode):  # nothing was computed before that
             rest = self._part(step, [chunk for chunk in step.chunks if not chunk.sequence.is_finished])
             try:
                 return rest, self.compute(rest)
@@ -166,7 +166,7 @@ class StepBisector:
         return Step(computed), sampled
 
     def _compute_apart(self, step: Step, error: Exception) -> tuple[list[Chunk], list[Sampled], list[Failure]]:
-        """The chunks by halves, and those that raise by halves again: one of n is found in some 2 log2(n) passes."""
+        """Compute the chunks by halves, and failing halves again: one of n is found in some 2 log2(n) passes."""
         if len(step.chunks) == 1:
             return [], [], [(step.chunks[0], error)]
         computed: list[Chunk] = []
@@ -186,14 +186,14 @@ class StepBisector:
         return computed, sampled, failures
 
     def _part(self, step: Step, chunks: list[Chunk]) -> Step:
-        """Some chunks of a step whose media are encoded, with the groups they see, unless those are filled by now."""
+        """Return a step of some chunks whose media are encoded, with their groups that are not filled yet."""
         seen = {group.key for chunk in chunks for group in chunk.sequence.pinned_groups}
         is_filled = self.scheduler.resources.media.cross_cache.is_filled
         groups = [group for group in step.cross_groups if group.key in seen and not is_filled(group.key)]
         return replace(step, chunks=chunks, encode=[], cross_groups=groups)
 
     def _drop_unencodable(self, media: Items[Medium]) -> bool:
-        """Whether one of the media cannot be encoded by itself: those that need it have failed."""
+        """Return whether one of the media cannot be encoded even alone; the sequences that need it fail."""
         is_one = False
         for medium in media:
             if self.scheduler.resources.media.features.has(medium.key):

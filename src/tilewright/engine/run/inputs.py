@@ -1,8 +1,8 @@
 """A step as plain data: a header of integers and arrays at fixed offsets of one flat buffer.
 
-The scheduler's side writes it (engine/run/writer.py), runners read it (engine/run/runner.py). Nothing in it is an
-address or a Python object, so the buffer may be shared memory that runners in other processes map, and what a model
-reads of it reaches another device in one copy.
+The scheduler's side writes it (engine/run/writer.py), runners read it (engine/run/runner.py). It has no addresses and
+no Python objects, so the buffer may be shared memory that runners in other processes map, and the model's inputs in it
+reach another device in one copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALIGNMENT = 64  # bytes, a cache line
 
 
 class StepHeader(NamedTuple):
-    """How much of each array is filled."""
+    """The number of filled entries of each array."""
 
     num_tokens: int
     num_sequences: int
@@ -48,14 +48,14 @@ class StepHeader(NamedTuple):
         return self.num_logit_rows == self.num_tokens
 
 
-_HEADER = struct.Struct(f"={len(StepHeader._fields)}q")  # a tenth of the time that numpy takes for ten numbers
+_HEADER = struct.Struct(f"={len(StepHeader._fields)}q")  # ten times as fast as numpy for ten numbers
 
 
 class EncodedMedium(NamedTuple):
     """A row of `encoded`: a medium to encode, whose patches lie in the media buffer."""
 
     feature_id: int
-    kind: int  # its place in MEDIA_KINDS
+    kind: int  # index in MEDIA_KINDS
     frames: int
     rows: int
     columns: int
@@ -64,7 +64,7 @@ class EncodedMedium(NamedTuple):
     first_row: int  # in the media buffer
     num_rows: int
     num_features: int
-    feature_width: int  # of features that came with the request; 0: it is to be encoded
+    feature_width: int  # of features that came with the request; 0: the medium is to be encoded
 
     @classmethod
     def of(cls, feature_id: int, item: MediaItem) -> EncodedMedium:
@@ -80,7 +80,7 @@ class EncodedMedium(NamedTuple):
 
 
 class FeatureRows(NamedTuple):
-    """A row of `feature_runs`: features that stand in for a run of the batch's tokens."""
+    """A row of `feature_runs`: features that replace a run of the batch's tokens."""
 
     feature_id: int
     first_feature: int
@@ -97,7 +97,7 @@ class CrossFill(NamedTuple):
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Where an array lies in the buffer."""
+    """The place of an array in the buffer."""
 
     offset: int
     dtype: torch.dtype
@@ -110,15 +110,15 @@ def slots_name(window: int) -> str:
 
 
 def table_name(window: int) -> str:
-    """Return the name of their block table."""
+    """Return the name of the block table of layers with a sliding window."""
     return f"block_table_{window}"
 
 
 class StepLayout:
-    """The offset table of the arrays. Equal arguments give equal layouts, in every process.
+    """Offsets of the arrays in a buffer. Equal arguments give equal layouts, in every process.
 
-    What models read comes first, block tables last of it: a copy to a device ends with their last row in use.
-    `window_pages` says how many pages layers with a sliding window have, by window.
+    The model's inputs come first, block tables last among them: a copy to a device ends with the last row in use.
+    `window_pages` are the pages of layers with a sliding window, by window.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class StepLayout:
         self.window_pages = window_pages or {}
         max_tokens, max_sequences = limits.max_tokens_per_step, limits.max_sequences
         max_pages = min(num_pages, -(-limits.max_context // page_size))
-        # A medium has at least one patch, and its cross-attention states at least one slot. As many spans as tokens,
-        # as many pages as there are: most of it is never touched, and takes no memory.
+        # A medium has at least one patch, and its cross-attention states at least one slot. At most one span per token,
+        # and all pages: most of it is never touched, and takes no memory.
         max_media, max_states = limits.max_encode_patches, num_cross_pages * page_size
         max_spans = max_tokens if num_cross_pages else 0
         long, integer = torch.int64, torch.int32
@@ -144,7 +144,7 @@ class StepLayout:
         self.size_bytes = 0
         tables = [("block_table", integer, (max_sequences, max_pages))]
         tables += [(table_name(window), integer, (max_sequences, max_pages)) for window in self.window_pages]
-        self.last_table = tables[-1][0]  # of those with a row for each sequence
+        self.last_table = tables[-1][0]  # the last table with a row for each sequence
         for name, dtype, shape in (
             ("token_ids", long, (max_tokens,)),
             ("positions", long, (num_axes, max_tokens)),
@@ -155,7 +155,7 @@ class StepLayout:
             ("logit_rows", long, (max_tokens,)),
             ("read_slots", integer, (max_sequences,)),
             ("write_slots", integer, (max_tokens,)),
-            ("hidden_rows", long, (max_tokens,)),  # of a predictor's inputs: whose hidden states its tokens take
+            ("hidden_rows", long, (max_tokens,)),  # of a predictor's inputs: rows whose hidden states its tokens read
             *tables,
             ("cross_rows", long, (max_spans,)),
             ("cross_query_starts", integer, (max_spans + 1,)),
@@ -163,7 +163,7 @@ class StepLayout:
             ("cross_fill_slots", long, (max_states,)),
             ("cross_block_table", integer, (max_spans, num_cross_pages)),
             ("header", long, (len(StepHeader._fields),)),
-            # Of a predictor's inputs: the first row of each sequence in the step, how many drafts it wants, and the
+            # Of a predictor's inputs: the first row of each sequence in the step, its number of drafts, and the
             # position of the token after its last one.
             ("draft_first_rows", long, (max_sequences,)),
             ("draft_counts", long, (max_sequences,)),
@@ -178,7 +178,7 @@ class StepLayout:
             self.size_bytes += -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The arrays, as far as they lie in `memory`."""
+        """Return the arrays that lie in `memory`."""
         found = {}
         for name, place in self.places.items():
             end = place.offset + math.prod(place.shape) * place.dtype.itemsize
@@ -187,7 +187,7 @@ class StepLayout:
         return found
 
     def end_of(self, name: str, num_rows: int) -> int:
-        """Where the first rows of an array end, in bytes."""
+        """Return where the first rows of an array end, in bytes."""
         place = self.places[name]
         return place.offset + num_rows * math.prod(place.shape[1:]) * place.dtype.itemsize
 
@@ -195,12 +195,12 @@ class StepLayout:
 class StepInputs:
     """The arrays of a layout as views of a buffer: `tensors` for the model, `arrays` to fill them through numpy.
 
-    They stay where they are: a recorded step reads them again. On a device that is not the host `tensors` are of its
-    own memory, and what was filled in gets there by `send`; before it is filled in anew comes `recycle`.
+    Their addresses are fixed: a recorded step reads them again. On a device other than the host `tensors` are in its
+    own memory; `send` copies the filled arrays there, and `recycle` must come before they are filled again.
     """
 
     def __init__(self, layout: StepLayout, buffer: Tensor | None = None) -> None:
-        """`buffer` is uint8 [layout.size_bytes]; None: memory of this process."""
+        """Make views of `buffer`, uint8 [layout.size_bytes]; None: of new memory of this process."""
         self.layout = layout
         self._device = device = backend.place()
         self._memory = device.host_bytes(layout.size_bytes) if buffer is None else buffer
@@ -215,7 +215,7 @@ class StepInputs:
             self.tensors = layout.views(self._there)
 
     def send(self) -> None:
-        """Starts the one copy of what a model reads of the step, to a device that is not the host."""
+        """Start the one copy of the step's model inputs to a device other than the host."""
         header = self.header
         end = self.layout.end_of(self.layout.last_table, header.num_sequences)
         if header.num_cross_spans or header.num_cross_fills:
@@ -223,9 +223,9 @@ class StepInputs:
         _, self._copy = self._device.upload(self._memory[:end], self._there[:end])
 
     def pad(self, header: StepHeader, num_rows: int) -> StepHeader:
-        """A step of `num_rows` sequences of one token, of which the last ones are padding: they keep and read nothing.
+        """Pad a step of one-token sequences to `num_rows` rows, and return its header.
 
-        `header` has fewer, of one token each.
+        `header` has fewer rows, of one token each. The padding writes and reads nothing.
         """
         count, arrays = header.num_sequences, self.arrays
         arrays["token_ids"][count:num_rows] = 0
@@ -239,7 +239,7 @@ class StepInputs:
         return header._replace(num_tokens=num_rows, num_sequences=num_rows, num_logit_rows=num_rows)
 
     def recycle(self) -> None:
-        """Returns when the arrays may be written again."""
+        """Return when the arrays may be written again."""
         self._copy.recycle()
         self._copy = NoCopy()
 
@@ -251,7 +251,7 @@ class StepInputs:
         _HEADER.pack_into(self._header, 0, *header)
 
     def logit_rows(self, header: StepHeader) -> Tensor | None:
-        """The rows whose logits are wanted; None: all."""
+        """Return the rows whose logits are wanted; None: all."""
         return None if header.wants_all_logits else self.tensors["logit_rows"][: header.num_logit_rows]
 
     def batch(
@@ -264,7 +264,7 @@ class StepInputs:
         *,
         recorded: bool = True,
     ) -> Batch:
-        """What was filled in, as views. If steps are not `recorded`, the block table has only the columns in use."""
+        """Return the filled inputs as views. Without `recorded`, the block table has only the columns in use."""
         tensors, num_tokens, num_sequences = self.tensors, header.num_tokens, header.num_sequences
         num_pages = self.num_pages(header, recorded=recorded)
         return Batch(
@@ -288,7 +288,7 @@ class StepInputs:
         )
 
     def cross_batch(self, header: StepHeader, kv_caches: Items[KvCache], *, recorded: bool = True) -> CrossBatch | None:
-        """What tokens attend to by cross-attention, as views; None where no token attends to anything."""
+        """Return the cross-attention inputs as views; None if no token attends to encoder states."""
         num_rows, num_spans = header.num_cross_rows, header.num_cross_spans
         if not num_spans:
             return None
@@ -303,16 +303,17 @@ class StepInputs:
         )
 
     def num_pages(self, header: StepHeader, *, recorded: bool) -> int:
-        """Columns of the block table that a batch has."""
+        """Return the number of block table columns of a batch."""
         return self._num_columns("block_table", "kv_lengths", header.num_sequences, recorded)
 
     def num_cross_pages(self, header: StepHeader, *, recorded: bool) -> int:
         return self._num_columns("cross_block_table", "cross_lengths", header.num_cross_spans, recorded)
 
     def _num_columns(self, table: str, lengths: str, num_rows: int, recorded: bool) -> int:
-        """All columns of a block table for recorded steps, whose arguments stay; else those that the rows need.
+        """Return how many columns of a block table a batch has.
 
-        The torch backend gathers the pages of every column. So a device has recordings for powers of two of them.
+        Recorded steps on the host, whose arguments are fixed, have all columns, others those in use. The torch backend
+        gathers the pages of every column, so a device's recordings use powers of two.
         """
         all_columns: int = self.arrays[table].shape[1]
         if recorded and self._device.is_host:

@@ -1,4 +1,4 @@
-"""Steps recorded once per shape and replayed: by our kernels (ops/plan.py), or by a device's graph."""
+"""Steps recorded once per shape and replayed: by our kernels (ops/plan.py), or as a device's graph."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Generic, TypeVar
 from tilewright.ops.device import Device, Recording
 from tilewright.ops.plan import Arena, Plan
 
-# Python's share of a step is some 2 ms whatever its size: above so many tokens a step takes a hundred times that.
+# Python takes some 2 ms of a step of any size; steps with more tokens take a hundred times that.
 MAX_RECORDED_TOKENS = 64
-# A plan is some 300 calls of a few hundred bytes, so this is a bound on clutter rather than on memory.
+# A plan is some 300 calls of a few hundred bytes: this bounds clutter rather than memory.
 MAX_PLANS = 128
 
 Result = TypeVar("Result")
 
 
 class RecordedSteps(Generic[Result]):
-    """What a computation over fixed buffers gives, by the shape of what is in them; the latest used are kept."""
+    """Results of a computation over fixed buffers, recorded per shape of their contents; the latest used are kept."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -29,7 +29,7 @@ class RecordedSteps(Generic[Result]):
         return len(self._recorded)
 
     def run(self, shape: tuple[int, ...], compute: Callable[[], Result]) -> Result:
-        """What `compute` gives: called and recorded for a shape that is new, replayed for one that is not."""
+        """Return the result of `compute`: called and recorded for a new shape, replayed for a known one."""
         known = self._recorded.get(shape)
         if known is not None:
             self._recorded.move_to_end(shape)
@@ -44,7 +44,7 @@ class RecordedSteps(Generic[Result]):
         return result
 
 
-# A recording is some 1,000 nodes, 1 MB or so of the driver's, and its results; memory within it is shared by all.
+# A recording is some 1,000 nodes, about 1 MB of the driver's memory, and its results; they share their scratch memory.
 MAX_RECORDINGS = 64
 
 
@@ -52,10 +52,10 @@ _log = logging.getLogger(__name__)
 
 
 class CapturedSteps(Generic[Result]):
-    """What a computation over fixed buffers gives, by the shape of what is in them; the latest used are kept.
+    """Results of a computation over fixed buffers, recorded per shape of their contents; the latest used are kept.
 
-    The first of a shape runs op by op, which readies libraries for it, the second is recorded, the others are replayed.
-    Where recording fails, all run op by op from then on, with one warning.
+    The first call with a shape runs op by op, which prepares libraries for it, the second is recorded, the others are
+    replayed. If recording fails, all run op by op from then on, with one warning.
     """
 
     def __init__(self, device: Device, what: str) -> None:
@@ -68,7 +68,7 @@ class CapturedSteps(Generic[Result]):
         return sum(known is not None for known in self._seen.values())
 
     def run(self, shape: Hashable, compute: Callable[[], Result]) -> Result:
-        """What `compute` gives, until the next call."""
+        """Return the result of `compute`, valid until the next call."""
         if not self._is_on:
             return compute()
         if shape not in self._seen:

@@ -1,4 +1,4 @@
-"""Runs a step that is plain data: encodes its media, fills cross-attention pages and returns the logits.
+"""Runs a step given as plain data: encodes its media, fills cross-attention pages and returns the logits.
 
 Its settings are plain data too, so that every rank makes the same runner.
 """
@@ -30,20 +30,20 @@ from tilewright.ops.plan import Arena
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """Sizes of the memory that sequences share, and how steps are run."""
+    """Sizes of the memory that sequences share, and options for running steps."""
 
     limits: StepLimits
     num_pages: int
     num_cross_pages: int = 0  # for encoder states; 0 in models without cross-attention
     num_state_slots: int = 0  # 0 in models without recurrent layers
-    num_window_pages: tuple[int, ...] = ()  # of layers with a sliding window, by window: the shortest first
+    num_window_pages: tuple[int, ...] = ()  # of layers with a sliding window, the shortest window first
     page_size: int = PAGE_SIZE
     drafting: bool = False
     kv_cache_dtype: str = "auto"
     replay: bool = True
 
     def layout(self, model: Model) -> StepLayout:
-        """How steps lie in a buffer."""
+        """Return the layout of steps in a buffer."""
         return StepLayout(
             self.limits,
             num_axes=model.num_position_axes,
@@ -75,10 +75,10 @@ def build_runner(
     draft_inputs: StepInputs,
     media_rows: Tensor | None,
 ) -> ModelRunner:
-    """A runner for a model whose weights are loaded, with fresh memory, that reads its steps from the inputs."""
+    """Return a runner with fresh memory for a loaded model; it reads its steps from the inputs."""
 
     kv_dtype, cross_spec = kv_byte_dtype(settings.kv_cache_dtype) or dtype, model.cross_spec
-    # One page more, which stays zero: it stands for those behind a window.
+    # One page more, always zero, stands for the pages before a window.
     window_pages = {window: count + 1 for window, count in settings.window_pages(model).items()}
     cross_caches: list[KvCache] = []
     if cross_spec is not None:
@@ -98,19 +98,19 @@ def build_runner(
     )
 
 
-# Rows of media that a recorded pass of an encoder has at most: 16 pictures of 512 x 512. Larger ones keep a GPU busy.
+# Most media rows of a recorded encoder pass: 16 pictures of 512 x 512. Larger passes keep a GPU busy anyway.
 MAX_CAPTURED_MEDIA_ROWS = 16384
-# Sequences of a recorded step of a device: one with fewer is padded to the next of these.
+# Sequences of a recorded step on a device; a step with fewer is padded to the next of these.
 CAPTURED_SEQUENCES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
 class ModelRunner:
     """The model with its memory: KV pages, encoder features, recurrent states. It reads steps from `inputs`.
 
-    `replay`: small steps are recorded once per shape and replayed; on a device, those in which all decode. A model with
-    cross-attention has a second set of caches, one with recurrent layers has `states`. With a `predictor`, `draft`
-    drafts what may follow a step, from what is in `draft_inputs`. `dtype` is that of hidden states; None: that of the
-    keys and values.
+    `replay`: small steps are recorded once per shape and replayed; on a device, those in which all sequences decode. A
+    model with cross-attention has a second set of caches, one with recurrent layers has `states`. With a `predictor`,
+    `draft` drafts tokens after a step, from `draft_inputs`. `dtype` is that of hidden states; None: that of keys and
+    values.
     """
 
     def __init__(
@@ -129,25 +129,25 @@ class ModelRunner:
         replay: bool = True,
     ) -> None:
         self.model = model
-        self.device = backend.place()  # its own: where its weights, pages and states are
+        self.device = backend.place()  # where its weights, pages and states are
         self._is_host = self.device.is_host
-        # From the media buffer, [rows, width]; None: the model takes no media.
+        # Copies from the media buffer, [rows, width]; None: the model takes no media.
         self._media = None if media_rows is None else MediaTransfer(media_rows, self.device)
         self.kv_caches = kv_caches
         self.inputs = inputs
         self.cross_caches = cross_caches
         self.states = states
-        self.media_are_ahead = False  # whether those of the next step were sent by `send_ahead`
+        self.media_are_ahead = False  # whether the next step's media were sent by `send_ahead`
         self.replay = replay
-        self.features: dict[int, Tensor] = {}  # by the id that the scheduler's side gave them
+        self.features: dict[int, Tensor] = {}  # by the scheduler's ids
         self._arena = Arena()
         self._recorded: RecordedSteps[tuple[Tensor, Tensor | None]] = RecordedSteps(self._arena)
         self._captured_passes: CapturedSteps[list[Tensor]] = CapturedSteps(self.device, "passes of the encoder")
         self._captured: CapturedSteps[tuple[Tensor, Tensor | None]] = CapturedSteps(self.device, "steps")
         self._max_rows = min(limits.max_sequences, limits.max_tokens_per_step)
         self.predictor = predictor
-        self.kept: KeptStates | None = None  # of the next step, of tokens that this rank's caller asks for
-        self._hidden: Tensor | None = None  # of the last step's tokens, until the arena is used again
+        self.kept: KeptStates | None = None  # hidden states that the caller wants from the next step
+        self._hidden: Tensor | None = None  # of the last step's tokens, valid until the arena is used again
         self._drafts: DraftRunner | None = None
         if predictor is not None:
             draft_inputs = draft_inputs or StepInputs(inputs.layout)
@@ -163,17 +163,17 @@ class ModelRunner:
 
     @property
     def scratch_bytes(self) -> int:
-        """For results of ops: what the largest step so far took, and what was added in advance."""
+        """Bytes for results of ops: those of the largest step so far, and those reserved in advance."""
         return self._arena.size_bytes
 
     @property
     def draft_inputs(self) -> StepInputs | None:
-        """Where `draft` reads what its predictor is given; None: the model has none."""
+        """Inputs that `draft` reads; None: the model has no predictor."""
         return None if self._drafts is None else self._drafts.inputs
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """fp32 logits [R, V] of the rows that the step in `inputs` asks for. They are overwritten by the next step."""
+        """Run the step in `inputs` and return its logits, fp32 [R, V]. The next step overwrites them."""
         header = self.inputs.header
         is_captured, padded = False, header
         if not self._is_host:
@@ -203,13 +203,13 @@ class ModelRunner:
         return logits
 
     def _can_capture(self, header: StepHeader) -> bool:
-        """Whether every sequence of a step has one token and nothing else to do."""
+        """Return whether every sequence of a step has one token and nothing else to do."""
         is_decode = 0 < header.num_tokens == header.num_sequences and header.wants_all_logits
         is_plain = not header.num_feature_runs and self.kept is None
         return self.replay and is_decode and is_plain and header.num_sequences <= CAPTURED_SEQUENCES[-1]
 
     def _pad(self, header: StepHeader) -> StepHeader:
-        """The step with as many rows as a recorded one has; as it is where tokens attend to encoder states."""
+        """Pad the step to the sequences of a recorded one; return it unchanged if tokens attend to encoder states."""
         if header.num_cross_spans:
             return header
         size = next(size for size in CAPTURED_SEQUENCES if size >= header.num_sequences)
@@ -223,24 +223,24 @@ class ModelRunner:
         return header.num_sequences, num_pages, *of_cross
 
     def recycle(self) -> None:
-        """Returns when `inputs` and the media that were read may be written again: copies of them are done."""
+        """Return when `inputs` and the media read from the buffer may be overwritten: their copies are done."""
         self.inputs.recycle()
         if self._media is not None:
             self._media.recycle()
 
     def send_ahead(self, items: Items[MediaItem]) -> bool:
-        """Starts to copy media that a later step encodes; False where they are copied with that step instead."""
+        """Start copying media of a later step; return False if they are copied with that step instead."""
         return self._media is not None and self._media.send_ahead(items)
 
     def draft(self) -> list[list[int]]:
-        """What the predictor drafts after the step that was run last, for each sequence in `draft_inputs`."""
+        """Return the predictor's drafts after the last step, for each sequence in `draft_inputs`."""
         assert self._drafts is not None and self._hidden is not None, "the last step kept no hidden states"
         drafts = self._drafts.draft(self._hidden, self._media_runs(self._drafts.inputs))
-        self._hidden = None  # their memory is the drafts' now
+        self._hidden = None  # the drafts use this memory from now on
         return drafts
 
     def _encode(self, count: int) -> None:
-        """Keeps the features of media under their ids: from one pass of the encoder, or as requests brought them."""
+        """Store the features of media under their ids: from one pass of the encoder, or as sent with the request."""
         assert self._media is not None, "a model that takes media has a buffer for them"
         media = [EncodedMedium(*row) for row in self.inputs.arrays["encoded"][:count].tolist()]
         is_captured = self.replay and not self._is_host
@@ -258,7 +258,7 @@ class ModelRunner:
         unseen = MediaBatch(batch.buffer, tuple(to_encode.values()))
         with self._arena.use():
             if self._media.is_kept(batch):
-                # Their place is the same in every step, as a recording's results are: those are copied.
+                # A recording's results have fixed addresses, so they are copied.
                 passed = self._captured_passes.run(unseen.items, lambda: self.model.encode(unseen))
                 found = [features.clone() for features in passed]
             else:
@@ -266,7 +266,7 @@ class ModelRunner:
         self.features |= dict(zip(to_encode, found, strict=True))
 
     def _forward(self, header: StepHeader, is_recorded: bool) -> tuple[Tensor, Tensor | None]:
-        """Logits, and all hidden states if they are kept, or computed anyway, for a predictor."""
+        """Return the logits, and all hidden states if a predictor reads them or all were computed anyway."""
         batch = self._batch(header, is_recorded)
         if self.predictor is None or (batch.logit_rows is not None and not header.keeps_hidden):
             return self.model.forward(batch), None
@@ -281,7 +281,7 @@ class ModelRunner:
         return batch if self.kept is None else replace(batch, kept=self.kept)
 
     def _fill(self, num_fills: int) -> None:
-        """Writes the keys and values of encoder states to their cross-attention pages."""
+        """Write the keys and values of encoder states to their cross-attention pages."""
         slots, first = self.inputs.tensors["cross_fill_slots"], 0
         with self._arena.use():
             for feature_id, num_states in self.inputs.arrays["cross_fills"][:num_fills].tolist():
@@ -290,7 +290,7 @@ class ModelRunner:
                 first += num_states
 
     def _media_runs(self, inputs: StepInputs) -> list[MediaRun]:
-        """The features that stand in for tokens, as views of what the encoder made."""
+        """Return the features that replace tokens, as views of the encoder's output."""
         runs = [FeatureRows(*row) for row in inputs.arrays["feature_runs"][: inputs.header.num_feature_runs].tolist()]
         return [
             MediaRun(

@@ -1,4 +1,4 @@
-"""Writes the scheduler's decisions into the buffer that runners read (engine/run/inputs.py)."""
+"""Writes the scheduler's steps into the buffer that runners read (engine/run/inputs.py)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tilewright.types import Medium
 
 
 class WindowWriter:
-    """Writes which pages sequences have in layers with one sliding window."""
+    """Writes the pages of sequences in layers with one sliding window."""
 
     def __init__(self, inputs: StepInputs, window: int) -> None:
         self.window = window
         self.slots, self.table = inputs.arrays[slots_name(window)], inputs.arrays[table_name(window)]
-        # Kernels take keys in blocks of 512. What a block has before the window is masked, but read: a page of zeros,
-        # the one after those that are handed out.
+        # Kernels read keys in blocks of 512, also those before the window, which they mask. There the table has a page
+        # of zeros, the one after those that are allocated.
         self._empty_page = inputs.layout.window_pages[window]
-        self._held: list[tuple[int, list[int]]] = [(0, []) for _ in range(len(self.table))]  # by row, as it is written
+        self._held: list[tuple[int, list[int]]] = [(0, []) for _ in range(len(self.table))]  # by row, as last written
 
     def write(self, chunks: Items[Chunk | DraftInput]) -> None:
         for index, chunk in enumerate(chunks):
@@ -45,7 +45,7 @@ class WindowWriter:
 
 
 class TokenWriter:
-    """Writes tokens, their positions and where their keys are: of a step's chunks, or of a predictor's pass."""
+    """Writes tokens, their positions and the slots of their keys: of a step's chunks, or of a predictor's pass."""
 
     def __init__(self, inputs: StepInputs, windows: Iterable[int] = ()) -> None:
         self.page_size = inputs.layout.page_size
@@ -54,12 +54,12 @@ class TokenWriter:
         self._query_starts, self._kv_lengths = arrays["query_starts"], arrays["kv_lengths"]
         self._block_table = arrays["block_table"]
         self._numbers = np.arange(len(self._token_ids) + 1)
-        # What rows of the block table begin with: in a step that decodes they are as they were, but for one page in 64.
+        # Pages in each row of the block table: in a step that decodes they change only once per 64 tokens.
         self._pages: list[list[int]] = [[] for _ in range(len(self._block_table))]
         self._windows = [WindowWriter(inputs, window) for window in windows]
 
     def write(self, chunks: Items[Chunk | DraftInput]) -> int:
-        """How many tokens there are."""
+        """Write the chunks' tokens and return their number."""
         num_sequences = len(chunks)
         token_ids: list[int] = []
         for index, chunk in enumerate(chunks):
@@ -90,13 +90,13 @@ class TokenWriter:
         self._query_starts[1 : num_sequences + 1] = ends
         self._kv_lengths[:num_sequences] = stops
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
-            if chunk.start < chunk.sequence.num_prompt_tokens:  # as the prompt has them
+            if chunk.start < chunk.sequence.num_prompt_tokens:  # positions as the prompt has them
                 self._positions[:, end - chunk.num_tokens : end] = chunk.sequence.positions(chunk.start, chunk.stop)
         return num_tokens
 
 
 class StepWriter:
-    """Writes a Step. Media are referred to by the ids of the encoder cache, cross-attention groups by their pages."""
+    """Writes a Step. Media are referred to by ids of the encoder cache, cross-attention groups by their pages."""
 
     def __init__(
         self, inputs: StepInputs, features: EncoderCache, cross_cache: CrossCache, *, has_states: bool
@@ -110,7 +110,7 @@ class StepWriter:
 
     def write(self, step: Step, *, keeps_hidden: bool = False) -> None:
         chunks = step.chunks
-        # In this order: an id that was dropped may be given to a medium that is encoded.
+        # In this order: a dropped id may be assigned to a medium that is encoded in this step.
         num_dropped = self._write_dropped() if self.features.num_dropped else 0
         num_encoded = self._write_encoded(step.encode) if step.encode else 0
         num_fills = self._write_fills(step.cross_groups) if step.cross_groups else 0
@@ -141,7 +141,7 @@ class StepWriter:
         )
 
     def _write_dropped(self) -> int:
-        """How many features no longer need to be kept; what finds no place here is reported with the next step."""
+        """Write the ids of dropped features, as many as fit; the next step reports the others. Return their number."""
         ids = self.features.take_dropped(len(self._arrays["dropped_ids"]))
         self._arrays["dropped_ids"][: len(ids)] = ids
         return len(ids)
@@ -152,7 +152,7 @@ class StepWriter:
         return len(media)
 
     def _write_states(self, chunks: Items[Chunk]) -> None:
-        """Where each sequence's recurrent state is read, and after which tokens it is kept."""
+        """Write where each sequence's recurrent state is read, and after which tokens it is stored."""
         read_slots, write_slots = self._arrays["read_slots"], self._arrays["write_slots"]
         begin = 0
         for index, chunk in enumerate(chunks):
@@ -165,7 +165,7 @@ class StepWriter:
             begin += chunk.num_tokens
 
     def _write_cross_spans(self, chunks: Items[Chunk]) -> tuple[int, int]:
-        """How many tokens see encoder states, and in how many spans."""
+        """Write the tokens that see encoder states; return how many they are, and in how many spans."""
         rows, query_starts = self._arrays["cross_rows"], self._arrays["cross_query_starts"]
         lengths, block_table = self._arrays["cross_lengths"], self._arrays["cross_block_table"]
         num_rows = num_spans = begin = 0
@@ -183,7 +183,7 @@ class StepWriter:
         return num_rows, num_spans
 
     def _write_fills(self, groups: Items[CrossGroup]) -> int:
-        """How many media have keys and values to compute for cross-attention."""
+        """Write the media whose keys and values for cross-attention are to be computed; return their number."""
         fills = [
             CrossFill(self.features.id_of(medium.key), medium.num_states) for group in groups for medium in group.media
         ]
@@ -194,7 +194,7 @@ class StepWriter:
 
 
 class DraftWriter:
-    """Writes what a multi-token predictor reads after a step."""
+    """Writes the inputs that a multi-token predictor reads after a step."""
 
     def __init__(self, inputs: StepInputs, features: EncoderCache) -> None:
         self.inputs = inputs
@@ -218,10 +218,10 @@ class DraftWriter:
 
 
 def feature_runs(features: EncoderCache, chunks: Items[Chunk | DraftInput], *, ahead: int = 0) -> list[FeatureRows]:
-    """The features that stand in for tokens of the chunks.
+    """Return the features that replace tokens of the chunks.
 
-    `ahead` 1: for the tokens that follow each of them. The one after the last may be of a medium that no step has asked
-    for yet: it goes by its placeholder then.
+    With `ahead` 1, those of the tokens that follow each of them. The last of these may belong to a medium that no step
+    has asked for yet: the predictor then reads its placeholder.
     """
     runs: list[FeatureRows] = []
     if not any(chunk.sequence.inputs.media for chunk in chunks):

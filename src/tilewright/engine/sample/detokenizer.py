@@ -1,4 +1,4 @@
-"""From tokens to text as it grows, up to a stop string."""
+"""Turns the tokens of an answer into its growing text, up to a stop string."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class TokenDecoder(Protocol):
-    """Text of a growing list of tokens; keeps back bytes that are no whole character yet."""
+    """Decodes a growing list of tokens; holds back the bytes of incomplete characters."""
 
     def push(self, token_ids: list[int]) -> str: ...
 
@@ -16,8 +16,8 @@ class TokenDecoder(Protocol):
 class Detokenizer:
     """The text of one answer.
 
-    Text that may be the start of a stop string is held back until it is decided; the stop string itself never comes
-    out. The first min_tokens - 1 tokens end nothing, and no stop string begins in their text.
+    Text that may be the start of a stop string is held back until that is decided; the stop string itself is never
+    returned. The first min_tokens - 1 tokens end nothing, and no stop string begins in their text.
     """
 
     def __init__(self, decoder: TokenDecoder, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
@@ -30,11 +30,11 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All that has come out so far."""
+        """All text returned so far."""
         return "".join(self._parts)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; afterwards is_stopped says whether a stop string did."""
+        """Return the text that this token completes, and set is_stopped if it completes a stop string."""
         text = self._decoder.push([token_id])
         if self._num_unchecked > 0:
             self._num_unchecked -= 1
@@ -42,7 +42,7 @@ class Detokenizer:
         return self._check(text)
 
     def flush(self) -> str:
-        """The text that was held back, when no more tokens come."""
+        """Return the text that was held back, once no more tokens come."""
         if self.is_stopped:
             return ""
         text = self._check(self._decoder.flush())
@@ -55,7 +55,7 @@ class Detokenizer:
         text = self._held + text
         found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
-            # The one that ends first, as if characters came one by one: how they are cut into tokens changes nothing.
+            # The match that ends first, as if characters came one by one: how they are cut into tokens changes nothing.
             self.is_stopped = True
             self._held = ""
             return self._release(text[: min(found)[1]])
@@ -70,7 +70,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of text that `stop` begins with."""
+    """Return the length of the longest end of text that `stop` begins with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

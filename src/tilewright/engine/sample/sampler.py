@@ -27,10 +27,10 @@ from tilewright.types import SamplingParams, TokenLogprob
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence and their number in its output, kept up as it grows.
+    """Distinct tokens of a sequence and their counts in its output, updated as it grows.
 
-    Arrays beside a dict, so that a step hands over a slice instead of walking all tokens. Tokens the head has no logits
-    for (placeholders of media, in some models) are left out.
+    Arrays beside a dict, so that a step passes a slice instead of walking all tokens. Tokens without logits
+    (placeholders of media, in some models) are left out.
     """
 
     def __init__(self, sequence: Sequence, vocabulary_size: int) -> None:
@@ -38,14 +38,14 @@ class TokenCounts:
         self._slot_by_id: dict[int, int] = {}
         self._ids = np.empty(256, np.int64)
         self._counts = np.empty(256, np.int32)
-        # Only the repetition penalty reads the prompt.
+        # Only the repetition penalty counts the prompt.
         if sequence.params.repetition_penalty != 1.0:
             for token_id in dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens]):
                 self._count(token_id, 0)
         self._num_read = sequence.num_prompt_tokens
 
     def rows(self, sequence: Sequence) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Token ids and counts as the sequence's next token sees them, then as the one after each draft does."""
+        """Return the token ids and counts for the sequence's next token, then for the one after each draft."""
         for token_id in sequence.token_ids[self._num_read :]:
             self._count(token_id, 1)
         self._num_read = sequence.num_tokens
@@ -77,11 +77,12 @@ class TokenCounts:
 
 
 class Masks:
-    """The masks of a step's rows.
+    """Grammar masks of a step's rows.
 
-    In memory that is used again: all weights have just gone through the caches, and making three small arrays takes
-    longer than a mask. And by the thread that steps, though masks are known before logits are: a thread beside the
-    model made steps 1 to 2 % longer still, since kernels keep every core busy and wait for the one that is shared.
+    Their memory is reused: all weights have just gone through the caches, and allocating three small arrays takes
+    longer than a mask. They are computed on the thread that steps, though they are known before the logits: a thread
+    beside the model made steps 1 to 2 % longer still, since kernels keep every core busy and wait for the one that is
+    shared.
     """
 
     def __init__(self, uploads: Uploads) -> None:
@@ -90,7 +91,7 @@ class Masks:
         self._rows = torch.empty(0, dtype=torch.int64)
 
     def apply(self, logits: Tensor, chunks: Items[Chunk]) -> None:
-        """Changes the logits of the sampled rows, chunk after chunk: -inf for what is forbidden."""
+        """Set the logits of forbidden tokens to -inf in the sampled rows, chunk after chunk."""
         constrained: list[tuple[Matcher, Sequence]] = []
         rows: list[int] = []
         num_rows = 0
@@ -118,13 +119,13 @@ class Masks:
             self._rows = torch.empty(2 * num_rows, dtype=torch.int64)
 
 
-# Is given the place of a prompt's token and fp32 logits [R, V] of it and of those after it, before the next step
+# Called with the index of a prompt token and fp32 logits [R, V] for it and the tokens after it, before the next step
 # overwrites them.
 PromptReader = Callable[[int, Tensor], None]
 
 
 class _Rows(NamedTuple):
-    """What drawing from so many rows needs, made once: small tensors cost more than an argmax."""
+    """Buffers to draw from a number of rows, allocated once: making small tensors costs more than an argmax."""
 
     greedy: tuple[Tensor, ...]
     tokens: Tensor  # int64
@@ -138,23 +139,23 @@ class _Rows(NamedTuple):
 
 
 class Sampler:
-    """Draws the next tokens. What is drawn for a sequence depends on its own logits, seed and position alone."""
+    """Draws the next tokens. A sequence's draw depends only on its own logits, seed and position."""
 
     def __init__(self) -> None:
-        # By id() of the ModelInputs: who reads raw logits of a prompt whose log-probabilities are asked for.
+        # By id() of the ModelInputs: readers of a prompt's raw logits.
         self.prompt_readers: dict[int, PromptReader] = {}
         self._occurrences: WeakKeyDictionary[Sequence, TokenCounts] = WeakKeyDictionary()
-        self._device = backend.place()  # where logits are, and tokens are drawn
+        self._device = backend.place()  # where logits are and tokens are drawn
         self._uploads = Uploads(self._device)
         self._masks = Masks(self._uploads)
-        self._rows: dict[int, _Rows] = {}  # by their number
-        # Of the last step: the same sequences draw in the next one, as a rule.
+        self._rows: dict[int, _Rows] = {}  # by number of rows
+        # Of the last step: usually the same sequences draw in the next one.
         self._params_of_rows: list[SamplingParams] = []
         self._parameters_of_rows: tuple[Tensor, ...] = ()
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, step: Step) -> list[Sampled]:
-        """One result per chunk from the rows it asked for, fp32 [step.num_logits, V]. May overwrite the logits."""
+        """Return one result per chunk from its rows of logits, fp32 [step.num_logits, V]. May overwrite the logits."""
         chunks = step.chunks
         if not logits.shape[0]:
             return [Sampled() for _ in chunks]
@@ -185,7 +186,7 @@ class Sampler:
             first += chunk.num_logits
 
     def _draw(self, logits: Tensor, chunks: list[Chunk], keep_raw: bool) -> list[int]:
-        """A token for every sampled row, chunk after chunk; NO_TOKEN of one in which nothing is a number."""
+        """Return a token for every sampled row, chunk after chunk; NO_TOKEN for a row of NaN."""
         sampled = [chunk for chunk in chunks if chunk.num_sampled]
         num_rows = sum(chunk.num_sampled for chunk in sampled)
         if not num_rows:
@@ -202,20 +203,20 @@ class Sampler:
         if is_adjusted:
             self._adjust(logits, sampled)
         if is_constrained:
-            self._masks.apply(logits, sampled)  # last, so that a bias brings nothing back
+            self._masks.apply(logits, sampled)  # last, so that a bias cannot re-enable a token
         if not self._device.is_host:
             return self._draw_there(logits, sampled)
         if num_rows not in self._rows:
             self._rows[num_rows] = _Rows.make(num_rows)
         rows = self._rows[num_rows]
         ops.sample(logits, *self._parameters(sampled, rows), out=rows.tokens)
-        # One NaN among the weights makes whole rows of them: the kernel's token then is no choice of the model's.
+        # One NaN weight turns whole rows into NaN: the kernel's token is then no choice of the model's.
         is_chosen = logits.numpy()[rows.numbers, rows.drawn] > -math.inf
         result: list[int] = (rows.drawn if is_chosen.all() else np.where(is_chosen, rows.drawn, NO_TOKEN)).tolist()
         return result
 
     def _draw_there(self, logits: Tensor, sampled: list[Chunk]) -> list[int]:
-        """The same on a device: tokens are drawn there, and come back in one copy."""
+        """Draw like `_draw` on a device, and fetch the tokens in one copy."""
         if all(chunk.sequence.params.temperature == 0 for chunk in sampled):
             tokens = ops.greedy(logits)
         else:
@@ -225,7 +226,7 @@ class Sampler:
         return result
 
     def _parameters(self, chunks: list[Chunk], rows: _Rows) -> tuple[Tensor, ...]:
-        """What `ops.sample` takes besides logits, made only if it must be."""
+        """Return the arguments of `ops.sample` besides logits, cached for greedy rows."""
         if all(chunk.sequence.params.temperature == 0 for chunk in chunks):
             return rows.greedy
         return self._drawn_with(chunks)
@@ -237,7 +238,7 @@ class Sampler:
         return *self._parameters_of_rows, torch.tensor(_uniforms(chunks), dtype=torch.float64)
 
     def _adjust(self, logits: Tensor, chunks: list[Chunk]) -> None:
-        """Changes logits by penalties, biases and the bans of min_tokens."""
+        """Apply penalties, biases and the bans of min_tokens to the logits."""
         vocabulary_size = logits.shape[1]
         nothing = (np.empty(0, np.int64), np.empty(0, np.int32))
         seen: list[tuple[np.ndarray, np.ndarray]] = []
@@ -252,7 +253,7 @@ class Sampler:
                 seen += [nothing] * chunk.num_sampled
             for draft in range(chunk.num_sampled):
                 bias = {token_id: bias for token_id, bias in params.logit_bias.items() if token_id < vocabulary_size}
-                if sequence.matcher is None:  # a grammar's mask leaves them out where it can
+                if sequence.matcher is None:  # a grammar's mask excludes them where it can
                     unwanted = sequence.unwanted_token_ids(draft)
                     bias.update((item, -math.inf) for item in unwanted if item < vocabulary_size)
                 biases.append(bias)
@@ -271,7 +272,7 @@ class Sampler:
         ops.penalize(logits, *penalties, bias_starts=bias_starts, bias_token_ids=bias_token_ids, bias=bias_values)
 
     def _with_logprobs(self, logits: Tensor, chunks: list[Chunk], token_ids: list[list[int]]) -> list[Sampled]:
-        """The chunks' tokens with the log-probabilities they ask for, those of the raw logits, by one kernel call."""
+        """Return the chunks' tokens with the log-probabilities they ask for, of the raw logits, by one kernel call."""
         rows: list[int] = []
         targets: list[int] = []
         num_top: list[int] = []
@@ -300,11 +301,11 @@ class Sampler:
         ]
 
     def _log_probs(self, logits: Tensor, rows: list[int], targets: list[int], num_top: list[int]) -> list[TokenLogprob]:
-        """The log-probability of targets[i] in row rows[i], with the num_top[i] best ones."""
+        """Return the log-probability of targets[i] in row rows[i], with the num_top[i] best tokens."""
         if not rows:
             return []
         vocabulary_size = logits.shape[1]
-        # A placeholder may lie past the head's last row: it cannot come out, and the kernel has no column for it.
+        # A placeholder may lie past the head's last row: it is never drawn, and the kernel has no column for it.
         clamped = torch.tensor(targets).clamp_(0, vocabulary_size - 1)
         if len(rows) == logits.shape[0]:
             picked, (wanted,) = logits, self._uploads.send(clamped)
@@ -322,22 +323,22 @@ class Sampler:
 
 
 def uniform(sequence: Sequence, position: int) -> float:
-    """The random number in [0, 1) with which the token at `position` of a sequence is drawn.
+    """Return the random number in [0, 1) that draws the token at `position` of a sequence.
 
-    A hash of seed, answer and position instead of a generator with a state, so that preemption, batching and drafts
-    change nothing.
+    A hash of seed, answer and position instead of a stateful generator, so that preemption, batching and drafts change
+    nothing.
     """
     return uniform_at(sequence.seed, sequence.index, position)
 
 
 def uniform_at(seed: int, index: int, position: int) -> float:
-    """The number of a seed at a position of one of its series."""
+    """Return the random number of a seed at a position of one of its series."""
     counter = struct.pack("<QQQ", seed & 0xFFFF_FFFF_FFFF_FFFF, index, position)
     return (int.from_bytes(blake2b(counter, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
 def greedy_parameters(num_rows: int) -> tuple[Tensor, ...]:
-    """What `ops.sample` takes for rows of temperature 0."""
+    """Return the arguments of `ops.sample` for rows of temperature 0."""
     return (*_parameters([SamplingParams(temperature=0.0)] * num_rows), torch.zeros(num_rows, dtype=torch.float64))
 
 
@@ -373,5 +374,5 @@ def _is_adjusted(sequence: Sequence) -> bool:
 
 
 def _first_target(chunk: Chunk) -> int:
-    """The token of the prompt that the chunk's first prompt row is about."""
+    """Return the index of the prompt token that the chunk's first prompt row predicts."""
     return chunk.stop - chunk.num_sampled - chunk.num_prompt_rows + 1

@@ -1,4 +1,4 @@
-"""All that running sequences hold, asked as one."""
+"""All memory that running sequences hold, behind one interface."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tilewright.engine.schedule.step import Chunk, SequenceResource, Step
 class SequenceResources:
     """KV pages, encoder outputs and, in models with such layers, pages of windows and recurrent states.
 
-    A sequence is admitted by all of them or by none. Pages come first: the others only shorten what the prefix cache
-    finds.
+    A sequence is admitted by all of them or by none. KV pages come first: the others only shorten the prefix that they
+    match.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class SequenceResources:
         self._all: list[SequenceResource] = [kv, *self.windows.values(), *([] if states is None else [states]), media]
         self.max_drafts_per_step = min(resource.max_drafts_per_step for resource in self._all)
         self.can_repeat_steps = all(resource.can_repeat_steps for resource in self._all)
-        # What is asked for each sequence of a step: only of the resources that have an answer of their own. Of them all
-        # only keys and values grow with every token.
+        # Called for each sequence of a step: only on resources that override the default. Of all only keys and values
+        # grow with every token.
         self.reserve = self._reserve_all if self.windows else kv.reserve
-        self._shorten = self._overriding("match")[1:]  # of all but `kv`: they keep less than it does
+        self._shorten = self._overriding("match")[1:]  # of all but `kv`: they match at most what it does
         self._begin_step = self._overriding("begin_step")
         self._is_ready = self._overriding("is_ready")
         self._draft_room = self._overriding("draft_room")
@@ -53,7 +53,7 @@ class SequenceResources:
         return [getattr(item, name) for item in self._all if getattr(type(item), name) is not default]
 
     def check(self, sequence: Sequence) -> None:
-        """RequestError for a sequence that could never be held."""
+        """Raise RequestError for a sequence that could never be held."""
         for resource in self._all:
             resource.check(sequence)
 
@@ -62,7 +62,7 @@ class SequenceResources:
             begin_step()
 
     def admit(self, sequence: Sequence) -> int | None:
-        """How many tokens of a waiting sequence are cached, which from now on holds what it needs; None: no room."""
+        """Give a waiting sequence what it needs, and return how many of its tokens are cached; None: no room."""
         num_cached = self._match(sequence)
         if not all(resource.has_room(sequence, num_cached) for resource in self._all):
             self.release(sequence)
@@ -72,7 +72,7 @@ class SequenceResources:
         return num_cached
 
     def _match(self, sequence: Sequence) -> int:
-        """Return how many tokens all resources have cached: where one has fewer, the others look again."""
+        """Return how many tokens all resources have cached: if one has fewer, the others match again."""
         num_cached, found = -1, self.kv.match(sequence, sequence.num_tokens)
         while found != num_cached:
             num_cached = found
@@ -81,13 +81,13 @@ class SequenceResources:
         return num_cached
 
     def chunk_end(self, step: Step, sequence: Sequence, start: int, stop: int, budget: int) -> int:
-        """Where a chunk of a prompt ends that may go up to `stop`; what it reads is ready, or made in this step."""
+        """Return where a prompt's chunk of at most `stop` ends; what it reads is ready, or made in this step."""
         stop = ready = self._chunk_end(sequence, start, stop, budget)
         for resource in self._all:
             ready = resource.prepare(step, sequence, start, ready)
         if ready < stop:
             end = self._chunk_end(sequence, start, ready, budget)
-            if end > start or step.chunks:  # else nothing at all would be computed
+            if end > start or step.chunks:  # else nothing would be computed at all
                 return end
         return ready
 
@@ -97,34 +97,34 @@ class SequenceResources:
         return stop
 
     def ready(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those of the decoding sequences for which what their next token reads is there."""
+        """Return the decoding sequences whose next token has all its inputs."""
         for is_ready in self._is_ready:
             sequences = [sequence for sequence in sequences if is_ready(sequence)]
         return sequences
 
     def draft_room(self) -> int:
-        """How many drafts a sequence may have now."""
+        """Return how many drafts a sequence may have now."""
         room = sys.maxsize
         for draft_room in self._draft_room:
             room = min(room, draft_room())
         return room
 
     def plan(self, chunk: Chunk) -> None:
-        """Takes the memory that a chunk writes to, beyond its pages."""
+        """Allocate the memory that a chunk writes to, beyond its pages."""
         for plan in self._plan:
             plan(chunk)
 
     def commit(self, sequence: Sequence) -> None:
-        """After a step: the sequence's computed tokens are known to be right."""
+        """Record that the tokens computed so far are final, so that the prefix cache may share them."""
         for commit in self._commit:
             commit(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back all that a sequence holds."""
+        """Release all that a sequence holds."""
         for resource in self._all:
             resource.release(sequence)
 
     def stats(self) -> dict[str, Any]:
-        """The fields of `Stats` that tell of memory."""
+        """Return the fields of `Stats` about memory."""
         own = {name: value for resource in self._all for name, value in resource.stats().items()}
         return {**own, **window_stats(self.windows)}

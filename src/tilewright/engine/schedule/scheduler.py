@@ -1,4 +1,4 @@
-"""Chooses which tokens of which sequences are computed next."""
+"""Chooses the tokens to compute in the next step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.failures: dict[str, Exception] = {}  # by request: why the step under way ended a sequence of it
+        self.failures: dict[str, Exception] = {}  # by request: the error that ended one of its sequences in this step
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     def check(self, num_prompt_tokens: int) -> None:
-        """RequestError for a prompt that could never be answered."""
+        """Raise RequestError for a prompt that could never be answered."""
         if num_prompt_tokens < 1:
             raise RequestError("the prompt has no tokens, expected at least 1")
         if num_prompt_tokens >= self.max_context:
@@ -44,21 +44,21 @@ class Scheduler:
             )
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queues the sequences of a request; RequestError if they could never be answered."""
+        """Queue the sequences of a request; RequestError if they could never be answered."""
         for sequence in sequences:
             self.check(sequence.num_prompt_tokens)
             self.resources.check(sequence)
             bisect.insort(self.waiting, sequence, key=_arrival)
 
     def abort(self, request_id: str) -> list[Sequence]:
-        """The unfinished sequences of the request, which are dropped. Not while a step is under way."""
+        """End the unfinished sequences of a request, and return them. Not while a step is under way."""
         dropped = [item for item in self.running + self.waiting if item.request_id == request_id]
         for sequence in dropped:
             self.finish(sequence, "abort")
         return dropped
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a sequence and releases what it holds."""
+        """End a sequence and release what it holds."""
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         self._release(sequence)
         sequence.matcher = None
@@ -67,29 +67,29 @@ class Scheduler:
         sequence.finished_s = time.perf_counter()
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence that failed; others of its request continue until the step is done."""
+        """End a sequence that failed; others of its request continue until the step is done."""
         self.failures.setdefault(sequence.request_id, error)
         if not sequence.is_finished:
             self.finish(sequence, "abort")
 
     def media_ahead(self, step: Step) -> list[Medium]:
-        """Media that a step after this one is likely to encode."""
+        """Return media that the next step is likely to encode."""
         return self.resources.media.ahead(step, itertools.chain(self.running, self.waiting))
 
     def readers(self, media: Iterable[Medium]) -> list[Sequence]:
-        """The running sequences that media are encoded for."""
+        """Return the running sequences that media are encoded for."""
         return self.resources.media.readers(media, self.running)
 
     def rewind(self, step: Step) -> None:
-        """Preempts the running sequences of a failed step, so that they are computed again from what is cached."""
+        """Preempt the running sequences of a failed step, so that they are computed again from what is cached."""
         for chunk in step.chunks:
             if chunk.sequence.status is Status.RUNNING:
                 self._preempt(chunk.sequence)
 
     def schedule(self) -> Step:
-        """The next step: a token of every sequence that decodes, then prompts; empty only when there is no work.
+        """Return the next step: a token of every decoding sequence, then prompts; empty only without work.
 
-        It may have media to encode and no chunks, where pictures side by side are encoded over several steps.
+        It may have media to encode and no chunks, if adjacent pictures are encoded over several steps.
         """
         while True:
             step = Step()
@@ -100,7 +100,7 @@ class Scheduler:
             self._preempt(self.running[-1])  # prompts hold all pages, and none of them can continue
 
     def update(self, step: Step, sampled: list[Sampled]) -> list[Event]:
-        """Appends what was sampled, and says what each sequence gained and which ended."""
+        """Append the sampled tokens; return what each sequence gained, and why it ended if it did."""
         events = []
         for chunk, result in zip(step.chunks, sampled, strict=True):
             try:
@@ -113,10 +113,10 @@ class Scheduler:
         return events
 
     def _append(self, chunk: Chunk, result: Sampled) -> Event | None:
-        """What a sequence gained by its chunk, if it did; it may have ended with that."""
+        """Append a chunk's tokens and return the event; None in the middle of a prompt. May end the sequence."""
         sequence, matcher = chunk.sequence, chunk.sequence.matcher
         if matcher is not None:
-            matcher.raise_error()  # its mask is not valid
+            matcher.raise_error()  # its mask was invalid
         if result.prompt_logprobs:
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
         num_accepted = len(result.token_ids) - 1 if result.token_ids else 0
@@ -125,7 +125,7 @@ class Scheduler:
         sequence.draft_token_ids = []
         num_before, reason = sequence.num_tokens, None
         for token_id in result.token_ids:
-            if token_id == NO_TOKEN:  # not the row after a draft that ends the grammar: no token is allowed there
+            if token_id == NO_TOKEN:  # (the row after a draft that ends the grammar is never reached)
                 raise FloatingPointError(f"the model's logits of token {sequence.num_tokens} are not numbers (NaN)")
             sequence.token_ids.append(token_id)
             reason = self._finish_reason(sequence)
@@ -133,7 +133,7 @@ class Scheduler:
                 break
         if matcher is not None:
             matcher.raise_error()
-        # The slots of rejected drafts are written again by the tokens that come instead.
+        # Later tokens overwrite the slots of rejected drafts.
         num_computed = chunk.stop - chunk.num_drafts + num_accepted
         sequence.num_computed_tokens = min(num_computed, sequence.num_tokens)
         self.resources.commit(sequence)
@@ -149,22 +149,22 @@ class Scheduler:
         return Event(sequence, result.token_ids[:num_new], result.logprobs[:num_new], reason, has_stop_token)
 
     def find_room(self, sequence: Sequence, num_drafts: int) -> int:
-        """How many of so many tokens can be drafted for a decoding sequence, which then has pages for them."""
+        """Reserve pages for drafts of a decoding sequence, and return how many of num_drafts fit."""
         num_drafts = min(num_drafts, self._max_drafts(sequence))
-        # Each draft but the first comes from a pass that writes the key of the draft before it.
+        # Each draft but the first comes from a pass that writes the key of the previous draft.
         while num_drafts > 1 and not self.resources.reserve(sequence, sequence.num_tokens + num_drafts - 2):
             num_drafts -= 1
         return num_drafts
 
     def _max_drafts(self, sequence: Sequence) -> int:
-        # The last row gives a token too, so there is one draft less than tokens.
+        # The last row gives a token too, so there is one draft fewer than tokens.
         return max(0, min(self._num_tokens_left(sequence) - 1, self.resources.draft_room()))
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         token_id, matcher = sequence.token_ids[-1], sequence.matcher
         if token_id in sequence.stop_token_ids:
-            # In a constrained answer it ends the answer only where the grammar may end, else it is a token like any
-            # other; before min_tokens it comes only where the grammar allows nothing else.
+            # In a constrained answer it ends the answer only where the grammar accepts, else it is a token like any
+            # other; before min_tokens it comes only if the grammar allows nothing else.
             is_end = sequence.num_output_tokens >= sequence.params.min_tokens
             if is_end if matcher is None else matcher.is_accepting:
                 return "stop"
@@ -177,7 +177,7 @@ class Scheduler:
         return None
 
     def _num_tokens_left(self, sequence: Sequence) -> int:
-        """How many tokens the answer may still gain."""
+        """Return how many tokens the answer may still gain."""
         in_context = self.max_context - sequence.num_tokens
         max_tokens = sequence.params.max_tokens
         return in_context if max_tokens is None else min(in_context, max_tokens - sequence.num_output_tokens)
@@ -192,8 +192,8 @@ class Scheduler:
                 self.fail(sequence, error)
 
     def _schedule_decode(self, step: Step, sequence: Sequence, max_drafts: int) -> int:
-        """Puts the next token of a sequence into the step, unless there is no page for it; how many drafts with it."""
-        # An earlier one may have taken its pages. The one preempted here arrived later than all that are in the step.
+        """Add the next token of a sequence to the step, if it has a page, with drafts; return the number of drafts."""
+        # An earlier sequence may have taken its pages. The one preempted here arrived after all in the step.
         while sequence.status is Status.RUNNING and not self.resources.reserve(sequence, sequence.num_tokens):
             self._preempt(self.running[-1])
         if sequence.status is not Status.RUNNING:
@@ -204,7 +204,7 @@ class Scheduler:
         return num_drafts
 
     def _draft(self, sequence: Sequence, max_drafts: int) -> bool:
-        """Gives a sequence its drafts; whether they are forced by its grammar, so that all are accepted."""
+        """Set the drafts of a sequence; return whether its grammar forces them, so that all are accepted."""
         max_drafts = min(max_drafts, self._max_drafts(sequence)) if max_drafts > 0 else 0
         drafts: list[int] = []
         is_forced = False
@@ -224,7 +224,7 @@ class Scheduler:
 
     def _put(self, step: Step, chunk: Chunk) -> None:
         self.resources.plan(chunk)
-        step.chunks.append(chunk)  # last: what raised before is not in the step
+        step.chunks.append(chunk)  # last: a sequence that raised above is not in the step
 
     def _schedule_prompts(self, step: Step) -> None:
         budget = prompt_budget = self.limits.max_tokens_per_step - step.num_tokens
@@ -242,7 +242,7 @@ class Scheduler:
                 self.fail(sequence, error)
 
     def _schedule_prompt(self, step: Step, sequence: Sequence, share: int, prompt_budget: int) -> int:
-        """Puts a chunk of a prompt into the step, of `share` tokens at most; how many of them it has."""
+        """Add a chunk of a prompt to the step, of at most `share` tokens, and return its number of tokens."""
         if sequence.status is Status.WAITING and not self._admit(sequence):
             return 0
         start = sequence.num_computed_tokens
@@ -254,11 +254,11 @@ class Scheduler:
         return stop - start
 
     def _prompt_shares(self, step: Step, budget: int) -> Iterator[tuple[Sequence, int]]:
-        """Sequences with a prompt to compute, and how much of the budget each may take, the first to be served first.
+        """Yield the sequences with a prompt to compute, in order, and the budget that each may use.
 
-        By arrival, with one exception: while the oldest prompt is computed, half of the budget is set aside for those
-        behind it that are at most half as long as what it has left. So a short one waits for other short ones, but not
-        for a long one, which in turn keeps at least half of its speed.
+        By arrival, with one exception: while the oldest prompt is computed, half of the budget is set aside for later
+        ones that are at most half as long as the rest of it. So a short prompt waits for other short ones, but not for
+        a long one, which in turn keeps at least half of its speed.
         """
         decoding = {chunk.sequence for chunk in step.chunks}
         prompts = [sequence for sequence in self.running if sequence not in decoding]
@@ -278,9 +278,9 @@ class Scheduler:
             yield sequence, budget
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence runs from now on: there must be memory for it beside what others need.
+        """Admit a waiting sequence, if there is memory for it beside the needs of others; return whether it runs.
 
-        When one has to wait for it, all behind it do: else a stream of short ones would starve it.
+        If one must wait, all after it wait too: otherwise a stream of short ones would starve it.
         """
         if not self._may_admit or len(self.running) >= self.limits.max_sequences:
             return False
@@ -304,7 +304,7 @@ class Scheduler:
         return first_row + self.limits.max_prompt_rows
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Moves a sequence back to the queue, at its place by arrival; it resumes with all its tokens."""
+        """Move a sequence back to the queue, at its place by arrival; it resumes with all its tokens."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.status = Status.WAITING

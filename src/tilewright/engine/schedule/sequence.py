@@ -1,4 +1,4 @@
-"""One answer that is being generated, and the arithmetic over its tokens."""
+"""One answer being generated, and the arithmetic over its tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class FeatureRun:
-    """Features first_feature .. first_feature + length of a medium, in the place of the tokens from `start` on."""
+    """Features first_feature .. first_feature + length of a medium, which replace the tokens from `start` on."""
 
     medium: Medium
     first_feature: int
@@ -44,29 +44,29 @@ class FeatureRun:
 
 @dataclass
 class StateSlots:
-    """What a running sequence has of the state cache."""
+    """Slots of the state cache that a running sequence holds."""
 
-    own: int  # where its steps leave the state
-    read: int = NO_SLOT  # with the state after its computed tokens: its own or a snapshot's; none before the first
-    kept: dict[int, int] = field(default_factory=dict)  # by the step under way: the state after so many tokens -> slot
+    own: int  # where its steps write the state
+    read: int = NO_SLOT  # the state after its computed tokens: its own or a snapshot's; none before the first
+    kept: dict[int, int] = field(default_factory=dict)  # in the step under way: token count -> slot of that state
 
 
 @dataclass
 class WindowPages:
-    """The pages that a running sequence holds in layers with one sliding window: those of its latest tokens."""
+    """Pages that a running sequence holds in layers with one sliding window: those of its latest tokens."""
 
-    first: int  # which of the sequence's pages the first of these is; those before it were given back
+    first: int  # index of the first of these pages in the sequence; earlier ones are released
     pages: list[int]
-    num_stored: int  # of the sequence's pages, those that the prefix cache has seen
+    num_stored: int  # how many of the sequence's pages the prefix cache has seen
 
     @property
     def stop(self) -> int:
-        """Which of the sequence's pages comes after these."""
+        """Index in the sequence of the page after these."""
         return self.first + len(self.pages)
 
 
 class Sequence:
-    """A prompt and what was generated after it so far.
+    """A prompt and the tokens generated after it so far.
 
     A request for n answers makes n of these over one prompt (`for_request`). The first is their leader: it computes the
     prompt and its log-probabilities, the others find its pages in the prefix cache.
@@ -93,7 +93,7 @@ class Sequence:
         self.params = params
         self.seed = secrets.randbits(64) if seed is None else seed
         self.stop_token_ids = frozenset(stop_token_ids)
-        # With ignore_eos: the end of text is among the stop tokens then only where a grammar may need it.
+        # With ignore_eos the stop tokens include the end of text only if a grammar may need it.
         self._ignored_token_ids = self.stop_token_ids.difference(params.stop_token_ids)
         self.matcher = matcher  # of a constrained answer, until it is finished
 
@@ -103,17 +103,17 @@ class Sequence:
         self.num_computed_tokens = 0  # their keys and values are in the pages
         self.draft_token_ids: list[int] = []  # part of the step under way
         self.pages: list[int] = []
-        self.page_digests: list[bytes] = []  # of full pages, as far as they were needed
-        self.num_stored_pages = 0  # the first of `pages`, which the prefix cache has seen
-        self.window_pages: dict[int, WindowPages] = {}  # by window, in models whose layers have some
+        self.page_digests: list[bytes] = []  # of full pages, as far as needed
+        self.num_stored_pages = 0  # how many of `pages`, from the first, the prefix cache has seen
+        self.window_pages: dict[int, WindowPages] = {}  # by window, in models with sliding windows
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
-        self.first_kept_token: int | None = None  # whose hidden state is read: it must be computed, though it is cached
+        self.first_kept_token: int | None = None  # first token whose hidden state is read: computed even if cached
         self.pinned_keys: list[bytes] = []  # of media that are being read
         self.cross_groups: list[CrossGroup] = cross_groups_of(inputs.media) if leader is None else leader.cross_groups
-        self.pinned_groups: list[CrossGroup] = []  # those that tokens of the step under way see
+        self.pinned_groups: list[CrossGroup] = []  # those seen by tokens of the step under way
         self.state_slots: StateSlots | None = None  # while it runs, in models with recurrent layers
-        self.branch_border = 0  # how many of its tokens had matching pages when it was admitted last
-        self.last_snapshot: bytes | None = None  # of the states after its prompt; the next one takes its place
+        self.branch_border = 0  # how many of its tokens had matching pages when it was last admitted
+        self.last_snapshot: bytes | None = None  # latest snapshot after its prompt, which the next one replaces
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprob] = []  # of the output
@@ -125,7 +125,7 @@ class Sequence:
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
-        self.reads_at_first_token: StepReads | None = None  # of the engine, when the step that gave it was done
+        self.reads_at_first_token: StepReads | None = None  # of the engine, at the end of that step
 
     @classmethod
     def for_request(
@@ -137,9 +137,9 @@ class Sequence:
         submitted_s: float | None = None,
         grammar: Grammar | None = None,
     ) -> list[Sequence]:
-        """The params.n sequences of a request. Without a seed they get a random one, common to all n."""
+        """Return the params.n sequences of a request. Without a seed they share a random one."""
         stop_token_ids = frozenset(params.stop_token_ids)
-        # A grammar may come to an end: there the tokens that are ignored otherwise are all that is allowed.
+        # A grammar may be complete: there only the otherwise ignored tokens are allowed.
         if not params.ignore_eos or grammar is not None:
             stop_token_ids |= frozenset(eos_token_ids)
         seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -161,7 +161,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output, without drafts."""
+        """Tokens of prompt and output, without drafts."""
         return len(self.token_ids)
 
     @property
@@ -178,7 +178,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all that is left to compute is the token sampled last."""
+        """Return whether all that is left to compute is the token sampled last."""
         num_tokens = len(self.token_ids)
         return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens == 1
 
@@ -188,18 +188,18 @@ class Sequence:
 
     @property
     def waits_for_leader(self) -> bool:
-        """Whether its prompt is still being computed by the first sequence of its request."""
+        """Return whether its prompt is still being computed by the first sequence of its request."""
         leader = self._leader
         return leader is not None and leader.num_output_tokens == 0 and not leader.is_finished
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None]:
-        """Those known so far, one list for all sequences of the request; the first token has none."""
+        """Log-probabilities of prompt tokens so far, shared by the request's sequences; None for the first token."""
         return (self._leader or self)._prompt_logprobs
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether this sequence has to compute log-probabilities of prompt tokens yet."""
+        """Return whether this sequence still has to compute log-probabilities of prompt tokens."""
         return (
             self.params.prompt_logprobs is not None
             and self._leader is None
@@ -207,13 +207,13 @@ class Sequence:
         )
 
     def unwanted_token_ids(self, num_drafts: int = 0) -> frozenset[int]:
-        """The stop tokens that must not come next, or after so many drafts: none does before min_tokens."""
+        """Return the stop tokens that must not come next, or after num_drafts drafts; before min_tokens that is all."""
         if self.num_output_tokens + num_drafts < self.params.min_tokens:
             return self.stop_token_ids
         return self._ignored_token_ids if self.params.ignore_eos else frozenset()
 
     def positions(self, start: int, stop: int) -> np.ndarray:
-        """Rope positions [A, stop - start] of the tokens from start to stop, drafts counted on."""
+        """Return the rope positions [A, stop - start] of tokens start .. stop, which may include drafts."""
         num_prompt_tokens = self.num_prompt_tokens
         prompt = self.inputs.positions[:, start:stop]
         if stop <= num_prompt_tokens:
@@ -225,7 +225,7 @@ class Sequence:
 
     @property
     def unread_media(self) -> list[Medium]:
-        """Media that tokens left to compute read."""
+        """Media that uncomputed tokens read."""
         return [
             medium
             for medium in self.inputs.media
@@ -233,7 +233,7 @@ class Sequence:
         ]
 
     def features_in(self, start: int, stop: int) -> list[FeatureRun]:
-        """The features that tokens start .. stop are replaced by, cut to that range, in order."""
+        """Return the features that replace tokens start .. stop, cut to that range, in order."""
         runs: list[FeatureRun] = []
         for index in range(bisect.bisect_right(self._run_stops, start), len(self._feature_runs)):
             run = self._feature_runs[index]
@@ -244,17 +244,17 @@ class Sequence:
         return runs
 
     def cross_groups_in(self, start: int, stop: int) -> list[CrossGroup]:
-        """The groups that some of tokens start .. stop see, in order."""
+        """Return the groups that some of tokens start .. stop see, in order."""
         return [group for group in self.cross_groups if group.start < stop and start < group.stop]
 
     def cross_spans(self, start: int, stop: int) -> list[CrossSpan]:
-        """What tokens start .. stop see, in order; those that see nothing are left out."""
+        """Return the cross-attention spans of tokens start .. stop, in order; tokens that see nothing have none."""
         return [
             cross_span for group in self.cross_groups_in(start, stop) for cross_span in group.cross_spans(start, stop)
         ]
 
     def timings(self) -> Timings:
-        """Seconds since it was submitted; what has not happened yet counts as now."""
+        """Return the seconds since submission; events that have not happened yet count as now."""
         now = time.perf_counter() if self.finished_s is None else self.finished_s
         queued, first_token = self.started_s or now, self.first_token_s or now
         return Timings(queued - self.submitted_s, first_token - self.submitted_s, now - self.submitted_s)

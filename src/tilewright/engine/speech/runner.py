@@ -1,11 +1,11 @@
 """Computes speech: rows of the talker for several voices at once, frames of codes, and pieces of samples.
 
-A frame is a step of the talker and as many passes of the code predictor as it has further codes, each of a few rows:
-some thousand kernel calls of microseconds. It is recorded once for each number of voices, draws of the codes included,
-then replayed, so that Python runs twice a frame.
+A frame is a step of the talker and one pass of the code predictor per further code, each of a few rows: some thousand
+kernel calls of microseconds. It is recorded once per number of voices, draws of the codes included, then replayed, so
+that Python runs twice per frame.
 
-Legend of shape suffixes: T packed rows, D the talker's width, B voices whose next code is chosen, Q codes of a frame,
-V the codec's vocabulary, A rope axes.
+Legend of shape suffixes: T packed rows, D the talker's width, B voices whose next code is drawn, Q codes of a frame, V
+the codec's vocabulary, A rope axes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tilewright.ops.plan import Arena
 
 
 class CodeDraws:
-    """How the codes after the first are drawn for so many voices, in memory that stays where it is."""
+    """Sampling parameters of the codes after the first, for a number of voices, in memory with a fixed address."""
 
     def __init__(self, num_voices: int, num_codes: int) -> None:
         self.temperature = torch.zeros(num_voices)
@@ -40,19 +40,19 @@ class CodeDraws:
         self._numbers = self.temperature.numpy(), self.uniform.numpy()
 
     def fill(self, voices: Sequence[Voice]) -> None:
-        """For the next frames of these voices."""
+        """Set the parameters and random numbers for these voices' next frames."""
         temperature, uniform = self._numbers
         temperature[:] = [0.0 if voice.params.temperature == 0 else 1.0 for voice in voices]
         uniform[:] = [[voice.uniform(place + 1) for voice in voices] for place in range(len(uniform))]
 
     def choose(self, logits: Tensor, place: int) -> Tensor:
-        """The codes at this place of the frames, int64 [B]: one kernel call where logits are on the CPU."""
+        """Return the codes at this place of the frames, int64 [B]: one kernel call if logits are on the CPU."""
         uniform, out = self.uniform[place - 1], self._codes[place - 1]
         return ops.sample(logits.cpu(), self.temperature, self._top_k, self._top_p, self._min_p, uniform, out=out)
 
 
 class _Rows:
-    """One row of each of so many voices, as the talker reads it."""
+    """One row of each voice, as the talker reads it."""
 
     def __init__(self, num_voices: int, num_pages: int, num_axes: int, width: int, dtype: torch.dtype) -> None:
         self.text_ids = torch.zeros(num_voices, dtype=torch.int64)
@@ -89,7 +89,7 @@ class _Rows:
 
 
 class RecordedFrames:
-    """The talker's steps and the code predictor's frames, by the number of voices."""
+    """Recordings of the talker's steps and the code predictor's frames, by number of voices."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class RecordedFrames:
         self._frames: RecordedSteps[tuple[list[Tensor], list[Tensor]]] = RecordedSteps(arena)
 
     def step(self, voices: Sequence[Voice]) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, D] and fp32 logits [B, V] of the next row of each voice, until the next call of either."""
+        """Return hidden states [B, D] and fp32 logits [B, V] of the next row of each voice, until the next call."""
         count = len(voices)
         rows = self._rows_for(count)
         rows.fill(voices, self._page_size)
@@ -120,7 +120,7 @@ class RecordedFrames:
         return self._steps.run((count,), compute)
 
     def predict(self, x_TD: Tensor, choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
-        """As the code predictor's. `choose` is the same for equal numbers of voices, and a kernel call."""
+        """Run the code predictor's `predict`. `choose` must be equal for equal numbers of voices, and a kernel call."""
         frame_TD = self._rows_for(len(x_TD) // 2).frame_TD
         frame_TD.copy_(x_TD)
         return self._frames.run((len(x_TD),), lambda: self._talker.code_predictor.predict(frame_TD, choose))
@@ -132,12 +132,12 @@ class RecordedFrames:
         return self._rows[count]
 
 
-Frame = tuple[list[int], Tensor]  # its codes, and the codec row that they are for the step after
+Frame = tuple[list[int], Tensor]  # its codes, and its codec row for the next step
 
 
 @dataclass(frozen=True)
 class TalkerRows:
-    """Rows [begin, end) of a voice, to be computed in one step."""
+    """Rows [begin, end) of a voice, computed in one step."""
 
     voice: Voice
     begin: int
@@ -145,12 +145,12 @@ class TalkerRows:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a code follows the last of them."""
+        """Return whether a code is drawn after the last of them."""
         return self.end >= self.voice.prompt.num_rows
 
 
 class SpeechRunner:
-    """The networks that speak, with the talker's keys and values. `embed` gives rows of the thinker's table of ids."""
+    """The networks that speak, with the talker's keys and values. `embed` looks ids up in the thinker's table."""
 
     def __init__(
         self,
@@ -185,10 +185,10 @@ class SpeechRunner:
 
     @torch.inference_mode()
     def speak(self, rows: Sequence[TalkerRows]) -> None:
-        """Computes rows of voices. A voice whose row is asked gains a frame, or is finished.
+        """Compute rows of voices. A voice whose code is drawn gains a frame, or is finished.
 
-        Where it raises, every voice is as it was: the same rows write the same keys and values, and draw the same
-        codes, when they are computed again.
+        If it raises, every voice is unchanged: computing the same rows again writes the same keys and values, and draws
+        the same codes.
         """
         hidden_BD, logits_BV = self._step(rows)
         asked = [item.voice for item in rows if item.is_asked]
@@ -203,13 +203,13 @@ class SpeechRunner:
 
     @torch.inference_mode()
     def decode(self, pieces: Sequence[tuple[Any, Sequence[Sequence[int]]]]) -> list[Tensor]:
-        """The samples that the next frames of each stream give, fp32 [n]. Streams are as they were if it raises."""
+        """Return the samples of each stream's next frames, fp32 [n]. If it raises, streams are unchanged."""
         codes = [torch.tensor(frames, device=backend.device()) for _, frames in pieces]
         with self._arena.use():
             return [samples.cpu() for samples in self.code2wav.decode(codes, [stream for stream, _ in pieces])]
 
     def _step(self, rows: Sequence[TalkerRows]) -> tuple[Tensor, Tensor]:
-        """What the talker's head reads of the rows that are asked, and logits; they are overwritten by what is next."""
+        """Return the hidden states that the talker's head reads, and the logits, until the next step."""
         is_one_each = all(item.begin >= item.voice.prompt.num_rows for item in rows)
         if self._recorded is not None and is_one_each and len(rows) <= MAX_RECORDED_TOKENS:
             return self._recorded.step([item.voice for item in rows])
@@ -218,7 +218,7 @@ class SpeechRunner:
             return hidden_BD, self.talker.logits(hidden_BD)
 
     def _frames(self, hidden_BD: Tensor, logits_BV: Tensor, voices: Sequence[Voice]) -> list[Frame | None]:
-        """The next frame of each voice; None where the code that was drawn is the end."""
+        """Return the next frame of each voice; None if its code is the end."""
         codes = self._first_codes(logits_BV, voices)
         goes_on = codes != self.talker.end_id
         is_going = goes_on.tolist()
@@ -229,7 +229,7 @@ class SpeechRunner:
         return [next(frames) if goes else None for goes in is_going]
 
     def _complete(self, hidden_BD: Tensor, codes_B: Tensor, voices: Sequence[Voice]) -> list[Frame]:
-        """The frames whose first codes are given."""
+        """Return the frames with these first codes."""
         count = len(voices)
         if count not in self._draws:
             self._draws[count] = CodeDraws(count, self.talker.code_predictor.num_codes)
@@ -240,7 +240,7 @@ class SpeechRunner:
         return list(zip(frames.tolist(), rows, strict=True))
 
     def _first_codes(self, logits_BV: Tensor, voices: Sequence[Voice]) -> Tensor:
-        """The next first code of each voice, int64 [B]."""
+        """Return the next first code of each voice, int64 [B]."""
         logits = logits_BV.cpu()
         logits[:, self._is_banned] = -torch.inf
         said = [torch.tensor(sorted({frame[0] for frame in voice.frames}), dtype=torch.int64) for voice in voices]
@@ -264,7 +264,7 @@ class SpeechRunner:
         )
 
     def _inputs(self, rows: Sequence[TalkerRows]) -> Tensor:
-        """What the talker reads [T, D]: text rows, states of media in their place, and codec rows added to them."""
+        """Return the talker's inputs [T, D]: embedded text or states of media, plus codec rows."""
         device = backend.device()
         text_ids: list[int] = []
         media: list[tuple[int, Tensor]] = []  # the first row, states

@@ -1,4 +1,4 @@
-"""Speech beside text: each spoken answer has a voice, and its frames are scheduled between the steps of text."""
+"""Speech beside text: each spoken answer has a voice, whose frames are scheduled between the steps of text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tilewright.models.speaking import Speaker, find_voice
 from tilewright.ops import backend
 from tilewright.types import ContextLengthExceeded, ModelInputs, SamplingParams
 
-# Rows of prompts that one step computes, and frames that it makes samples of: what text waits for.
+# Limits on one step: rows of prompts that it computes, and frames of a voice that it decodes. Text waits for them.
 MAX_PROMPT_ROWS = 256
 FRAMES_PER_PIECE = 4
 
@@ -28,7 +28,7 @@ Piece = tuple[Any, list[list[int]]]  # a stream, and its next frames
 
 @dataclass(frozen=True)
 class Spoken:
-    """What a step added to a voice. It is done when all its samples are there, or when it failed."""
+    """Samples that a step added to a voice. It is done when all its samples are there, or when it failed."""
 
     voice: Voice
     samples: Tensor  # fp32 [n]
@@ -38,10 +38,10 @@ class Spoken:
 
 @dataclass(eq=False)
 class _Speaking:
-    """A voice that has pages, and how far its samples are."""
+    """A voice with pages, and how far its samples are decoded."""
 
     voice: Voice
-    stream: Any  # what its samples are made with, piece by piece
+    stream: Any  # the decoder's state
     num_decoded: int = 0
 
     @property
@@ -50,7 +50,7 @@ class _Speaking:
 
 
 class SpeechScheduler:
-    """The voices that wait and those that speak, both in order of arrival.
+    """The waiting and the speaking voices, both in order of arrival.
 
     A voice is admitted when there are pages for all the rows it may ever have, so that none has to stop half-way; until
     then it waits, while its text goes on.
@@ -71,7 +71,7 @@ class SpeechScheduler:
         return len(self._speaking)
 
     def check(self, voice: Voice) -> None:
-        """ContextLengthExceeded for one that could never be admitted."""
+        """Raise ContextLengthExceeded for a voice that could never be admitted."""
         if voice.num_max_rows > self.pool.num_tokens:
             raise ContextLengthExceeded(
                 max(self.pool.num_tokens - voice.params.max_frames, 0),
@@ -83,7 +83,7 @@ class SpeechScheduler:
         self.waiting.append(voice)
 
     def drop(self, voice: Voice) -> None:
-        """Forgets a voice and frees what it holds."""
+        """Forget a voice and free what it holds."""
         voice.is_finished = voice.is_released = True
         if voice in self.waiting:
             self.waiting.remove(voice)
@@ -93,12 +93,12 @@ class SpeechScheduler:
                 return
 
     def step(self) -> list[Spoken]:
-        """Each voice speaks its next frame, if its text is known, and gives samples if there are enough frames.
+        """Compute the next frame of each voice whose text is known, and decode samples of those with enough frames.
 
-        Voices are computed together. Where that raises, each is computed by itself, with the same result: those that
-        raise alone have failed, and hold nothing any more; the others go on.
+        Voices are computed together. If that raises, each is computed alone, with the same result: those that raise
+        alone fail and hold nothing any more; the others go on.
         """
-        done = [voice for voice in self.waiting if voice.is_finished]  # with nothing to say
+        done = [voice for voice in self.waiting if voice.is_finished]  # without text to speak
         for voice in done:
             self.drop(voice)
         self._admit()
@@ -128,7 +128,7 @@ class SpeechScheduler:
         return rows
 
     def _speak(self, rows: list[TalkerRows]) -> list[Spoken]:
-        """Computes the rows of voices; those that fail."""
+        """Compute the rows of voices and return those that fail."""
         if not rows:
             return []
         try:
@@ -144,7 +144,7 @@ class SpeechScheduler:
         return Spoken(voice, torch.empty(0), True, error)
 
     def _decode(self) -> list[Spoken]:
-        """Samples of those that have enough frames for a piece, or no further ones."""
+        """Return samples of the voices that have enough frames for a piece, or no further ones."""
         ready = [item for item in self._speaking if item.num_pending >= FRAMES_PER_PIECE or item.voice.is_finished]
         pieces = [(item.stream, item.voice.frames[item.num_decoded :][:FRAMES_PER_PIECE]) for item in ready]
         with_frames = [piece for piece in pieces if piece[1]]
@@ -163,7 +163,7 @@ class SpeechScheduler:
         return spoken
 
     def _samples(self, pieces: list[Piece]) -> list[Tensor | Exception]:
-        """The samples of each piece, or why it has none."""
+        """Return the samples of each piece, or its error."""
         if not pieces:
             return []
         try:
@@ -185,16 +185,16 @@ class _Spoken:
 
 @dataclass(frozen=True)
 class SpokenPart:
-    """What was added to the sound of an answer, and whether that was all of it, or all that there will be."""
+    """Sound added to an answer; `is_done`: the last part, complete or ended by an error."""
 
     sequence: Sequence
     samples: np.ndarray
     is_done: bool
-    error: Exception | None = None  # why the rest cannot be said
+    error: Exception | None = None  # None, or why the rest cannot be spoken
 
 
 class Speech:
-    """The voices of the engine's sequences. For the engine's thread."""
+    """Voices of the engine's sequences. Used on the engine's thread."""
 
     def __init__(self, networks: Speaker, scheduler: SpeechScheduler) -> None:
         self.networks = networks
@@ -207,11 +207,11 @@ class Speech:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those that are still being spoken."""
+        """Sequences that are still being spoken."""
         return [sequence for sequence, item in self._spoken.items() if not item.voice.is_released]
 
     def make_voice(self, inputs: ModelInputs, params: SamplingParams) -> Voice:
-        """A voice for an answer to this prompt; RequestError if it cannot be spoken."""
+        """Return a voice for an answer to this prompt; RequestError if it cannot be spoken."""
         assert params.voice is not None
         prompt = self.networks.prompt(inputs, find_voice(params.voice, self.networks.voices))
         voice = Voice(prompt, self.networks.text_end_id, self.networks.text_padding_id, speech_params(params))
@@ -219,7 +219,7 @@ class Speech:
         return voice
 
     def start(self, sequence: Sequence, voice: Voice) -> None:
-        """From now on the sequence is spoken as it is written."""
+        """Speak the sequence from now on, as it is generated."""
         voice.seed, voice.index = sequence.seed, sequence.index
         if voice.prompt.thinker_rows:
             sequence.first_kept_token = min(voice.prompt.thinker_rows)
@@ -231,17 +231,17 @@ class Speech:
         return item is not None and not item.voice.is_released
 
     def wanted(self, step: Step) -> KeptStates | None:
-        """The tokens of a step whose hidden states voices wait for."""
+        """Return the rows of a step whose hidden states voices wait for, or None."""
         rows = [row for row, _, _ in self._wanted(step)]
         return KeptStates(torch.tensor(rows, device=backend.device()), self.networks.accept_layer) if rows else None
 
     def take(self, step: Step, states_MD: Tensor) -> None:
-        """The states of the tokens that were wanted."""
+        """Store the hidden states that `wanted` asked for."""
         for (_, voice, token), state in zip(self._wanted(step), states_MD, strict=True):
             voice.media_states[token] = state
 
     def _wanted(self, step: Step) -> list[tuple[int, Voice, int]]:
-        """Rows of the step, whose voices they are for, and which tokens of the prompt."""
+        """Return rows of the step, the voices they are for, and their tokens of the prompt."""
         found, first = [], 0
         for chunk in step.chunks:
             item = self._spoken.get(chunk.sequence)
@@ -253,11 +253,11 @@ class Speech:
         return found
 
     def hear(self, sequence: Sequence, *, is_complete: bool) -> None:
-        """The sequence has more text, perhaps all."""
+        """Pass the sequence's new text to its voice. `is_complete`: no more will follow."""
         self._spoken[sequence].voice.hear(sequence.output_token_ids, is_complete=is_complete)
 
     def step(self) -> list[SpokenPart]:
-        """What one step adds to the sound of which answers."""
+        """Run one step and return what it adds to the sound of each answer."""
         by_voice = {item.voice: item for item in self._spoken.values()}
         parts = []
         for spoken in self.scheduler.step():
@@ -269,7 +269,7 @@ class Speech:
         return parts
 
     def sound(self, sequence: Sequence) -> np.ndarray | None:
-        """All samples of a sequence so far, fp32 [n]; None if it is not spoken. It is forgotten then."""
+        """Return all samples of a sequence, fp32 [n], and forget it; None if it is not spoken."""
         item = self._spoken.pop(sequence, None)
         if item is None:
             return None
@@ -277,18 +277,18 @@ class Speech:
         return np.concatenate([np.empty(0, np.float32), *item.samples])
 
     def drop(self, request_id: str) -> list[Sequence]:
-        """The sequences of a request that were still spoken: their voices are silent from now on."""
+        """Stop the voices of a request, and return the sequences that were still spoken."""
         dropped = [sequence for sequence in self.sequences if sequence.request_id == request_id]
         for sequence in dropped:
             self.scheduler.drop(self._spoken[sequence].voice)
         return dropped
 
     def forget(self, request_id: str) -> None:
-        """Frees all that a failed request holds."""
+        """Free all that a failed request holds."""
         for sequence in [one for one in self._spoken if one.request_id == request_id]:
             self.sound(sequence)
 
 
 def speech_params(params: SamplingParams) -> SpeechParams:
-    """How the talker's codes are chosen: as recommended, or the likeliest where the text's tokens are."""
+    """Return how the talker's codes are drawn: as recommended, or greedily if the text is."""
     return SpeechParams(temperature=0.0) if params.temperature == 0 else SpeechParams()

@@ -89,7 +89,7 @@ def kernel(name: str, device: torch.device, **settings: int) -> _Kernel | None:
 
 @functools.cache
 def _is_usable(device: torch.device) -> bool:
-    """Whether kernels can be compiled for the device, tried with the plainest."""
+    """Return whether kernels can be compiled for the device, tried with the plainest."""
     if device.type != "cuda":
         return False
     try:

@@ -17,7 +17,7 @@ MAX_HEAD_WIDTH = 256
 
 
 def is_half(*tensors: Tensor) -> bool:
-    """Whether all are on a GPU, in one type of 16 bits."""
+    """Return whether all are on a GPU, in one type of 16 bits."""
     first = tensors[0]
     return first.is_cuda and first.dtype in HALVES and all(t.dtype == first.dtype for t in tensors)
 
@@ -32,7 +32,7 @@ def product(x: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, bias: Tensor |
 
 
 def can_attend(q: Tensor, soft_cap: float, mask: Tensor | None = None) -> bool:
-    """Whether the flash kernel takes such a call."""
+    """Return whether the flash kernel takes such a call."""
     width = q.shape[-1]
     return is_half(q) and mask is None and soft_cap == 0 and width % 8 == 0 and width <= MAX_HEAD_WIDTH
 
